@@ -6,11 +6,11 @@ import importlib
 from pathlib import PurePath
 
 import pytest
-from conftest import ROOT
 
 import mindformers_adaptive
 from mindformers_adaptive.public_names import PUBLIC
 from scripts.site.write_stubs import stubs
+from tests.conftest import ROOT
 
 PACKAGE = ROOT / "mindformers_adaptive"
 

@@ -12,18 +12,18 @@ import zipfile
 
 import pytest
 import yaml
-from conftest import CONFIG, ROOT, with_exit_code
 
 import mindformers_adaptive
 from mindformers_adaptive.cli.versions import TESTED_PAIRS
 from mindformers_adaptive.public_names import PUBLIC
+from tests.conftest import CONFIG, ROOT, with_exit_code
 
 PACKAGE_FILES = {
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.py", "*.pyi", "*.html", "py.typed")
     for path in (ROOT / "mindformers_adaptive").rglob(pattern)
 }
-SAMPLES = ROOT / "tests" / "lab" / "samples"
+SAMPLES = ROOT / "tests" / "record" / "samples"
 
 
 def pip(*arguments):

@@ -8,7 +8,6 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
-from dense_network import Dense
 from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
 from mindspore import Parameter, Tensor, amp, nn, ops
@@ -17,6 +16,7 @@ from mindformers_adaptive import AdaptiveLossScaleManager, AdaptiveLossScaler, r
 from mindformers_adaptive.cells import train_step
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from tests.shared.networks import Dense
 
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]
 

@@ -32,7 +32,7 @@ _DEFAULT_POLICIES = [
     "torch",
 ]
 
-# Added where all traces have what they follow.
+# Rules that follow the largest gradients: compared by default only where all traces have those.
 _WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
 
 
@@ -55,14 +55,14 @@ def run(options: argparse.Namespace) -> None:
     makers = dict(policy_maker(text) for text in options.policies or _DEFAULT_POLICIES)
     sources = read_sources(options, makers)
     if not options.policies and all(source.trace.largest_gradient is not None for source in sources):
-        [shared, *others] = {source.trace.gradient_format for source in sources}
-        if not others:
-            makers |= {name: partial(make_policy, name, gradient_format=shared) for name in _WITH_GRADIENTS}
+        formats = {source.trace.gradient_format for source in sources}
+        if len(formats) == 1:
+            makers |= {name: partial(make_policy, name, gradient_format=formats.pop()) for name in _WITH_GRADIENTS}
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
     content = {"rows": comparison.rows(), "pareto_front": comparison.pareto_front()}
-    print_sources(options, sources, content, comparison.text(options.each_trace))
+    print_sources(options, sources, content, comparison.text(options.each_trace, options.details))
     if options.plot and len(traces) == 1:
         replays = {label: replay(make(), traces[0]) for label, make in makers.items()}
         save(draw_replays(traces[0], replays), options.plot)

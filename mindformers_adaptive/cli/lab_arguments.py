@@ -22,10 +22,12 @@ from mindformers_adaptive.cli.output import (
     wrong_usage,
 )
 from mindformers_adaptive.lab.gradient_ceilings import MOST_STEPS, from_gradient_ranges
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.measures import Measures, measure
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
-from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares
+from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
+from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares, forward_fill
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
@@ -64,19 +66,28 @@ class Source:
         bounds = {"bounds_known": bound_shares(self.trace), "holds_if": run.holds_if or None}
         return {**known, "format": run.log_format, **counts, **bounds}
 
+    @property
+    def recorded(self) -> Measures | None:
+        """Measures, optional: what the recorded run itself did in the steps that are swept."""
+        if self.run is None:
+            return None
+        trace = self.trace.last(MOST_STEPS_SWEPT)
+        scale = forward_fill(self.run.loss_scale)[-len(trace) :]
+        return measure(trace, np.append(scale, scale[-1]))
+
     def text(self) -> str:
-        """Return the same as a line or two for a terminal."""
-        told = self.describe()
-        start, share = f"{told['trace']}: {counted(told['steps'], 'step')}", told["gradients_known"]
+        """Return the same as lines for a terminal."""
+        facts = self.describe()
+        start, share = f"{facts['trace']}: {counted(facts['steps'], 'step')}", facts["gradients_known"]
         shown = f"; largest gradients known at {share:.1%} of the steps" if share else ""
         if self.run is None:
             return f"{start}, ceilings {self.ceilings}{shown}"
-        bounds = told["bounds_known"]
+        bounds = facts["bounds_known"]
         lines = [
-            f"{start} from {counted(told['lines_read'], 'line')} ({told['format']}), of which "
-            f"{told['lines_used']} were used and {told['lines_ignored']} ignored; ceilings known from below at "
-            f"{bounds['lower_bound']:.1%} of the steps, "
-            f"from above at {bounds['upper_bound']:.1%}, else assumed{shown}"
+            f"{start} from {counted(facts['lines_read'], 'line')} ({facts['format']}): {facts['lines_used']} used, "
+            f"{facts['lines_ignored']} ignored",
+            f"  ceilings bounded from below at {bounds['lower_bound']:.1%} of the steps, from above at "
+            f"{bounds['upper_bound']:.1%}, else assumed{shown}",
         ]
         if self.run.holds_if:
             lines.append(f"  Skipped steps and ceilings hold if {self.run.holds_if}")
@@ -100,6 +111,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "default), interpolated between neighbouring skips (else the default), or the lowest or highest that the "
         "bounds allow",
     )
+    parser.add_argument("--details", action="store_true", help="print more measures, and what was read of each log")
     steps = integer(1, MOST_STEPS)
     parser.add_argument("--steps", type=steps, default=10_000, help="length of a synthetic trace; default: 10000")
     parser.add_argument("--seed", type=integer(0), default=0, help="random seed of a synthetic trace; default: 0")
@@ -148,9 +160,13 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
 def print_sources(
     options: argparse.Namespace, sources: Sequence[Source], content: Mapping[str, Any], text: str
 ) -> None:
-    """Print where the traces came from and what was made of them."""
+    """Print a result and, with ``--details``, where its traces came from."""
     described = [source.describe() for source in sources]
-    lines = [*(source.text() for source in sources), "", text]
+    lines = [text, *(["", *(source.text() for source in sources)] if options.details else [])]
+    for source in sources:
+        problems = 0 if source.run is None else len(source.run.problems)
+        if problems and not options.details:
+            lines.append(f"{counted(problems, 'line')} of {source.trace.name} could not be read: --details")
     print_result(options, lambda: {"sources": described, **content}, lambda: "\n".join(lines))
 
 

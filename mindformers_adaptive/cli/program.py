@@ -17,24 +17,35 @@ from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["COMMANDS", "main"]
 
-# By name: what it does. Each is a module of this package with add_arguments(parser) and run(options), and a docstring
-# that is its help and ends with examples. One that takes words that argparse does not know sets the default of
-# `others` to a list.
-COMMANDS = {
-    "train": "[*] train, fine-tune, evaluate or predict from a YAML file of MindFormers",
-    "inspect": "show the loss-scale state in the newest checkpoint (a .ckpt file needs MindSpore)",
-    "probe": "[*] measure the ranges of gradients and weights at several loss scales",
-    "find": "[*] find the loss scale that a training should start from",
-    "why": "[*] say why a training overflows: in which layer, and which setting helps",
-    "analyze": "say what the loss scale did in a run, from its log, and what to change",
-    "compare": "replay policies on traces, and compare them",
-    "tune": "find the settings that would have cost least on traces",
-    "diff": "compare two checkpoints, or the gradients of two devices, by Parameter (needs MindSpore)",
-    "plot": "draw the record of a run or a sweep over loss scales",
-    "report": "write one HTML page for a run or several: what happened, pictures, advice",
-    "megatron": "turn Megatron-LM's arguments into a scale_sense section",
-    "versions": "print what a bug report needs",
+# By the time at which a user needs it, each command with its first line of help. A command is a module of this package
+# with add_arguments(parser) and run(options), and a docstring that is its help and ends with examples. A command that
+# takes words unknown to argparse sets the default of `others` to a list.
+_GROUPS = {
+    "before a training": {
+        "find": "[*] the loss scale to start from",
+        "why": "[*] which layer overflows, and what helps",
+        "probe": "[*] ranges of gradients and weights at several loss scales",
+    },
+    "training": {
+        "train": "[*] train, fine-tune, evaluate or predict from a MindFormers YAML file",
+    },
+    "after a training": {
+        "analyze": "what the loss scale did, and what to change",
+        "report": "the same as one HTML page, for one run or several",
+        "plot": "a picture of a run, of its gradients or of a sweep",
+        "diff": "compare two checkpoints, or gradients of two devices (needs MindSpore)",
+        "inspect": "the loss-scale state in a checkpoint (a .ckpt file needs MindSpore)",
+    },
+    "choosing a rule": {
+        "compare": "replay other rules on a log",
+        "tune": "find the best settings for a log",
+    },
+    "help": {
+        "megatron": "translate Megatron-LM arguments into a scale_sense section",
+        "versions": "what to put into a bug report",
+    },
 }
+COMMANDS = {name: purpose for commands in _GROUPS.values() for name, purpose in commands.items()}
 # Options of any command that name a file to write.
 _WRITTEN = ("plot", "picture", "output", "gradients")
 # Commands that are gone, by name: what to use instead.
@@ -76,19 +87,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS:
         return _run(importlib.import_module(f"mindformers_adaptive.cli.{words[0]}"), words)
     # Help, or a usage error, for which no subcommand has to be imported.
-    parser = _parser("adaptive-loss-scale", "Adaptive loss scaling for MindSpore and MindFormers.", _EXAMPLES)
+    description = f"Adaptive loss scaling for MindSpore and MindFormers.\n\n{_command_list()}"
+    parser = _parser("adaptive-loss-scale", description, _EXAMPLES)
     if words and words[0] == "--version":
         versions = importlib.import_module("mindformers_adaptive.cli.versions")
         return _carry_out(lambda: print(versions.short()), parser)
     parser.add_argument("--version", action="store_true", help="show the versions, and whether the pair was tested")
     if words and words[0] in _REPLACED_BY:
         parser.error(f"there is no command {words[0]!r} any more. Use '{_REPLACED_BY[words[0]]}', which does the same")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, purpose in COMMANDS.items():
-        commands.add_parser(name, help=purpose)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, help="from the list above")
+    for name in COMMANDS:
+        commands.add_parser(name)
     parser.parse_args(words)
     parser.print_help()
     return 2
+
+
+def _command_list() -> str:
+    """Return a line for each command, with the time at which it is needed before the first command of a group."""
+    return "\n".join(
+        f"{when if index == 0 else '':<20}{name:<10}{purpose}"
+        for when, commands in _GROUPS.items()
+        for index, (name, purpose) in enumerate(commands.items())
+    )
 
 
 class _Parser(argparse.ArgumentParser):

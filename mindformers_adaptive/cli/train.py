@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         task.launch(config)
     except Exception as error:
-        if not task.had_begun(error):
+        if not launcher.had_begun(error):
             raise
         # Nobody wants to repeat a long training to learn where it failed.
         traceback.print_exc()

@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARGUMENT=VALUE,VALUE",
         help="values of an argument of the cell to try, instead of the default ones; may be given several times",
     )
-    parser.add_argument("--rows", type=integer(1), default=10, help="how many configurations to show; default: 10")
+    parser.add_argument(
+        "--rows", type=integer(1), metavar="N", help="list the N best settings too; default: the best only"
+    )
     add_output_arguments(parser)
 
 
@@ -75,17 +77,19 @@ def run(options: argparse.Namespace) -> None:
         for name in ASSUMPTIONS
         if any(name in run.assumptions and name != (options.ceilings or run.assumptions[0]) for run in runs)
     }
+    recorded = [source.recorded for source in sources if source.recorded is not None]
     with progress_bar(len(sources) * (1 + len(assumptions)), "sweeping") as progress:
         tuning = tune(
             [source.trace for source in sources],
             configurations,
             exchange_rate=options.exchange_rate,
             assumptions=assumptions,
+            recorded=recorded if len(recorded) == len(sources) else (),
             progress=progress,
         )
-    content: dict[str, object] = {"rows": tuning.rows(options.rows), "certainty": tuning.certainty()}
-    content["scale_sense"] = tuning.settings_to_paste
-    print_sources(options, sources, content, tuning.text(options.rows))
+    content: dict[str, object] = {"rows": tuning.rows(options.rows or 10), "certainty": tuning.certainty()}
+    content |= {"scale_sense": tuning.settings_to_paste}
+    print_sources(options, sources, content, tuning.text(options.rows or 10 * options.details))
 
 
 def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list[Configuration]:

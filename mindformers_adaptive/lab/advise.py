@@ -1,62 +1,45 @@
-"""What to change after a recorded run, by what it cost and what other settings would have cost in its place.
+"""What to change after a recorded run: where to start, which windows to use, or to look elsewhere.
 
-Costs are counted in skipped steps; 1000 steps that lose a bit of headroom each count as one, see
-:func:`~mindformers_adaptive.lab.measures.cost`. Candidates are replayed on the run's own trace, with
-ceilings raised by :func:`~mindformers_adaptive.lab.analysis.raise_ceilings`. Advice is given where that
-saves more than two skipped steps, which Megatron-LM and others tolerate anyway. Windows and hysteresis are judged only
-where the log knows which steps were skipped, and not for a rule that follows the gradients, which has neither.
+Settings are recommended only where the log decides at least 90 % of the steps of their replay, and where that replay
+saves more than two skipped steps, whatever is assumed of the other steps. Costs are counted in skipped steps; 1000
+steps that lose a bit of headroom count as one, see :func:`~mindformers_adaptive.lab.measures.cost`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, grid
+from mindformers_adaptive.lab.facts import StartUp, start_up_of
 from mindformers_adaptive.lab.measures import (
     DEFAULT_EXCHANGE_RATE,
     LARGEST_LOSS_SCALE,
     SMALLEST_LOSS_SCALE,
     Measures,
     cost,
-    measure,
 )
-from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.scale_path import Change
-from mindformers_adaptive.lab.tuning import Tuning, tune
-from mindformers_adaptive.lab.unused_headroom import shown_by_gradients, shown_in_words
+from mindformers_adaptive.lab.tuning import DECIDED_FROM, MOST_STEPS_SWEPT
 from mindformers_adaptive.record.run import RecordedRun, forward_fill
 from mindformers_adaptive.record.run_folder import run_folder_of, why_command
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.text.table import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two, counted
 
-__all__ = ["Advice", "advise"]
+__all__ = ["Advice", "Settings", "advise"]
 
-# Skipped steps that a change has to save more than.
+# A change has to save more skipped steps than this; Megatron-LM and others tolerate two anyway.
 _TOLERABLE = 2.0
-
-# Where Megatron-LM, DeepSpeed and MindFormers start by default.
-_LARGEST_START = 2.0**32
-
-# A scale that lies so many bits below what the gradients allow is far below; find() leaves a margin of 2.
-_FAR_BELOW = 3
-
-# A scale held if it bore as many consecutive clean steps as MindFormers' smallest window.
-_HELD = DEFAULT_MIN_SCALE_WINDOW
 
 # LossScaleMonitor's default for consecutive overflows. At one and the same scale fewer prove it.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
-
-# The share of steps that the log has to know for windows and hysteresis to be judged; tune() calls that "known".
-_KNOWN = 0.9
 
 
 @dataclass(frozen=True)
@@ -64,131 +47,143 @@ class Advice:
     """Something to change.
 
     Attributes:
-        rule (str): "start lower", "start higher", "larger window", "smaller window", "moving window", "more
-            hysteresis", "less hysteresis", "short run", "collapse" or
-            "bad loss".
+        rule (str): "start lower", "larger window", "short run", or where the loss scaling is not the cause, "bad loss",
+            "collapse" or "scale of 1".
         change (str): what to change.
         reason (str): why, with figures.
         figures (dict): the figures by name, ready for JSON.
-        settings (dict): the cell's arguments that make the change; those for windows are in the tuning.
+        argument (str): the argument of the cell that makes the change; "" if there is none.
+        note (str): the reason in a few words, for a comment behind that argument.
     """
 
     rule: str
     change: str
     reason: str
     figures: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    argument: str = ""
+    note: str = ""
 
 
-def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[list[Advice], Tuning | None]:
+class Settings(NamedTuple):
+    """Settings that the advice leads to.
+
+    Attributes:
+        configuration (Configuration): the settings.
+        measures (tuple[Measures, ...]): of their replay, on each trace.
+    """
+
+    configuration: Configuration
+    measures: tuple[Measures, ...]
+
+
+def advise(
+    run: RecordedRun, traces: Sequence[Trace], recorded: Sequence[Measures], changes: Sequence[Change]
+) -> tuple[list[Advice], Settings | None]:
     """Return what to change, and the settings that follow from it.
 
     Args:
         run (RecordedRun): at least one step, and a known loss scale.
-        trace (Trace): of this run, with raised ceilings.
+        traces (Sequence[Trace]): of this run, the first with the ceilings to judge by, the others with ceilings
+            assumed in other ways.
+        recorded (Sequence[Measures]): what the run itself did on each trace.
         changes (Sequence[Change]): its :func:`~mindformers_adaptive.lab.scale_path.changes_of`.
 
     Returns:
-        tuple of the advice, empty where the run gives no reason for any, and the tuning of the recommended settings,
-        None where there is no advice or no setting would help.
+        tuple of the advice, empty where the run gives no reason for any, and the settings; None where none are known
+        to be better.
     """
-    collapse, (start, scale) = _collapse(run), _start(run, trace)
-    recorded, usable = _measured(trace, scale), scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
-    # Of a rule that follows the gradients nothing is said: it has neither window nor hysteresis.
-    follows_gradients = run.largest_gradient is not None
-    never_rose = [] if start or collapse else _never_rose(run, scale, changes)
-    advice = [*_bad_loss(run), *collapse, *start, *never_rose]
-    advice += [] if follows_gradients else _short_run(run, changes)
-    if collapse or follows_gradients or not len(usable):
-        return advice, None
-    if not start:
-        advice += _unseen_start(run, float(usable[0]))
-    settings = {
-        "loss_scale_value": float(usable[0]),
+    elsewhere = [*_bad_loss(run), *_collapse(run), *_scale_of_one(run)]
+    if elsewhere:
+        return elsewhere[:1], None
+    scale, start_up = forward_fill(run.loss_scale), start_up_of(run)
+    start = _lower_start(run, start_up)
+    first = float(start[0].figures["scale"] if start else scale[0])
+    # A rule that follows the gradients has neither window nor settings of the adaptive cell.
+    if run.largest_gradient is not None or not 1.0 <= first <= LARGEST_LOSS_SCALE:
+        return start, None
+    smallest = float(scale[scale >= SMALLEST_LOSS_SCALE].min())
+    arguments = {
+        "loss_scale_value": first,
         "scale_factor": min(run.scale_factor, 1.0 / SMALLEST_LOSS_SCALE),
-        "min_loss_scale": min([1.0, *scale[scale >= SMALLEST_LOSS_SCALE].tolist()]),
+        "min_loss_scale": min(1.0, 2.0 ** math.floor(math.log2(smallest))),
     }
-    windows = [change.clean_steps for change in changes if change.clean_steps is not None]
-    tuning, is_known = None, run.position_known.mean() >= _KNOWN
-    if is_known and windows:
-        on_windows, tuning = _windows(trace, recorded, max(windows), settings)
-        advice += on_windows
-        if tuning is not None:
-            windows = list(_windows_of(tuning.recommended))
-    if is_known:
-        on_hysteresis = _hysteresis(run, trace, recorded if tuning is None else None, windows, settings)
-        advice += on_hysteresis
-        for one in on_hysteresis:
-            settings |= one.settings
-            tuning = tuning and tune([trace], [tried.replace(**one.settings) for tried in tuning.configurations])
-    if not advice or tuning is not None:
-        return advice, tuning
-    # The windows that cost least on the trace; the defaults where it does not show what windows cost.
-    shows_windows = is_known and len(trace) >= DEFAULT_MAX_SCALE_WINDOW
-    return advice, tune(
-        [trace], _configurations(settings) if shows_windows else [Configuration("adaptive", **settings)]
-    )
+    raised_after = [change.clean_steps for change in changes if change.clean_steps is not None]
+    if raised_after and run.position_known.mean() >= DECIDED_FROM:
+        settings = _accepted(_larger_windows(traces[0], arguments, max(raised_after)), traces, recorded)
+        window = [] if settings is None else _larger_window(raised_after, recorded[0], settings, start)
+        if window:
+            return [*start, *window], settings
+    if not start:
+        return _short_run(run, changes), None
+    windows = [*raised_after, *([] if run.scale_window is None else np.unique(run.scale_window).tolist())]
+    known = [int(window) for window in windows if 0 < window < math.inf]
+    arguments["min_scale_window"] = max(DEFAULT_MIN_SCALE_WINDOW, min(known, default=0))
+    arguments["max_scale_window"] = max(DEFAULT_MAX_SCALE_WINDOW, max(known, default=0))
+    return start, _accepted(Configuration("adaptive", **arguments), traces, recorded)
 
 
-def _measured(trace: Trace, scale: NDArray[np.float64]) -> Measures:
-    """The measures of scales, one for each step, of which the last one stays."""
-    return measure(trace, np.append(scale, scale[-1]))
+def _accepted(
+    configuration: Configuration | None, traces: Sequence[Trace], recorded: Sequence[Measures]
+) -> Settings | None:
+    """Return settings if the log decides most of their steps and they save enough on every trace."""
+    if configuration is None:
+        return None
+    rules, starts = [configuration.rule] * len(traces), [configuration.start] * len(traces)
+    measures = tuple(each for each, _ in replay_side_by_side(rules, starts, traces))
+    saved = min(cost(old) - cost(new) for new, old in zip(measures, recorded, strict=True)) * recorded[0].steps / 1000
+    is_better = saved > _TOLERABLE and measures[0].known_share >= DECIDED_FROM
+    return Settings(configuration, measures) if is_better else None
 
 
-def _lost(measures: Measures) -> float:
-    """Total cost, in equivalent skipped steps."""
-    return cost(measures) * measures.steps / 1000.0
+def _bad_loss(run: RecordedRun) -> Iterator[Advice]:
+    """Advise to look for the layer, where the loss itself is inf or NaN, whatever it is multiplied by."""
+    positions = np.flatnonzero(np.isinf(run.loss)) if run.loss is not None else np.empty(0, np.int64)
+    if run.loss is not None and len(positions):
+        first, known = int(run.step[positions[0]]), int(np.count_nonzero(~np.isnan(run.loss)))
+        yield Advice(
+            "bad loss",
+            f"Find the layer that makes the loss inf or NaN, and a remedy:\n{why_command(run_folder_of(*run.files))}",
+            f"The loss was inf or NaN in {len(positions)} of {counted(known, 'step')}, first in step {first}. This is "
+            "the loss before scaling: no loss scale can help.",
+            {"steps": len(positions), "first_step": first},
+        )
 
 
-def _in_words(measures: Measures) -> str:
-    bits = 0.0 if math.isnan(measures.headroom_lost) else measures.headroom_lost
-    return f"{measures.skipped} skipped step{'' if measures.skipped == 1 else 's'} and {bits:.1f} bits of headroom"
-
-
-def _collapse(run: RecordedRun) -> list[Advice]:
-    """The advice to look at the model, where consecutive overflows show that no scale helps."""
-    places = np.flatnonzero(run.position_known)
-    step, scale = run.step[places], run.loss_scale[places]
-    for first, last in consecutive_runs(np.flatnonzero(run.overflow[places])).tolist():
+def _collapse(run: RecordedRun) -> Iterator[Advice]:
+    """Advise to look at the model, where consecutive overflows show that no scale helps."""
+    positions = np.flatnonzero(run.position_known)
+    step, scale = run.step[positions], run.loss_scale[positions]
+    for first, last in consecutive_runs(np.flatnonzero(run.overflow[positions])).tolist():
         length = last - first + 1
         stays = bool((scale[last - _COLLAPSE_AT_ONE_SCALE + 1 : last + 1] == scale[last]).all())
         if length < _COLLAPSE and not (length >= _COLLAPSE_AT_ONE_SCALE and stays):
             continue
-        is_row = step[last] - step[first] == last - first
-        loss_is_bad = run.loss is not None and bool(np.isinf(run.loss[places[first : last + 1]]).any())
-        is_held = stays and not loss_is_bad and bool(scale[last] > 1)
-        look = "Lower what holds the scale, min_loss_scale, hysteresis or a fixed scale. If that does not help, look"
-        advice = Advice(
+        in_a_row = step[last] - step[first] == last - first
+        lower = "Lower min_loss_scale, hysteresis or a fixed scale first. " if stays and scale[last] > 1 else ""
+        yield Advice(
             "collapse",
-            f"{look if is_held else 'Look'} at the model and the data, not at the loss scaling: learning rate, "
-            "warm-up, gradient clipping, float32 for softmax and normalization, NaN or inf in data and weights. "
-            f"Find the layer and a remedy:\n{why_command(run_folder_of(*run.files))}",
-            (f"{length} steps in a row" if is_row else f"All {length} steps that the log shows")
-            + f" were skipped, {step[first]} to {step[last]}"
-            + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays and is_row else "")
-            + ("; the loss itself was inf" if loss_is_bad else "")
-            + (". A lower one may fit." if is_held else ". A step that overflows at all of these would at others too."),
+            f"{lower}Look at the model and the data: learning rate, warm-up, gradient clipping, float32 for softmax "
+            "and normalization, NaN or inf in data and weights. Find the layer:\n"
+            f"{why_command(run_folder_of(*run.files))}",
+            (f"{length} steps in a row" if in_a_row else f"All {length} steps that the log shows")
+            + f" were skipped, from step {step[first]} to {step[last]}"
+            + (f", the last of them at {as_power_of_two(float(scale[last]))}" if stays and in_a_row else "")
+            + (". A lower scale may fit." if lower else ". No loss scale helps there."),
             {"steps": length, "first_step": int(step[first]), "last_step": int(step[last])},
         )
-        return [advice]
-    return []
+        return
 
 
-def _bad_loss(run: RecordedRun) -> list[Advice]:
-    """The advice to look for the layer, where the loss itself is inf or NaN, whatever it is multiplied by."""
-    places = np.flatnonzero(np.isinf(run.loss)) if run.loss is not None else np.empty(0, np.int64)
-    if run.loss is None or not len(places):
-        return []
-    first, known = int(run.step[places[0]]), int(np.count_nonzero(~np.isnan(run.loss)))
-    return [
-        Advice(
-            "bad loss",
-            f"Find the layer that makes the loss inf or NaN, and a remedy:\n{why_command(run_folder_of(*run.files))}",
-            f"The loss was inf or NaN in {len(places)} of the {known} steps that show it, the first of them step "
-            f"{first}. This is the loss before scaling: no loss scale can help.",
-            {"steps": len(places), "first_step": first},
+def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
+    """Ask whether a run whose scale was always 1 is one in BF16."""
+    if (forward_fill(run.loss_scale) == 1.0).all():
+        yield Advice(
+            "scale of 1",
+            "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, let "
+            "'find' name a loss scale to start from: adaptive-loss-scale find --config FILE",
+            "The loss scale was 1 in every step.",
+            {"steps": len(run)},
         )
-    ]
 
 
 def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
@@ -196,204 +191,85 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
     steps, window = int(run.step[-1]), math.inf if run.scale_window is None else float(np.nanmin(run.scale_window))
     if run.step[0] != 1 or not steps < window < math.inf or any(change.kind == "raise" for change in changes):
         return []
-    change = f"Start from the scale that 'find' recommends, or take a window below {steps} steps."
-    reason = f"The run ({steps} steps) is shorter than the window ({window:g}): the scale can never rise."
+    change = "Start from the scale that 'find' recommends: adaptive-loss-scale find --config FILE"
+    reason = f"The run ({steps} steps) is shorter than the window ({window:g} steps): the scale can never rise."
     return [Advice("short run", change, reason, {"steps": steps, "window": int(window)})]
 
 
-def _never_rose(run: RecordedRun, scale: NDArray[np.float64], changes: Sequence[Change]) -> list[Advice]:
-    """The advice to start higher, where a scale that never rose stayed far below what the gradients allowed."""
-    shown, highest = shown_by_gradients(run), float(scale.max())
-    if shown is None or any(change.kind in ("raise", "rise", "overflow rise") for change in changes):
+def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
+    """The advice to start from the highest scale that held, where more than two steps were skipped before."""
+    first = float(forward_fill(run.loss_scale)[0])
+    # In FP16, a scale that is no power of two rounds the gradients.
+    better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
+    if not SMALLEST_LOSS_SCALE <= better < first or start_up.fewest <= _TOLERABLE:
         return []
-    better = 2.0 ** math.floor(math.log2(shown["lowest"]))
-    if not SMALLEST_LOSS_SCALE <= highest * 2.0**_FAR_BELOW <= better <= LARGEST_LOSS_SCALE:
-        return []
-    bits = math.log2(shown["lowest"] / highest)
-    change = f"{_start_at(better, highest)} Or let it rise: a fixed scale does not, nor one whose window is longer."
-    reason = (
-        f"The scale never rose above {as_power_of_two(highest)}, and {shown_in_words(shown)}: {bits:.1f} bits more, as "
-        "far as these gradients show. What is between the layers may overflow earlier."
-    )
-    return [Advice("start higher", change, reason, {**shown, "bits": bits}, {"loss_scale_value": better})]
-
-
-def _start(run: RecordedRun, trace: Trace) -> tuple[list[Advice], NDArray[np.float64]]:
-    """Judge the scale that the run first held, or climbed to before any overflow, as the scale to start from.
-
-    With the advice comes what the run would have used with it: that scale until it was reached, then the same.
-    """
-    scale = forward_fill(run.loss_scale)
-    clean = consecutive_runs(np.flatnonzero(~run.overflow)).tolist()
-    held = (
-        first
-        for first, last in clean
-        if last - first + 1 >= _HELD or last == len(run) - 1 or scale[first : last + 2].max() > scale[first]
-    )
-    reached = next(held, 0)
-    if reached == 0 and clean and clean[0][0] == 0:
-        reached = int(np.argmax(scale[: clean[0][1] + 1]))
-    shown = trace.largest_gradient is not None and not run.overflow[reached]
-    # Gradients show what the first steps bear; a scale that follows them begins well below.
-    lowest = float(trace.ceiling[reached : reached + _HELD].min()) if shown else 0.0
-    better, first = 2.0 ** math.floor(math.log2(lowest)) if lowest > 0 else float(scale[reached]), float(scale[0])
-    if better == first or not SMALLEST_LOSS_SCALE <= better <= LARGEST_LOSS_SCALE:
-        return [], scale
-    from_there = np.append(np.full(reached, better), scale[reached:])
-    saved = _lost(_measured(trace, scale)) - _lost(_measured(trace, from_there))
-    if saved <= _TOLERABLE:
-        return [], scale
-    change = _start_at(better, None if math.isnan(run.loss_scale[0]) else first)
-    figures = {"scale": better, "reached_at": int(run.step[reached]), "saves": saved}
-    if better < first:
-        place = f"{as_power_of_two(better)}, from step {run.step[reached]} on"
-        what = f"gradients allowed {place}" if shown else f"{place}, was the first scale that held"
-        rule, reason = "start lower", _why_lower(run, reached, what, figures)
-    else:
-        raises = figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
-        figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
-        rule = "start higher"
-        reason = (
-            f"{raises} raises without an overflow led to {as_power_of_two(better)}, at step {run.step[reached]}. The "
-            f"headroom lost on the way is worth {saved:.0f} skipped steps, at {1000 / DEFAULT_EXCHANGE_RATE:.0f} bits "
-            "for a step."
+    at_least = "" if start_up.fewest == start_up.most else "at least "
+    instead = "" if math.isnan(run.loss_scale[0]) else f" instead of {as_power_of_two(first)}"
+    resumed = f" The log begins at step {run.step[0]}: if the run was resumed there, resume its loss scale too."
+    return [
+        Advice(
+            "start lower",
+            f"Start at {as_power_of_two(better)} (loss_scale_value: {better:.15g}){instead}.",
+            f"{at_least}{start_up.fewest} steps were skipped before a scale held. {as_power_of_two(better)} is the "
+            f"highest power of two that held, from step {start_up.first_step} on.".capitalize()
+            + resumed * (run.step[0] != 1),
+            {
+                "scale": better,
+                "reached_at": start_up.first_step,
+                "saves_skipped_steps": start_up.fewest,
+                "saves_at_most": start_up.most,
+            },
+            "loss_scale_value",
+            f"was {as_power_of_two(first)}; {as_power_of_two(better)} is the highest that held",
         )
-    return [Advice(rule, change, reason, figures, {"loss_scale_value": better})], from_there
+    ]
 
 
-def _unseen_start(run: RecordedRun, scale: float) -> list[Advice]:
-    """The advice for a log whose first line stands for several steps: what they started from is not in it."""
-    steps = int(run.line_ends()[0])
-    fewest, most = run.skipped_bounds(steps)
-    drops = math.log(_LARGEST_START / scale, run.scale_factor) if 0 < scale < _LARGEST_START else 0
-    if run.step[0] != 1 or not math.isnan(run.loss_scale[0]) or min(most, drops) <= _TOLERABLE:
-        return []
-    change = f"If the run started above {as_power_of_two(scale)}: {_start_at(scale, None)}"
-    reason = (
-        f"The first line of the log stands for steps 1 to {steps}. It does not show the scale that they started from, "
-        f"nor which of them were skipped: at least {fewest} and at most {most}."
-    )
-    figures = {"scale": scale, "reached_at": int(run.step[steps - 1])}
-    figures |= {"saves_skipped_steps": fewest, "saves_at_most": most}
-    return [Advice("start lower", change, reason, figures, {"loss_scale_value": scale})]
+def _power_of_two_up_to(scale: float) -> float:
+    """Return the largest power of two that is not above a scale; logs print eight digits of one."""
+    return 2.0 ** math.floor(math.log2(scale * (1 + 1e-6))) if 0 < scale < math.inf else scale
 
 
-def _why_lower(run: RecordedRun, reached: int, what: str, figures: dict[str, Any]) -> str:
-    """The reason for a lower start; adds its figures."""
-    ends = run.line_ends()
-    # Where a line stands for several steps, what is known of them is known at its end.
-    end = reached if reached in ends else int(ends[np.searchsorted(ends, reached)])
-    fewest, most = run.skipped_bounds(end)
-    known = int((run.overflow & run.position_known)[:end].sum())
-    figures |= {"saves_skipped_steps": fewest, "saves_at_most": most, "known": known}
-    inferred = "" if known == fewest else f" ({fewest - known} of them inferred)"
-    count = f"{fewest}{inferred}" if fewest == most else f"At least {fewest}{inferred} and at most {most}"
-    reason = f"{count} steps were skipped before {what}. If they could have used it too, starting there avoids them."
-    if run.step[0] == 1:
-        return reason
-    return (
-        f"{reason} The log begins at step {run.step[0]}: if the run was resumed there without its loss scale, resume "
-        "the loss scale too."
-    )
+def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Configuration | None:
+    """Return the settings that cost least among those whose windows are above the largest of the run."""
+    tried = [window for window in AdaptiveRule.tried["min_scale_window"] if window > largest]
+    if not tried:
+        return None
+    # Of settings that cost the same, those nearest to the defaults come first.
+    ordered = [
+        sorted(tried, key=lambda window: abs(math.log(window / default)))
+        for default in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
+    ]
+    fixed = {name: [value] for name, value in arguments.items()}
+    configurations = grid("adaptive", **fixed, max_scale_window=ordered[0], min_scale_window=ordered[1])
+    costs = [cost(measures) for measures in sweep(configurations, trace.last(MOST_STEPS_SWEPT)).measures]
+    return configurations[int(np.argmin(costs))]
 
 
-def _start_at(scale: float, instead_of: float | None) -> str:
-    value = int(scale) if scale.is_integer() else scale
-    instead = "" if instead_of is None else f" instead of {as_power_of_two(instead_of)}"
-    return f"Start at {as_power_of_two(scale)} (loss_scale_value: {value}){instead}."
-
-
-def _hysteresis(
-    run: RecordedRun, trace: Trace, recorded: Measures | None, windows: Sequence[int], settings: dict[str, Any]
+def _larger_window(
+    raised_after: Sequence[int], recorded: Measures, settings: Settings, start: Sequence[Advice]
 ) -> list[Advice]:
-    """Judge the other hysteresis, 1 or 2, at these windows and within the scales that the run used.
-
-    ``recorded`` is what the run itself cost, or None where its windows are to be changed.
-    """
-    scale = run.loss_scale
-    next_is_known = (np.diff(run.step) == 1) & run.position_known[:-1] & run.position_known[1:]
-    # At the smallest scale an overflow is not tolerated: there is nothing lower.
-    tolerated = run.overflow[:-1] & (scale[1:] == scale[:-1]) & (scale[:-1] > np.nanmin(scale)) & next_is_known
-    in_vain = int((tolerated & run.overflow[1:]).sum())
-    first, last = consecutive_runs(np.flatnonzero(run.overflow)).T
-    single = int((first == last).sum())
-    if tolerated.any():
-        grounds, hysteresis, rule, change = in_vain, 1, "less hysteresis", "Do not tolerate overflows: hysteresis: 1."
-        reason = f"After {in_vain} of {tolerated.sum()} tolerated overflows, the next step overflowed too."
-    else:
-        grounds, hysteresis, rule, change = single, 2, "more hysteresis", "Tolerate single overflows: hysteresis: 2."
-        reason = f"{single} overflows were single steps."
-    if grounds <= _TOLERABLE:
+    """The advice for larger windows, where they save more skipped steps than usual settings pay, see cost()."""
+    rule, after = settings.configuration.rule, settings.measures[0]
+    # A lower start alone saves the steps of the start-up.
+    before = recorded.skipped - sum(advice.figures["saves_skipped_steps"] for advice in start)
+    if before - after.skipped <= max(_TOLERABLE, DEFAULT_EXCHANGE_RATE / 1000 * recorded.steps):
         return []
-    never = len(run) + 1
-    of_run = {"min_scale_window": min(windows, default=never), "max_scale_window": max(windows, default=never)}
-    of_run["max_loss_scale"] = max(min(float(np.nanmax(scale)), LARGEST_LOSS_SCALE), settings["loss_scale_value"])
-    before, after = (
-        replay(make_policy("adaptive", **settings, **of_run, hysteresis=one), trace).measures
-        for one in (3 - hysteresis, hysteresis)
+    used, better = (
+        f"{low} steps" if low == high else f"{low} to {high} steps"
+        for low, high in ((min(raised_after), max(raised_after)), (rule.min_scale_window, rule.max_scale_window))
     )
-    if tolerated.any() and recorded is not None:
-        before = recorded
-    saved = _lost(before) - _lost(after)
-    if saved <= _TOLERABLE:
-        return []
-    reason += f" With the same windows, the change costs {_in_words(after)} instead of {_in_words(before)}."
-    figures = {"single": single, "tolerated": int(tolerated.sum()), "in_vain": in_vain, "saves": saved}
-    return [Advice(rule, change, reason, figures, {"hysteresis": hysteresis})]
-
-
-def _windows(
-    trace: Trace, recorded: Measures, largest: int, settings: dict[str, Any]
-) -> tuple[list[Advice], Tuning | None]:
-    """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
-    tried = _configurations(settings)
-    all_tried = tune([trace], tried, assumptions={})
-    costs = all_tried.costs[:, 0] * len(trace) / 1000.0
-    rules = np.array([_direction(one, largest) for one in tried])
-    # Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
-    worth = max(_TOLERABLE, DEFAULT_EXCHANGE_RATE / 1000.0 * len(trace))
-    cheapest = {rule: float(costs[rules == rule].min(initial=math.inf)) for rule in _DIRECTIONS}
-    rule = min(_DIRECTIONS, key=lambda one: cheapest[one] + (worth if one == "moving window" else 0.0))
-    saved = _lost(recorded) - cheapest[rule]
-    if saved <= worth:
-        return [], None
-    tuning = tune([trace], [tried[place] for place in np.flatnonzero(rules == rule)])
-    after = tuning.sweeps[0].measures[tuning.best]
-    smallest_of_best, largest_of_best = _windows_of(tuning.recommended)
-    reason = (
-        f"With windows up to {largest}, the run cost {_in_words(recorded)}. Windows from {smallest_of_best} to "
-        f"{largest_of_best} would have cost {_in_words(after)}; {1000 / DEFAULT_EXCHANGE_RATE:.0f} steps "
-        "that lose a bit count as one skipped step."
-    )
-    figures = {"largest_window": largest, "skipped": recorded.skipped, "skipped_instead": after.skipped, "saves": saved}
-    return [Advice(rule, _DIRECTIONS[rule].format(largest), reason, figures)], tuning
-
-
-_DIRECTIONS = {
-    "larger window": "Let the window be larger than {} steps.",
-    "smaller window": "Let the window be smaller than {} steps.",
-    "moving window": "Let the window move: smaller than {0} steps after drops, and larger where the scale is steady.",
-}
-
-
-def _windows_of(configuration: Configuration) -> tuple[int, int]:
-    """The smallest and the largest window."""
-    return configuration.rule.min_scale_window, configuration.rule.max_scale_window
-
-
-def _direction(configuration: Configuration, window: int) -> str:
-    """On which side of a window the windows of a configuration are; "" for that window itself."""
-    smallest, largest = _windows_of(configuration)
-    if smallest >= window:
-        return "larger window" if largest > window else ""
-    return "smaller window" if largest <= window else "moving window"
-
-
-def _configurations(settings: dict[str, Any]) -> list[Configuration]:
-    """The windows to try; of those that cost the same, the nearest to the defaults come first."""
-    largest, smallest = (
-        sorted(AdaptiveRule.tried["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
-        for window in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
-    )
-    fixed = {name: [value] for name, value in settings.items()}
-    return grid("adaptive", **fixed, max_scale_window=largest, min_scale_window=smallest)
+    bits = after.headroom_lost - recorded.headroom_lost
+    lower = f", with the scale {bits:.1f} bits lower on average" if bits >= 0.05 else ""
+    figures = {"largest_window": max(raised_after), "skipped": before, "skipped_instead": after.skipped}
+    return [
+        Advice(
+            "larger window",
+            f"Use windows of {better}.",
+            f"With windows of {used}, {counted(before, 'step')} were skipped{' after the start' * bool(start)}. "
+            f"Windows of {better} would have skipped {after.skipped}{lower}.",
+            {**figures, "saves": before - after.skipped},
+            "min_scale_window",
+            f"windows of {used} cost {counted(before, 'skipped step')}",
+        )
+    ]

@@ -10,17 +10,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.advise import Advice, advise
+from mindformers_adaptive.lab.advise import Advice, Settings, advise
 from mindformers_adaptive.lab.analysis_text import analysis_text
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, measure, require_steps
+from mindformers_adaptive.lab.facts import facts_of, verdict
+from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, Measures, measure, require_steps
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.replay import compare
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
-from mindformers_adaptive.lab.tuning import Tuning
-from mindformers_adaptive.lab.unused_headroom import shown_by_gradients
 from mindformers_adaptive.record.run import RecordedRun, forward_fill
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules import RULES
@@ -28,11 +27,8 @@ from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Analysis", "analyze", "raise_ceilings"]
 
-# The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
-_START_UP = 100
-
-# Where fewer of the steps have gradients, a rule that follows them is not replayed: nearly all would be assumed, and a
-# replay of it goes step by step, through a gap of millions of them too.
+# Replay a rule that follows the gradients only where at least this share of the steps has them: elsewhere nearly all
+# would be assumed.
 _FEWEST_SHOWN = 0.01
 
 _COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_superseded")
@@ -50,14 +46,20 @@ class Analysis:
             show, or where none are known with interpolated ones, raised by :func:`raise_ceilings`; and
             ``fewest_skipped`` and ``most_skipped`` with these and the ceilings of each of ``run.assumptions``.
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for anything.
-        tuning (Tuning, optional): the settings that follow the advice, with how sure they are; None without any.
+        settings (Configuration, optional): the settings that follow the advice; None where none are known to be better.
     """
 
     run: RecordedRun
     phases: tuple[Phase, ...]
     outcomes: tuple[dict[str, Any], ...]
     advice: tuple[Advice, ...]
-    tuning: Tuning | None
+    settings: Configuration | None
+
+    @property
+    def scale_sense(self) -> str | None:
+        """str, optional: the settings as a section of MindFormers' YAML, with the reasons as comments."""
+        notes = {advice.argument: advice.note for advice in self.advice if advice.argument}
+        return None if self.settings is None else self.settings.scale_sense(notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON: None stands for what is not known.
@@ -66,13 +68,15 @@ class Analysis:
         those of ``skipped`` are ``at_least`` and ``at_most``, and what has to be true for them is in ``holds_if``.
 
         Returns:
-            dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
-            ``start_up``, ``loss_scale`` (with ``phases``), ``shown_by_gradients``, ``outcomes``,
-            ``advice``, ``scale_sense`` (the YAML section as text) and ``certainty``, see
-            :meth:`~mindformers_adaptive.lab.tuning.Tuning.certainty`.
+            dict with ``verdict`` (sentences), ``log`` (files, format, lines, notes and problems), ``steps``,
+            ``skipped``, ``dropped_by_norm``, ``start_up``, ``loss``, ``loss_scale`` (with ``phases``),
+            ``shown_by_gradients``, ``outcomes``, ``advice``, ``scale_sense`` (the YAML section as text) and
+            ``certainty``: of the replayed settings the ``known_share``, the share of steps that the log decides.
         """
-        run, tuning = self.run, self.tuning
+        run, facts = self.run, facts_of(self.run)
+        facts["loss_scale"]["phases"] = [phase._asdict() for phase in self.phases]
         return {
+            "verdict": verdict(run, facts),
             "log": {
                 "name": run.name,
                 "files": list(run.files),
@@ -81,37 +85,31 @@ class Analysis:
                 "notes": list(run.notes),
                 "problems": list(run.problems),
             },
-            "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
-            "skipped": _skipped(run),
-            "dropped_by_norm": {"count": len(run.dropped_by_norm), "ranges": _ranges(run.dropped_by_norm)},
-            "start_up": {
-                **_bounded("before_first_applied", *_before_first_applied(run)),
-                "first_steps": min(_START_UP, len(run)),
-                **_bounded("skipped_in_first_steps", *run.skipped_bounds(min(_START_UP, len(run)))),
-            },
-            "loss_scale": {**_scales(run), "phases": [phase._asdict() for phase in self.phases]},
-            "shown_by_gradients": shown_by_gradients(run),
+            **facts,
             "outcomes": list(self.outcomes),
             "advice": [dataclasses.asdict(advice) for advice in self.advice],
-            "scale_sense": None if tuning is None else tuning.recommended.scale_sense(),
-            "certainty": None if tuning is None else tuning.certainty(),
+            "scale_sense": self.scale_sense,
+            "certainty": None if self.settings is None else {"known_share": self.outcomes[-1]["known_share"]},
         }
 
-    def text(self) -> str:
-        """Return the analysis for a terminal; long lists are cut, and the text says so."""
-        return analysis_text(self.to_dict())
+    def text(self, details: bool = False) -> str:
+        """Return the analysis for a terminal.
+
+        Args:
+            details (bool): with all changes of the scale and all replays; long lists are cut, and the text says so.
+        """
+        return analysis_text(self.to_dict(), details)
 
 
 def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) -> Analysis:
     """Analyze a recorded run.
 
-    Policies are replayed from the run's first loss scale on. Advice is given where other settings would have cost less
-    on the run's own trace, see :func:`~mindformers_adaptive.lab.advise.advise`. With advice come the settings
-    to use: the windows that cost least there, or the defaults where the run has fewer steps than the largest default
-    window, 1000, and no advice is on windows.
+    Policies are replayed from the run's first loss scale on. Advice never costs more than the run itself did, see
+    :func:`~mindformers_adaptive.lab.advise.advise`. With advice come the settings to use, where the log decides at
+    least 90 % of their steps.
 
     Args:
-        run (RecordedRun): such as :func:`~mindformers_adaptive.lab.logs.read_log` returns.
+        run (RecordedRun): such as :func:`~mindformers_adaptive.record.logs.read_log` returns.
         progress (Callable, optional): called with the number of replays done. Default: None.
 
     Returns:
@@ -133,11 +131,14 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     require_steps(trace)
     if np.isnan(run.loss_scale).all():
         raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
-    changes = changes_of(run)
-    advice, tuning = advise(run, trace, changes)
-    recommended = None if tuning is None else tuning.recommended
-    rows = _outcome_rows(run, trace, recommended, progress)
-    return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), tuning)
+    changes, used = changes_of(run), forward_fill(run.loss_scale)
+    # They differ in their ceilings only, and of a long run all their bounds would not fit into memory.
+    traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
+    recorded = tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)
+    advice, settings = advise(run, traces, recorded, changes)
+    rows = _outcome_rows(run, used, traces, recorded, settings, progress)
+    chosen = None if settings is None else settings.configuration
+    return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), chosen)
 
 
 def raise_ceilings(trace: Trace, run: RecordedRun) -> Trace:
@@ -162,23 +163,24 @@ def raise_ceilings(trace: Trace, run: RecordedRun) -> Trace:
 
 
 def _outcome_rows(
-    run: RecordedRun, trace: Trace, recommended: Configuration | None, progress: Callable[[int], None] | None
+    run: RecordedRun,
+    used: NDArray[np.float64],
+    traces: list[Trace],
+    recorded: tuple[Measures, ...],
+    settings: Settings | None,
+    progress: Callable[[int], None] | None,
 ) -> list[dict[str, Any]]:
     """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
-    used = forward_fill(run.loss_scale)
-    policies = _policies(used, trace)
-    if recommended is not None:
-        policies["as advised"] = partial(make_policy, recommended.policy, **recommended.arguments)
-    # They differ in their ceilings only, and of a long run all their bounds would not fit into memory.
-    traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
-    outcomes = {"as recorded": tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)}
-    if policies:
+    outcomes = {"as recorded": recorded}
+    if policies := _policies(used, traces[0]):
         outcomes |= compare(policies, traces, progress=progress).measures
+    if settings is not None:
+        outcomes["as advised"] = settings.measures
     rows: list[dict[str, Any]] = []
     for name, measures in outcomes.items():
         numbers = measures[0].as_dict()
         row = {"policy": name, **{key: numbers[key] for key in ("skipped", "headroom_lost", "known_share")}}
-        skipped = [one.skipped for one in measures]
+        skipped = [each.skipped for each in measures]
         rows.append({**row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
     # What the run itself did is known but for the lines that stand for several steps.
     fewest, most = run.skipped_bounds()
@@ -208,55 +210,3 @@ def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[],
             start_at = {"loss_scale_value": at_power, "gradient_format": trace.gradient_format}
             policies[f"{name} from {as_power_of_two(at_power)}"] = partial(make_policy, name, **start_at)
     return policies
-
-
-def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
-    """The first and the last of each run of consecutive steps."""
-    return [(first, last) for first, last in consecutive_runs(steps).tolist()]
-
-
-def _skipped(run: RecordedRun) -> dict[str, Any]:
-    fewest, most = run.skipped_bounds()
-    known = run.overflow & run.position_known
-    runs = consecutive_runs(np.flatnonzero(known))
-    longest = runs[np.argmax(runs[:, 1] - runs[:, 0])] if len(runs) else None
-    seconds = np.empty(0) if run.seconds is None else run.seconds[run.overflow if fewest == most else known]
-    stated = seconds[~np.isnan(seconds)]
-    return {
-        "count": fewest if fewest == most else None,
-        "at_least": fewest,
-        "at_most": most,
-        "holds_if": run.holds_if or None,
-        "known": int(known.sum()),
-        "inferred": fewest - int(known.sum()),
-        "ranges": _ranges(run.step[known]),
-        "longest_run": 0 if longest is None else int(longest[1] - longest[0] + 1),
-        "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
-        "seconds_lost": float(stated.sum()) if len(stated) else None,
-        "steps_with_seconds": len(stated),
-    }
-
-
-def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
-    return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": most}
-
-
-def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
-    """How many steps at least and at most were skipped before the first that was applied."""
-    surely_skipped, surely_applied = run.overflow & run.position_known, ~run.overflow & run.position_known
-    least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
-    most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)
-    while run.skipped_bounds(most)[1] < most:
-        most = run.skipped_bounds(most)[1]
-    return least, most
-
-
-def _scales(run: RecordedRun) -> dict[str, Any]:
-    """The scales at the ends of lines; the first is that before the first step."""
-    starts = np.append(0, run.line_ends()[:-1])
-    scales = np.append(run.loss_scale[starts], run.final_loss_scale)
-    known = scales[~np.isnan(scales)].tolist() or run.loss_scale[~np.isnan(run.loss_scale)].tolist()
-    named = {"first": float(scales[0]), "final": known[-1], "smallest": min(known), "largest": max(known)}
-    return {
-        name: None if math.isnan(scale) else scale if math.isfinite(scale) else "inf" for name, scale in named.items()
-    }

@@ -1,4 +1,4 @@
-"""An analysis in words, for a terminal; long lists are cut, and the text says so."""
+"""An analysis in words, for a terminal: the verdict and what to change; on request all the rest."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
-from mindformers_adaptive.lab.unused_headroom import shown_in_words
 from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
 __all__ = ["analysis_text"]
 
-# What fits on a screen.
+# Of longer lists this many entries are shown; lines are wrapped at this width.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
-_WIDTH = 110
-_INDENTED: dict[str, Any] = {"initial_indent": " " * 10, "subsequent_indent": " " * 10}
+_WIDTH = 118
 
 _JUMP = (
     "A jump is a change of the scale that no step explains: the run was restarted with another scale, or steps are "
@@ -23,12 +21,50 @@ _JUMP = (
     "if the run followed another rule, name it ('analyze --policy', or read_log(rule=...))."
 )
 
+_OUTCOMES = {
+    "policy": "rule",
+    "skipped": "skipped",
+    "fewest_skipped": "fewest",
+    "most_skipped": "most",
+    "headroom_lost": "headroom lost (bits)",
+    "known": "decided by the log (%)",
+}
 
-def analysis_text(analysis: Mapping[str, Any]) -> str:
+
+def analysis_text(analysis: Mapping[str, Any], details: bool) -> str:
     """Return what :meth:`~mindformers_adaptive.lab.analysis.Analysis.to_dict` returned as text."""
-    parts = [_log(analysis["log"]), _steps(analysis)]
-    parts += [_path(analysis["loss_scale"]["phases"]), _outcomes(analysis["outcomes"]), _advice(analysis)]
+    first, *others = analysis["verdict"]
+    parts = [[first, *_wrapped(" ".join(others))], *_advice(analysis)]
+    if details:
+        parts += [_log(analysis["log"]), _steps(analysis)]
+        parts += [_path(analysis["loss_scale"]["phases"]), _outcomes(analysis["outcomes"])]
+    else:
+        if problems := len(analysis["log"]["problems"]):
+            parts[-1].append(f"{counted(problems, 'line')} of the log could not be read: --details")
+        parts[-1].append(
+            "All changes of the scale, and what other rules would have done: --details. A picture: --plot run.png"
+        )
     return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
+    advice, skipped = analysis["advice"], analysis["skipped"]
+    if analysis["scale_sense"] is not None:
+        outcome, share = analysis["outcomes"][-1], analysis["certainty"]["known_share"]
+        skipped_then = counted(outcome["skipped"], "step")
+        return [
+            [f"With these settings the same run would have skipped {skipped_then}. Paste them under runner_wrapper:"],
+            [analysis["scale_sense"].rstrip()],
+            [f"The log decides {share:.0%} of this prediction; the rest is assumed."],
+        ]
+    if not advice:
+        lines = ["Nothing to change: the log gives no reason for it."]
+        if analysis["start_up"]["before_scale_held_at_least"] > 2:
+            lines = ["No scale has held for 20 steps yet. To measure one to start from: adaptive-loss-scale find"]
+        if skipped["count"] is None:
+            lines.append("The log does not show every step, so windows could not be judged.")
+        return [lines]
+    return [[*_wrapped(each["change"]), *_wrapped(each["reason"])] for each in advice]
 
 
 def _log(log: Mapping[str, Any]) -> list[str]:
@@ -47,23 +83,18 @@ def _log(log: Mapping[str, Any]) -> list[str]:
 
 
 def _steps(analysis: Mapping[str, Any]) -> list[str]:
-    steps, skipped, start, scale = (analysis[key] for key in ("steps", "skipped", "start_up", "loss_scale"))
-    shown = analysis["shown_by_gradients"]
-    dropped = analysis["dropped_by_norm"]
-    share = f"{skipped['at_least'] / steps['count']:.1%}"
-    if skipped["count"] is None:
-        share += f" to {skipped['at_most'] / steps['count']:.1%}"
+    skipped, start, scale = (analysis[key] for key in ("skipped", "start_up", "loss_scale"))
+    steps, dropped = analysis["steps"], analysis["dropped_by_norm"]
     before, in_first = _between(start, "before_first_applied_"), _between(start, "skipped_in_first_steps_")
     first, final, smallest, largest = (
         "unknown" if scale[name] is None else as_power_of_two(float(scale[name]))
         for name in ("first", "final", "smallest", "largest")
     )
     lines = [
-        f"Steps     {steps['count']} ({steps['first']} to {steps['last']}), of which {_between(skipped)} ({share}) "
-        "were skipped for an overflow",
-        f"          {skipped['known']} known at their position, {skipped['inferred']} inferred; known: "
-        f"{_listed(skipped)}",
-        skipped["holds_if"] and textwrap.fill(f"These counts hold if {skipped['holds_if']}", _WIDTH, **_INDENTED),
+        f"Steps     {steps['first']} to {steps['last']}",
+        f"Skipped   {_between(skipped)}: {skipped['known']} known at their position, {skipped['inferred']} inferred",
+        *_wrapped(f"          known: {_listed(skipped)}", " " * 10),
+        *_wrapped(skipped["holds_if"] and f"          These counts hold if {skipped['holds_if']}", " " * 10),
         skipped["at_most"]
         and f"          {before} before the first applied step, {in_first} in the first {start['first_steps']}",
         skipped["longest_run"]
@@ -75,9 +106,19 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         and f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "
         "known time",
         f"Scale     {first} at first, {final} at the end; between {smallest} and {largest}",
-        shown and textwrap.fill(f"Gradients {shown_in_words(shown)}", _WIDTH, subsequent_indent=" " * 10),
+        _gradients(analysis["shown_by_gradients"]),
     ]
     return list(filter(None, lines))
+
+
+def _gradients(shown: Mapping[str, Any] | None) -> str:
+    if shown is None:
+        return ""
+    at_least = "at least " if shown["by"] == "norms" else ""
+    return (
+        f"Gradients the {shown['by']} of {counted(shown['steps'], 'applied step')} allowed {at_least}"
+        f"{shown['lowest']:.3g} in each, {shown['median']:.3g} in the median"
+    )
 
 
 def _between(numbers: Mapping[str, Any], name: str = "") -> str:
@@ -86,7 +127,7 @@ def _between(numbers: Mapping[str, Any], name: str = "") -> str:
 
 
 def _listed(steps: Mapping[str, Any]) -> str:
-    return ", ".join(_cut([as_range(*one) for one in steps["ranges"]], _RANGES_SHOWN, "and {} more")) or "none"
+    return ", ".join(_cut([as_range(*ends) for ends in steps["ranges"]], _RANGES_SHOWN, "and {} more")) or "none"
 
 
 def _path(phases: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -97,44 +138,23 @@ def _path(phases: Sequence[Mapping[str, Any]]) -> list[str]:
         half = _PHASES_SHOWN // 2
         lines[half:-half] = [f"   ... {len(lines) - 2 * half} rows ..."]
     if any(phase["kind"] == "jump" for phase in phases):
-        lines += textwrap.wrap(_JUMP, _WIDTH, initial_indent="   ", subsequent_indent="   ")
+        lines += _wrapped(_JUMP)
     return [heading, *lines]
 
 
 def _outcomes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ["policy", "skipped", "fewest_skipped", "most_skipped", "headroom_lost", "known_share"]
     return [
-        "What other policies would have done in this run. At scales the run did not use, an outcome is known only",
-        "where the log bounds the ceiling, and assumed elsewhere; 'fewest' and 'most' span the assumptions.",
+        "Skipped steps of other rules on this run. The log decides a part of their steps; 'fewest' and 'most' are the",
+        "bounds under all assumptions about the other steps.",
         "",
-        text_table(columns, rows),
+        text_table(_OUTCOMES, [{**row, "known": 100 * row["known_share"]} for row in rows]),
     ]
 
 
-def _advice(analysis: Mapping[str, Any]) -> list[str]:
-    if not analysis["advice"]:
-        lines = ["Nothing to change: the log gives no reason for it."]
-        if analysis["skipped"]["count"] is None:
-            lines.append("It does not show every step, so windows and hysteresis could not be judged.")
-        return lines
-    lines = ["What to change"]
-    for number, advice in enumerate(analysis["advice"], start=1):
-        change, *commands = advice["change"].split("\n")
-        lines += textwrap.wrap(f"{number}. {change}", _WIDTH, subsequent_indent="   ")
-        # Whole, so that it can be pasted.
-        lines += [f"   {command}" for command in commands]
-        lines += textwrap.wrap(advice["reason"], _WIDTH, initial_indent="   ", subsequent_indent="   ")
-    if analysis["scale_sense"] is not None:
-        certainty = analysis["certainty"]
-        lines += [
-            "",
-            "For MindFormers' YAML, under runner_wrapper. The windows cost least in this run, or are the defaults",
-            f"where the run does not show what windows cost. How it would have done: "
-            f"{certainty['verdict']}, the log knows {certainty['known_share']:.0%} of its steps.",
-            "",
-            analysis["scale_sense"].rstrip(),
-        ]
-    return lines
+def _wrapped(text: str | None, indent: str = "") -> list[str]:
+    # A command after a line break stays whole, so that it can be pasted.
+    prose, *commands = (text or "").split("\n")
+    return [*textwrap.wrap(prose, _WIDTH, subsequent_indent=indent), *commands]
 
 
 def _cut(entries: Sequence[str], at_most: int, rest: str) -> list[str]:

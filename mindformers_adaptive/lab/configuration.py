@@ -101,10 +101,13 @@ class Configuration:
         name, told = _short_name(self.rule, self.arguments)
         return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in told)])
 
-    def scale_sense(self) -> str:
+    def scale_sense(self, comments: Mapping[str, str] | None = None) -> str:
         """Return the section ``scale_sense`` for ``runner_wrapper`` in MindFormers' YAML, as text to paste.
 
         Arguments without which the cell has these values anyway are left out, but for the usual ones.
+
+        Args:
+            comments (Mapping, optional): by the name of an argument, a comment behind its value. Default: None.
 
         Examples:
             >>> print(Configuration("adaptive", min_scale_window=50, hysteresis=2).scale_sense(), end="")
@@ -121,9 +124,11 @@ class Configuration:
         values |= {name: getattr(self.start, name) for name in self.rule.start_arguments}
         is_ours = type(self.rule) in RULES.values()
         cell = [f"  type: {self.rule.cell}"] if is_ours else [f"  type: {Rule.cell}", f"  rule: {self.policy}"]
-        return "\n".join(
-            ["scale_sense:", *cell, *(f"  {key}: {yaml_value(value)}" for key, value in values.items()), ""]
-        )
+        lines = {key: f"  {key}: {yaml_value(value)}" for key, value in values.items()}
+        width = max(map(len, lines.values()))
+        for key, comment in (comments or {}).items():
+            lines[key] = f"{lines[key]:<{width}}  # {comment}"
+        return "\n".join(["scale_sense:", *cell, *lines.values(), ""])
 
     def _changed(self, always: Sequence[str] = ()) -> list[tuple[str, Any]]:
         defaults = all_arguments(type(self.rule))

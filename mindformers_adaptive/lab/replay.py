@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -133,7 +133,7 @@ class SweepResult:
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return one measure of all configurations, float64 of shape (configurations,); nan where there is none."""
-        return np.array([getattr(one, name) for one in self.measures], np.float64)
+        return np.array([getattr(measures, name) for measures in self.measures], np.float64)
 
 
 def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
@@ -161,14 +161,14 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
     if len(configurations) == 0:
         raise ValueError("'configurations' must have at least 1 configuration, but got none. Make some with grid().")
     side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
-    for place, one in enumerate(configurations):
-        side_by_side[type(one.rule), one.rule.traced.shape].append(place)
-    found: dict[int, tuple[Measures, Any]] = {}
-    for places in side_by_side.values():
-        group = [configurations[place] for place in places]
-        rules, states = [one.rule for one in group], [one.start for one in group]
-        found |= dict(zip(places, replay_side_by_side(rules, states, [trace]), strict=True))
-    measures, final_states = zip(*(found[place] for place in range(len(configurations))), strict=True)
+    for index, configuration in enumerate(configurations):
+        side_by_side[type(configuration.rule), configuration.rule.traced.shape].append(index)
+    results: dict[int, tuple[Measures, Any]] = {}
+    for indices in side_by_side.values():
+        group = [configurations[index] for index in indices]
+        rules, states = [each.rule for each in group], [each.start for each in group]
+        results |= dict(zip(indices, replay_side_by_side(rules, states, [trace]), strict=True))
+    measures, final_states = zip(*(results[index] for index in range(len(configurations))), strict=True)
     return SweepResult(measures, final_states)
 
 
@@ -264,31 +264,59 @@ class Comparison:
                 rows.append({**head, "trace": None, **means[policy]})
         return rows
 
-    def text(self, each_trace: bool = True) -> str:
-        """Return the rows as a table; a ``*`` marks the Pareto front of skipped steps against headroom.
+    def text(self, each_trace: bool = False, details: bool = False) -> str:
+        """Return the rows as a table, those with the fewest skipped steps first.
 
         Args:
             each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
+            details (bool): with a second table, of the measures that the first one leaves out.
         """
         rows = [
             {
                 **row,
-                "start": as_power_of_two(row["start"]),
                 "trace": row["trace"] or "(mean)",
+                "start": as_power_of_two(row["start"]),
                 "front": "*" if row["on_front"] else "",
+                "known": 100 * row["known_share"],
             }
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
         ]
-        # The oracle's regret of headroom is the headroom lost. Columns of zeros are left out; but a known share of 0
-        # says that every outcome was assumed.
-        names = [
-            field.name
-            for field in fields(Measures)
-            if field.name != "headroom_regret"
-            and (field.name in ("skipped", "headroom_lost", "known_share") or any(row[field.name] for row in rows))
-        ]
-        return text_table(["policy", "start", "trace", "front", *names], rows)
+        rows.sort(key=lambda row: (row["skipped"], math.inf if row["headroom_lost"] is None else row["headroom_lost"]))
+        tables = [_table(_COLUMNS, rows), *([_table(_MORE_COLUMNS, rows)] if details else [])]
+        share = sum(row["known_share"] for row in rows) / len(rows)
+        sure = (
+            "" if share == 1 else f" The traces decide {share:.0%} of the replayed steps; for the rest the ceiling is "
+        )
+        sure += "assumed (--ceilings)." * bool(sure)
+        return "\n\n".join(tables) + f"\n\nSorted by skipped steps; * is best in one of both.{sure}"
+
+
+_COLUMNS = {
+    "policy": "rule",
+    "trace": "trace",
+    "start": "start",
+    "skipped": "skipped",
+    "steps_to_first_applied": "of them at the start",
+    "headroom_lost": "headroom lost (bits)",
+    "front": "best",
+}
+_MORE_COLUMNS = {
+    "policy": "rule",
+    "trace": "trace",
+    "longest_skip_run": "longest row of skips (steps)",
+    "seconds_lost": "time lost (s)",
+    "scale_changes": "changes of the scale",
+    "window_changes": "changes of the window",
+    "known": "decided by the log (%)",
+}
+
+
+def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table without the columns that are the same in every row, but for the names and the skipped steps."""
+    always = {"policy", "skipped", "headroom_lost", "known"}
+    differing = {key for key in columns if len({row[key] for row in rows}) > 1}
+    return text_table({key: columns[key] for key in columns if key in always | differing}, rows)
 
 
 def compare(
@@ -319,8 +347,8 @@ def compare(
         >>> comparison = compare(policies, [Trace.exact("calm", [2.0**16] * 3000)])
         >>> print(comparison.text())  # doctest: +SKIP
     """
-    for name, given in (("policies", policies), ("traces", traces)):
-        if len(given) == 0:
+    for name, entries in (("policies", policies), ("traces", traces)):
+        if len(entries) == 0:
             raise ValueError(f"'{name}' must have at least 1 entry, but got none. There is nothing to compare.")
     numbers = itertools.count(1)
 

@@ -11,28 +11,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
-from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE, cost
+from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE, Measures, cost
 from mindformers_adaptive.lab.replay import SweepResult, pareto_front, sweep
 from mindformers_adaptive.record.trace import Trace, just_below
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.checks import require_number
-from mindformers_adaptive.text.table import text_table
+from mindformers_adaptive.text.table import counted, text_table
 
-__all__ = ["MOST_STEPS_SWEPT", "Tuning", "tune"]
+__all__ = ["DECIDED_FROM", "MOST_STEPS_SWEPT", "Tuning", "tune"]
 
-# Shares of outcomes that are known, from which on a recommendation is called likely and known. They are a judgement:
-# below the first, most of what was counted was assumed.
+# Settings are recommended from this known share on. It is a judgement: below, what was assumed could decide.
+DECIDED_FROM = 0.9
+
+# Below this known share most of what was counted was assumed.
 _LIKELY_FROM = 0.5
-_KNOWN_FROM = 0.9
 _FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gradients)
+
+_COLUMNS = {
+    "configuration": "setting",
+    "cost": "cost (per 1000)",
+    "largest_cost": "of the worst trace",
+    "skipped": "skipped",
+    "headroom_lost": "headroom lost (bits)",
+    "known": "decided by the log (%)",
+}
 
 # A sweep of 900 settings over more steps takes minutes. Settings are for the run that goes on, so the last steps count.
 MOST_STEPS_SWEPT = 200_000
 
-_NO_SETTINGS = (
-    "No settings to paste: what is known of the traces does not carry any. Give more of them, or records with largest "
-    f"gradients, as {_FOLLOWING} writes them; 'find' names a start for any training.\n"
+_MORE_NEEDED = (
+    "No settings to paste: the log decides {:.0%} of the steps, and 90 % are needed. Give more logs, or records with "
+    f"largest gradients, as {_FOLLOWING} writes them; 'find' names a start for any training."
 )
+_NOT_BETTER = "No settings to paste: the run itself did at least as well as the best of them."
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class Tuning:
             :func:`~mindformers_adaptive.lab.measures.cost`.
         assumed (dict[str, NDArray]): the costs under other assumptions about the ceilings, by the assumption's name.
         notes (tuple[str, ...]): which traces were swept in part only.
+        recorded (tuple[Measures, ...]): what the recorded runs themselves did, if every trace is one of a run.
     """
 
     traces: tuple[Trace, ...]
@@ -57,26 +69,47 @@ class Tuning:
     costs: NDArray[np.float64]
     assumed: dict[str, NDArray[np.float64]]
     notes: tuple[str, ...] = ()
+    recorded: tuple[Measures, ...] = ()
 
     @property
     def best(self) -> int:
-        """The place of the configuration with the smallest mean cost over the traces; of equals the first."""
-        return int(np.argmin(self.costs.mean(axis=1)))
+        """int: the index of the recommended configuration.
+
+        It has the smallest mean cost of those that have at least 90 % of their steps decided by the traces, or of all
+        where none has; of equals the first.
+        """
+        return int(self._order()[0])
+
+    def _order(self) -> NDArray[np.int64]:
+        """The indices of the configurations, those that the traces decide first, each by mean cost."""
+        undecided = [self.known_share(index) < DECIDED_FROM for index in range(len(self.configurations))]
+        order: NDArray[np.int64] = np.lexsort((self.costs.mean(axis=1), undecided))
+        return order
 
     @property
     def recommended(self) -> Configuration:
-        """The configuration with the smallest mean cost over the traces."""
+        """Configuration: what costs least, see :attr:`best`."""
         return self.configurations[self.best]
 
     @property
     def settings_to_paste(self) -> str | None:
-        """The recommended configuration as a section of YAML; None where it is a guess."""
-        return None if self.known_share(self.best) < _LIKELY_FROM else self.recommended.scale_sense()
+        """str, optional: the recommended configuration as a section of YAML.
 
-    def known_share(self, place: int) -> float:
+        None where the traces decide less than 90 % of its steps, or where the recorded runs cost no more.
+        """
+        return None if self._without_settings() else self.recommended.scale_sense()
+
+    def _without_settings(self) -> str:
+        """Return why there are no settings to paste; "" where there are."""
+        if (known := self.known_share(self.best)) < DECIDED_FROM:
+            return _MORE_NEEDED.format(known)
+        of_runs = [cost(measures, self.exchange_rate) for measures in self.recorded]
+        return _NOT_BETTER if of_runs and float(np.mean(of_runs)) <= self.costs[self.best].mean() else ""
+
+    def known_share(self, index: int) -> float:
         """Return the share of a configuration's steps whose outcome the traces know, over all traces."""
         steps = [len(trace) for trace in self.traces]
-        return float(np.average([result.measures[place].known_share for result in self.sweeps], weights=steps))
+        return float(np.average([result.measures[index].known_share for result in self.sweeps], weights=steps))
 
     def certainty(self) -> dict[str, Any]:
         """Return how far the recommendation can be trusted, ready for JSON.
@@ -96,14 +129,14 @@ class Tuning:
         of_best = self.costs[self.best]
         return {
             "known_share": known,
-            "verdict": "known" if known >= _KNOWN_FROM else "likely" if known >= _LIKELY_FROM else "a guess",
+            "verdict": "known" if known >= DECIDED_FROM else "likely" if known >= _LIKELY_FROM else "a guess",
             "cost": {"mean": float(of_best.mean()), "smallest": float(of_best.min()), "largest": float(of_best.max())},
             "left_out": self._left_out(),
             "assumed": {name: self._under(costs) for name, costs in self.assumed.items()},
         }
 
     def rows(self, count: int = 10) -> list[dict[str, Any]]:
-        """Return the configurations of the smallest mean cost, best first, ready for JSON.
+        """Return the best configurations, those that the traces decide to 90 % first, ready for JSON.
 
         Args:
             count (int): at most so many. Default: 10.
@@ -121,34 +154,47 @@ class Tuning:
         means = self.costs.mean(axis=1)
         return [
             {
-                "configuration": self.configurations[place].label,
-                "cost": float(means[place]),
-                "largest_cost": float(self.costs[place].max()),
-                "skipped": float(skipped[place]),
-                "headroom_lost": None if np.isnan(headroom[place]) else float(headroom[place]),
-                "known_share": self.known_share(place),
-                "on_front": bool(front[place]),
+                "configuration": self.configurations[index].label,
+                "cost": float(means[index]),
+                "largest_cost": float(self.costs[index].max()),
+                "skipped": float(skipped[index]),
+                "headroom_lost": None if np.isnan(headroom[index]) else float(headroom[index]),
+                "known_share": self.known_share(index),
+                "on_front": bool(front[index]),
             }
-            for place in np.argsort(means, kind="stable")[:count].tolist()
+            for index in self._order()[:count].tolist()
         ]
 
-    def text(self, count: int = 10) -> str:
-        """Return the best configurations as a table, the recommendation and how sure it is, for a terminal."""
-        certainty = self.certainty()
-        names = ["configuration", "front", "cost", "largest_cost", "skipped", "headroom_lost", "known_share"]
-        marked_rows = [{**row, "front": "*" if row["on_front"] else ""} for row in self.rows(count)]
-        lines = [
-            f"{len(self.configurations)} configurations on {len(self.sweeps)} trace(s); cost: skipped steps in 1000, "
-            f"and {self.exchange_rate:g} for each bit of headroom lost",
-            *self.notes,
-            "",
-            text_table(names, marked_rows),
-            "",
-            self.settings_to_paste or _NO_SETTINGS,
-            f"How sure: {certainty['verdict']}. The traces know the outcome of {certainty['known_share']:.1%} of the "
-            "recommended configuration's steps; of the others it is assumed.",
-            f"Its cost on the traces: {certainty['cost']['smallest']:.2f} to {certainty['cost']['largest']:.2f}.",
+    def text(self, count: int = 0) -> str:
+        """Return the recommendation and how sure it is, for a terminal.
+
+        Args:
+            count (int): how many of the best configurations to list too. Default: 0.
+        """
+        certainty, [best, *others] = self.certainty(), self.rows(len(self.configurations))
+        lines = [f"Best of {counted(len(self.configurations), 'setting')}: {best['configuration']} ({_lost(best)})."]
+        if self.recorded:
+            skipped = float(np.mean([measures.skipped for measures in self.recorded]))
+            headroom = float(np.nanmean([measures.headroom_lost for measures in self.recorded]))
+            lines[0] += f" The run itself: {_lost({'skipped': skipped, 'headroom_lost': headroom})}."
+        equal = [
+            row["configuration"]
+            for row in others
+            if (row["cost"], row["known_share"]) == (best["cost"], best["known_share"])
         ]
+        why_not = self._without_settings()
+        lines += [*self.notes, "", why_not or self.recommended.scale_sense().rstrip(), ""]
+        if equal:
+            listed = ", ".join(equal[:3])
+            lines.append(f"Equally good: {listed}{f' and {len(equal) - 3} more' * (len(equal) > 3)}.")
+        lines.append(
+            f"The log decides {certainty['known_share']:.0%} of the steps; the rest is assumed. More: --rows 10"
+        )
+        if not count:
+            return "\n".join(lines)
+        rows = [{**row, "known": 100 * row["known_share"]} for row in self.rows(count)]
+        lines += ["", text_table(_COLUMNS, rows), ""]
+        lines.append(f"The cost is in skipped steps of 1000; a bit of headroom counts as {self.exchange_rate:g}.")
         for name, under in certainty["assumed"].items():
             if not np.array_equal(self.assumed[name], self.costs):
                 lines.append(
@@ -185,6 +231,7 @@ def tune(
     *,
     exchange_rate: float = DEFAULT_EXCHANGE_RATE,
     assumptions: Mapping[str, Sequence[Trace]] | None = None,
+    recorded: Sequence[Measures] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Tuning:
     """Try configurations on traces and recommend the one of the smallest mean cost.
@@ -201,6 +248,8 @@ def tune(
             configurations' costs on them show what the assumption matters. Default: None, the lowest and the highest
             ceilings that each trace's bounds allow. Where nothing bounds a ceiling from above, the highest is
             infinity, and then only skipped steps cost.
+        recorded (Sequence[Measures]): what the recorded runs of all traces did; settings are recommended only if they
+            cost less. Default: none, the traces are not those of runs.
         progress (Callable, optional): called with the number of traces done, each assumption's counted too.
             Default: None.
 
@@ -227,7 +276,7 @@ def tune(
     )
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
-    tried = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
+    tuning_grid = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
     notes = tuple(
         f"Only the last {MOST_STEPS_SWEPT:,} of the {len(trace):,} steps of {trace.name} were swept."
         for trace in traces
@@ -237,25 +286,37 @@ def tune(
     done, numbers = progress or (lambda _: None), itertools.count(1)
     sweeps = []
     for trace in traces:
-        sweeps.append(sweep(tried, trace))
+        sweeps.append(sweep(tuning_grid, trace))
         done(next(numbers))
     if assumptions is None:
         assumptions = {
-            "the lowest possible ceilings": [replace(one, ceiling=one.lower_bound) for one in traces],
-            "the highest possible ceilings": [replace(one, ceiling=just_below(one.upper_bound)) for one in traces],
+            "the lowest possible ceilings": [replace(trace, ceiling=trace.lower_bound) for trace in traces],
+            "the highest possible ceilings": [
+                replace(trace, ceiling=just_below(trace.upper_bound)) for trace in traces
+            ],
         }
 
-    def swept(others: Sequence[Trace]) -> Iterator[SweepResult]:
-        for trace, found, assumed_trace in zip(traces, sweeps, others, strict=True):
+    def swept(assumed_traces: Sequence[Trace]) -> Iterator[SweepResult]:
+        for trace, result, assumed_trace in zip(traces, sweeps, assumed_traces, strict=True):
             other = assumed_trace.last(MOST_STEPS_SWEPT)
             # Reuse the sweep if both assumptions give the same ceilings.
-            yield found if np.array_equal(trace.ceiling, other.ceiling) else sweep(tried, other)
+            yield result if np.array_equal(trace.ceiling, other.ceiling) else sweep(tuning_grid, other)
             done(next(numbers))
 
     assumed = {name: _costs(swept(others), rate) for name, others in assumptions.items()}
-    return Tuning(tuple(traces), tuple(tried), tuple(sweeps), rate, _costs(sweeps, rate), assumed, notes)
+    return Tuning(
+        tuple(traces), tuple(tuning_grid), tuple(sweeps), rate, _costs(sweeps, rate), assumed, notes, tuple(recorded)
+    )
 
 
 def _costs(sweeps: Iterable[SweepResult], exchange_rate: float) -> NDArray[np.float64]:
     """The costs of configurations, float64 of shape (configurations, traces)."""
-    return np.array([[cost(one, exchange_rate) for one in result.measures] for result in sweeps]).T
+    return np.array([[cost(measures, exchange_rate) for measures in result.measures] for result in sweeps]).T
+
+
+def _lost(row: Mapping[str, Any]) -> str:
+    """Say what a configuration or a run lost."""
+    headroom = (
+        "no step applied" if row["headroom_lost"] is None else f"{row['headroom_lost']:.1f} bits of headroom lost"
+    )
+    return f"{row['skipped']:g} skipped, {headroom}"

@@ -27,8 +27,9 @@ _RUN_MODES = ("train", "finetune", "eval", "predict")
 # More files than this only come from one that names itself, directly or through others.
 _MOST_FILES = 30
 
-# Where the steps of a training, an evaluation or a prediction are taken.
+# Where the steps of a training, an evaluation or a prediction are taken, and the PyNative trainer takes its steps.
 _AT_WORK = ("mindspore.train.model", "mindformers.generation.text_generator")
+_PYNATIVE_LOOP = "_inner_train_loop"
 
 
 def load_config(
@@ -172,9 +173,11 @@ def set_key(config: Any, key: str, value: Any) -> bool:
 def had_begun(error: BaseException) -> bool:
     """Return whether an error came out of the steps of a training, an evaluation or a prediction."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    functions = {frame.f_code.co_name for frame in frames}
     # What a callback refuses before the first step is bad input, as what the trainer refuses before it.
-    is_at_begin = any(frame.f_code.co_name in ("begin", "on_train_begin", "on_eval_begin") for frame in frames)
-    return not is_at_begin and any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
+    if not functions.isdisjoint(("begin", "on_train_begin", "on_eval_begin")):
+        return False
+    return _PYNATIVE_LOOP in functions or any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
 
 
 def launch(config: Any) -> None:

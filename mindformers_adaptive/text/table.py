@@ -9,27 +9,21 @@ from typing import Any
 __all__ = ["align", "as_power_of_two", "counted", "text_table"]
 
 
-def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as aligned text, columns of text to the left; each word of a heading has a line of its own.
+def text_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as aligned text with a header of one line, columns of text to the left.
 
     Args:
-        columns (Sequence[str]): the keys to show, in this order. A heading is broken at each ``_``.
-        rows (Sequence[Mapping]): each row by column; None and nan become ``-``, and
-            a float has 2 decimals.
+        columns (Mapping): the header of each column by its key in the rows, in order; a header has the unit.
+        rows (Sequence[Mapping]): each row by key; None and nan become ``-``, and a float has 1 decimal.
 
     Examples:
-        >>> print(text_table(["policy", "headroom_lost"], [{"policy": "fixed", "headroom_lost": 1.5}]))
-                headroom
-        policy      lost
-        fixed       1.50
+        >>> print(text_table({"rule": "rule", "lost": "headroom lost (bits)"}, [{"rule": "fixed", "lost": 1.5}]))
+        rule   headroom lost (bits)
+        fixed                   1.5
     """
     cells = [[_cell(row[column]) for column in columns] for row in rows]
-    headings = [column.split("_") for column in columns]
-    height = max(map(len, headings))
-    # Headings of fewer words stand at the bottom.
-    lines = [*zip(*([""] * (height - len(words)) + words for words in headings), strict=True), *cells]
-    texts = [place for place, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]
-    return align(lines, to_the_left=texts)
+    texts = [index for index, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]
+    return align([[*columns.values()], *cells], to_the_left=texts)
 
 
 def counted(number: int, noun: str) -> str:
@@ -83,4 +77,4 @@ def as_power_of_two(loss_scale: float) -> str:
 def _cell(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

@@ -84,7 +84,8 @@ def write_sources(language, folder):
         write(folder / pages[page], with_links(text, page, pages, shown))
     for file, name in shown.items():
         write(folder / name, page_of(file))
-    ordered = [pages[(ROOT / link).resolve()] for link in _ROW.findall(first.read_text(encoding="utf-8"))]
+    rows = "".join(_ROW.findall(first.read_text(encoding="utf-8")))
+    ordered = [pages[(ROOT / link).resolve()] for link in dict.fromkeys(_PAGE.findall(rows))]
     # The raw tables, and the changes.
     others = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
     words = WORDS[language]
@@ -104,8 +105,9 @@ def toctree(caption, names):
 
 
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
-# The first cell of a row.
-_ROW = re.compile(r"^\| \[[^]]+\]\(([^)#]+)\)", re.MULTILINE)
+# A row of a table of the first page, and a link to a whole page in it.
+_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+_PAGE = re.compile(r"\]\((docs/\w+/[^)#]+)\)")
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 
 

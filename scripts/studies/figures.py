@@ -66,9 +66,9 @@ FIGURES = {
     "ascend_dry_run": Figure("python -m scripts.ascend.compile_for_ascend --all", "scripts.ascend.program"),
     "versions": Figure("bash scripts/versions/version_table.sh"),
     "lenet5": Figure("python scripts/examples/lenet5_managers.py", begins="LeNet5"),
-    "demo": Figure("bash scripts/demo.sh", begins="Loss "),
+    "demo": Figure("bash scripts/demo.sh", begins="FP16 alone: "),
     # After the demo, which writes the corpus.
-    "find": Figure(FIND, begins="No overflow"),
+    "find": Figure(FIND, begins="Start at"),
 }
 
 

@@ -62,6 +62,30 @@ def adaptive(loss_scale):
     return AdaptiveLossScaleUpdateCell(loss_scale, 2, 20)
 
 
+def divided(way, loss_scale, micro_batches):
+    """Return a method for one of several micro-batches, whose losses are divided by their number.
+
+    Dividing the loss scale instead gives the same gradients, before and after they are unscaled.
+
+    Args:
+        way (str): "none", "fixed", "dynamic" (window 1000), "adaptive" or "guided".
+        loss_scale (float): the fixed scale, or the initial one; "none" is a scale of 1.
+        micro_batches (int): how many.
+    """
+    cell = {
+        "none": nn.FixedLossScaleUpdateCell,
+        "fixed": nn.FixedLossScaleUpdateCell,
+        "dynamic": _dynamic_1000,
+        "adaptive": adaptive,
+        "guided": GradientGuidedLossScaleUpdateCell,
+    }[way]
+    return Method(way, cell, (1.0 if way == "none" else loss_scale) / micro_batches)
+
+
+def _dynamic_1000(loss_scale):
+    return nn.DynamicLossScaleUpdateCell(loss_scale, 2, 1000)
+
+
 METHODS = (
     Method(FP32, lambda _: NoLossScaleUpdateCell(), dtype=mstype.float32),
     Method(UNSCALED, lambda _: NoLossScaleUpdateCell()),
@@ -243,13 +267,17 @@ class Trainings:
         self.last_ceiling = exponent
         reference = gradients(exponent)
         if reference is None:
-            return {"loss_scale": scale, "ceiling": None, "underflow": None}
+            return {"loss_scale": scale, "ceiling": None, "underflow": None, "lost": None}
         ceiling = float(exponent)
         for part in (0.5, 0.25):
             ceiling += part if gradients(ceiling + part) is not None else 0.0
         at_scale = gradients(math.log2(scale)) if 0 < scale < math.inf else None
-        underflow = None if at_scale is None else float(np.mean((at_scale == 0) & (reference != 0)))
-        return {"loss_scale": scale, "ceiling": 2.0**ceiling, "underflow": underflow}
+        underflow = lost = None
+        if at_scale is not None:
+            underflow = float(np.mean((at_scale == 0) & (reference != 0)))
+            expected = reference.astype(np.float64) * (scale / 2.0**exponent)
+            lost = float(np.linalg.norm(at_scale - expected) / np.linalg.norm(expected))
+        return {"loss_scale": scale, "ceiling": 2.0**ceiling, "underflow": underflow, "lost": lost}
 
 
 def put_back(values):

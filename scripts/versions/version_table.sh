@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 logs=output/version_table
 mkdir -p "$logs"
 # MindFormers' trainers leave settings in their process that change how later graphs compile; see tests/conftest.py.
-trainers=(tests/checkpoint tests/gradients tests/integration)
+trainers=(tests/gradients tests/mindformers)
 
 # The counts in the last line of pytest's output, as it has them: run PAIR COLUMN [pytest arguments]
 run() {

@@ -6,12 +6,12 @@ import sys
 
 import mindspore
 import pytest
-from conftest import ROOT
-from pages import figure
 
 from scripts.ascend import program, stand_ins
 from scripts.ascend.cases import CASES, CONTROLS
 from scripts.ascend.program import CACHE, HCCL, NOTHING, compile_cases, kernels_of, problem, verdict
+from tests.conftest import ROOT
+from tests.shared.pages import figure
 
 # One worker, because what was compiled is shared.
 pytestmark = [

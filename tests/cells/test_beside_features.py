@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from beside_stock_cell import PYNATIVE_STEPS, STEPS, Layers, SumAndNumber, Vision, adamw, rows, train_both
-from conftest import ROOT, mindspore_mode
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
-from versions import BEFORE_1_7
 
 from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.ascend.optimizers import averaging, grouped, schedule
+from tests.cells.beside_stock_cell import PYNATIVE_STEPS, STEPS, Layers, SumAndNumber, Vision, adamw, rows, train_both
+from tests.conftest import ROOT, mindspore_mode
+from tests.shared.versions import BEFORE_1_7
 
 
 def recomputed():
@@ -123,5 +123,5 @@ def test_moving_averages_of_batch_norm_go_on_in_a_skipped_step(graph_mode):
 def test_mindspores_graphs_for_a_cpu_take_no_lazy_inline(run_forked):
     # In a process of its own, because MindSpore keeps the failed setting for the operators that it compiles afterwards.
     # When this fails, the table of features can promise more.
-    finished = run_forked(ROOT / "tests" / "helpers" / "lazy_inline.py", expect_exit=1)
+    finished = run_forked(ROOT / "tests" / "cells" / "lazy_inline.py", expect_exit=1)
     assert "must be a Primitive ValueNode, but get ValueNode<FuncGraph>" in finished.stderr

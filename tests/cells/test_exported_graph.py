@@ -1,18 +1,18 @@
 """What must not be in a graph for Ascend is found in an exported graph, and told by its name."""
 
 import pytest
-from graph_checks import (
+from mindspore import dtype as mstype
+from mindspore import nn, ops
+
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
+from scripts.benchmarks.exported_graph import export_update_cell
+from tests.cells.graph_checks import (
     control_flow,
     forbidden_plain_constants,
     forbidden_tensors,
     plain_outputs,
     undocumented_on_ascend,
 )
-from mindspore import dtype as mstype
-from mindspore import nn, ops
-
-from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
-from scripts.benchmarks.exported_graph import export_update_cell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

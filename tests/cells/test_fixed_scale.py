@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from dense_network import Dense
 from mindspore import amp, nn
 
 from mindformers_adaptive import FixedScaleTrainOneStepCell
+from tests.shared.networks import Dense
 
 
 @pytest.mark.parametrize("optimizer", ["AdamWeightDecay", "Momentum"])

@@ -5,16 +5,16 @@ import math
 import mindspore
 import numpy as np
 import pytest
-from conftest import mindspore_mode
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
-from pages import figure
-from record_checks import assert_follows
 
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 from scripts.studies.guided_training import RULES, summary, tables
 from scripts.studies.worth_training import CompiledTraining, LlamaTraining, adaptive, weights_of
+from tests.conftest import mindspore_mode
+from tests.shared.pages import figure
+from tests.shared.records import assert_follows
 
 # One process builds the train steps that the tests share.
 pytestmark = pytest.mark.xdist_group("guided training")

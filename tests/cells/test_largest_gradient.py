@@ -5,17 +5,16 @@ import math
 
 import numpy as np
 import pytest
-from dense_network import Dense
-from fp16_networks import TOKENS, PerToken
-from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
 from mindspore import Tensor, nn
-from versions import NEEDS_LOSS_PER_TOKEN
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.detection import LargestGradient
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 from scripts.benchmarks.exported_graph import export_graph
+from tests.cells.graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
+from tests.shared.networks import TOKENS, Dense, PerToken
+from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
 
 class Pass(nn.Cell):

@@ -3,11 +3,11 @@
 import mindspore
 import numpy as np
 import pytest
-from dense_network import Dense
-from every_rule import KINDS
 from mindspore import Tensor, amp
 
 from mindformers_adaptive import AdaptiveLossScaler
+from tests.shared.every_rule import KINDS
+from tests.shared.networks import Dense
 
 OVERFLOWS = (np.random.default_rng(1).random(60) < 0.25).tolist()
 

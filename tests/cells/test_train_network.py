@@ -3,7 +3,6 @@
 import mindspore.train.amp
 import numpy as np
 import pytest
-from dense_network import Dense, batches
 from mindspore import amp, nn
 from mindspore.train import LambdaCallback, Model
 
@@ -17,6 +16,7 @@ from mindformers_adaptive import (
     wrapper,
 )
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from tests.shared.networks import Dense, batches
 
 # At 2**24 the float16 gradients of the small network overflow for real, until the scale has come down.
 START = 2**24

@@ -7,7 +7,6 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
-from dense_network import Dense, batches
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
@@ -20,6 +19,7 @@ from mindformers_adaptive.wrapper import (
     RuleLossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
 )
+from tests.shared.networks import Dense, batches
 
 OVERFLOWS = [False, False, True, False, True, False, False, False, True, False] * 4
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 1}
@@ -233,8 +233,9 @@ def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindform
         ),
         (lambda: NoLossScaleUpdateCell(), "NoLossScaleUpdateCell of mindformers_adaptive: loss_scale 1.0\n"),
         (
-            lambda: RuleLossScaleUpdateCell(1024, "own_rules.Follow"),
-            "RuleLossScaleUpdateCell of mindformers_adaptive by the rule own_rules.Follow: loss_scale 1024.0",
+            lambda: RuleLossScaleUpdateCell(1024, "tests.shared.own_rules.Follow"),
+            "RuleLossScaleUpdateCell of mindformers_adaptive by the rule "
+            "tests.shared.own_rules.Follow: loss_scale 1024.0",
         ),
         (
             lambda: mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20),

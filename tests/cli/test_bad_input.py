@@ -10,7 +10,8 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT
+
+from tests.conftest import ROOT
 
 LOG = str(ROOT / "tests" / "lab" / "samples" / "mindformers_1_9_cpu.log")
 CONFIG = str(ROOT / "configs" / "tiny_llama_cpu_fp16.yaml")

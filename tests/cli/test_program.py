@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import PROGRAM, ROOT
 
 import mindformers_adaptive
 from mindformers_adaptive.cli import versions
@@ -19,6 +18,7 @@ from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.text.install_hint import install_hint
+from tests.conftest import PROGRAM, ROOT
 
 LOGS = ROOT / "tests" / "lab" / "samples"
 MINDFORMERS_LOG = str(LOGS / "mindformers_1_9_cpu.log")
@@ -253,19 +253,19 @@ def test_the_guided_policy_without_gradients_is_a_warning(run_program):
 
 
 def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_record):
-    policy = "own_rules.Follow:margin=1"
+    policy = "tests.shared.own_rules.Follow:margin=1"
     rows = json.loads(run_program("compare", "--json", "--policies", policy, "torch", "--", guided_record)[1])["rows"]
     assert [row["policy"] for row in rows] == [policy, "torch"]
-    arguments = ("tune", "--json", "--policy", "own_rules.Follow", "--grid", "margin=0,1")
+    arguments = ("tune", "--json", "--policy", "tests.shared.own_rules.Follow", "--grid", "margin=0,1")
     tuned = json.loads(run_program(*arguments, guided_record)[1])
     assert {row["configuration"].split()[0] for row in tuned["rows"]} == {"follow"}
     # Of a record that knows too little of it, it would be a guess.
     assert tuned["scale_sense"] is None
     tuned = json.loads(run_program(*arguments, "synthetic:spikes", "--steps=99")[1])
-    assert "rule: own_rules.Follow" in tuned["scale_sense"]
+    assert "rule: tests.shared.own_rules.Follow" in tuned["scale_sense"]
     assert run_program("analyze", "--policy", policy, guided_record)[0] == 0
     error = run_program("compare", MINDFORMERS_LOG, "--policies", policy)[2]
-    assert "there 'own_rules.Follow' sees overflows only" in error
+    assert "there 'tests.shared.own_rules.Follow' sees overflows only" in error
 
 
 def test_megatron_prints_the_section(run_program):

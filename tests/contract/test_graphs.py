@@ -3,13 +3,13 @@
 import mindformers
 import mindspore
 import pytest
-from conftest import mindspore_mode
-from every_rule import KINDS
-from graph_checks import CHECKS
 from mindspore import Tensor
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell
 from scripts.benchmarks.exported_graph import BOOKKEEPING, LossScaleHolder, export_graph, export_update_cell
+from tests.cells.graph_checks import CHECKS
+from tests.conftest import mindspore_mode
+from tests.shared.every_rule import KINDS
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

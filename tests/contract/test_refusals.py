@@ -5,14 +5,14 @@ from typing import ClassVar
 import mindspore
 import numpy as np
 import pytest
-from dense_network import Dense
-from every_rule import KINDS
 from log_max import LogMaxRule
 from mindspore import Parameter, Tensor, nn
 from mindspore.train import Model
 
 from mindformers_adaptive import RuleLossScaleUpdateCell, build_train_network
 from mindformers_adaptive.rules import Rule, float32
+from tests.shared.every_rule import KINDS
+from tests.shared.networks import Dense
 
 NEEDING_GRADIENTS = [name for name, kind in KINDS.items() if kind.rule_class.needs_gradients]
 

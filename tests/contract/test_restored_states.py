@@ -11,8 +11,6 @@ from typing import ClassVar
 import mindformers.wrapper
 import mindspore
 import pytest
-from dense_network import Dense
-from every_rule import KINDS, Owned, is_same
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import RuleLossScaleUpdateCell
@@ -24,6 +22,8 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.saved_state import own_keys
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from tests.shared.every_rule import KINDS, Owned, is_same
+from tests.shared.networks import Dense
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

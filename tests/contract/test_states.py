@@ -10,7 +10,6 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from every_rule import KINDS, RULES, Owned, is_same
 from mindspore import Tensor, nn
 
 from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
@@ -25,6 +24,7 @@ from mindformers_adaptive.rules.fields import STEP_FIELDS
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 from mindformers_adaptive.text.files import json_text
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+from tests.shared.every_rule import KINDS, RULES, Owned, is_same
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

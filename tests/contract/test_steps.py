@@ -6,9 +6,6 @@ import math
 import mindspore
 import numpy as np
 import pytest
-from conftest import mindspore_mode
-from dense_network import Dense, batches
-from every_rule import KINDS, Kind, Owned, is_same
 from mindspore import Parameter, Tensor, nn
 from mindspore.train import LambdaCallback, Model
 
@@ -18,6 +15,9 @@ from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys, to_values
 from mindformers_adaptive.rules.state_dict import RUN
+from tests.conftest import mindspore_mode
+from tests.shared.every_rule import KINDS, Kind, Owned, is_same
+from tests.shared.networks import Dense, batches
 
 HISTORY = 7
 

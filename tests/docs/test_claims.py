@@ -7,14 +7,14 @@ import re
 
 import numpy as np
 import pytest
-from beside_stock_cell import PYNATIVE_STEPS, STEPS
-from conftest import ROOT
-from pages import figure
 
 from mindformers_adaptive.public_names import PUBLIC
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.guided import GuidedRule
 from scripts.studies import formats_training, worth_report
+from tests.cells.beside_stock_cell import PYNATIVE_STEPS, STEPS
+from tests.conftest import ROOT
+from tests.shared.pages import figure
 
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
@@ -108,7 +108,7 @@ def start_and_next():
 SAID = {
     "a window of 100 is better in both in the random walk": (
         lambda: window_of_100_is_better_in_both() - {"mean"} == {"random walk"},
-        [("evidence", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优")],
+        [("study", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优")],
     ),
     "a window of 100 is better in the mean": (
         lambda: all(better_in("mean")),

@@ -8,8 +8,6 @@ import json
 import re
 
 import pytest
-from conftest import ROOT
-from pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
 
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -21,6 +19,8 @@ from scripts.benchmarks.sweep import SWEEP
 from scripts.demo import demo
 from scripts.studies import figures, guided_training
 from scripts.studies.figures import DATA, FIGURES, PAGES, Figure
+from tests.conftest import ROOT
+from tests.shared.pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
 
 
 def shown_on(page):
@@ -120,26 +120,18 @@ def assert_rule_gives_the_scales(rule, start, scales):
         state = rule.step(state, scale.endswith("!"), gradient)
 
 
-def test_report_of_the_demo_is_what_the_rule_does_at_its_overflows(tmp_path):
-    printed = figure("demo")["printed"]
-    steps, skipped = re.match(r"Steps +(\d+), .* overflow: (.*)", printed[1]).groups()
-    bounds = [list(map(int, steps.split("-"))) for steps in skipped.split(", ")]
-    overflows = {step for first, *last in bounds for step in range(first, (last or [first])[0] + 1)}
-    state, record = (rule := AdaptiveRule(2, 1000, 20)).start(2.0**32, 20), []
-    for step in range(1, int(steps) + 1):
-        before, state = state, rule.step(state, step in overflows)
-        record.append(
-            {"step": step, "overflow": step in overflows, "scale_window": state.scale_window}
-            | {"loss_scale": before.loss_scale, "next_loss_scale": state.loss_scale, "loss": 0.0}
-        )
+def test_report_on_the_page_has_the_lines_of_the_demo(tmp_path):
+    state, record = (rule := AdaptiveRule(2, 1000, 20)).start(2.0**24, 20), []
+    for step in range(1, demo.STEPS + 1):
+        before, state = state, rule.step(state, step <= 8)
+        scales = {"loss_scale": before.loss_scale, "next_loss_scale": state.loss_scale}
+        record.append({"step": step, "overflow": step <= 8, "scale_window": state.scale_window, "loss": 0.0, **scales})
     (tmp_path / demo.RECORD).write_text("".join(f"{json.dumps(entry)}\n" for entry in record))
-    assert printed[1:-5] == demo.report(record, tmp_path)[2:-3]
-    first_applied = bounds[0][1] + 1
-    for page, sentence in (
-        ("faq", "The first {} steps are skipped"),
-        ("monitoring", "skips its first {} steps"),
-    ):
-        assert sentence.format(first_applied - 1) in (ENGLISH_DOCS / f"{page}.md").read_text(encoding="utf-8")
+    expected = demo.report({demo.FP16_ALONE: record, demo.ADAPTIVE: record}, tmp_path)
+    printed = figure("demo")["printed"]
+    assert [line.partition(":")[0] for line in printed] == [line.partition(":")[0] for line in expected]
+    assert f"after {demo.STEPS} steps" in printed[0]
+    assert f"of {demo.STEPS} steps were skipped" in printed[1]
 
 
 def test_commands_of_the_version_table_are_its_rows():

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from conftest import ROOT
-from pages import CHINESE, ENGLISH, anchors, links, name_of
+
+from tests.conftest import ROOT
+from tests.shared.pages import CHINESE, ENGLISH, anchors, links, name_of
 
 PAGES = [*ENGLISH, *CHINESE]
 OTHER_PAGES = [ROOT / "CHANGELOG.md"]

@@ -6,9 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from log_max import LogMaxRule
-from pages import ENGLISH_DOCS, blocks
 
 from mindformers_adaptive import rules
 from mindformers_adaptive.rules import (
@@ -26,6 +24,8 @@ from mindformers_adaptive.rules import (
     where,
 )
 from mindformers_adaptive.rules.operations import OPERATIONS
+from tests.conftest import ROOT
+from tests.shared.pages import ENGLISH_DOCS, blocks
 
 PAGE = ENGLISH_DOCS / "own_rule.md"
 

@@ -4,10 +4,10 @@ import random
 import re
 
 import pytest
-from pages import ENGLISH_DOCS, tables
 
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.presets import PRESETS
+from tests.shared.pages import ENGLISH_DOCS, tables
 
 WINDOWS = ("scale_window", "max_scale_window", "min_scale_window")
 # Settings of the preset with windows short enough to fill, and ours by the page where they are not the default.

@@ -18,12 +18,12 @@ import threading
 import urllib.parse
 
 import pytest
-from conftest import ROOT
-from pages import blocks_in
 
 import mindformers_adaptive
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.rules.formats import FLOAT16
+from tests.conftest import ROOT
+from tests.shared.pages import blocks_in
 
 pytest.importorskip("sphinx", reason="There is no Sphinx for a Python before 3.11")
 build_site = importlib.import_module("scripts.site.build_site")

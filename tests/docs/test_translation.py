@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from conftest import ROOT
-from pages import CHINESE, ENGLISH, blocks, chinese, headings, links, name_of, prose, tables
+
+from tests.conftest import ROOT
+from tests.shared.pages import CHINESE, ENGLISH, blocks, chinese, headings, links, name_of, prose, tables
 
 
 def test_each_page_is_there_in_both_languages():
@@ -48,7 +49,7 @@ def target_of(link):
 
 @pytest.mark.parametrize("page", [ENGLISH[0], CHINESE[0]], ids=name_of)
 def test_first_page_is_short(page):
-    assert len(page.read_text(encoding="utf-8").splitlines()) <= 100
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=name_of)

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, as_installed
-from pages import ENGLISH_DOCS, chinese
+
+from tests.conftest import ROOT, as_installed
+from tests.shared.pages import ENGLISH_DOCS, chinese
 
 TUTORIAL = ENGLISH_DOCS / "tutorial.ipynb"
 

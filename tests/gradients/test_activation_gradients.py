@@ -3,7 +3,6 @@
 import mindspore
 import numpy as np
 import pytest
-from fp16_networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
@@ -11,6 +10,7 @@ from mindformers_adaptive.gradients.layers import LayerOutputs, LayerOutputsErro
 from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
 from mindformers_adaptive.gradients.report import GradientRanges, array_statistics
 from mindformers_adaptive.gradients.selection import select
+from tests.shared.networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
 
 X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from fp16_networks import TOKENS, PerToken
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
-from versions import NEEDS_LOSS_PER_TOKEN
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale, gradient_ranges
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from tests.shared.networks import TOKENS, PerToken
+from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
 LOSS_SCALE = 2.0**6
 

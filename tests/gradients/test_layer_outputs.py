@@ -3,12 +3,12 @@
 import mindspore
 import numpy as np
 import pytest
-from fp16_networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
 from mindspore import Tensor, nn
 
 from mindformers_adaptive.gradients.layers import LayerOutputs, LayerOutputsError
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
+from tests.shared.networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
 
 X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)
 

@@ -8,12 +8,19 @@ import sys
 import mindspore
 import numpy as np
 import pytest
-from fp16_networks import HalfPrecisionSum, OnlyLoss, WithStateAndDropout, gradient_in_fp16, rows, seeded_train_step
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
 from mindformers_adaptive.gradients.report import GradientRanges, array_statistics
+from tests.shared.networks import (
+    HalfPrecisionSum,
+    OnlyLoss,
+    WithStateAndDropout,
+    gradient_in_fp16,
+    rows,
+    seeded_train_step,
+)
 
 # Over the range of FP16 and beyond it at both ends, with a true zero.
 SPREAD = np.array([0.0, *2.0 ** np.arange(-24, 2), 1.5], np.float32)

@@ -4,8 +4,6 @@ import argparse
 
 import numpy as np
 import pytest
-from conftest import CONFIG
-from fp16_networks import HalfPrecisionSum
 from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
@@ -13,6 +11,8 @@ from mindformers_adaptive.cli.find import read_learning_rate
 from mindformers_adaptive.gradients.ranges import find_loss_scale
 from mindformers_adaptive.gradients.report import array_statistics
 from mindformers_adaptive.gradients.updates import lost_updates
+from tests.conftest import CONFIG
+from tests.shared.networks import HalfPrecisionSum
 
 NUMBERS = np.random.default_rng(0)
 

@@ -7,20 +7,20 @@ import re
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from records import run_of
 
 from mindformers_adaptive.lab.analysis import analyze, raise_ceilings
 from mindformers_adaptive.lab.gradient_ceilings import with_gradients
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.scale_path import changes_of
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.formats import FORMATS
+from tests.conftest import ROOT
+from tests.shared.records import run_of
 
-LOGS = ROOT / "tests" / "lab" / "samples"
+LOGS = ROOT / "tests" / "record" / "samples"
 
 
 def recorded(ceilings, name="dynamic", **params):
@@ -325,7 +325,7 @@ def test_a_steep_fall_that_ends_is_no_collapse():
 
 def test_a_run_without_trouble_has_nothing_to_change():
     found = analyze(recorded([2.0**16] * 900, init_loss_scale=2.0**16, scale_window=1000))
-    assert (found.advice, found.tuning) == ((), None)
+    assert (found.advice, found.settings) == ((), None)
     assert "Nothing to change" in found.text()
     assert "The loss scale did not change." in found.text()
     assert "Overflow " not in found.text()

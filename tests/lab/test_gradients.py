@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from records import gradient_line, unscaled_gradients
 
 from mindformers_adaptive.lab.gradient_ceilings import (
     INDEPENDENT_CEILINGS,
@@ -14,6 +13,7 @@ from mindformers_adaptive.lab.gradient_ceilings import (
 )
 from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
 from mindformers_adaptive.record.trace import Trace
+from tests.shared.records import gradient_line, unscaled_gradients
 
 
 def shown_beyond(trace):

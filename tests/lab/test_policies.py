@@ -5,13 +5,13 @@ import math
 
 import numpy as np
 import pytest
-from own_rules import Follow
 
 from mindformers_adaptive.cli.lab_arguments import policy_maker
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.presets import PRESETS, REMOVED_PRESETS
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
+from tests.shared.own_rules import Follow
 
 # What each system calls its scale and its window, to start every policy alike.
 NAMES = {
@@ -186,7 +186,7 @@ ADAPTIVE = AdaptiveRule(max_scale_window=4, min_scale_window=2, hysteresis=2, mi
     [
         ("adaptive", ADAPTIVE, {"scale_window": 3}),
         ("guided", GuidedRule(5.0, max_loss_scale=2.0**30), {}),
-        ("own_rules.Follow", Follow(margin=3, max_loss_scale=2.0**30), {}),
+        ("tests.shared.own_rules.Follow", Follow(margin=3, max_loss_scale=2.0**30), {}),
         (Follow, Follow(margin=3), {}),
     ],
 )
@@ -228,8 +228,8 @@ def test_state_is_all_that_a_policy_remembers(name):
 @pytest.mark.parametrize(
     ("name", "by_one_factor"),
     [
-        *(("adaptive", True), ("guided", False), ("torch", True), ("own_rules.Follow", False)),
-        *(("own_rules.Plain", True), ("own_rules.CappedAdaptive", False)),
+        *(("adaptive", True), ("guided", False), ("torch", True), ("tests.shared.own_rules.Follow", False)),
+        *(("tests.shared.own_rules.Plain", True), ("tests.shared.own_rules.CappedAdaptive", False)),
     ],
 )
 def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_factor):
@@ -239,9 +239,19 @@ def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_fac
 @pytest.mark.parametrize(
     ("name", "params", "error", "message"),
     [
-        ("own_rules.Nothing", {}, ValueError, r"'own_rules.Nothing' cannot be imported"),
-        ("own_rules.NoRule", {}, TypeError, r"'rule' must be .* such a class, but got 'own_rules.NoRule'"),
-        ("own_rules.Follow", {"margins": 1}, TypeError, r"'own_rules.Follow' has no parameter 'margins'.* 'margin'\?"),
+        ("tests.shared.own_rules.Nothing", {}, ValueError, r"'tests.shared.own_rules.Nothing' cannot be imported"),
+        (
+            "tests.shared.own_rules.NoRule",
+            {},
+            TypeError,
+            r"'rule' must be .* such a class, but got 'tests.shared.own_rules.NoRule'",
+        ),
+        (
+            "tests.shared.own_rules.Follow",
+            {"margins": 1},
+            TypeError,
+            r"'tests.shared.own_rules.Follow' has no parameter 'margins'.* 'margin'\?",
+        ),
         ("adaptiv", {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got 'adaptiv'. .* 'adaptive'\?"),
         (
             "torch",

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from every_rule import Owned
 from mindspore import Tensor, amp, nn
 
 from mindformers_adaptive.lab.policies import make_policy
+from tests.shared.every_rule import Owned
 
 # Scale, factor and window: from the floor to inf, and factors at which a quotient and a product with the reciprocal
 # round differently.

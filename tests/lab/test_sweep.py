@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from own_rules import Follow, Weigh
 
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.gradient_ceilings import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
@@ -17,6 +16,7 @@ from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.ladder import window_ladder
+from tests.shared.own_rules import Follow, Weigh
 
 # Sums in another order: their last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}

@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pytest
 import yaml
-from own_rules import Follow
 
 from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
@@ -18,6 +18,7 @@ from mindformers_adaptive.lab.synthetic import synthetic_trace
 from mindformers_adaptive.lab.tuning import tune
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
+from tests.shared.own_rules import Follow
 
 CALM = Trace.exact("calm", [2.0**16] * 2000)
 RISING = Trace.exact("rising", 2.0 ** np.linspace(16, 66, 2000))
@@ -133,10 +134,17 @@ def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
     section = yaml.safe_load(configuration.scale_sense())["scale_sense"]
     assert section.pop("type") == "AdaptiveLossScale"
     cell = AdaptiveLossScaleUpdateCell(**section)
-    # Some of their values are arrays.
-    assert repr(vars(cell.rule)) == repr(vars(configuration.rule))
+    assert cell.rule.arguments == configuration.rule.arguments
     assert (cell.get_loss_scale(), cell.state()["scale_window"]) == configuration.start[:2]
     assert Configuration("adaptive", **section).start == configuration.start
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "guided", "own_rules.Follow"])
+def test_a_configuration_can_be_pickled(policy):
+    configuration = Configuration(policy, loss_scale_value=2.0**12)
+    copied = pickle.loads(pickle.dumps(configuration))
+    assert (copied, copied.start) == (configuration, configuration.start)
+    assert copied.rule.step(copied.start, True) == configuration.rule.step(configuration.start, True)
 
 
 def test_default_grid_has_dynamic_and_adaptive_configurations_once_each():
@@ -197,7 +205,7 @@ GUIDED = Configuration("guided", loss_scale_value=2.0**10, exchange_rate=0.001, 
     ("configuration", "label"),
     [
         (GUIDED, "guided loss_scale_value=1024 exchange_rate=0.001 max_loss_scale=1.04858e+06"),
-        (Configuration("own_rules.Follow", margin=1), "follow margin=1"),
+        (Configuration("tests.shared.own_rules.Follow", margin=1), "follow margin=1"),
         (Configuration(Follow), "follow"),
         (Configuration("adaptive", scale_window=20), "adaptive 20-1000"),
         (Configuration("adaptive", scale_window=30), "adaptive 20-1000 scale_window=30"),
@@ -218,7 +226,12 @@ def test_label_tells_what_is_not_the_default(configuration, label):
         ),
         (
             Configuration(Follow, margin=1),
-            {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Follow", "loss_scale_value": 65536, "margin": 1},
+            {
+                "type": "RuleLossScaleUpdateCell",
+                "rule": "tests.shared.own_rules.Follow",
+                "loss_scale_value": 65536,
+                "margin": 1,
+            },
         ),
     ],
 )
@@ -227,23 +240,25 @@ def test_section_of_other_rules(configuration, section):
 
 
 def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scales():
-    tried = grid("own_rules.Follow", **default_grid("own_rules.Follow"))
+    tried = grid("tests.shared.own_rules.Follow", **default_grid("tests.shared.own_rules.Follow"))
     assert len(tried) == 15
     assert {one.rule.margin for one in tried} == {1, 2, 4}
 
 
-@pytest.mark.parametrize(("name", "cap"), [("own_rules.CappedGuided", 10), ("own_rules.CappedAdaptive", 1024)])
+@pytest.mark.parametrize(
+    ("name", "cap"), [("tests.shared.own_rules.CappedGuided", 10), ("tests.shared.own_rules.CappedAdaptive", 1024)]
+)
 def test_a_rule_made_from_one_of_this_package_has_its_own_arguments(name, cap):
     tried = grid(name, **default_grid(name), cap=[cap])
     assert {one.rule.cap for one in tried} == {cap}
     section = yaml.safe_load(tried[0].scale_sense())["scale_sense"]
     assert RuleLossScaleUpdateCell(**{key: section[key] for key in section if key != "type"}).rule.cap == cap
     assert {"exchange_rate", "max_scale_window", "scale_window"}.isdisjoint(section)
-    assert tried[0].label.startswith(name.removeprefix("own_rules.").replace("Capped", "capped_").lower())
+    assert tried[0].label.startswith(name.rpartition(".")[2].replace("Capped", "capped_").lower())
 
 
 def test_a_vector_that_is_called_scale_window_is_no_window():
-    policy = make_policy("own_rules.Windows")
+    policy = make_policy("tests.shared.own_rules.Windows")
     assert Lanes([policy.rule], [policy.current]).scale_window is None
     found = replay(policy, CALM)
     assert (found.scale_window, found.measures.window_changes) == (None, 0)

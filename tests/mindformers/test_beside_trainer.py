@@ -4,18 +4,18 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from conftest import CONFIG, write_corpus
-from event_files import read_scalars
 from mindformers.tools.logger import get_logger
 from mindformers.tools.register import MindFormerRegister
 from mindspore.train import Callback
-from record_checks import assert_follows
-from training_runs import SMALL_MODEL
-from versions import BEFORE_1_7
 
 from mindformers_adaptive.mindformers.launcher import launch, load_config
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from tests.conftest import CONFIG, write_corpus
+from tests.mindformers.training_runs import SMALL_MODEL
+from tests.monitor.event_files import read_scalars
+from tests.shared.records import assert_follows
+from tests.shared.versions import BEFORE_1_7
 
 STEPS, START = 30, 2.0**22
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}

@@ -4,8 +4,6 @@ import json
 
 import mindspore
 import pytest
-from conftest import ROOT
-from dense_network import Dense
 from mindspore import nn
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
@@ -14,6 +12,8 @@ from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_s
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.fields import form_of
 from mindformers_adaptive.rules.state_dict import FORM, RUN
+from tests.conftest import ROOT
+from tests.shared.networks import Dense
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 StockCommonInfo = pytest.importorskip("mindformers.checkpoint.checkpoint").CommonInfo
@@ -103,7 +103,7 @@ def test_without_a_sidecar_or_an_adaptive_cell_nothing_changes(step, tmp_path):
 
 def rows_on_a_full_disk(run_forked, tmp_path, legacy, async_save):
     """Save every second of 14 steps, and fail to save 6, 8 and 10; return what there was after each step."""
-    run_forked(ROOT / "tests" / "helpers" / "full_disk.py", json.dumps([legacy, async_save]))
+    run_forked(ROOT / "tests" / "mindformers" / "full_disk.py", json.dumps([legacy, async_save]))
     return {int(step): row for step, row in json.loads((tmp_path / "rows.json").read_text()).items()}
 
 

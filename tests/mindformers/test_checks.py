@@ -8,11 +8,8 @@ import warnings
 import numpy as np
 import pytest
 import yaml
-from conftest import CONFIG, ROOT
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
-from training_runs import training_arguments
-from versions import BEFORE_2
 
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.mindformers.checks import check_config
@@ -20,6 +17,9 @@ from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.trainer import LaunchedTrainer, Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.examples.tiny_llama import build_dataset, build_model
+from tests.conftest import CONFIG, ROOT
+from tests.mindformers.training_runs import training_arguments
+from tests.shared.versions import BEFORE_2
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
 COMPLETE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
@@ -160,14 +160,6 @@ def test_the_checkpoint_section_in_pynative_mode_is_refused_where_it_needs_hyper
     load({"context.mode": 1})
 
 
-@pytest.mark.parametrize(("accumulated", "bits"), [(1, 10), (4, 12)])
-def test_a_high_start_with_a_loss_per_token_is_advised_to_ask_find(accumulated, bits):
-    changes = {PER_TOKEN: True, "runner_config.gradient_accumulation_steps": accumulated}
-    message = rf"lower by log2\({2**bits}\) = {bits} bits.* from 2\^32 skips about {bits} .*adaptive-loss-scale find"
-    with pytest.warns(UserWarning, match=message):
-        load(changes)
-
-
 ODD = {"loss_scale_value": 65535}
 
 
@@ -265,7 +257,7 @@ def test_the_warning_of_weights_in_float16_is_true(run_forked):
     assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
     assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
     # What the optimizers keep and do. In a process of its own, which no other test has changed.
-    printed = run_forked(ROOT / "tests" / "helpers" / "optimizers_in_fp16.py").stdout.splitlines()
+    printed = run_forked(ROOT / "tests" / "mindformers" / "optimizers_in_fp16.py").stdout.splitlines()
     assert [json.loads(line) for line in printed if line.startswith("[")] == [
         ["AdamWeightDecay, eps 1e-8", "Float16", True, True],
         ["AdamWeightDecay, eps 1e-6", "Float16", True, False],

@@ -4,16 +4,16 @@ import inspect
 
 import mindspore
 import pytest
-from conftest import ROOT
 from mindformers.core.context.parallel import ParallelOperator
 from mindformers.core.parallel_config import build_parallel_config
 from mindformers.models.llama import LlamaConfig
 from mindformers.tools.check_rules import check_rules
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from training_runs import build_train_step
 
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.mindformers.launcher import load_config
+from tests.conftest import ROOT
+from tests.mindformers.training_runs import build_train_step
 
 FOLDER = ROOT / "configs"
 FILES = sorted(file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*.yaml"))

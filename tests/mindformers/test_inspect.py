@@ -8,7 +8,6 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
-from dense_network import Dense
 from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
@@ -17,6 +16,7 @@ from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,
 )
+from tests.shared.networks import Dense
 
 FORMATS = ["ckpt", "safetensors"]
 CELLS = {

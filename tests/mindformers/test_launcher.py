@@ -6,12 +6,9 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT
 from mindformers.tools.register import MindFormerRegister
 from mindspore import nn
 from mindspore.train import Model
-from record_checks import assert_follows
-from training_runs import LegacyFormat, TrainingRun, assert_one_record_has_every_step_once
 
 from mindformers_adaptive.cli import train
 from mindformers_adaptive.cli.program import main
@@ -21,6 +18,9 @@ from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
+from tests.conftest import ROOT
+from tests.mindformers.training_runs import LegacyFormat, TrainingRun, assert_one_record_has_every_step_once
+from tests.shared.records import assert_follows
 
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 
@@ -160,7 +160,7 @@ def test_a_key_that_is_there_is_set_without_a_warning():
 
 
 def test_a_section_that_is_set_as_a_whole_reads_like_any_other():
-    config = load("--options", "runner_wrapper.scale_sense={type: FixedLossScaleUpdateCell, loss_scale_value: 1e3}")
+    config = load("--options", "runner_wrapper.scale_sense={type: FixedLossScaleUpdateCell, loss_scale_value: 1024}")
     assert config.runner_wrapper.scale_sense.type == "FixedLossScaleUpdateCell"
     assert config.runner_wrapper.scale_sense.max_scale_window is None
 

@@ -7,18 +7,18 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import ROOT
-from record_checks import assert_follows
-from training_runs import LegacyFormat, TrainingRun
 
 from mindformers_adaptive.record.step import FIELDS
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.state_dict import RUN
+from tests.conftest import ROOT
+from tests.mindformers.training_runs import LegacyFormat, TrainingRun
+from tests.shared.records import assert_follows
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
-PLANTED_FOLDER = ROOT / "tests" / "helpers" / "planted"
+PLANTED_FOLDER = ROOT / "tests" / "mindformers"
 STEPS, PLANTED, SAVED_EVERY = 32, {12, 13, 20, 21, 22, 28}, 16
 FORM = LegacyFormat("ckpt")
 
@@ -30,7 +30,7 @@ def four_processes(long_corpus, tmp_path_factory):
     callbacks = [
         *callbacks_that_save(every=SAVED_EVERY),
         {"type": "LossScaleMonitor", "all_ranks": True},
-        {"type": "PlantedOverflow", "auto_register": "planted_overflow.PlantedOverflow", "rank": 3},
+        {"type": "PlantedOverflow", "auto_register": "run_callbacks.PlantedOverflow", "rank": 3},
     ]
     callbacks[3] |= {"steps": sorted(PLANTED)}
     arguments = ["--register-path", str(PLANTED_FOLDER)]

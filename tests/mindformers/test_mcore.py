@@ -3,12 +3,9 @@
 import mindspore
 import numpy as np
 import pytest
-from conftest import ROOT, mindspore_mode
-from mcore_on_cpu import STAND_INS, FourLosses, mcore_on_cpu, rows
 from mindformers.utils.parameter_register import parameter_register
 from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import LambdaCallback, Model
-from record_checks import assert_follows
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
@@ -21,6 +18,9 @@ from mindformers_adaptive.wrapper import (
 )
 from scripts.ascend.mcore import build_qwen3
 from scripts.ascend.printed_parameters import LOSSES, forget_printed
+from tests.conftest import ROOT, mindspore_mode
+from tests.mindformers.mcore_on_cpu import STAND_INS, FourLosses, mcore_on_cpu, rows
+from tests.shared.records import assert_follows
 
 START, STEPS = 2.0**24, 30
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}

@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from launched import run_in_processes
 from pipeline_cell import MAX_NORM, OVERFLOWS, SCALE
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from tests.conftest import ROOT
+from tests.shared.launched import run_in_processes
 
 # One worker, because what was seen is shared.
 pytestmark = pytest.mark.xdist_group("two processes and the pipeline")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("two processes and the pipeline")
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
-    run_in_processes(1, folder, ROOT / "tests" / "helpers" / "pipeline_cell.py", folder)
+    run_in_processes(1, folder, ROOT / "tests" / "mindformers" / "pipeline_cell.py", folder)
     return json.loads((folder / "seen.json").read_text())
 
 
@@ -53,3 +53,7 @@ def test_accumulated_gradients_are_cleared_in_applied_and_in_skipped_steps(seen)
 def test_weights_are_those_of_accumulation_in_the_ordinary_train_step_cell(seen, kind):
     for step in seen[kind]:
         np.testing.assert_allclose(step["weight"], step["control"], rtol=2.0**-9)
+
+
+def test_fp16_gradients_of_a_sharded_optimizer_are_divided_in_float32(seen):
+    np.testing.assert_allclose(seen["FP16 weights"]["weight"], seen["FP16 weights"]["expected"], atol=2.0**-9)

@@ -5,11 +5,11 @@ import warnings
 
 import mindspore
 import pytest
-from conftest import CONFIG
-from dense_network import Dense
-from training_runs import build_train_step
 
 from mindformers_adaptive.mindformers.launcher import load_config
+from tests.conftest import CONFIG
+from tests.mindformers.training_runs import build_train_step
+from tests.shared.networks import Dense
 
 pytestmark = pytest.mark.usefixtures("registry_put_back", "in_a_folder_of_its_own")
 

@@ -1,30 +1,29 @@
 """Two processes of MindFormers' PyNative trainer agree on each step."""
 
-import os
 import pickle
 import subprocess
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from launched import free_port, with_this_python
-from versions import BEFORE_2
+
+from tests.conftest import ROOT
+from tests.shared.launched import free_port, with_this_python
+from tests.shared.versions import BEFORE_2
 
 pytestmark = pytest.mark.skipif(BEFORE_2, reason="this version of MindFormers has another PyNative trainer")
 
-SCRIPT = ROOT / "tests" / "helpers" / "pynative_two_processes.py"
+SCRIPT = ROOT / "tests" / "mindformers" / "pynative_two_processes.py"
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """What each of two processes saw of each training."""
     folder = tmp_path_factory.mktemp("two")
-    path = os.pathsep.join(map(str, (ROOT, SCRIPT.parent)))
     command = ["msrun", "--worker_num=2", "--local_worker_num=2", f"--master_port={free_port()}", "--join=True"]
     subprocess.run(
         [*command, f"--log_dir={folder}", str(SCRIPT), str(folder)],
         cwd=folder,
-        env={**with_this_python(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**with_this_python(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         timeout=600,
     )

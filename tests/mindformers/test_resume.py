@@ -7,17 +7,17 @@ import shutil
 import time
 
 import pytest
-from training_runs import (
+
+from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.saved_state import all_fields
+from tests.mindformers.training_runs import (
     CheckpointSection,
     LegacyFormat,
     TrainingRun,
     assert_ends_with_the_parameters_of,
     assert_one_record_has_every_step_once,
 )
-from versions import NEEDS_SECTION
-
-from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
-from mindformers_adaptive.rules.saved_state import all_fields
+from tests.shared.versions import NEEDS_SECTION
 
 pytestmark = pytest.mark.slow
 

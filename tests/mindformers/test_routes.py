@@ -4,8 +4,9 @@ import re
 
 import pytest
 import yaml
-from conftest import CONFIG, ROOT
-from pages import blocks
+
+from tests.conftest import CONFIG, ROOT
+from tests.shared.pages import blocks
 
 START = """
 import sys

@@ -9,23 +9,23 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from log_max import LogMaxRule
-from pages import ENGLISH_DOCS, blocks
-from training_runs import (
-    CheckpointSection,
-    LegacyFormat,
-    TrainingRun,
-    assert_ends_with_the_parameters_of,
-    assert_one_record_has_every_step_once,
-)
-from versions import NEEDS_SECTION
 
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.saved_state import all_fields
+from tests.conftest import ROOT
+from tests.mindformers.training_runs import (
+    CheckpointSection,
+    LegacyFormat,
+    TrainingRun,
+    assert_ends_with_the_parameters_of,
+    assert_one_record_has_every_step_once,
+)
+from tests.shared.pages import ENGLISH_DOCS, blocks
+from tests.shared.versions import NEEDS_SECTION
 
 # One worker, because the runs that never stopped are shared.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]

@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import yaml
-from versions import BEFORE_2
 
 from mindformers_adaptive import AdaptiveLossScaler, GradientGuidedLossScaler
 from mindformers_adaptive.mindformers import launcher, pynative_launcher
@@ -15,6 +14,7 @@ from mindformers_adaptive.mindformers.pynative_section import (
     read_section,
 )
 from mindformers_adaptive.mindformers.pynative_trainer import LossScaledTraining, make_scaler, stock_trainer
+from tests.shared.versions import BEFORE_2
 
 ADAPTIVE = {"type": "AdaptiveLossScale", "loss_scale_value": 4096, "scale_window": 20}
 
@@ -26,7 +26,11 @@ ADAPTIVE = {"type": "AdaptiveLossScale", "loss_scale_value": 4096, "scale_window
         ({"type": "AdaptiveLossScaleUpdateCell"}, AdaptiveLossScaler, {"loss_scale": 65536.0, "scale_window": 20}),
         (ADAPTIVE | {"scale_window": 500}, AdaptiveLossScaler, {"scale_window": 500}),
         ({"type": "GradientGuidedLossScaleUpdateCell"}, GradientGuidedLossScaler, {"loss_scale": 65536.0}),
-        ({"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Plain", "window": 7}, object, {"loss_scale": 65536.0}),
+        (
+            {"type": "RuleLossScaleUpdateCell", "rule": "tests.shared.own_rules.Plain", "window": 7},
+            object,
+            {"loss_scale": 65536.0},
+        ),
         (1, AdaptiveLossScaler, {"loss_scale": 1.0}),
     ],
 )
@@ -210,7 +214,6 @@ def test_the_launcher_loads_a_file_and_sets_keys_of_the_section(file):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"runner_config.batch_size": 4}, "key of MindFormers' graph-mode trainer, .* Set 'training.local_batch_size'"),
         ({"do_eval": True}, "key of MindFormers' graph-mode trainer, .* Set the key of this trainer"),
         ({"run_mode": "predict"}, "'run_mode' must be train with the PyNative trainer, but got 'predict'"),
         ({"training.loss_scale.scale_factor": 0.5}, "'training.loss_scale': 'scale_factor' must be"),

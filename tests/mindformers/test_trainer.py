@@ -7,12 +7,9 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
-from conftest import ROOT
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager
 from mindspore.train import LambdaCallback
-from record_checks import assert_follows
-from training_runs import training_arguments
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.mindformers.trainer import Trainer
@@ -22,6 +19,9 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.examples.tiny_llama import build_dataset, build_model
+from tests.conftest import ROOT
+from tests.mindformers.training_runs import training_arguments
+from tests.shared.records import assert_follows
 
 EXAMPLES = ROOT / "scripts" / "examples"
 STEPS = 32

@@ -5,19 +5,19 @@ import math
 import mindformers.core.callback
 import numpy as np
 import pytest
-from fp16_networks import HalfPrecisionSum
 from mindformers.tools.register import MindFormerConfig
 from mindspore import dataset, nn
 from mindspore.train import LambdaCallback, Model
-from record_checks import assert_follows
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.mindformers.training_state_monitor import TrainingStateMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from tests.shared.networks import HalfPrecisionSum
+from tests.shared.records import assert_follows
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 

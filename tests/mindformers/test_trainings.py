@@ -4,7 +4,6 @@
 their own, because it changes MindSpore.
 """
 
-import os
 import pickle
 import signal
 import subprocess
@@ -12,28 +11,27 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from launched import with_this_python
-from versions import BEFORE_2
 
 from mindformers_adaptive.mindformers.checkpoint_reader import newest_state
 from mindformers_adaptive.record.writer import read_record
+from tests.conftest import ROOT
+from tests.shared.launched import with_this_python
+from tests.shared.versions import BEFORE_2
 
 if BEFORE_2:
     pytest.skip("this version of MindFormers has another PyNative trainer", allow_module_level=True)
 
 STEPS = 16
-SCRIPT = ROOT / "tests" / "helpers" / "pynative_runs.py"
+SCRIPT = ROOT / "tests" / "mindformers" / "pynative_runs.py"
 pytestmark = pytest.mark.xdist_group("pynative trainings")
 
 
 def run(folder, task, expect_exit=0, prefix=(sys.executable,)):
     """Take the trainings of a task in a process of its own, and return what it printed."""
-    path = os.pathsep.join(map(str, (ROOT, SCRIPT.parent)))
     finished = subprocess.run(
         [*prefix, str(SCRIPT), str(folder), task],
         cwd=folder,
-        env={**with_this_python(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**with_this_python(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=800,

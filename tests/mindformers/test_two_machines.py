@@ -6,7 +6,8 @@ import shutil
 import subprocess
 
 import pytest
-from training_runs import LegacyFormat, Machine, TrainingRun
+
+from tests.mindformers.training_runs import LegacyFormat, Machine, TrainingRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 

@@ -4,12 +4,12 @@ import json
 import math
 
 import pytest
-from conftest import ROOT
-from launched import run_in_processes
-from versions import NEEDS_SECTION
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
+from tests.conftest import ROOT
+from tests.shared.launched import run_in_processes
+from tests.shared.versions import NEEDS_SECTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 def two_processes(tmp_path_factory):
     """What each of two processes saw, by the kind of training."""
     folder = tmp_path_factory.mktemp("two_processes")
-    worker = ROOT / "tests" / "helpers" / "two_processes.py"
+    worker = ROOT / "tests" / "mindformers" / "two_processes.py"
     run_in_processes(2, folder, worker, folder)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 

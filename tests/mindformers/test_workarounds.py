@@ -8,17 +8,17 @@ import sys
 import mindspore
 import numpy as np
 import pytest
-from conftest import CONFIG, ROOT
 from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor
 from safetensors.numpy import save_file
-from versions import NEEDS_SECTION
 
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.trainer import Trainer
 from mindformers_adaptive.mindformers.workarounds import apply_workarounds
 from scripts.examples.tiny_llama import build_model
+from tests.conftest import CONFIG, ROOT
+from tests.shared.versions import NEEDS_SECTION
 
 
 @pytest.fixture

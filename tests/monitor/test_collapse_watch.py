@@ -2,16 +2,16 @@
 
 import numpy as np
 import pytest
-from dense_network import Dense
 from mindspore import Model, nn
 from mindspore.dataset import NumpySlicesDataset
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, register, wrapper
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
+from tests.shared.networks import Dense
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 

@@ -4,9 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from event_files import read_scalars
 from mindspore import Parameter, Tensor, nn
-from record_checks import assert_follows
 from test_loss_scale_monitor import train
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
@@ -14,6 +12,8 @@ from mindformers_adaptive.record.step import FIELDS
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from tests.monitor.event_files import read_scalars
+from tests.shared.records import assert_follows
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

@@ -7,15 +7,11 @@ import math
 import mindspore
 import numpy as np
 import pytest
-from dense_network import Dense, batches
-from event_files import read_scalars, read_starts
 from mindformers.trainer import base_trainer
 from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindformers.wrapper import MFTrainOneStepCell as StockMFTrainOneStepCell
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback, CheckpointConfig, LambdaCallback, Model, ModelCheckpoint
-from record_checks import missing
-from versions import NEEDS_SECTION
 
 from mindformers_adaptive.mindformers.checkpoint_callback import (
     CheckpointMonitor,
@@ -36,6 +32,10 @@ from mindformers_adaptive.wrapper import (
     MFTrainOneStepCell,
     TrainOneStepWithLossScaleCell,
 )
+from tests.monitor.event_files import read_scalars, read_starts
+from tests.shared.networks import Dense, batches
+from tests.shared.records import missing
+from tests.shared.versions import NEEDS_SECTION
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

@@ -4,15 +4,15 @@ import os
 import signal
 
 import pytest
-from conftest import write_corpus
-from event_files import read_scalars
-from record_checks import assert_follows
-from training_runs import CheckpointSection, LegacyFormat, TrainingRun
-from versions import BEFORE_1_7, NEEDS_SECTION
 
 from mindformers_adaptive.record.step import FIELDS
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from tests.conftest import write_corpus
+from tests.mindformers.training_runs import CheckpointSection, LegacyFormat, TrainingRun
+from tests.monitor.event_files import read_scalars
+from tests.shared.records import assert_follows
+from tests.shared.versions import BEFORE_1_7, NEEDS_SECTION
 
 pytestmark = pytest.mark.slow
 

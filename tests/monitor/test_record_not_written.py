@@ -4,11 +4,11 @@ import resource
 
 import pytest
 from mindspore.train import LambdaCallback
-from record_checks import missing
 from test_loss_scale_monitor import OVERFLOWS, Losses, build_again, replay, train, without_loss
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.record.writer import RunRecord, read_record
+from tests.shared.records import missing
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

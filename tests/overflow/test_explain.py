@@ -7,17 +7,29 @@ import math
 import mindspore
 import numpy as np
 import pytest
-from conftest import mindspore_mode
-from fp16_networks import GraphOnly, rows, seeded_train_step
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from overflowing import HALF, Frozen, Functional, Masked, Residuals, Shared, Stack, llama, planted, tokens, values
 
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
 from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflow, in_float32, watched_passes
 from mindformers_adaptive.overflow.explanation import Explanation
 from mindformers_adaptive.overflow.origin import Origin
 from mindformers_adaptive.overflow.readings import read_values
+from tests.conftest import mindspore_mode
+from tests.overflow.overflowing import (
+    HALF,
+    Frozen,
+    Functional,
+    Masked,
+    Residuals,
+    Shared,
+    Stack,
+    llama,
+    planted,
+    tokens,
+    values,
+)
+from tests.shared.networks import GraphOnly, rows, seeded_train_step
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

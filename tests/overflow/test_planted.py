@@ -3,12 +3,16 @@
 import mindspore
 import numpy as np
 import pytest
-from conftest import mindspore_mode
 from mindformers.pet import get_pet_model
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
-from overflowing import (
+
+from mindformers_adaptive.overflow.explain import explain_overflow, watched_passes
+from mindformers_adaptive.overflow.origin import find_origin
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from tests.conftest import mindspore_mode
+from tests.overflow.overflowing import (
     HALF,
     WIDTH,
     Attention,
@@ -39,10 +43,6 @@ from overflowing import (
     values,
     written_in_place,
 )
-
-from mindformers_adaptive.overflow.explain import explain_overflow, watched_passes
-from mindformers_adaptive.overflow.origin import find_origin
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from drawn import title
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from mindformers_adaptive.plots.canvas import (
     save,
 )
 from mindformers_adaptive.plots.points import gather, one_per_column, thinned
+from tests.plots.drawn import title
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=300)
 ROW = {"step": 1, "overflow": False, "loss_scale": 2.0, "next_loss_scale": 2.0}

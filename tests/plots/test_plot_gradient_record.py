@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from drawn import artist, artists, points, title
-from records import NAMES, REFERENCE, gradient_line, in_fp16
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, series_of_gradients
+from tests.plots.drawn import artist, artists, points, title
+from tests.shared.records import NAMES, REFERENCE, gradient_line, in_fp16
 
 STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
 

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from drawn import artist, artists, legend, points, title
-from records import NAMES, gradient_line, in_fp16
 
 from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_sweeps, draw_underflow
+from tests.plots.drawn import artist, artists, legend, points, title
+from tests.shared.records import NAMES, gradient_line, in_fp16
 
 SCALES = (1.0, 64.0, 512.0, 2.0**30)
 

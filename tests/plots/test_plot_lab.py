@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from drawn import artists, legend, overlap, points, title
 
 from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.policies import make_policy
@@ -13,6 +12,7 @@ from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
 from mindformers_adaptive.plots.lab import draw_comparison, draw_pareto_front, draw_replays
 from mindformers_adaptive.record.trace import Trace
+from tests.plots.drawn import artists, legend, overlap, points, title
 
 NAMES = ("adaptive", "dynamic", "torch")
 

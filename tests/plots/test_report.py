@@ -11,14 +11,14 @@ import threading
 
 import numpy as np
 import pytest
-from drawn import title
 from matplotlib.figure import Figure
-from records import gradient_line, record_of, run_of
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.logs.record import run_of_record
 from mindformers_adaptive.plots.report_page import RunTold, picture, render
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.logs import run_of_record
+from tests.plots.drawn import title
+from tests.shared.records import gradient_line, record_of, run_of
 
 EVIL = "<script>document.title='taken over'</script>"
 SKIPPED = range(1, 13)

@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-import records
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mindformers_adaptive.record.run import ASSUMPTIONS, bound_shares
+from tests.shared import records
 
 
 def run_of(scales, overflow, **others):

@@ -12,15 +12,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from record_checks import missing
 
-from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.lab.logs.record import run_of_record
+from mindformers_adaptive.record.logs import read_log, run_of_record
 from mindformers_adaptive.record.writer import RunRecord, read_record
 from mindformers_adaptive.text.files import json_text
+from tests.conftest import ROOT
+from tests.shared.records import missing
 
 INF, NAN = float("inf"), float("nan")
 

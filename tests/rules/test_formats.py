@@ -6,9 +6,9 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from format_tables import OWN, numbers_of_hifloat8
 
 from mindformers_adaptive.rules.formats import FLOAT16, FORMATS, Format, find_format
+from tests.rules.format_tables import OWN, numbers_of_hifloat8
 
 
 def numbers_of(one):

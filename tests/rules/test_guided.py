@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from readable_guided import ReadableGuided
 
 from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
 from mindformers_adaptive.rules.guided import ANCHORED, ANCHORED_TRIAL, MOVING, TRIAL, GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.operations import possible_exponents, safe_exponents
 from mindformers_adaptive.rules.saved_state import to_values
+from tests.rules.readable_guided import ReadableGuided
 
 # A patience of 100 steps: trouble is recent for 8, windows are 50 and 1600.
 RULE = GuidedRule(exchange_rate=10)

@@ -6,16 +6,16 @@ import math
 import re
 
 import pytest
-from conftest import ROOT
-from pages import figure
 
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from scripts.benchmarks import costs as benchmark
 from scripts.benchmarks import long_records as benchmark_long
 from scripts.benchmarks import scales as benchmark_scales
 from scripts.benchmarks import sweep as benchmark_sweep
 from scripts.benchmarks.costs import ADAPTIVE, CELLS, DYNAMIC, EMPTY, GRADIENTS, MINDFORMERS
 from scripts.benchmarks.paired_timing import ratio, spread_percent, take_turns, time_above, typical_times
+from tests.conftest import ROOT
+from tests.shared.pages import figure
 
 SCRIPT = ROOT / "scripts" / "benchmarks" / "costs.py"
 # On a busy machine the rounds differ fourfold.

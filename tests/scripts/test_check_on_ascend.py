@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from conftest import ROOT
 
 from scripts.ascend import check_on_ascend
+from tests.conftest import ROOT
 
 SCRIPT = ROOT / "scripts" / "ascend" / "check_on_ascend.py"
 

@@ -5,13 +5,13 @@ import re
 import mindspore
 import numpy as np
 import pytest
-from conftest import ROOT, write_corpus
-from record_checks import assert_follows
 
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from scripts.demo import demo
+from tests.conftest import ROOT, write_corpus
+from tests.shared.records import assert_follows
 
 # Enough steps for the two losses to part, and for the scale to move; short samples learn as well.
 STEPS = 100

@@ -5,16 +5,16 @@ import re
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from lenet5 import LeNet5, create_dataset
 from mindspore import DynamicLossScaleManager, Model, nn
 from mindspore.train.callback import LossMonitor
-from pages import figure
 
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.table import as_power_of_two
 from scripts.examples import lenet5_managers
+from tests.conftest import ROOT
+from tests.shared.pages import figure
 
 EXAMPLES = ROOT / "scripts" / "examples"
 

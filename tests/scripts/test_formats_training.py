@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from conftest import mindspore_mode
-from pages import figure
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from scripts.studies import formats_training as script
 from scripts.studies.simulated_formats import simulate_formats
 from scripts.studies.worth_report import FP32, mean_and_interval
+from tests.conftest import mindspore_mode
+from tests.shared.pages import figure
 
 FP8 = "FP8, E4M3 and E5M2"
 FOUND = [rule.format(script.FOUND_START) for rule in (script.ADAPTIVE, script.GUIDED)]

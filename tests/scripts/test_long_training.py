@@ -5,10 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import mindspore_mode
 
 from scripts.studies import long_training
 from scripts.studies.long_training import LongTraining
+from tests.conftest import mindspore_mode
 
 SMALL = {"look_every": 4, "hidden_size": 32, "num_layers": 1}
 STEPS = 10

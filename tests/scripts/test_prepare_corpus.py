@@ -1,7 +1,8 @@
 """The corpus of the demo has real bytes and is written whole or not at all."""
 
 import mindspore.dataset
-from conftest import ROOT
+
+from tests.conftest import ROOT
 
 
 def test_samples_are_consecutive_bytes_of_the_standard_library(run_forked, tmp_path):

@@ -3,11 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from format_tables import numbers_of_hifloat8
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from scripts.studies.simulated_formats import RoundToFormat, simulate_formats
+from tests.rules.format_tables import numbers_of_hifloat8
 
 NUMBERS = np.random.default_rng(0)
 ANY = NUMBERS.integers(0, 2**32, 2**18, np.uint32).view(np.float32)

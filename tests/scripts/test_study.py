@@ -6,8 +6,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from pages import figure
 
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.gradient_ceilings import with_gradients
@@ -17,6 +15,8 @@ from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.rules.formats import FORMATS
 from scripts.studies import study
+from tests.conftest import ROOT
+from tests.shared.pages import figure
 
 
 def rows_of(printed, heading):

@@ -7,8 +7,6 @@ import math
 import mindspore
 import numpy as np
 import pytest
-from conftest import ROOT, mindspore_mode
-from pages import figure
 from scipy import stats
 
 from scripts.studies import worth_report as worth
@@ -25,6 +23,8 @@ from scripts.studies.worth_report import (
 )
 from scripts.studies.worth_tasks import SMALL_TASKS, Digits
 from scripts.studies.worth_training import METHODS, Trainings, fixed
+from tests.conftest import ROOT, mindspore_mode
+from tests.shared.pages import figure
 
 # Of 400 steps. MindSpore 2.7 rounds otherwise.
 MOST_SKIPPED = 4 if mindspore.__version__.startswith("2.7") else 3

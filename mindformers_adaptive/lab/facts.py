@@ -1,0 +1,255 @@
+"""What a recorded run did: skipped steps, its start-up, its loss scales, and what its gradients show."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mindformers_adaptive.record.run import RecordedRun, forward_fill
+from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
+from mindformers_adaptive.rules.ladder import DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.text.table import as_power_of_two, counted
+
+__all__ = ["StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"]
+
+# A scale has held if this many consecutive steps were clean at it: the smallest window of MindFormers.
+_HELD = DEFAULT_MIN_SCALE_WINDOW
+
+# The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
+_START_UP = 100
+
+# A scale has settled if it stays within a factor of 4 in 95 % of the last half of at least 40 steps, and moves there
+# both ways or not at all: it tries the next power of two, and falls back.
+_SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
+
+# This many skipped steps in a row at one scale are a collapse.
+_COLLAPSED_FROM = 10
+
+# Gradients show room if they allow this many times the scale; find() leaves a margin of 2 bits.
+_ROOM = 2.0**3
+
+
+class StartUp(NamedTuple):
+    """The steps before the first scale that held.
+
+    Attributes:
+        steps (int): how many there are: 0 if the first scale held, all steps if none did.
+        scale (float, optional): the highest scale that held and is below all scales that overflowed before; None if
+            none did.
+        first_step (int, optional): the number of the first step at which that scale held.
+        fewest (int), most (int): bounds on how many of the steps were skipped.
+    """
+
+    steps: int
+    scale: float | None
+    first_step: int | None
+    fewest: int
+    most: int
+
+
+def start_up_of(run: RecordedRun) -> StartUp:
+    """Return the start-up of a run of at least one step.
+
+    Examples:
+        >>> flags = np.arange(100) < 16
+        >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
+        >>> start_up_of(RecordedRun("run", (), "jsonl", np.arange(1, 101), scale, flags, np.full(100, True)))
+        StartUp(steps=16, scale=65536.0, first_step=17, fewest=16, most=16)
+    """
+    scale, steps = forward_fill(run.loss_scale), None
+    lowest_overflow = np.minimum.accumulate(np.where(run.overflow, scale, np.inf))
+    best, first_step = 0.0, None
+    for first, last in consecutive_runs(np.flatnonzero(~run.overflow)).tolist():
+        if last - first + 1 < _HELD:
+            continue
+        steps = first if steps is None else steps
+        held = np.lib.stride_tricks.sliding_window_view(scale[first : last + 1], _HELD).min(axis=1)
+        held = np.where(held < lowest_overflow[first], held, 0.0)
+        if held.max() > best:
+            best, first_step = float(held.max()), int(run.step[first + int(np.argmax(held))])
+    steps, ends = len(run) if steps is None else steps, run.line_ends()
+    # Where a line stands for several steps, the number of skipped ones is known at its end.
+    end = steps if steps == 0 or steps in ends else int(ends[np.searchsorted(ends, steps)])
+    return StartUp(steps, best or None, first_step, *run.skipped_bounds(end))
+
+
+def facts_of(run: RecordedRun) -> dict[str, Any]:
+    """Return what a run did, ready for JSON; see :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
+    start_up, loss = start_up_of(run), np.empty(0) if run.loss is None else run.loss
+    finite, bad = loss[np.isfinite(loss)], np.flatnonzero(np.isinf(loss))
+    return {
+        "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
+        "skipped": _skipped(run),
+        "dropped_by_norm": {"count": len(run.dropped_by_norm), "ranges": _ranges(run.dropped_by_norm)},
+        "start_up": {
+            **_bounded("before_first_applied", *_before_first_applied(run)),
+            **_bounded("before_scale_held", start_up.fewest, start_up.most),
+            "first_steps": min(_START_UP, len(run)),
+            **_bounded("skipped_in_first_steps", *run.skipped_bounds(min(_START_UP, len(run)))),
+        },
+        "loss": {
+            "first": float(finite[0]) if len(finite) else None,
+            "last": float(finite[-1]) if len(finite) else None,
+            "bad_steps": len(bad),
+            "first_bad_step": int(run.step[bad[0]]) if len(bad) else None,
+        },
+        "loss_scale": _scales(run),
+        "shown_by_gradients": shown_by_gradients(run),
+    }
+
+
+def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
+    """Return in a few sentences how many steps were skipped, where the loss scale went, and whether there is room."""
+    steps, skipped, start, bad = facts["steps"]["count"], facts["skipped"], facts["start_up"], facts["loss"]
+    fewest, most = skipped["at_least"], skipped["at_most"]
+    if most == 0:
+        said = f"No step of {steps:,} was skipped."
+    elif fewest == most:
+        at_start, first = start["before_scale_held"], facts["loss_scale"]["first"]
+        where = ""
+        if at_start and run.overflow[0] and at_start < fewest and isinstance(first, float):
+            where = f": {at_start} at the start, because {as_power_of_two(first)} was too high, and "
+            where += f"{fewest - at_start} later"
+        said = f"{fewest:,} of {counted(steps, 'step')} were skipped ({fewest / steps:.1%}){where}."
+    else:
+        said = f"At least {fewest:,} and at most {most:,} of {counted(steps, 'step')} were skipped "
+        said += f"({fewest / steps:.1%} to {most / steps:.1%})."
+    sentences = [said]
+    if bad["bad_steps"]:
+        sentences.append(
+            f"The loss was inf or NaN in {counted(bad['bad_steps'], 'step')}, first in step {bad['first_bad_step']}."
+        )
+    room = [] if bad["bad_steps"] else _room(run, facts["shown_by_gradients"])
+    return [*sentences, *_path(run), *room]
+
+
+def _path(run: RecordedRun) -> list[str]:
+    """Say where the loss scale went; nothing if it is not known."""
+    scales = np.append(run.loss_scale, run.final_loss_scale)
+    known, applied = scales[(scales > 0) & np.isfinite(scales)], np.flatnonzero(~run.overflow)
+    if not len(known):
+        return []
+    skipped_at_end = len(run) - (int(applied[-1]) + 1 if len(applied) else 0)
+    first, last, half = float(known[0]), float(known[-1]), known[len(known) // 2 :]
+    if skipped_at_end >= _COLLAPSED_FROM and (known[-_COLLAPSED_FROM:] == known.min()).all():
+        went = f"collapsed to {as_power_of_two(last)}: the last {skipped_at_end:,} steps were all skipped"
+    elif known.min() == known.max():
+        went = f"stayed at {as_power_of_two(last)}"
+    else:
+        recent, outside = np.sort(half), int(len(half) * (1 - _SETTLED_SHARE) / 2)
+        low, high = float(recent[outside]), float(recent[-1 - outside])
+        drifts = (np.diff(half) > 0).any() != (np.diff(half) < 0).any()
+        if len(known) >= _SETTLED_FROM and high <= _SETTLED_WITHIN * low and not drifts:
+            between = f"between {as_power_of_two(low)} and {as_power_of_two(high)}"
+            went = f"settled {between if low < high else f'at {as_power_of_two(low)}'}"
+        elif first == last:
+            went = f"ended where it began, at {as_power_of_two(last)}"
+        else:
+            moved = "rose" if last > first else "fell"
+            went = f"{moved} from {as_power_of_two(first)} to {as_power_of_two(last)}"
+    return [f"The loss scale {went}."]
+
+
+def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
+    """Say that there is room above the scale, by a climb without overflows or by the gradients; or nothing."""
+    scale = forward_fill(run.loss_scale)
+    overflows = np.flatnonzero(run.overflow)
+    climbed = scale[: int(overflows[0]) if len(overflows) else len(scale)]
+    if len(climbed) and climbed.max() >= _ROOM * scale[0]:
+        return [
+            f"There was room at the start: the scale rose from {as_power_of_two(float(scale[0]))} to "
+            f"{as_power_of_two(float(climbed.max()))} before any overflow."
+        ]
+    # A scale of 1 may be one in BF16.
+    is_fixed = not len(overflows) and scale.min() == scale.max() != 1
+    if shown is None or not is_fixed or shown["lowest"] < _ROOM * scale[0]:
+        return []
+    bits = math.floor(math.log2(shown["lowest"] / scale[0]))
+    return [f"By the {shown['by']}, there is room for {bits} bits more; values between the layers may leave less."]
+
+
+def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
+    """Return the loss scales that the gradients of the applied steps allowed, ready for JSON; None if none is known.
+
+    Where the largest gradients are not known, the norm of all bounds them: no gradient is larger.
+
+    Args:
+        run (RecordedRun): any run.
+
+    Returns:
+        dict with ``by``, "largest gradients" or "norms"; ``steps``, of how many applied steps they are known; and
+        ``lowest`` and ``median``, the scales that they allow, of norms at least so much.
+
+    Examples:
+        >>> flags = np.array([False, False])
+        >>> arrays = np.array([1, 2]), np.array([64.0, 64.0]), flags, ~flags
+        >>> run = RecordedRun("run", (), "jsonl", *arrays, gradient_norm=np.array([0.5, 2.0]))
+        >>> shown_by_gradients(run)
+        {'by': 'norms', 'steps': 2, 'lowest': 32752.0, 'median': 81880.0}
+    """
+    for name, gradients in (("largest gradients", run.largest_gradient), ("norms", run.gradient_norm)):
+        if gradients is None:
+            continue
+        ceilings = implied_ceilings(np.where(run.overflow, np.nan, gradients), run.gradient_format)
+        known = ceilings[np.isfinite(ceilings)]
+        if len(known):
+            extremes = {"lowest": float(known.min()), "median": float(np.median(known))}
+            return {"by": name, "steps": len(known), **extremes}
+    return None
+
+
+def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
+    """The first and the last of each run of consecutive steps."""
+    return [(first, last) for first, last in consecutive_runs(steps).tolist()]
+
+
+def _skipped(run: RecordedRun) -> dict[str, Any]:
+    fewest, most = run.skipped_bounds()
+    known = run.overflow & run.position_known
+    runs = consecutive_runs(np.flatnonzero(known))
+    longest = runs[np.argmax(runs[:, 1] - runs[:, 0])] if len(runs) else None
+    seconds = np.empty(0) if run.seconds is None else run.seconds[run.overflow if fewest == most else known]
+    stated = seconds[~np.isnan(seconds)]
+    return {
+        "count": fewest if fewest == most else None,
+        "at_least": fewest,
+        "at_most": most,
+        "holds_if": run.holds_if or None,
+        "known": int(known.sum()),
+        "inferred": fewest - int(known.sum()),
+        "ranges": _ranges(run.step[known]),
+        "longest_run": 0 if longest is None else int(longest[1] - longest[0] + 1),
+        "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
+        "seconds_lost": float(stated.sum()) if len(stated) else None,
+        "steps_with_seconds": len(stated),
+    }
+
+
+def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
+    return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": most}
+
+
+def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
+    """How many steps at least and at most were skipped before the first that was applied."""
+    surely_skipped, surely_applied = run.overflow & run.position_known, ~run.overflow & run.position_known
+    least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
+    most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)
+    while run.skipped_bounds(most)[1] < most:
+        most = run.skipped_bounds(most)[1]
+    return least, most
+
+
+def _scales(run: RecordedRun) -> dict[str, Any]:
+    """The scales at the ends of lines; the first is that before the first step."""
+    starts = np.append(0, run.line_ends()[:-1])
+    scales = np.append(run.loss_scale[starts], run.final_loss_scale)
+    known: NDArray[np.float64] = scales[~np.isnan(scales)]
+    known = known if len(known) else run.loss_scale[~np.isnan(run.loss_scale)]
+    named = {"first": scales[0], "final": known[-1], "smallest": known.min(), "largest": known.max()}
+    return {
+        name: None if math.isnan(scale) else float(scale) if math.isfinite(scale) else "inf"
+        for name, scale in named.items()
+    }

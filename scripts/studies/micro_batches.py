@@ -1,0 +1,130 @@
+"""Train the demo's Llama, and LoRA of it, as one of several micro-batches, by each way of scaling the loss.
+
+    python -m scripts.studies.micro_batches [--tasks llama lora] [--json FILE]
+
+A large batch is the sum of micro-batches, and the loss of each is divided by their number before the backward pass. So
+the gradients of each are smaller the more there are. Here each step is one of them. The loss scale is divided in place
+of the loss, which gives the same gradients; FP32 needs no division. Prints Markdown, and draws
+docs/images/micro_batches.svg. All ways of one seed have the same weights and data.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_adaptive.plots import canvas
+from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, table, versions, write_json
+from scripts.studies.worth_report import interval, mean_and_interval
+
+PICTURE = "docs/images/micro_batches.svg"
+TASKS = ("llama", "lora")
+MICRO_BATCHES = (1, 64, 256, 1024)
+WAYS = {
+    "none": "FP16, no scaling",
+    "fixed": "fixed 2^16",
+    "dynamic": "MindSpore's dynamic, window 1000",
+    "adaptive": "adaptive",
+    "guided": "guided",
+}
+START, SEEDS = 2.0**16, 3
+LLAMA = {"steps": 400, "seq_length": 32}
+LOOK_EVERY = 400
+# The picture has these ways only, so that it is readable when small.
+DRAWN = {"none": canvas.WARNING, "dynamic": canvas.SECOND, "adaptive": canvas.MAIN}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
+    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    with output_to_stderr():
+        from scripts.studies.worth_training import use_one_thread
+
+        use_one_thread()
+        result = {"tasks": {key: measure(key) for key in arguments.tasks}}
+    print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
+    for name, rows in tables(result).items():
+        print("\n".join(["", f"### {name}", "", *table(rows)]))
+    print(f"\nDrawn: {os.path.relpath(canvas.save(draw(result), arguments.picture))}")
+    write_json(arguments.json, {**versions(), **result})
+
+
+def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
+    """Return the runs of a task: lists by seed, by way, for each number of micro-batches; and the runs in FP32."""
+    from scripts.studies.worth_tasks import task_of
+    from scripts.studies.worth_training import FP32, METHODS, Trainings, divided
+
+    task = task_of(key, LLAMA)
+    trainings = Trainings(task, look_every=LOOK_EVERY)
+    [fp32] = [method for method in METHODS if method.name == FP32]
+
+    def runs(method):
+        print(f"{task.name}: {method.name} from {method.start:g}", file=sys.stderr, flush=True)
+        return [figures(trainings.run(method, seed, steps)) for seed in range(seeds)]
+
+    divided_runs = {str(count): {way: runs(divided(way, START, count)) for way in WAYS} for count in micro_batches}
+    return {"name": task.name, "steps": steps or task.steps, "fp32": runs(fp32), "runs": divided_runs}
+
+
+def figures(run):
+    """Return what the tables need of a run: the loss at the end, the skipped steps, and what is lost at the start."""
+    return {
+        "quality": run["quality"],
+        "skipped": len(run["skipped"]),
+        "lost": run["looks"][0].get("lost"),
+        "looks": [[look["step"], look["quality"]] for look in run["looks"]],
+    }
+
+
+def tables(result):
+    """Return a table for each task, as a list of rows with the columns first."""
+    return {key: task_table(task) for key, task in result["tasks"].items()}
+
+
+def task_table(task):
+    columns = ["micro-batches", "way of scaling", "gradient lost at the start", "skipped steps"]
+    rows = [[*columns, "loss on held-out text", "more than FP32's"]]
+    fp32 = np.array([run["quality"] for run in task["fp32"]])
+    rows.append(["any", "FP32", "-", "0", f"{fp32.mean():.3f}", "-"])
+    for count, ways in task["runs"].items():
+        for way, runs in ways.items():
+            qualities = np.array([run["quality"] for run in runs])
+            lost = [run["lost"] for run in runs if run["lost"] is not None]
+            rows.append(
+                [
+                    f"{int(count):,}",
+                    WAYS[way],
+                    f"{100 * np.mean(lost):.2g} %" if lost else "overflow",
+                    ", ".join(str(run["skipped"]) for run in runs),
+                    f"{qualities.mean():.3f}",
+                    interval(mean_and_interval(qualities - fp32), 3),
+                ]
+            )
+    return rows
+
+
+def draw(result):
+    """Draw the loss at the end over the number of micro-batches, a panel for each task."""
+    figure = canvas.new_figure(8, 4.2)
+    panels = figure.subplots(1, len(result["tasks"]), squeeze=False)[0]
+    for axes, task in zip(panels, result["tasks"].values(), strict=True):
+        counts = list(task["runs"])
+        fp32 = np.mean([run["quality"] for run in task["fp32"]])
+        axes.axhline(fp32, color=canvas.MUTED, linestyle="--", label="FP32")
+        for way, color in DRAWN.items():
+            losses = [np.mean([run["quality"] for run in task["runs"][count][way]]) for count in counts]
+            axes.plot(range(len(counts)), losses, "o-", color=color, linewidth=2, label=WAYS[way])
+        axes.set_xticks(range(len(counts)), [f"{int(count):,}" for count in counts])
+        axes.set_title(task["name"], fontsize=12)
+        canvas.style_axes(axes, x_label="micro-batches", y_label="loss on held-out text")
+    panels[0].legend(fontsize=10, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

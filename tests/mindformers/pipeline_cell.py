@@ -1,0 +1,114 @@
+"""Take steps with the pipeline cell in one process on a CPU; started by ``test_pipeline_cell.py`` with a folder.
+
+The cell insists on semi-automatic parallelism, whose compiler refuses a CPU, so that is left before it compiles. That
+compiler also is what adds up the gradients of micro batches in ``accu_grads``, unless the optimizer is sharded; for
+that branch they are put there by hand. What was seen goes to FOLDER/seen.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.communication import init
+
+from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFPipelineWithLossScaleCell, MFTrainOneStepCell
+from tests.shared.networks import HalfPrecisionSum
+
+SIZE, BATCH, SCALE = 4, 8, 2.0**12
+MAX_NORM = 0.25
+# The value that the features of one micro batch get in the steps that are to overflow: 2^12 * 2^6 is beyond FP16.
+OVERFLOWS = [None, 0, None, None, -1, None]
+LARGE = 2.0**6
+
+
+def main(folder):
+    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
+    init()
+    seen = {f"sharded {number}": sharded(number) for number in (1, 2, 4)}
+    seen["plain"] = plain()
+    seen["FP16 weights"] = with_fp16_weights()
+    (Path(folder) / "seen.json").write_text(json.dumps(seen))
+
+
+def build(cell, network, **arguments):
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
+    update_cell = AdaptiveLossScaleUpdateCell(SCALE, 2, 2, max_scale_window=2, min_scale_window=2)
+    clipping = {"use_clip_grad": True, "max_grad_norm": MAX_NORM, **arguments}
+    return cell(network, optimizer, scale_sense=update_cell, **clipping)
+
+
+def build_pipeline(shard, micro_batches):
+    mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=shard)
+    network = nn.PipelineCell(HalfPrecisionSum(SIZE, factor=1 / BATCH), micro_batches)
+    step = build(MFPipelineWithLossScaleCell, network, micro_batch_num=micro_batches)
+    mindspore.reset_auto_parallel_context()
+    assert step.opt_shard is shard
+    return step.set_train()
+
+
+def sharded(micro_batches):
+    """Of each step what the pipeline cell did, and the weight that accumulation in MFTrainOneStepCell gives."""
+    step = build_pipeline(True, micro_batches)
+    network = HalfPrecisionSum(SIZE, factor=1 / BATCH)
+    control = build(MFTrainOneStepCell, MeanOverMicroBatches(network, micro_batches)).set_train()
+    record = []
+    for place in OVERFLOWS:
+        features = np.random.default_rng(0).uniform(0.5, 1.0, (BATCH, SIZE)).astype(np.float32)
+        if place is not None:
+            # One sample of the first or the last micro batch.
+            features[place] = LARGE * 8
+        record.append(take(step, features))
+        control(Tensor(features))
+        record[-1]["control"] = control.weights[0].asnumpy().tolist()
+    return record
+
+
+def plain():
+    step = build_pipeline(False, 2)
+    record = []
+    for place in OVERFLOWS:
+        gradient = np.linspace(1.0, 2.0, SIZE, dtype=np.float32) * float(step.scale_sense.asnumpy())
+        if place is not None:
+            gradient[place] = np.inf
+        step.accu_grads[0].set_data(Tensor(gradient))
+        record.append(take(step, np.ones((BATCH, SIZE), np.float32)))
+    return record
+
+
+def with_fp16_weights():
+    """The weight after a step at a loss scale whose reciprocal is 0 in FP16, and what NumPy says."""
+    mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
+    # The reciprocal of the factor lets the gradients pass through FP16.
+    network = HalfPrecisionSum(SIZE, factor=2.0**-20)
+    network.weight.set_dtype(mindspore.float16)
+    optimizer = nn.SGD(network.trainable_params(), learning_rate=2.0**18)
+    scale = Tensor(2.0**28, mindspore.float32)
+    step = MFPipelineWithLossScaleCell(nn.PipelineCell(network, 2), optimizer, scale_sense=scale, use_clip_grad=False)
+    mindspore.reset_auto_parallel_context()
+    features = np.random.default_rng(0).uniform(0.5, 1.0, (BATCH, SIZE)).astype(np.float16)
+    step.set_train()(Tensor(features))
+    expected = 1 - 2.0**-2 * features.sum(0, dtype=np.float64)
+    return {"weight": network.weight.asnumpy().tolist(), "expected": expected.tolist()}
+
+
+def take(step, features):
+    before, moments_before = step.weights[0].asnumpy().copy(), step.optimizer.moments[0].asnumpy().copy()
+    loss, overflow, loss_scale, _, norm = step(Tensor(features))
+    after, moments = step.weights[0].asnumpy(), step.optimizer.moments[0].asnumpy()
+    return {
+        "finite_loss": bool(np.isfinite(loss.asnumpy()).all()),
+        "overflow": bool(overflow),
+        "loss_scale": float(loss_scale),
+        "norm": float(norm.asnumpy().item()),
+        "unchanged": np.array_equal(before, after) and np.array_equal(moments_before, moments),
+        "accumulated": float(np.abs(step.accu_grads[0].asnumpy()).max()),
+        "weight": after.tolist(),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

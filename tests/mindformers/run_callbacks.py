@@ -1,0 +1,57 @@
+"""Callbacks of training runs: one waits to be stopped, one makes a process overflow at chosen steps."""
+
+import os
+import time
+
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor
+from mindspore.train import Callback
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class HoldAfter(Callback):
+    """Waits after so many steps of this run, so that how far the run gets does not depend on how busy the machine is.
+
+    Args:
+        steps (int): how many.
+    """
+
+    def __init__(self, steps):
+        super().__init__()
+        self._left = steps
+
+    def on_train_step_begin(self, _):
+        """Wait for a signal if all steps are taken."""
+        while self._left == 0:
+            time.sleep(0.1)
+        self._left -= 1
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class PlantedOverflow(Callback):
+    """Sets a weight of one process to inf during chosen steps, and back to what it was.
+
+    A step that is not skipped changes the other weights to NaN, and does not stay unnoticed.
+
+    Args:
+        rank (int): the process.
+        steps (list[int]): the steps, from 1, as the update cell counts them.
+    """
+
+    def __init__(self, rank, steps):
+        super().__init__()
+        self._steps = set(steps) if int(os.environ.get("RANK_ID", "0")) == rank else set()
+        self._before = None
+
+    def on_train_step_begin(self, run_context):
+        step = run_context.original_args().train_network.loss_scaling_manager
+        if int(step.cur_iter.asnumpy()) in self._steps:
+            self._weight = next(iter(run_context.original_args().train_network.weights))
+            self._before = self._weight.asnumpy().copy()
+            self._weight.set_data(Tensor(np.full_like(self._before, np.inf)))
+
+    def on_train_step_end(self, run_context):
+        if self._before is not None:
+            self._weight.set_data(Tensor(self._before))
+            self._before = None

@@ -1,0 +1,391 @@
+"""Training runs of the launcher: started, killed, resumed, and read back from what they printed and saved."""
+
+import copy
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import mindspore
+import numpy as np
+import psutil
+import yaml
+from mindformers import TrainingArguments
+from mindformers.wrapper import build_wrapper
+
+from mindformers_adaptive.mindformers.checkpoint_reader import read_sidecar
+from mindformers_adaptive.record.writer import read_record
+from mindformers_adaptive.rules.saved_state import all_fields, own_keys
+from mindformers_adaptive.rules.state_dict import RUN
+from tests.conftest import CONFIG, ROOT
+from tests.shared.every_rule import RULES
+from tests.shared.launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
+from tests.shared.networks import Dense
+from tests.shared.versions import BEFORE_1_7
+
+SMALL_MODEL = {
+    "model.model_config.seq_length": 32,
+    "model.model_config.hidden_size": 32,
+    "model.model_config.num_layers": 1,
+}
+# Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
+_SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
+_BATCH_SIZE = 8
+
+
+def training_arguments(**changes):
+    """Return MindFormers' arguments of a short training of the examples' Llama."""
+    arguments = {"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False}
+    return TrainingArguments(**{**arguments, **changes})
+
+
+class Step(NamedTuple):
+    """What MindFormers prints of a step, as it prints it; the loss scale is that of the next step."""
+
+    loss: str
+    overflow: bool
+    loss_scale: float
+    global_norm: str
+
+
+@dataclass(frozen=True)
+class LegacyFormat:
+    """A file a step, ``.ckpt`` or ``.safetensors``; ``meta.json`` names the last complete one."""
+
+    extension: str
+    async_save: bool = False
+    optimizer_state = True
+
+    def save_options(self, output, every, keep):
+        return {
+            "callbacks.1.checkpoint_format": self.extension,
+            "callbacks.1.async_save": self.async_save,
+            "callbacks.1.save_checkpoint_steps": every,
+            "callbacks.1.keep_checkpoint_max": keep,
+        }
+
+    def resume_options(self, output, resume_training=True):
+        return {
+            "load_checkpoint": output / "checkpoint",
+            "resume_training": resume_training,
+            "load_ckpt_format": self.extension,
+        }
+
+    def note(self, output, rank=0):
+        """Return the file that names the last complete checkpoint."""
+        return output / "checkpoint" / f"rank_{rank}" / "meta.json"
+
+    def names(self, output):
+        """Return the names in the folder to which a save adds one when it begins."""
+        return set(os.listdir(output / "checkpoint" / "rank_0"))
+
+    def newest_complete(self, output, rank=0):
+        """Return the step of the checkpoint that ``meta.json`` names, or None."""
+        note = self.note(output, rank)
+        if not note.exists():
+            return None
+        # Not the step in the name of the file, which a resumed run counts from 1 again.
+        return int(_load(note.parent / json.loads(note.read_text())["last_ckpt_file"])["step_num"])
+
+    def last_saved(self, output, rank=0):
+        """Return all Parameters of the last checkpoint of a finished run."""
+        files = (output / "checkpoint" / f"rank_{rank}").glob(f"*.{self.extension}")
+        return _load(max(files, key=lambda file: file.stat().st_mtime_ns))
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """MindFormers' ``checkpoint:`` format, a folder a step; ``latest_checkpointed_iteration.txt`` has the last."""
+
+    async_save: bool = False
+    optimizer_state: bool = True
+
+    def save_options(self, output, every, keep):
+        options = {
+            "checkpoint.save_path": output / "saved",
+            "checkpoint.save_interleaved_steps": every,
+            "checkpoint.save_max": keep,
+            "checkpoint.async_save": self.async_save,
+            "checkpoint.no_save_optim": not self.optimizer_state,
+            "checkpoint.no_load_optim": False,
+            "load_ckpt_format": "safetensors",
+        }
+        if not self.optimizer_state:
+            options["optimizer"] = "{type: SGD, momentum: 0.0}"
+        return options
+
+    def resume_options(self, output):
+        return {"checkpoint.load_path": output / "saved"}
+
+    def note(self, output, rank=0):
+        """Return the file that has the step of the last complete checkpoint."""
+        return output / "saved" / "latest_checkpointed_iteration.txt"
+
+    def names(self, output):
+        """Return the names in the folder to which a save adds one when it begins."""
+        return set(os.listdir(output / "saved"))
+
+    def newest_complete(self, output, rank=0):
+        """Return the step that the text file holds, or None."""
+        note = self.note(output)
+        text = note.read_text() if note.exists() else ""
+        return int(text) if text else None
+
+    def last_saved(self, output, rank=0):
+        """Return all Parameters of the last checkpoint of a finished run, those of ``loss_scale.json`` among them."""
+        folder = output / "saved" / f"iteration_{self.newest_complete(output):08d}"
+        saved = {}
+        for file in folder.glob("*.safetensors"):
+            saved |= _load(file)
+        loss_scale, state = read_sidecar(folder)
+        sidecar = {"scale_sense": loss_scale} | _as_parameters(state)
+        for name in saved.keys() & sidecar.keys():
+            assert saved[name] == sidecar[name], name
+        assert json.loads((folder / "common.json").read_text())["loss_scale"] == loss_scale
+        return saved | sidecar
+
+
+def _written_at(note):
+    """Return when a note of a checkpoint was last written, in nanoseconds, or None where it is missing or empty."""
+    status = note.stat() if note.exists() else None
+    return status.st_mtime_ns if status and status.st_size > 0 else None
+
+
+def _load(file):
+    """Return the Parameters of a file: a number each, or the bytes of an array."""
+    loaded = mindspore.load_checkpoint(str(file), format=file.suffix[1:])
+    arrays = {name: value.asnumpy() if hasattr(value, "asnumpy") else value for name, value in loaded.items()}
+    return {name: array.item() if getattr(array, "size", 0) == 1 else array.tobytes() for name, array in arrays.items()}
+
+
+def _as_parameters(state):
+    """Return a state from ``loss_scale.json`` as :func:`_load` returns its Parameters."""
+    rule = max(RULES, key=lambda rule: len(state.keys() & set(own_keys(rule))))
+    parameters = {}
+    for field in all_fields(rule):
+        if field.keys[0] in state:
+            value = [state[part] for part in field.parts] if field.parts else state[field.name]
+            parameters[field.parameter] = np.array(value, field.dtype).tobytes() if field.shape else value
+    return parameters
+
+
+def assert_ends_with_the_parameters_of(saved, reference, carried):
+    """See that what a run saved last has these Parameters, and equals what the other saved wherever both have one."""
+    assert saved.keys() >= carried
+    both = saved.keys() & reference.keys() - {"global_batch_size", RUN}
+    assert len(both) > 20
+    assert {name for name in both if saved[name] != reference[name]} == set()
+
+
+def assert_one_record_has_every_step_once(output, expected):
+    # One for all runs, and of several processes only the first writes.
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert [entry["step"] for entry in record] == list(expected)
+    for entry, step in zip(record, expected.values(), strict=True):
+        assert (entry["overflow"], entry["next_loss_scale"]) == (step.overflow, step.loss_scale)
+    assert len(list(output.rglob("*.jsonl*"))) == 1
+
+
+class Machine(NamedTuple):
+    """A machine of several, which a network namespace stands for.
+
+    Attributes:
+        namespace (str): its name.
+        number (int): of the machine, from 0.
+        first_address (str): the address of machine 0.
+    """
+
+    namespace: str
+    number: int
+    first_address: str
+
+
+class TrainingRun:
+    """A run of the launcher, in one process or in several, that has been started.
+
+    Args:
+        output (Path): its output folder, made if it is not there; the logs go beside it.
+        corpus (Path): what it trains on.
+        options (dict): keys of the YAML file and their values.
+        steps (int): how long it trains.
+        processes (int): how many, in data parallel.
+        by_msrun (bool): whether scripts/launch/launch_many.sh starts them, as a user would; otherwise they are forked.
+        machine (Machine, optional): where that starts the one process of this machine.
+        arguments (Sequence[str]): further options of the launcher.
+        environment (dict, optional): further environment variables.
+        hold_after (int, optional): after how many steps it waits to be stopped. It stands last of the callbacks.
+        compiled (Path, optional): where MindSpore keeps the graph that it compiles, or takes it from; only for runs
+            whose graphs are the same.
+    """
+
+    _started = 0
+
+    def __init__(
+        self,
+        output,
+        corpus,
+        options,
+        steps=40,
+        processes=1,
+        *,
+        by_msrun=False,
+        machine=None,
+        arguments=(),
+        environment=None,
+        hold_after=None,
+        compiled=None,
+    ):
+        TrainingRun._started += 1
+        logs = output.with_name(f"{output.name}.{TrainingRun._started}.logs")
+        logs.mkdir(parents=True)
+        self._console = logs / "console.log"
+        self.logs = [self._console] if processes == 1 else [logs / f"worker_{rank}.log" for rank in range(processes)]
+        # MindFormers before 1.7 divides the samples among the processes.
+        sharing = processes if BEFORE_1_7 else 1
+        options = {
+            **SMALL_MODEL,
+            "output_dir": output,
+            "train_dataset.data_loader.dataset_dir": corpus,
+            "train_dataset.data_loader.num_samples": steps * _BATCH_SIZE * sharing,
+            "lr_schedule.total_steps": steps,
+            **{f"runner_wrapper.scale_sense.{key}": value for key, value in _SCALE_SENSE.items()},
+            **options,
+        }
+        command = [ROOT / "scripts" / "launch" / "run_mindformer.py"]
+        environment = {**with_this_python(), "PYTHONPATH": str(ROOT), **(environment or {})}
+        config = CONFIG
+        if compiled is not None:
+            environment |= {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(compiled)}
+        if by_msrun:
+            command = ["bash", ROOT / "scripts" / "launch" / "launch_many.sh", processes]
+            environment |= {"MASTER_PORT": str(free_port()), "LOG_DIR": str(logs)}
+        if machine is not None:
+            command = ["ip", "netns", "exec", machine.namespace, *command[:-1], "1"]
+            environment |= {"MACHINES": str(processes), "MACHINE": str(machine.number), "MASTER_PORT": "8118"}
+            environment |= {"MASTER_ADDRESS": machine.first_address}
+        if processes > 1:
+            # Its base_config is the other.
+            config = CONFIG.with_name("tiny_llama_cpu_fp16_parallel.yaml")
+            options["parallel_config.data_parallel"] = processes
+        if hold_after is not None:
+            config = _with_hold(config, hold_after, logs)
+            arguments = [*arguments, "--register-path", Path(__file__).parent]
+        command += ["--config", config, *arguments]
+        command += ["--options", *(f"{key}={value}" for key, value in options.items())]
+        command = list(map(str, command))
+        if by_msrun:
+            self.process = StartedRun(command, logs, environment, self._console)
+        elif processes > 1:
+            self.process = ForkedCluster(processes, command, logs, environment, self.logs)
+        else:
+            self.process = ForkedRun(command, logs, environment, self._console)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def wait(self, timeout=900):
+        """Wait for the end of the run; return the run."""
+        try:
+            exit_code = self.process.wait(timeout)
+        finally:
+            self.kill()
+        console = self._console.read_text()[-2000:] if self._console.exists() else ""
+        assert exit_code == 0, self.text()[-5000:] + console
+        return self
+
+    def wait_until(self, happened, timeout=900):
+        """Wait until ``happened()`` is true, as exactly as can be without taking more than a fifth of a core."""
+        start = looked_at = time.monotonic()
+        while not happened():
+            assert self.process.poll() is None, "the run ended too early:\n" + self.text()[-5000:]
+            assert looked_at < start + timeout, "waited too long:\n" + self.text()[-5000:]
+            time.sleep(max(0.0005, 4 * (time.monotonic() - looked_at)))
+            looked_at = time.monotonic()
+
+    def wait_until_saved(self, form, output, processes=1):
+        """Wait, from the start of the run on, until its first checkpoint is complete in so many processes."""
+        # By the notes: to load a checkpoint takes as long as several steps, on a busy machine as long as all.
+        notes = [form.note(output, rank) for rank in range(processes)]
+        before = [_written_at(note) for note in notes]
+        self.wait_until(
+            lambda: all(_written_at(note) not in (None, old) for note, old in zip(notes, before, strict=True))
+        )
+        if form.async_save:
+            self.wait_until(lambda: None not in [form.newest_complete(output, rank) for rank in range(processes)])
+
+    def kill(self):
+        """SIGKILL all of its processes, which have no chance to tidy up."""
+        self.process.kill_all()
+
+    def kill_one(self, rank):
+        """SIGKILL one process of several, and see that all others end with it."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        [worker] = (process for process in started if _is_worker(process, rank))
+        worker.kill()
+        assert self.process.wait(timeout=120) != 0
+        assert [process for process in started if process.is_running()] == []
+
+    def text(self, rank=0):
+        """Return what a process printed so far."""
+        return self.logs[rank].read_text() if self.logs[rank].exists() else ""
+
+    def steps(self, rank=0):
+        """Return the steps that a process printed, by their numbers."""
+        pattern = (
+            r"step:\[ *(\d+)/ *\d+\], loss:\[([^/]+)/.* overflow cond: (True|False), loss_scale: (\S+), "
+            r"global_norm: (\S+?),?\s"
+        )
+        return {
+            int(step): Step(loss, overflow == "True", float(scale), norm)
+            for step, loss, overflow, scale, norm in re.findall(pattern, self.text(rank))
+        }
+
+    def restored_state(self, rank=0):
+        """Return the numbers in the line that says from where loss scaling goes on."""
+        [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
+        pairs = dict(item.split() for item in listed.split(", "))
+        fields = [field for rule in RULES for field in all_fields(rule)]
+        floats = {"loss_scale", *(key for field in fields if field.dtype == "float32" for key in field.keys)}
+        return {name: float(value) if name in floats else int(value) for name, value in pairs.items()}
+
+
+def _with_hold(config, steps, folder):
+    """Write a YAML file that adds a callback to another, which waits after so many steps; return it."""
+    callbacks = yaml.safe_load(CONFIG.read_text())["callbacks"]
+    # MindFormers finds the class in the folder that is its register_path.
+    hold = {"type": "HoldAfter", "auto_register": "run_callbacks.HoldAfter", "steps": steps}
+    written = folder / config.name
+    written.write_text(yaml.safe_dump({"base_config": str(config), "callbacks": [*callbacks, hold]}))
+    return written
+
+
+def _is_worker(process, rank):
+    environment = process.environ()
+    # msrun also starts a `tail` of each log, with the same environment.
+    role = environment.get("MS_ROLE"), environment.get("RANK_ID")
+    return role == ("MS_WORKER", str(rank)) and process.name() != "tail"
+
+
+def build_train_step(config):
+    """Return the train-step cell of a configuration, built by MindFormers around a dense layer."""
+    dense = Dense()
+    # What MindFormers' trainer passes on; `parallel_config` is the one that an ordinary wrapper would not take.
+    default_args = {
+        "network": dense.network,
+        "optimizer": dense.optimizer(),
+        "parallel_config": config.parallel_config,
+        "calculate_per_token_loss": False,
+        "global_norm_spike_threshold": 1.0,
+        "print_separate_loss": True,
+        "use_skip_data_by_global_norm": False,
+        "lr_scheduler": None,
+        "grouped_lr_scheduler": None,
+    }
+    # A copy, because MindFormers puts the cell it builds into the section.
+    return build_wrapper(copy.deepcopy(config.runner_wrapper), default_args=default_args).set_train()

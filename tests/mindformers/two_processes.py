@@ -1,0 +1,120 @@
+"""Train in two processes on CPU; started by ``test_two_processes.py`` with a folder as the argument.
+
+Only the second process gets an inf, at step 3, and none does with a fixed scale. Each writes what it saw of data
+parallel, pipeline and fixed scale to FOLDER/rank_N.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.communication import get_rank, init
+
+from mindformers_adaptive import FixedScaleTrainOneStepCell
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    MFPipelineWithLossScaleCell,
+    TrainOneStepWithLossScaleCell,
+)
+from scripts.benchmarks.exported_graph import export_graph
+from tests.shared.versions import BEFORE_1_7
+
+
+def main(folder):
+    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
+    init()
+    seen = {"data_parallel": overflow_of_one(data_parallel_step), "pipeline": overflow_of_one(pipeline_step)}
+    seen["fixed_scale"] = fixed_scale()
+    (Path(folder) / f"rank_{get_rank()}.json").write_text(json.dumps(seen))
+
+
+def overflow_of_one(make_step):
+    adaptive = AdaptiveLossScaleUpdateCell(4096, 2, 2, max_scale_window=2, min_scale_window=2)
+    guided = GradientGuidedLossScaleUpdateCell(4096)
+    return {**five_steps(make_step(adaptive)), "guided": five_steps(make_step(guided))}
+
+
+def five_steps(step):
+    step.set_train()
+    update_cell = step.loss_scaling_manager
+    record = []
+    for number in range(1, 6):
+        features = np.full((2, 4), 1.0 + get_rank(), np.float32)
+        if number == 3 and get_rank() == 1:
+            features[0, 0] = np.inf
+        before = weight_of(step)
+        overflow = step(Tensor(features), Tensor(np.zeros((2, 3), np.float32)))[1]
+        changed = not np.array_equal(before, weight_of(step))
+        record.append({"overflow": bool(overflow), "loss_scale": float(step.scale_sense), "changed": changed})
+        if isinstance(update_cell, GradientGuidedLossScaleUpdateCell):
+            record[-1]["largest"] = update_cell.state()["largest_gradient"]
+    seen = {"steps": record, "state": update_cell.state(), "weight": weight_of(step).tolist()}
+    # MindSpore exports no Parameter that belongs to no cell, as largest_per_parameter.
+    if isinstance(update_cell, AdaptiveLossScaleUpdateCell):
+        graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
+        seen["collectives"] = graph.collectives
+        seen["shards"] = shards(step)
+    return seen
+
+
+def fixed_scale():
+    """The weights after three steps with a fixed scale, and those of the stock cell without one."""
+    mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    steps = [FixedScaleTrainOneStepCell(*network_and_optimizer(), loss_scale=1024)]
+    steps.append(nn.TrainOneStepCell(*network_and_optimizer()))
+    features, target = np.full((2, 4), 1.0 + get_rank(), np.float32), np.zeros((2, 3), np.float32)
+    for _ in range(3):
+        for step in steps:
+            step.set_train()(Tensor(features), Tensor(target))
+    scaled, plain = (weight_of(step).tolist() for step in steps)
+    return {"weight": scaled, "plain": plain}
+
+
+def shards(step):
+    """What MindFormers' `checkpoint:` section gets or is told when it asks how the processes share out the weights."""
+    if BEFORE_1_7:
+        return None
+    from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor
+    from mindformers.core.context import set_context
+
+    # MindFormers 2 asks itself, not MindSpore, what mode this is.
+    set_context(mode=0)
+    try:
+        return str(get_all_sharded_tensor(step))
+    except RuntimeError as error:
+        return f"RuntimeError: {error}"
+
+
+def data_parallel_step(update_cell):
+    """Gradients are averaged over the processes."""
+    mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    return TrainOneStepWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell)
+
+
+def pipeline_step(update_cell):
+    """Gradients stay where they are: one process learns of the other's overflow from the detection alone.
+
+    The cell insists on semi-automatic parallelism, whose compiler refuses CPU, so that is left before it compiles.
+    """
+    mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
+    step = MFPipelineWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell)
+    mindspore.reset_auto_parallel_context()
+    return step
+
+
+def network_and_optimizer():
+    network = nn.Dense(4, 3, weight_init="ones", bias_init="zeros")
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
+    return nn.WithLossCell(network, nn.MSELoss()), optimizer
+
+
+def weight_of(step):
+    return step.weights[0].asnumpy().copy()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

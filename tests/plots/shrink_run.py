@@ -1,0 +1,52 @@
+"""Makes of runs of the demo's model what is small enough to commit: ``python tests/plots/shrink_run.py RUN OUT``.
+
+The figures of docs/en/monitoring.md are drawn from it, in tests/plots/test_figures_of_runs.py. The runs are real ones,
+of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32; some Parameters and steps of them are left out.
+Those of gradient_ranges.jsonl have 32 tokens a sample, and ``layers: ["*.feed_forward"]``.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+KEPT = ("tok_embeddings", "layers.0.attention.wq", "layers.0.feed_forward.w1", "layers.0.feed_forward.w2")
+KEPT += ("layers.0.attention_norm", "norm_out", "lm_head")
+STEPS = 30
+
+
+def main(run, out):
+    out.mkdir(parents=True, exist_ok=True)
+    record = (run / "loss_scale_record.jsonl").read_text().splitlines()
+    (out / "loss_scale_record.jsonl").write_text("\n".join(record[:STEPS]) + "\n")
+    if (gradients := run / "gradient_ranges.jsonl").exists():
+        lines = map(json.loads, gradients.read_text().splitlines())
+        (out / gradients.name).write_text("".join(f"{text(line)}\n" for line in lines))
+    for probed in run.glob("step_*.json"):
+        (out / probed.name).write_text(f"{text(json.loads(probed.read_text()))}\n")
+    for file in run.glob("checkpoint/rank_0/*.ckpt"):
+        shrink_checkpoint(file, out / "checkpoint" / f"{file.stem}.safetensors")
+
+
+def text(sweep):
+    """A sweep with some of its Parameters, as JSON."""
+    for part in sweep.get("activation_gradients", []):
+        del part["overall"]
+    for part in (sweep["weights"], *sweep["loss_scales"]):
+        del part["overall"]
+        part["parameters"] = {
+            name: each for name, each in part["parameters"].items() if any(one in name for one in KEPT)
+        }
+    return json.dumps(sweep, separators=(",", ":"))
+
+
+def shrink_checkpoint(file, out):
+    from mindformers_adaptive.mindformers.checkpoint_arrays import read_arrays, save_arrays
+
+    arrays, _ = read_arrays(str(file))
+    out.parent.mkdir(exist_ok=True)
+    # The moments of the optimizer go by other names.
+    save_arrays(out, {name: array for name, array in arrays.items() if name.startswith("model.") and "norm" in name})
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""Scripts that are started by MindSpore's ``msrun``, or in a process that has imported MindFormers already."""
+
+import atexit
+import contextlib
+import gc
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# All are forked from one server, because to import MindFormers takes half of the time of a short training.
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["tests.shared.imported_once"])
+
+
+class Killable:
+    """A process that can be killed together with all that it has started."""
+
+    def kill_all(self):
+        """SIGKILL them, so that they have no chance to tidy up."""
+        if self.poll() is None:
+            # Not its process group: msrun gives each worker one of its own.
+            leader = psutil.Process(self.pid)
+            for process in [*leader.children(recursive=True), leader]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.wait()
+
+
+class StartedRun(Killable, subprocess.Popen):
+    """A command that was started as the leader of a session."""
+
+    def __init__(self, command, cwd, environment, output):
+        with open(output, "w") as file:
+            super().__init__(
+                command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+
+class ForkedRun(Killable):
+    """A Python script that runs in a process of its own, as the leader of a session, after MindFormers was imported.
+
+    It has what the tests use of ``subprocess.Popen``.
+    """
+
+    def __init__(self, command, cwd, environment, output, errors=None):
+        _ensure_server()
+        arguments = command, str(cwd), environment, str(output), str(errors or output)
+        self._process = _forked.Process(target=_run_script, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self):
+        """Return the exit code, negative for a signal, or None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        """Return the exit code when it ends; raise TimeoutExpired if that takes longer."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return self._process.exitcode
+
+
+def _ensure_server():
+    # It finds what it imports by its environment only.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        forkserver.ensure_running()
+
+
+def _run_script(command, cwd, environment, *files):
+    # Whatever is collected from now on, the modules that are there are not looked through.
+    gc.freeze()
+    os.setsid()
+    for descriptor, file in zip((1, 2), files, strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        # Which the exit of a forked process leaves out.
+        atexit._run_exitfuncs()
+
+
+class ForkedCluster:
+    """As :class:`ForkedRun`, in several processes that train together: those that ``msrun`` would start.
+
+    They find each other by a scheduler, which is killed when they have ended.
+    """
+
+    def __init__(self, processes, command, cwd, environment, outputs):
+        shared = {"MS_WORKER_NUM": str(processes), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port())}
+        environment = {**environment, **shared}
+        as_scheduler = {**environment, "MS_ROLE": "MS_SCHED"}
+        script = str(Path(__file__).with_name("imported_once.py"))
+        self._scheduler = ForkedRun([script], cwd, as_scheduler, outputs[0].with_name("scheduler.log"))
+        self._workers = []
+        for rank, output in enumerate(outputs):
+            of_worker = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), "RANK_ID": str(rank)}
+            self._workers.append(ForkedRun(command, cwd, environment | of_worker, output))
+
+    def poll(self):
+        """Return the exit code of the first that ended, or None while all run."""
+        return next((code for worker in self._workers if (code := worker.poll()) is not None), None)
+
+    def wait(self, timeout=None):
+        """Return 0 when all have ended well, or the exit code of the first that did not."""
+        codes = [worker.wait(timeout) for worker in self._workers]
+        self._scheduler.kill_all()
+        return next((code for code in codes if code != 0), 0)
+
+    def kill_all(self):
+        """SIGKILL all of them."""
+        for process in (*self._workers, self._scheduler):
+            process.kill_all()
+
+
+def run_in_processes(processes, folder, script, *arguments):
+    """Run a script in so many processes that train together, with their logs in ``folder``."""
+    logs = [folder / f"worker_{rank}.log" for rank in range(processes)]
+    cluster = ForkedCluster(processes, list(map(str, [script, *arguments])), folder, dict(os.environ), logs)
+    try:
+        exit_code = cluster.wait(300)
+    finally:
+        cluster.kill_all()
+    assert exit_code == 0, "".join(log.read_text()[-3000:] for log in logs)
+
+
+def with_this_python():
+    """Return the environment in which ``msrun``, which starts the first ``python`` of the PATH, starts this one."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def free_port():
+    """Return the number of a port at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
