@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from mindspore import Model, Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
-from overflowing import Attention, Stack, values
-from training_runs import SMALL_MODEL
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, explain_overflow, wrapper
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.mindformers.training_probe import build_training
 from mindformers_adaptive.record.logs import read_log
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
+from tests.mindformers.training_runs import SMALL_MODEL
+from tests.overflow.overflowing import Attention, Stack, values
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
@@ -46,7 +46,7 @@ def weights(corpus, tmp_path_factory):
     """New weights of the model, saved with some of them multiplied."""
     with pytest.MonkeyPatch.context() as patch, mindspore_mode("graph"):
         patch.chdir(tmp_path_factory.mktemp("weights"))
-        network = build_training(CONFIG, corpus, SMALL_MODEL)[0].network
+        network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
 
         def save(file, changes):
             arrays = {weight.name: weight.asnumpy() for weight in network.get_parameters()}
