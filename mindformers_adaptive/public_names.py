@@ -74,7 +74,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     "The lab": {
         "make_policy": "lab.policies",
         "lab.analyze": "lab.analysis",
-        "lab.read_log": "lab.logs",
+        "lab.read_log": "record.logs",
         "lab.compare": "lab.replay",
         "lab.replay.replay": "lab.replay",
         "lab.tune": "lab.tuning",

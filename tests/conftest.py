@@ -1,14 +1,10 @@
 """What several tests share: the modes of MindSpore, the corpus of the demo, and commands run as a user would."""
 
-import collections
 import contextlib
-import ctypes
 import functools
 import gc
 import os
-import platform
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -29,15 +25,11 @@ PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
 # Folders of tests that build MindFormers' trainers in their own process.
 TRAINERS = [ROOT / "tests" / name for name in ("gradients", "mindformers")]
 
-# Groups of tests that train in several processes; the first does so nowhere else.
-IN_OTHER_PROCESSES = "several processes"
-SEVERAL_PROCESSES = (IN_OTHER_PROCESSES, "two processes and the pipeline", "rule resume")
+# In seconds. Machines can be busy, but a test that takes longer hangs.
+TIME_LIMIT = 1800
 
-# A test, or the setup of a fixture, that takes longer hangs; and one that is marked as slow. Busy machines are slow.
-SECONDS, SLOW_SECONDS = 900, 1800
-
-# The number of Linux' system call sched_setattr, for which Python has no function.
-SET_SCHEDULING = {"x86_64": 314, "aarch64": 274}
+# How often processes that train together ask for each other, in seconds; otherwise every 3 to 5.
+os.environ |= {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
 
 
 def pytest_addoption(parser):
@@ -50,66 +42,24 @@ def pytest_ignore_collect(collection_path):
     return True if is_helper else None
 
 
-def pytest_configure(config):
-    """Keep MindSpore's threads and processes from waiting for each other longer than they have to."""
-    # Each worker has a core: threads spin while they wait, and would take it from the others.
-    if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(config.workerinput["workerid"].removeprefix("gw")) % len(cores)]})
-    take_short_turns()
-    # How often processes that train together ask for each other, in seconds; otherwise every 3 to 5.
-    os.environ |= {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
-
-
-def take_short_turns():
-    """Let the threads that share a core take turns of a tenth of a millisecond, and none push in when it wakes up.
-
-    A thread of MindSpore that spins until another has done its part otherwise does so for 4 milliseconds, some ten
-    times in each of the steps in which it tries how many threads a kernel gains by. And where the thread that serves a
-    connection runs before the one that makes it has gone on, MindSpore drops the connection, and tries again half a
-    second later, up to twenty times.
-    """
-    number = SET_SCHEDULING.get(platform.machine())
-    if number is not None and hasattr(os, "SCHED_BATCH"):
-        size, nanoseconds = 48, 100_000
-        nice = os.getpriority(os.PRIO_PROCESS, 0)
-        attributes = struct.pack("=2IQiI3Q", size, os.SCHED_BATCH, 0, nice, 0, nanoseconds, 0, 0)
-        # Where the kernel refuses, tests take longer.
-        ctypes.CDLL(None).syscall(number, 0, attributes, 0)
-
-
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    """Bring the tests into the order in which workers take them.
+def pytest_collection_modifyitems(items):
+    """Let slow tests begin first, and tests that build MindFormers' trainers last.
 
-    Those that build MindFormers' trainers come last, because these leave settings in their process that change how
-    later graphs compile. Otherwise what takes longest comes first, so that it is not left over at the end: groups that
-    train in several processes, and then those with most tests. Tests of a group go to one worker: they share runs, and
-    would make them once in each.
+    The trainers leave settings in their process that change how later graphs compile.
     """
-    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
-    if getattr(config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
-        raise pytest.UsageError("This pytest-xdist cannot group the tests of this pytest: see requirements.txt")
-    sizes = collections.Counter(group_of(item) for item in items)
-    items.sort(
-        key=lambda item: (
-            group_of(item) != IN_OTHER_PROCESSES and any(folder in item.path.parents for folder in TRAINERS),
-            group_of(item) not in SEVERAL_PROCESSES,
-            -sizes[group_of(item)],
-        )
-    )
+    items.sort(key=lambda item: (any(folder in item.path.parents for folder in TRAINERS), not is_slow(item)))
     for item in items:
         if item.name == "mindformers_adaptive.mindformers.trainer.Trainer":
-            # Not before: other tests do without MindFormers.
+            # Import MindFormers only for this example, because other tests do without.
             from tests.shared.versions import BEFORE_1_7
 
             why = "MindFormers before 1.7 logs to where the example prints"
             item.add_marker(pytest.mark.skipif(BEFORE_1_7, reason=why))
 
 
-def group_of(item):
-    """Return the name of a test's group, or its own where it has none."""
-    return item.nodeid.rpartition("@")[2]
+def is_slow(item):
+    return item.get_closest_marker("slow") is not None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,7 +91,7 @@ def time_limit(seconds):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    with time_limit(SLOW_SECONDS if item.get_closest_marker("slow") else SECONDS):
+    with time_limit(TIME_LIMIT):
         return (yield)
 
 

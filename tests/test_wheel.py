@@ -23,7 +23,7 @@ PACKAGE_FILES = {
     for pattern in ("*.py", "*.pyi", "*.html", "py.typed")
     for path in (ROOT / "mindformers_adaptive").rglob(pattern)
 }
-SAMPLES = ROOT / "tests" / "lab" / "samples"
+SAMPLES = ROOT / "tests" / "record" / "samples"
 
 
 def pip(*arguments):

@@ -76,6 +76,9 @@ class LargestGradient(nn.Cell):
 
 
 def _sum_of_differences(gradient: Any) -> Any:
+    # No arithmetic kernel of a CPU takes BF16.
+    if gradient.dtype == mstype.bfloat16:
+        gradient = ops.cast(gradient, mstype.float32)
     # An inf or a NaN minus itself is NaN, all else 0. A sum keeps a NaN; ReduceMax on CPU drops one that is not first.
     return ops.cast(_reduce_sum(ops.sub(gradient, gradient)), mstype.float32)
 

@@ -10,34 +10,15 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.cells.detection import LargestGradient
+from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules import Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
-__all__ = ["SCALERS", "AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]
+__all__ = ["SCALERS", "AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler"]
 
 _map = ops.HyperMap()
-
-
-def multiply_in_float32(factor: Any, tensor: Any) -> Any:
-    """Multiply a loss or a gradient in float32, and return the product in its dtype.
-
-    In float16, a loss scale would be inf from 2**16 on, and its reciprocal 0 from 2**25 on.
-
-    Args:
-        factor (Tensor): float32 of shape ().
-        tensor (Tensor): of any shape and floating-point dtype.
-
-    Returns:
-        Tensor, shape and dtype of `tensor`.
-
-    Examples:
-        >>> from mindspore import Tensor
-        >>> float(multiply_in_float32(Tensor(2.0**-26), Tensor(2.0**12, mstype.float16)))
-        6.103515625e-05
-    """
-    return ops.cast(ops.cast(tensor, mstype.float32) * factor, tensor.dtype)
 
 
 class RuleLossScaler(amp.LossScaler):

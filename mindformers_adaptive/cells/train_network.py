@@ -10,8 +10,8 @@ from mindspore import Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.manager import AdaptiveLossScaleManager, RuleLossScaleManager, warn_of_window_as_factor
-from mindformers_adaptive.cells.scaler import multiply_in_float32
 from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
+from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
@@ -154,6 +154,9 @@ def _check_division(optimizer: object, loss_scale: float, update_cell: object) -
         )
 
 
+# From here on, FP16 rounds to inf.
+_INFINITE_IN_FLOAT16 = 65520
+
 _map = ops.HyperMap()
 
 
@@ -178,7 +181,8 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
 
     Raises:
         TypeError: if ``loss_scale`` is not a number.
-        ValueError: if ``loss_scale`` is not finite and above 0, or the optimizer divides by a loss scale too.
+        ValueError: if ``loss_scale`` is not finite and above 0, or the optimizer divides by a loss scale too; at the
+            first step, if the loss is float16 and ``loss_scale`` 65520 or more.
 
     Supported Platforms:
         ``Ascend`` ``CPU``
@@ -207,6 +211,11 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
 
     def construct(self, *inputs: Any) -> Any:
         loss = self.network(*inputs)
+        if loss.dtype == mstype.float16 and self.sens >= _INFINITE_IN_FLOAT16:
+            raise ValueError(
+                f"'loss_scale' must be below {_INFINITE_IN_FLOAT16} with a loss in float16, where it is inf, but got "
+                f"{self.sens}. Return the loss in float32, or give a smaller scale."
+            )
         sens = ops.fill(loss.dtype, loss.shape, self.sens)
         grads = self.grad(self.network, self.weights)(*inputs, sens)
         grads = _map(ops.partial(multiply_in_float32, self.reciprocal), grads)

@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
+from mindformers_adaptive.cells.unscaling import HALF_PRECISION, GradientReducer, MapInFloat32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
@@ -31,6 +32,8 @@ class LossScaleTrainStep(_Base):
     - On CPU, where the stock cell cannot detect overflow, the gradients are checked for inf and NaN, and an overflow in
       one process is an overflow in all. On other devices the stock detection stays. A subclass that overrides
       ``get_overflow_status`` keeps its own.
+    - Gradients in FP16 and BF16 are divided by the loss scale in float32, and then cast back. A subclass with a
+      ``construct`` that calls ``self.hyper_map`` itself divides as it does.
     - For an update cell that needs it, the largest gradient is measured where overflows are looked for.
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and
       optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
@@ -59,6 +62,7 @@ class LossScaleTrainStep(_Base):
     # Whether overflows are looked for in gradients that are clipped already.
     clips_before_detection = False
     clip_grad_norm: Any
+    grad_reducer: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock_init = super().__init__
@@ -79,6 +83,8 @@ class LossScaleTrainStep(_Base):
                 "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', because only clipping calculates "
                 "the norm of the gradients, but got False. Set it to True; a large 'max_grad_norm' clips nothing."
             )
+        if any(weight.dtype in HALF_PRECISION for weight in self.weights):
+            self._unscale_in_float32()
         self.on_cpu = context.get_context("device_target") == "CPU"
         self.measures_at_detection = self.keeps_divisor = False
         if getattr(self.loss_scaling_manager, "needs_gradients", False):
@@ -95,6 +101,15 @@ class LossScaleTrainStep(_Base):
         # them share a name, and then a checkpoint does not fit the next run.
         if isinstance(learning_rate := getattr(self, "learning_rate", None), Parameter):
             learning_rate.name = "returned_learning_rate"
+
+    def _unscale_in_float32(self) -> None:
+        """Divide FP16 and BF16 gradients in float32, where it is the stock construct that divides them."""
+        construct = type(self).construct
+        is_stock = construct is nn.TrainOneStepWithLossScaleCell.construct
+        # Another construct may use hyper_map for more than gradients, such as moving averages of the weights.
+        if is_stock or "hyper_map" not in construct.__code__.co_names:
+            self.hyper_map = MapInFloat32()
+            self.grad_reducer = GradientReducer(self.grad_reducer, [weight.dtype for weight in self.weights])
 
     def _measure_largest_gradient(self) -> None:
         update_cell = self.loss_scaling_manager
@@ -205,6 +220,11 @@ class PerTokenTrainStep(LossScaleTrainStep):
     # Those of the stock cell, as a subclass names them. Older versions of MindFormers have none.
     stock_grads_for_legacy: Any = None
     stock_grads_for_mcore: Any = None
+
+    def _unscale_in_float32(self) -> None:
+        # MindFormers' cells divide in float32 themselves, except where the optimizer state is sharded.
+        if getattr(self, "opt_shard", False):
+            self.hyper_map = MapInFloat32()
 
     def _tells_divisor(self) -> bool:
         stock = self.stock_grads_for_legacy if getattr(self, "use_legacy", True) else self.stock_grads_for_mcore

@@ -3,19 +3,18 @@
 examples:
   adaptive-loss-scale analyze output/log/rank_0/info.log
   adaptive-loss-scale analyze megatron_day_1.log megatron_day_2.log --plot run.png
-  adaptive-loss-scale analyze sink_mode.log --policy adaptive:loss_scale_value=2^32
 """
 
 from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.lab_arguments import policy_maker
 from mindformers_adaptive.cli.output import add_output_arguments, print_result, progress_bar, read_source
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.logs import FORMATS, read_log
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.log_formats import FORMATS
+from mindformers_adaptive.record.logs import read_log
 
 __all__ = ["add_arguments", "run"]
 
@@ -29,13 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LOG",
         help="the log or record of one run; several files in order of writing",
     )
-    parser.add_argument("--format", choices=FORMATS, help="format of the log; default: the one that its lines match")
     parser.add_argument(
-        "--policy",
-        metavar="NAME[:PARAMETER=VALUE,...]",
-        help="the rule that the run followed from its first step, such as "
-        "'adaptive:loss_scale_value=2^32,scale_window=20'; with it, a log of every k-th step bounds the number of "
-        "skipped steps more narrowly",
+        "--format", choices=tuple(FORMATS), help="format of the log; default: the one that its lines match"
     )
     parser.add_argument(
         "--details",
@@ -47,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Read the log, and print what happened."""
-    rule = None if options.policy is None else policy_maker(options.policy)[1]()
-    recorded = read_log(options.logs, options.format, rule=rule)
+    recorded = read_log(options.logs, options.format)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, progress=progress)
     print_result(options, analysis.to_dict, lambda: analysis.text(options.details))

@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sweep_arguments(parser)
     text = "powers of two to stay below the largest scale that does not overflow (default: 2, in 8-bit formats 4)"
     parser.add_argument("--margin", type=integer(0), metavar="N", help=text)
+    parser.add_argument("--details", action="store_true", help="also print what each group of Parameters loses")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -34,9 +35,14 @@ def run(options: argparse.Namespace) -> None:
         RuntimeError: if no loss scale can be recommended.
     """
     ranges = sweep(options, recommendation.EVERY_POWER)
-    found = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
-    print_result(options, found.to_dict, found.__str__)
-    if found.loss_scale_value is None:
+    start = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
+
+    def text() -> str:
+        more = start.details()
+        return f"{start}\n{more if options.details or not more else 'More: --details'}"
+
+    print_result(options, start.to_dict, text)
+    if start.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")
 
 

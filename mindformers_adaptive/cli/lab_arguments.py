@@ -22,11 +22,11 @@ from mindformers_adaptive.cli.output import (
     wrong_usage,
 )
 from mindformers_adaptive.lab.gradient_ceilings import MOST_STEPS, from_gradient_ranges
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.measures import Measures, measure
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares, forward_fill
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name

@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from mindformers_adaptive.cli.output import UsageError, print_text, read_picture, read_scale, read_source
 from mindformers_adaptive.gradients.selection import KINDS
-from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.lab.logs.record import JsonlReader, run_of_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
 from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
 from mindformers_adaptive.plots.report_runs import GRADIENTS, gradients_beside
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.logs import read_log, run_of_record
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import json_object
 
@@ -157,7 +156,7 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
         return draw_gradient_records({names[file]: record for file, record in gradients.items()}, **chosen)
     if len(read) == 1:
         [only] = runs.values()
-        return draw_runs({"" if only.log_format == JsonlReader.name else only.name: only})
+        return draw_runs({"" if only.log_format == "jsonl" else only.name: only})
     if not gradients:
         measured = gradients_beside({names[file]: file for file in runs})
     elif len(gradients) == len(runs):

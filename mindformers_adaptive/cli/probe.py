@@ -26,6 +26,7 @@ from mindformers_adaptive.cli.output import (
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.gradients.recommendation import judge, table_of_groups
 from mindformers_adaptive.gradients.selection import select
+from mindformers_adaptive.mindformers.launcher import use_register_path
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
 from mindformers_adaptive.rules.formats import FORMATS
@@ -67,7 +68,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, picture: str = "") -> N
     add_yaml_arguments(parser)
     parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
-    parser.add_argument("--batches", type=integer(1), default=4, help="number of training batches; default: 4")
+    parser.add_argument("--batches", type=integer(1), default=4, help="number of batches or micro-batches; default: 4")
     parser.add_argument(
         "--gradient-format", choices=FORMATS, default="float16", help="format of the gradients; default: float16"
     )
@@ -92,6 +93,8 @@ def run(options: argparse.Namespace) -> None:
     ranges = sweep(options, scales, options.layers, add_up if options.gradients else None)
 
     def tables() -> Iterator[str]:
+        if ranges.division:
+            yield f"Each batch was measured {ranges.division}, as the training does it."
         yield ranges.table()
         lowest = judge(ranges, ranges.loss_scales[0])
         if lowest.groups:
@@ -119,6 +122,7 @@ def run(options: argparse.Namespace) -> None:
 def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]
     """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
     overrides = read_options(options.options)
+    use_register_path(options.register_path)
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.mindformers.training_probe import probe
 

@@ -32,9 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar = "BOOL" if kind is _true_or_false else option.upper().replace("-", "_")
         alone: dict[str, Any] = {"nargs": "?", "const": True} if kind is _true_or_false_or_name else {}
         parser.add_argument(f"--{option}", dest=key, type=kind, metavar=metavar, help=f"{text} (sets {key})", **alone)
-    parser.add_argument(
-        "--register-path", type=_folder, metavar="FOLDER", help="folder with further classes for auto_register"
-    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -46,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         task.launch(config)
     except Exception as error:
-        if not task.had_begun(error):
+        if not launcher.had_begun(error):
             raise
         # Nobody wants to repeat a long training to learn where it failed.
         traceback.print_exc()
@@ -62,8 +59,11 @@ def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_yaml_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--config`` and ``--options``."""
+    """Declare ``--config``, ``--register-path`` and ``--options``."""
     parser.add_argument("--config", type=_yaml_file, required=True, help="the YAML file of MindFormers")
+    parser.add_argument(
+        "--register-path", type=_folder, metavar="FOLDER", help="folder with further classes for auto_register"
+    )
     parser.add_argument(
         "--options",
         nargs="+",

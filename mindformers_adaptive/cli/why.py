@@ -17,6 +17,7 @@ import sys
 
 from mindformers_adaptive.cli.output import add_output_arguments, integer, print_result, progress_bar, read_scale
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
+from mindformers_adaptive.mindformers.launcher import use_register_path
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.layers import draw_layers
 
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Look at the passes, and print what they showed."""
     overrides = read_options(options.options)
+    use_register_path(options.register_path)
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.mindformers.overflow_probe import why
 

@@ -2,11 +2,12 @@
 
 import functools
 import itertools
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, get_context
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
@@ -14,7 +15,7 @@ from mindformers_adaptive.gradients.backward import backward_pass, counts_for, t
 from mindformers_adaptive.gradients.layers import LayerOutputs
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
-from mindformers_adaptive.rules.checks import require_names, require_positive
+from mindformers_adaptive.rules.checks import require_integer, require_names, require_positive
 from mindformers_adaptive.rules.formats import find_format
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
@@ -36,6 +37,7 @@ def gradient_ranges(
     progress=None,
     observe=None,
     gradient_format="float16",
+    micro_batches=1,
 ):
     """Run the backward pass at each loss scale and return the ranges of the gradients.
 
@@ -62,6 +64,9 @@ def gradient_ranges(
         gradient_format (Union[str, dict, Format]): the format of the gradients in the backward pass, which the report
             and its texts name: "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "hifloat8", or the numbers of
             another, see :class:`~mindformers_adaptive.rules.formats.Format`. Default: "float16".
+        micro_batches (int): the number of micro-batches whose gradients one step of the training adds up. Each batch is
+            measured as one of them, with its loss divided by their number before the backward pass. Leave it out where
+            the network itself divides, or where nobody divides before the backward pass. Default: 1.
 
     Returns:
         GradientRanges.
@@ -79,10 +84,13 @@ def gradient_ranges(
         >>> ranges.loss_scales, ranges.overflowed_batches(2**30), list(ranges.outputs)
         ((1.0, 1073741824.0), 1, ['_backbone'])
     """
-    return GradientSweep(network, layers, gradient_format)(inputs, loss_scales, progress=progress, observe=observe)
+    sweep = GradientSweep(network, layers, gradient_format, micro_batches)
+    return sweep(inputs, loss_scales, progress=progress, observe=observe)
 
 
-def find_loss_scale(network, batches, margin=None, *, progress=None, gradient_format="float16", learning_rate=None):
+def find_loss_scale(
+    network, batches, margin=None, *, progress=None, gradient_format="float16", learning_rate=None, micro_batches=1
+):
     """Find the loss scale from which to start the training of a network.
 
     :func:`gradient_ranges` tries every power of two from 2^0 to 2^32.
@@ -97,6 +105,7 @@ def find_loss_scale(network, batches, margin=None, *, progress=None, gradient_fo
         gradient_format (Union[str, dict, Format]): as there. Default: "float16".
         learning_rate (float, optional): that of the training, to count what weights in float16 lose of their updates.
             Default: None, not counted.
+        micro_batches (int): as there. Default: 1.
 
     Returns:
         LossScaleRecommendation; ``print`` it for the text and the YAML.
@@ -116,7 +125,7 @@ def find_loss_scale(network, batches, margin=None, *, progress=None, gradient_fo
         (8192.0, 2048.0)
     """
     recommendation.check_margin(margin)
-    sweep = GradientSweep(network, gradient_format=gradient_format)
+    sweep = GradientSweep(network, gradient_format=gradient_format, micro_batches=micro_batches)
     ranges = sweep(batches, recommendation.EVERY_POWER, progress=progress)
     return recommendation.recommend_loss_scale(ranges, margin, learning_rate)
 
@@ -128,13 +137,14 @@ class GradientSweep:
         network (Cell): as there.
         layers (Iterable[str]): as there. Default: none.
         gradient_format (Union[str, dict, Format]): as there. Default: "float16".
+        micro_batches (int): as there. Default: 1.
 
     Attributes:
         weights (tuple[Parameter]): the trainable Parameters, in the order of the reports.
 
     Raises:
-        TypeError: if ``network`` is not a Cell, or a layer is not a string.
-        ValueError: if it has no Parameter to train, or no such layer.
+        TypeError: if ``network`` is not a Cell, a layer is not a string, or ``micro_batches`` not an integer.
+        ValueError: if it has no Parameter to train, or no such layer, or ``micro_batches`` is below 1.
 
     Examples:
         >>> from mindspore import nn
@@ -143,7 +153,9 @@ class GradientSweep:
         [(2, 3), (2,)]
     """
 
-    def __init__(self, network, layers=(), gradient_format="float16"):
+    def __init__(self, network, layers=(), gradient_format="float16", micro_batches=1):
+        remedy = "1 is a training without accumulation."
+        self._micro_batches = require_integer("micro_batches", micro_batches, 1, remedy, unit="number of micro-batches")
         self._network = network
         self._format = find_format(gradient_format)
         self._backward = backward_pass(network)
@@ -176,7 +188,7 @@ class GradientSweep:
         outputs, of_outputs = [], []
         with unchanged(self._network) as restore_random_state:
             for batch in batches_of(inputs):
-                run = functools.partial(_sweep, batch, scales, restore_random_state, done)
+                run = functools.partial(_sweep, batch, scales, self._micro_batches, restore_random_state, done)
                 ranges.append(run(self._weight_gradients, observe))
                 _warn_if_random(ranges[-1])
                 if self._layer_outputs:
@@ -190,7 +202,13 @@ class GradientSweep:
         merged = {name: merge_statistics(part[name] for part in outputs if name in part) for name in called}
         in_float16 = tuple(weight.name for weight in self.weights if weight.dtype == mstype.float16)
         return GradientRanges(
-            weights, tuple(ranges), merged, self._format, in_float16, activation_gradients=tuple(of_outputs)
+            weights,
+            tuple(ranges),
+            merged,
+            self._format,
+            in_float16,
+            activation_gradients=tuple(of_outputs),
+            micro_batches=self._micro_batches,
         )
 
     def _weight_gradients(self, scale, batch):
@@ -202,13 +220,23 @@ class GradientSweep:
         return loss, gradients, divisor
 
 
-def _sweep(batch, scales, restore_random_state, done, backward, observe):
+def _sweep(batch, scales, micro_batches, restore_random_state, done, backward, observe):
     at_scales, reference, reference_scale = [], {}, 1.0
     # Downwards: the first scale that does not overflow is the reference for all below it.
     for scale in reversed(scales):
         restore_random_state()
-        loss, gradients, divisor = backward(Tensor(scale, mstype.float32), batch)
-        factor = float(to_numpy(divisor).mean())
+        try:
+            loss, gradients, divisor = backward(Tensor(scale / micro_batches, mstype.float32), batch)
+        except TypeError as error:
+            # MindSpore's answer to BF16 on a CPU, with its own stack.
+            if found := re.search(r"operator\[(\w+)\] fail.*?but get (input.*?)\n", str(error), re.DOTALL):
+                raise TypeError(
+                    f"{found[1]} does not take {found[2].rstrip('. ')} on this {get_context('device_target')}. Compute "
+                    "in float16 or float32, or measure on the device of the training."
+                ) from error
+            raise
+        # The gradients of a micro-batch, so that their mean over the batches is what the optimizer takes.
+        factor = float(to_numpy(divisor).mean()) / micro_batches
         if not reference and len(scales) > 1 and all(np.isfinite(array).all() for array in gradients.values()):
             reference, reference_scale = gradients, scale
         statistics = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from mindformers_adaptive.gradients.report import GradientRanges
+from mindformers_adaptive.gradients.report import NEW_WEIGHTS, GradientRanges
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.gradients.updates import LostUpdates, lost_updates
 from mindformers_adaptive.rules.checks import require_integer, require_positive
@@ -39,6 +39,15 @@ UNKNOWN_MARGIN = 2
 # costs little, and with 100 % nothing is learned. No Parameter of the demo's Llama loses more than some 5 % at a
 # scale of 1.
 HARMLESS_SHARE = 0.2
+
+# A gradient that is summed in float32 exceeds what FP16 holds by up to 2.8 bits before the rest of the pass overflows.
+# Above this ratio, the pass does not compute in the format.
+_BEYOND = 8.0
+# A backward pass in FP16 whose gradients fit at 2^32 loses more than this share of them at a scale of 1.
+_NOTHING = 1e-4
+
+_MOST_EVIDENCE = 3
+_ASK_WHY = "'adaptive-loss-scale why' names the layer, and what helps."
 
 
 @dataclass(frozen=True)
@@ -75,17 +84,19 @@ class Verdict:
         return None if self.parameter_share is None else self.parameter_share > HARMLESS_SHARE
 
     def __str__(self) -> str:
-        scale = as_power_of_two(self.loss_scale)
+        at = "Without scaling" if self.loss_scale == 1 else f"At {as_power_of_two(self.loss_scale)}"
         if self.parameter_share is None:
-            return f"What is lost at {scale} is not known: it overflows, or all gradients are 0 at every scale."
-        of = f"{self.parameter_share:.2%} of its gradient in {self.gradient_format.title}"
-        judged = "More than {:.0%} does harm." if self.is_harmful else "Up to {:.0%} does no harm."
-        text = f"Worst Parameter at {scale}: {self.parameter} loses {of}. {judged.format(HARMLESS_SHARE)}"
+            return f"{at}, the loss of gradients is not known: the scale overflows, or all gradients are 0."
+        title, limit = self.gradient_format.title, f"{HARMLESS_SHARE:.0%}"
+        text = f"{at}, {title} loses at most {self.parameter_share:.2%} of a gradient ({self.parameter}); harm begins "
+        text += f"near {limit}."
+        if self.is_harmful:
+            text = f"{at}, {title} loses {self.parameter_share:.2%} of the gradient of {self.parameter}; more than "
+            text += f"{limit} does harm."
         if self.without_gradient:
             text += (
-                f"\nNothing can be said of {counted(len(self.without_gradient), 'Parameter')}, such as "
-                f"{self.without_gradient[0]}, with a gradient of 0 at every scale. If they are to be trained, measure "
-                "again with the weights of a few steps later."
+                f"\n{counted(len(self.without_gradient), 'Parameter')}, such as {self.without_gradient[0]}, had a "
+                "gradient of 0 at every scale. To judge them, measure the weights of a few steps later."
             )
         return text
 
@@ -147,8 +158,9 @@ class LossScaleRecommendation:
     """A recommended loss scale, and the reasons.
 
     Attributes:
-        loss_scale_value (float, optional): the scale to start from; None if even the lowest scale overflows.
-        ceiling (float, optional): the largest scale up to which no batch overflows; None likewise.
+        loss_scale_value (float, optional): the scale to start from; None if even the lowest scale overflows, or all
+            gradients are 0.
+        ceiling (float, optional): the largest scale up to which no batch overflows; None if even the lowest does.
         margin (int): how many powers of two ``loss_scale_value`` was to stay below the ceiling; it does if there is
             room, and stays 2 more below it where the gradient of a Parameter is 0 at every scale.
         ceiling_is_highest (bool): whether the ceiling is the highest scale of the sweep; the true one may be higher.
@@ -160,6 +172,8 @@ class LossScaleRecommendation:
             scale of the sweep below it; empty if there is no ceiling.
         lost_updates (LostUpdates, optional): what weights in float16 lose of their updates; None if no weight is in
             float16, or the learning rate is not known.
+        is_in_format (bool): whether the backward pass can compute in the format of the sweep. False if its gradients
+            exceed the format's largest number without overflow and lose nothing, as in float32. Default: True.
 
     Examples:
         >>> from mindformers_adaptive.gradients.report import ScaleRanges
@@ -182,12 +196,15 @@ class LossScaleRecommendation:
     ranges: GradientRanges
     verdicts: tuple[Verdict, ...] = ()
     lost_updates: LostUpdates | None = None
+    is_in_format: bool = True
 
     @property
     def yaml(self) -> str:
         """str: the section of a MindFormers YAML file to paste, or "" if there is no recommendation."""
         if self.loss_scale_value is None:
             return ""
+        if not self.is_in_format:
+            return f"runner_wrapper:\n  type: MFTrainOneStepCell\n  scale_sense: {self.loss_scale_value}\n"
         return (
             "runner_wrapper:\n"
             "  type: MFTrainOneStepCell\n"
@@ -199,51 +216,72 @@ class LossScaleRecommendation:
         )
 
     def __str__(self) -> str:
-        if self.ceiling is None or self.loss_scale_value is None:
-            return self._no_scale_helps()
-        scales = self.ranges.loss_scales
-        lines = [f"No overflow up to {as_power_of_two(self.ceiling)}, in {len(self.ranges.batches)} batches."]
-        if self.ceiling_is_highest:
-            lines = [f"No overflow at any loss scale up to {as_power_of_two(scales[-1])}, the highest that was tried."]
-        lines += self._measured()
-        lowest, start = self.verdicts[0], self.verdicts[-1]
-        ends = [lowest] if start == lowest else [lowest, start]
+        """Return the verdict, the YAML section to paste, and at most three lines of evidence."""
+        parts = [self._verdict(), self.yaml.rstrip(), "\n".join(self._evidence()[:_MOST_EVIDENCE])]
+        return "\n\n".join(filter(None, parts))
+
+    def details(self) -> str:
+        """Return the rest of the evidence, and a table of what is lost in each group of Parameters."""
+        ends = list({verdict.loss_scale: verdict for verdict in self.verdicts}.values()) if self.is_in_format else []
+        lines = self._evidence()[_MOST_EVIDENCE:]
         counts = {end.loss_scale: self.ranges.overall(end.loss_scale) for end in ends}
-        if all(each.underflowed is not None for each in counts.values()):
+        if ends and all(each.underflowed is not None for each in counts.values()):
             shares = [f"{each.share(each.underflowed):.3%} at {as_power_of_two(at)}" for at, each in counts.items()]
             lines.append(f"Gradients that underflow: {', '.join(shares)}.")
-        if lowest.groups:
-            lines += ["", table_of_groups(ends), "", str(lowest)]
-        title = self.ranges.gradient_format.title
-        if self.needs_scaling:
-            lines.append(f"{title} needs loss scaling here.")
-        if self.needs_scaling is False:
-            lines.append(f"{title} needs no loss scaling here, 1 would do as well.")
-        if start.is_harmful and start != lowest:
-            lines.append(f"No scale holds them all: {start}")
-        if self.lost_updates is not None:
-            lines += ["", str(self.lost_updates), ""]
+        return "\n\n".join(filter(None, ["\n".join(lines), table_of_groups(ends) if ends and ends[0].groups else ""]))
+
+    def _verdict(self) -> str:
+        scales, title = [as_power_of_two(scale) for scale in self.ranges.loss_scales], self.ranges.gradient_format.title
+        size = len(self.ranges.batches)
+        measured = f"in {size} batch{'' if size == 1 else 'es'}"
+        measured += f" with {self.ranges.measured}" if self.ranges.measured else ""
+        if self.ceiling is None and not self.loss_is_finite:
+            return (
+                f"No loss scale can help: the loss itself is inf or NaN, {measured}. Check the data, the weights and "
+                f"the forward operations in {title}. {_ASK_WHY}"
+            )
+        if self.ceiling is None:
+            return (
+                f"No loss scale from {scales[0]} can help: the gradients overflow even there, {measured}. Compute the "
+                f"part of the backward pass that is too large for {title} in float32, or divide the loss. {_ASK_WHY}"
+            )
+        if self.loss_scale_value is None:
+            return (
+                f"No start can be recommended: all gradients are 0 at every loss scale up to {scales[-1]}, {measured}. "
+                "Look for labels that are all masked, an output that is cut off from the weights, or a last layer of "
+                "zeros."
+            )
+        if not self.is_in_format:
+            return (
+                f"No loss scaling is needed: at {scales[-1]} gradients exceed the largest number of {title} without "
+                f"overflow, {measured}, so the backward pass does not compute in {title}."
+            )
+        ceiling = f"The largest loss scale without overflow was {as_power_of_two(self.ceiling)}, {measured}"
+        if self.ceiling_is_highest:
+            ceiling = f"No loss scale up to {scales[-1]}, the highest tried, overflows, {measured}"
         below = round(math.log2(self.ceiling / self.loss_scale_value))
-        lines.append(f"Start from {as_power_of_two(self.loss_scale_value)}, which leaves a margin of 2^{below}:")
-        return "\n".join([*lines, "", self.yaml])
+        left = f"{counted(below, 'bit')} {'is' if below == 1 else 'are'} left as a margin"
+        return f"Start at {as_power_of_two(self.loss_scale_value)}. {ceiling}; {left}."
 
-    def _measured(self) -> list[str]:
-        return [f"Measured: {self.ranges.measured}."] if self.ranges.measured else []
-
-    def _no_scale_helps(self) -> str:
-        title = self.ranges.gradient_format.title
+    def _evidence(self) -> list[str]:
+        division = self.ranges.division
+        lines = [f"Each batch was measured {division}, as the training does it."] if division else []
+        if self.ceiling is None or self.loss_scale_value is None:
+            return lines
         if not self.loss_is_finite:
-            text = (
-                "The loss itself is inf or NaN: no loss scale can help. Check the data, the weights and the forward "
-                f"operations in {title}."
-            )
-        else:
-            lowest = as_power_of_two(self.ranges.loss_scales[0])
-            text = (
-                f"The gradients overflow even at loss scale {lowest}: no loss scale from {lowest} can help. Compute "
-                f"the part of the backward pass that is too large for {title} in float32, or divide the loss."
-            )
-        return "\n".join([f"{text} 'adaptive-loss-scale why' names the layer, and what helps.", *self._measured()])
+            lines.append(f"The loss is inf or NaN, although all gradients are finite. {_ASK_WHY}")
+        lowest, start = self.verdicts[0], self.verdicts[-1]
+        if start.is_harmful and start != lowest:
+            lines.append(f"No scale holds all gradients. {str(start).splitlines()[0]}")
+        if lowest.parameter_share is not None and self.is_in_format:
+            judged, *unknown = str(lowest).splitlines()
+            if self.needs_scaling is not None:
+                needs = "This training needs" if self.needs_scaling else "These weights would also train without"
+                judged = f"{judged} {needs} loss scaling."
+            if self.ranges.measured == NEW_WEIGHTS:
+                judged += " A trained checkpoint can differ: --checkpoint."
+            lines += [judged, *unknown]
+        return [*lines, str(self.lost_updates)] if self.lost_updates is not None else lines
 
     def to_dict(self) -> dict[str, object]:
         """Return everything but the sweep as JSON can hold it.
@@ -285,21 +323,31 @@ def recommend_loss_scale(
     scales = ranges.loss_scales
     safe = list(takewhile(lambda scale: not ranges.overflowed_batches(scale), scales))
     loss_is_finite = all(math.isfinite(at_scale.loss) for batch in ranges.batches for at_scale in batch)
+    unknown = LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges, lost_updates=lost)
     if not safe:
-        return LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges, lost_updates=lost)
-    ceiling, lowest = safe[-1], judge(ranges, scales[0])
+        return unknown
+    ceiling, is_highest, at_ceiling = safe[-1], safe == [*scales], ranges.overall(safe[-1])
+    if at_ceiling.zeros == at_ceiling.size:
+        return replace(unknown, ceiling=ceiling, ceiling_is_highest=is_highest)
+    lowest = judge(ranges, scales[0])
     more = UNKNOWN_MARGIN if lowest.without_gradient else 0
     start = max(ceiling / 2.0 ** (margin + more), scales[0])
+    # Without such a high scale, a pass in float32 looks as one in the format.
+    exceeds = is_highest and at_ceiling.largest > _BEYOND * ranges.gradient_format.largest
+    is_in_format = not (exceeds and scales[0] <= 1 and (lowest.parameter_share or 0.0) <= _NOTHING)
+    if not is_in_format:
+        start = scales[0]
     return LossScaleRecommendation(
         loss_scale_value=start,
         ceiling=ceiling,
         margin=margin,
-        ceiling_is_highest=safe == [*scales],
+        ceiling_is_highest=is_highest,
         needs_scaling=lowest.is_harmful if scales[0] <= 1 else None,
         loss_is_finite=loss_is_finite,
         ranges=ranges,
         verdicts=(lowest, judge(ranges, max(scale for scale in scales if scale <= start))),
         lost_updates=lost,
+        is_in_format=is_in_format,
     )
 
 

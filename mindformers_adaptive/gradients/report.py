@@ -14,7 +14,11 @@ from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.files import make_folder_of, write_json
 from mindformers_adaptive.text.table import align, as_power_of_two
 
-__all__ = ["ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics", "merge_statistics"]
+__all__ = ["NEW_WEIGHTS", "ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics", "loss_division"]
+__all__ += ["merge_statistics"]
+
+# Of GradientRanges.measured, where no checkpoint was loaded.
+NEW_WEIGHTS = "new weights"
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class ScaleRanges:
             did not overflow, so that ``underflowed`` and ``lost`` are None at the scales above it. The unit of ``lost``
             is that of the gradients as the optimizer takes them.
         grad_scale_factor (float): what the train step divides the gradients by beside the loss scale: the number of
-            tokens with MindFormers' ``calculate_per_token_loss``, else 1.
+            tokens with MindFormers' ``calculate_per_token_loss``, else 1. For one of N micro-batches it is 1/N.
     """
 
     loss_scale: float
@@ -61,6 +65,8 @@ class GradientRanges:
         measured (str): which weights these are, in words. Default: "", those that the network had.
         activation_gradients (tuple[tuple[ScaleRanges, ...], ...]): as ``batches``, the gradients of the outputs of
             these layers, by their names. Default: none.
+        micro_batches (int): the number of micro-batches by which the loss was divided before the backward pass.
+            Default: 1.
 
     Examples:
         >>> at_1 = ScaleRanges(1.0, loss=0.5, parameters={"weight": array_statistics([0.0, 0.25])})
@@ -77,6 +83,12 @@ class GradientRanges:
     float16_weights: tuple[str, ...] = ()
     measured: str = ""
     activation_gradients: tuple[tuple[ScaleRanges, ...], ...] = ()
+    micro_batches: int = 1
+
+    @property
+    def division(self) -> str:
+        """str: how the loss was divided, to be said beside the numbers; "" where it was not."""
+        return loss_division(self.micro_batches)
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
@@ -165,10 +177,11 @@ class GradientRanges:
 
         Returns:
             dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches``, ``outputs`` and
-            ``activation_gradients``, and with ``measured`` where it is known.
+            ``activation_gradients``; with ``micro_batches`` where there are several, and ``measured`` where known.
         """
         return {
             **({"measured": self.measured} if self.measured else {}),
+            **({"micro_batches": self.micro_batches} if self.micro_batches > 1 else {}),
             "gradient_format": self.gradient_format.to_config(),
             "weights": {
                 "overall": merge_statistics(self.weights.values()).to_dict(),
@@ -286,6 +299,18 @@ class GradientRanges:
             raise ValueError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.")
         place = self.loss_scales.index(loss_scale)
         return [batch[place] for batch in self.batches]
+
+
+def loss_division(micro_batches: int) -> str:
+    """Return how a batch is measured as one of several micro-batches, in words, or "".
+
+    Examples:
+        >>> loss_division(4)
+        'as one of 4 micro-batches, with its loss divided by 4 before the backward pass'
+    """
+    if micro_batches == 1:
+        return ""
+    return f"as one of {micro_batches} micro-batches, with its loss divided by {micro_batches} before the backward pass"
 
 
 def _with_lost_share(statistics: ArrayStatistics) -> dict[str, object]:

@@ -109,7 +109,7 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     least 90 % of their steps.
 
     Args:
-        run (RecordedRun): such as :func:`~mindformers_adaptive.lab.logs.read_log` returns.
+        run (RecordedRun): such as :func:`~mindformers_adaptive.record.logs.read_log` returns.
         progress (Callable, optional): called with the number of replays done. Default: None.
 
     Returns:

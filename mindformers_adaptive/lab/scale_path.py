@@ -109,8 +109,8 @@ def path_line(phase: Phase) -> str:
 def changes_of(run: RecordedRun) -> list[Change]:
     """Return the changes of the scale of a recorded run.
 
-    Windows are those that the log names. What a step did to the scale is what the log says of it. Where it states only
-    one scale a line, a change that a rule with one factor cannot make is a jump.
+    Windows are those that the log names. Changes within a line that is about several steps are a fall or a rise. Where
+    the scale that a line states is not the one that the next step used, there was a jump.
 
     Examples:
         >>> flags = np.array([True, False, False, False])
@@ -119,55 +119,58 @@ def changes_of(run: RecordedRun) -> list[Change]:
         [(1, 'drop', (2.0, None), None), (3, 'raise', (4.0, None), 2)]
     """
     first, last = _units(run)
-    scale = np.append(run.loss_scale[first], run.final_loss_scale)
+    scale = np.append(run.loss_scale, run.final_loss_scale)
     stated = np.full(len(run), math.nan) if run.next_loss_scale is None else run.next_loss_scale
-    follows = np.append(run.step[first[1:]] == run.step[last[:-1]] + 1, True)
+    follows = np.append(np.diff(run.step) == 1, True)
     known, skipped = np.flatnonzero(~np.isnan(scale)), np.flatnonzero(run.overflow)
-    # Most steps change nothing.
-    made_of_it, used = stated[last[known[1:] - 1]], scale[known[:-1]]
-    differs = (scale[known[1:]] != used) | (~np.isnan(made_of_it) & (made_of_it != used))
-    changes, started = [], -1
-    for unit, following in zip(known[:-1][differs].tolist(), known[1:][differs].tolist(), strict=True):
-        start, here = int(first[unit]), int(last[following - 1])
-        before, after = float(scale[unit]), float(scale[following])
-        made, kind = after, "jump"
-        if start == here and not math.isnan(stated[here]):
-            made = float(stated[here])
-            kind = _kind_of_step(before, made, run, here)
-        elif follows[unit:following].all():
-            kind = _kind(before, after, run, start, here)
+    # Look only at steps where the scale changes: there are few of them.
+    at_end, used = stated[known[1:] - 1], scale[known[:-1]]
+    differs = (scale[known[1:]] != used) | (~np.isnan(at_end) & (at_end != used))
+    changes: list[Change] = []
+    started = -1
+    for position, following in zip(known[:-1][differs].tolist(), known[1:][differs].tolist(), strict=True):
+        start, here = int(first[position]), int(last[following - 1])
+        before, after = float(scale[position]), float(scale[following])
+        reached, kind = after, "jump"
+        is_stated = here == following - 1 and not math.isnan(stated[here])
+        if is_stated:
+            reached = float(stated[here])
+        if is_stated or (follows[position:following].all() and _can_move(before, after, following - position, run)):
+            kind = _kind_of_step(before, reached, run, here) if start == here else _direction(before, reached)
         windows = _window(run, max(start - 1, 0)), _window(run, here)
         first_step = int(run.step[start]) if here > start else None
-        for one, old, new in ((kind, before, made), ("jump", made, after)):
+        for name, old, new in ((kind, before, reached), ("jump", reached, after)):
             if old == new:
                 continue
-            clean_steps = _clean_steps(run, skipped, started, here) if one == "raise" else None
+            clean_steps = _clean_steps(run, skipped, started, here) if name == "raise" else None
             # The scale of a jump, a fall or a rise began at an unknown step.
-            started = len(run) if one in ("jump", "fall", "rise") else here
-            ends = (old, windows[0]), (new, windows[1])
-            changes.append(Change(int(run.step[here]), one, *ends, first_step, clean_steps))
+            started = len(run) if name in ("jump", "fall", "rise") else here
+            change = Change(int(run.step[here]), name, (old, windows[0]), (new, windows[1]), first_step, clean_steps)
+            if first_step and changes and changes[-1][:2] == change[:2] and name in ("fall", "rise"):
+                change = change._replace(before=changes.pop().before)
+            changes.append(change)
     return changes
 
 
 def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the last place of each step that the log knows, and of each line with others."""
+    """Return for each step the first and the last step of what the log knows of it: itself, or a line of several."""
     ends = run.line_ends()
     lengths = np.diff(ends, prepend=0)
     line = np.repeat(np.arange(len(ends)), lengths)
     all_known = np.bincount(line, run.position_known) == lengths
-    last = np.flatnonzero(all_known[line] | np.isin(np.arange(len(run)), ends - 1))
-    return np.append(0, last[:-1] + 1), last
+    index = np.arange(len(run))
+    return np.where(all_known[line], index, (ends - lengths)[line]), np.where(all_known[line], index, (ends - 1)[line])
 
 
-def _kind(before: float, after: float, run: RecordedRun, first: int, last: int) -> str:
-    steps, factor, falls = last - first + 1, (run.factor_bound or run.scale_factor) * (1 + _NEAR), after < before
-    if run.moves_by_one_factor:
-        is_possible = min(before, after) > 0 and not math.isinf(max(before, after))
-        if not is_possible or abs(math.log2(after / before)) > steps * math.log2(factor):
-            return "jump"
-        if steps == 1 and run.overflow[first] != falls:
-            return "jump"
-    return ("rise", "fall")[falls] if steps > 1 else _kind_of_step(before, after, run, first)
+def _can_move(before: float, after: float, steps: int, run: RecordedRun) -> bool:
+    """Return whether steps can move the scale so far, by one factor each."""
+    if min(before, after) <= 0 or math.isinf(max(before, after)):
+        return False
+    return abs(math.log2(after / before)) <= steps * math.log2(max(2.0, run.scale_factor) * (1 + _NEAR))
+
+
+def _direction(before: float, after: float) -> str:
+    return "fall" if after < before else "rise"
 
 
 def _kind_of_step(before: float, after: float, run: RecordedRun, place: int) -> str:

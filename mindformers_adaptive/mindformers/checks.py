@@ -52,8 +52,8 @@ def check_config(config: Any) -> None:
             installed.
 
     Warns:
-        UserWarning: if a loss per token starts from a scale that costs a dozen steps more than the usual start, if
-            the loss scale of a bfloat16 model moves, a float16 model has none, or weights are kept in float16.
+        UserWarning: if the loss scale of a bfloat16 model moves, a float16 model has none, or weights are kept in
+            float16.
     """
     if config.run_mode in ("eval", "predict"):
         return

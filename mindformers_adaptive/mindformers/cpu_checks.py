@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mindformers_adaptive.mindformers.keys import model_values, value_at
+from mindformers_adaptive.mindformers.keys import COMPILED_PARALLELISM, model_values, value_at
 
 __all__ = ["check_cpu"]
 
@@ -15,8 +15,6 @@ _CPU_MODEL: dict[str, tuple[bool, str]] = {
     "fused_rms_norm": (False, "MindSpore has no fused norm (RmsNorm) for a CPU"),
     "use_rope_slice": (True, "a CPU does not broadcast the matrices of the other way"),
 }
-# From parallel.parallel_mode: semi-automatic and automatic parallelism, by number and by name.
-_COMPILED_PARALLELISM = (1, 2, "semi_auto_parallel", "auto_parallel")
 _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 
 
@@ -56,7 +54,7 @@ def _cpu_problems(config: Any, model: Mapping[str, Any]) -> Iterator[str]:
         yield f"'moe_config.expert_num' must be 1, but is {experts}: MindFormers' experts need an Ascend"
     # MindFormers reads these in a parallel run only.
     parallel = config if config.get("use_parallel") else {}
-    if (mode := value_at(parallel, "parallel.parallel_mode")) in _COMPILED_PARALLELISM:
+    if (mode := value_at(parallel, "parallel.parallel_mode")) in COMPILED_PARALLELISM:
         yield (
             f"'parallel.parallel_mode' must be 0 (data parallel), but is {mode}: MindSpore does not compile "
             "semi-automatic parallelism for a CPU"

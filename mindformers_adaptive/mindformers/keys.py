@@ -6,11 +6,15 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ACCUMULATION", "FORMER_KEYS", "PER_TOKEN", "SCALE_SENSE", "given_to_train_step", "model_values", "value_at"]
+__all__ = ["ACCUMULATION", "COMPILED_PARALLELISM", "FORMER_KEYS", "PER_TOKEN", "SCALE_SENSE", "given_to_train_step"]
+__all__ += ["micro_batches_of", "model_values", "value_at"]
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
 PER_TOKEN = "calculate_per_token_loss"
 ACCUMULATION = "runner_config.gradient_accumulation_steps"
+
+# From parallel.parallel_mode: semi-automatic and automatic parallelism, by number and by name.
+COMPILED_PARALLELISM = (1, 2, "semi_auto_parallel", "auto_parallel")
 
 # Keys that MindFormers' train steps had, or that its documents show there, and the keys that have the effect today. Its
 # cells take them in silence. Overflows are always looked for.
@@ -35,6 +39,26 @@ def given_to_train_step(config: Any, name: str) -> Any:
     """Return what MindFormers gives to a train-step cell: from the cell's own section, or else from the top."""
     own = value_at(config, f"runner_wrapper.{name}")
     return value_at(config, name) if own is None else own
+
+
+def micro_batches_of(config: Any, is_parallel: bool, device_target: str) -> int:
+    """Return by how many micro-batches the training of a configuration divides a loss before the backward pass.
+
+    Semi-automatic parallelism takes the mean over all data-parallel processes, so each of these counts as well.
+
+    Args:
+        config (MindFormerConfig): of a training.
+        is_parallel (bool): whether it trains in several processes.
+        device_target (str): on a CPU this package accumulates; MindFormers does so in semi-automatic parallelism only.
+    """
+    if given_to_train_step(config, PER_TOKEN):
+        # The gradients are divided by the number of tokens, after the backward pass.
+        return 1
+    if is_parallel and value_at(config, "parallel.parallel_mode") in COMPILED_PARALLELISM:
+        has_stages = (value_at(config, "parallel_config.pipeline_stage") or 1) > 1
+        micro_batches = value_at(config, "parallel_config.micro_batch_num" if has_stages else ACCUMULATION) or 1
+        return int(micro_batches) * int(value_at(config, "parallel_config.data_parallel") or 1)
+    return int(value_at(config, ACCUMULATION) or 1) if device_target == "CPU" else 1
 
 
 def model_values(config: Any) -> Mapping[str, Any]:

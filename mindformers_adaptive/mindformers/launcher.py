@@ -17,6 +17,7 @@ from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_tr
 from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
+__all__ += ["use_register_path"]
 
 NUM_SAMPLES = "train_dataset.data_loader.num_samples"
 EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
@@ -26,8 +27,9 @@ _RUN_MODES = ("train", "finetune", "eval", "predict")
 # More files than this only come from one that names itself, directly or through others.
 _MOST_FILES = 30
 
-# Where the steps of a training, an evaluation or a prediction are taken.
+# Where the steps of a training, an evaluation or a prediction are taken, and the PyNative trainer takes its steps.
 _AT_WORK = ("mindspore.train.model", "mindformers.generation.text_generator")
+_PYNATIVE_LOOP = "_inner_train_loop"
 
 
 def load_config(
@@ -64,10 +66,7 @@ def load_config(
 
     from mindformers_adaptive.mindformers.registration import register
 
-    if register_path is not None:
-        folder = os.environ["REGISTER_PATH"] = str(Path(register_path).resolve())
-        if folder not in sys.path:
-            sys.path.append(folder)
+    use_register_path(register_path)
     register()
     overrides = dict(overrides or {})
     # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
@@ -92,6 +91,14 @@ def load_config(
         check_cpu(config)
     check_config(config)
     return config
+
+
+def use_register_path(folder: str | None) -> None:
+    """Let ``auto_register`` and ``import`` look for classes in a folder, unless it is None."""
+    if folder is not None:
+        folder = os.environ["REGISTER_PATH"] = str(Path(folder).resolve())
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def require_yaml_file(path: str | Path) -> str:
@@ -166,9 +173,11 @@ def set_key(config: Any, key: str, value: Any) -> bool:
 def had_begun(error: BaseException) -> bool:
     """Return whether an error came out of the steps of a training, an evaluation or a prediction."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    functions = {frame.f_code.co_name for frame in frames}
     # What a callback refuses before the first step is bad input, as what the trainer refuses before it.
-    is_at_begin = any(frame.f_code.co_name in ("begin", "on_train_begin", "on_eval_begin") for frame in frames)
-    return not is_at_begin and any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
+    if not functions.isdisjoint(("begin", "on_train_begin", "on_eval_begin")):
+        return False
+    return _PYNATIVE_LOOP in functions or any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
 
 
 def launch(config: Any) -> None:

@@ -3,10 +3,12 @@
 import functools
 import itertools
 
+import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.report import loss_division
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.training_probe import build_training, build_training_at_start
@@ -73,22 +75,40 @@ def why(
         PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
-    saved = None if batch is None else [tuple(map(Tensor, read_batch(batch)))]
-    train_step, dataset, measured = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
-    rows = saved or list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches))
+    saved = None if batch is None else read_batch(batch)
+    training = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
+    dataset, network = training.dataset, training.train_step.network
+    rows = saved and list(_micro_batches(saved, dataset.get_batch_size()))
+    rows = rows or list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches))
     if not rows:
         raise ValueError("The training data must have at least one batch, but has none. Make the batches smaller.")
-    network = train_step.network
-    written = load_config(config_path, overrides, may_add=tuple(overrides or ()))
+    one_process = {**(overrides or {}), "use_parallel": False}
+    written = load_config(config_path, one_process, may_add=tuple(one_process))
     settings = {
         f"{key}: {value}": functools.partial(
             _with_setting, network, config_path, train_dataset_dir, {**(overrides or {}), f"{_SECTION}.{key}": value}
         )
         for key, value in _worth_trying(network, value_at(written, _SECTION) or {})
     }
+    division = loss_division(training.micro_batches)
     return explain_overflow(
-        train_step, rows, loss_scale, settings=settings, measured=measured, graph=graph, progress=progress
+        training.train_step,
+        rows,
+        loss_scale,
+        settings=settings,
+        measured=f"{training.weights}, each batch {division}" if division else training.weights,
+        graph=graph,
+        progress=progress,
+        micro_batches=training.micro_batches,
     )
+
+
+def _micro_batches(batch, size):
+    """Yield the micro-batches of a saved batch, which has all those of a step."""
+    rows = {values.shape[:1] for values in batch}
+    can_split = len(rows) == 1 and () not in rows and not next(iter(rows))[0] % size
+    parts = [np.split(values, len(values) // size) if can_split else [values] for values in batch]
+    yield from (tuple(map(Tensor, columns)) for columns in zip(*parts, strict=True))
 
 
 def _worth_trying(network, section):
@@ -112,7 +132,7 @@ def _with_setting(network, config_path, train_dataset_dir, overrides):
     with warnings.catch_warnings():
         # The key may not be in the file.
         warnings.simplefilter("ignore")
-        train_step, _ = build_training(config_path, train_dataset_dir, overrides)
+        train_step = build_training(config_path, train_dataset_dir, overrides).train_step
     weights = {weight.name: weight for weight in network.get_parameters()}
     for weight in train_step.network.get_parameters():
         if weight.name in weights:

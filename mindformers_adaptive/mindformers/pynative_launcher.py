@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import traceback
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.mindformers.launcher import require_yaml_file, set_key
+from mindformers_adaptive.mindformers.launcher import require_yaml_file, set_key, use_register_path
 from mindformers_adaptive.mindformers.pynative_section import check_config, is_for_pynative_trainer, read_config
 from mindformers_adaptive.text.untrusted import read_yaml
 
-__all__ = ["had_begun", "is_for", "launch", "load_config"]
+__all__ = ["is_for", "launch", "load_config"]
 
-# Where the PyNative trainer has what an option sets for the graph-mode trainer.
-_IN_ITS_PLACE = {
-    "seed": "training.seed",
-    "output_dir": "checkpoint.save_path",
-    "load_checkpoint": "checkpoint.load_path",
-    "resume_training": "checkpoint.load_path",
-    "runner_config.epochs": "training.steps",
-    "runner_config.batch_size": "training.local_batch_size",
-    "runner_config.gradient_accumulation_steps": "training.global_batch_size",
-}
 _IN_BOTH = ("run_mode", "context.mode", "context.device_target")
 
 
@@ -73,15 +60,12 @@ def load_config(
     path = require_yaml_file(path)
     config, section = read_config(path)
     config = copy.deepcopy({**config, "training": {**config["training"], "loss_scale": section}})
-    if register_path is not None:
-        folder = os.environ["REGISTER_PATH"] = str(Path(register_path).resolve())
-        sys.path.append(folder)
+    use_register_path(register_path)
     for key, value in (overrides or {}).items():
         if key in may_add and key not in _IN_BOTH:
-            place = _IN_ITS_PLACE.get(key)
-            remedy = f"Set '{place}' with --options." if place else "Set the key of this trainer with --options."
             raise ValueError(
-                f"'{key}' is a key of MindFormers' graph-mode trainer, but {path} is for its PyNative trainer. {remedy}"
+                f"'{key}' is a key of MindFormers' graph-mode trainer, but {path} is for its PyNative trainer. Set the "
+                "key of this trainer with --options, such as training.steps."
             )
         if not set_key(config, key, value) and not key.startswith("training.loss_scale"):
             warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
@@ -113,9 +97,3 @@ def launch(config: dict[str, Any]) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE, device_target=target)
     trainer = stock.Trainer(config=without_section) if section is None else trainer_class()(config=config)
     trainer.train()
-
-
-def had_begun(error: BaseException) -> bool:
-    """Return whether an error came out of the steps of the training."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(frame.f_code.co_name == "_inner_train_loop" for frame in frames)

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mindformers_adaptive.mindformers.keys import (
-    ACCUMULATION,
-    FORMER_KEYS,
-    PER_TOKEN,
-    SCALE_SENSE,
-    given_to_train_step,
-    model_values,
-    value_at,
-)
+from mindformers_adaptive.mindformers.keys import FORMER_KEYS, SCALE_SENSE, model_values, value_at
 from mindformers_adaptive.mindformers.pynative_section import warn_of_dtype
 from mindformers_adaptive.rules import find_rule, rule_of_cell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -34,8 +25,6 @@ _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 # The usual values of what an update cell cannot be built without; MindSpore's own cell uses the window below.
 _USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 20}
 _STOCK_WINDOW = 1000
-# From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
-_USUAL_START = 2.0**32
 # Optimizers of MindSpore whose state has the type of the weights; that of MindFormers' AdamW is float32 always.
 _STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
 
@@ -129,7 +118,6 @@ def warn_of_scaling(config: Any) -> None:
         dtype = model_values(config).get("compute_dtype")
         warn_of_dtype("model.model_config.compute_dtype", dtype, SCALE_SENSE, kind, stacklevel=5)
         _warn_of_rounding_start(value_at(config, SCALE_SENSE))
-        _warn_of_high_start(config)
 
 
 def _warn_of_rounding_start(scale_sense: Any) -> None:
@@ -161,29 +149,3 @@ def _warn_of_lost_updates(config: Any) -> None:
     warnings.warn(
         f"{text} Training goes on with it. Set it to float32; 'compute_dtype' may stay float16.", stacklevel=5
     )
-
-
-def _warn_of_high_start(config: Any) -> None:
-    scale_sense = value_at(config, SCALE_SENSE)
-    if config.get("resume_training") or not isinstance(scale_sense, dict):
-        return
-    # Whoever sees the gradients comes down in a few steps from anywhere.
-    if (rule := rule_of_cell(scale_sense.get("type"))) is not None and rule.needs_gradients:
-        return
-    scale = scale_sense.get("loss_scale_value")
-    # How many tokens the backward pass sums over in one process at most, where the file says.
-    sizes = [value_at(config, key) for key in ("runner_config.batch_size", "model.model_config.seq_length")]
-    sizes.append(value_at(config, ACCUMULATION) or 1)
-    is_known = all(isinstance(size, int) and size >= 1 for size in sizes)
-    # A wrong value is for the cell to refuse.
-    if not given_to_train_step(config, PER_TOKEN) or not is_known or not isinstance(scale, int | float):
-        return
-    if scale * (tokens := math.prod(sizes)) > _USUAL_START:
-        bits = math.log2(tokens)
-        warnings.warn(
-            f"With '{PER_TOKEN}' the gradients are divided by the number of tokens only after the backward pass, so "
-            f"overflows begin at a scale lower by log2({tokens}) = {bits:.0f} bits, and a start from "
-            f"2^{math.log2(scale):.0f} skips about {bits:.0f} steps more. 'adaptive-loss-scale find' says where to "
-            "start.",
-            stacklevel=5,
-        )

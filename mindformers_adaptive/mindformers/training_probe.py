@@ -4,23 +4,24 @@ import dataclasses
 import itertools
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import mindspore
+from mindformers.tools.register import MindFormerConfig
 from mindspore import nn
+from mindspore.dataset.engine.datasets import Dataset
 
 from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, checked_loss_scales, gradient_ranges
+from mindformers_adaptive.gradients.report import NEW_WEIGHTS
 from mindformers_adaptive.mindformers.checkpoint_arrays import load_newest
-from mindformers_adaptive.mindformers.keys import value_at
+from mindformers_adaptive.mindformers.keys import micro_batches_of, value_at
 from mindformers_adaptive.mindformers.launcher import load_config
-from mindformers_adaptive.mindformers.trainer import accumulate, take_accumulation_steps
 from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["build_training", "build_training_at_start", "load_weights", "probe"]
 
 # Batches differ little where a sum over many tokens is taken; a few tell of an unusual one.
 DEFAULT_BATCHES = 4
-
-_NEW = "new weights; a trained checkpoint can need loss scaling where new weights do not"
 
 
 def probe(
@@ -39,7 +40,9 @@ def probe(
     """Sweep over loss scales with the model and the data of a MindFormers YAML file.
 
     The backward pass is that of the train-step cell that a training would use, with the weights that it would start
-    from. Which they are is the sweep's ``measured``.
+    from. Which they are is the sweep's ``measured``. It runs in one process. Where a step of the training adds up
+    several micro-batches and divides their losses before the backward pass, each batch is measured as one of them; see
+    :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`.
 
     Args:
         config_path (str): the YAML file.
@@ -71,10 +74,36 @@ def probe(
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
     loss_scales = checked_loss_scales(loss_scales)
-    train_step, dataset, measured = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
-    rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
-    how = {"layers": layers, "progress": progress, "observe": observe, "gradient_format": gradient_format}
-    return dataclasses.replace(gradient_ranges(train_step, rows, loss_scales, **how), measured=measured)
+    training = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
+    rows = itertools.islice(training.dataset.create_tuple_iterator(num_epochs=1), batches)
+    ranges = gradient_ranges(
+        training.train_step,
+        rows,
+        loss_scales,
+        layers=layers,
+        progress=progress,
+        observe=observe,
+        gradient_format=gradient_format,
+        micro_batches=training.micro_batches,
+    )
+    return dataclasses.replace(ranges, measured=training.weights)
+
+
+class Training(NamedTuple):
+    """The training of a YAML file in one process.
+
+    Attributes:
+        train_step (Cell): has the model as its ``network``. The optimizer is a stand-in, which has the Parameters and
+            no state.
+        dataset (Dataset): the data in batches; where gradients are accumulated, in micro-batches.
+        micro_batches (int): see :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`.
+        weights (str): which weights the model has, in words.
+    """
+
+    train_step: nn.Cell
+    dataset: Dataset
+    micro_batches: int
+    weights: str = NEW_WEIGHTS
 
 
 def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None, overrides=None):
@@ -84,24 +113,24 @@ def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None
         config_path, checkpoint, train_dataset_dir, overrides: as in :func:`probe`.
 
     Returns:
-        tuple[Cell, Dataset, str], the train-step cell, the data, and which weights these are, in words.
+        Training.
 
     Raises:
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
         ValueError: if the checkpoint has none of the network's weights.
     """
     _require_checkpoint("'checkpoint'", checkpoint)
-    config = _read_config(config_path, train_dataset_dir, overrides)
+    config, micro_batches = _read_config(config_path, train_dataset_dir, overrides)
     named = {"--checkpoint": checkpoint, "load_checkpoint": config.load_checkpoint}
     named["checkpoint.load_path"] = value_at(config, "checkpoint.load_path")
     key, path = next(((key, path) for key, path in named.items() if path), ("", None))
     if checkpoint is None:
         remedy = " Give another with --checkpoint, or measure new weights with --options load_checkpoint=''."
         _require_checkpoint(f"'{key}' of the YAML file", path, remedy)
-    train_step, dataset = _build(config)
+    training = Training(*_build(config), micro_batches)
     if path is None:
-        return train_step, dataset, _NEW
-    return train_step, dataset, f"weights of {load_weights(train_step.network, path)} ({key})"
+        return training
+    return training._replace(weights=f"weights of {load_weights(training.train_step.network, path)} ({key})")
 
 
 def _require_checkpoint(name, path, remedy=""):
@@ -112,27 +141,31 @@ def _require_checkpoint(name, path, remedy=""):
 def build_training(config_path, train_dataset_dir=None, overrides=None):
     """Build the train-step cell and the training data of a YAML file as MindFormers' trainer does.
 
-    The optimizer is a stand-in, which has the Parameters and no state.
-
     Args:
-        config_path (str): the YAML file.
-        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
-        overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
+        config_path, train_dataset_dir, overrides: as in :func:`probe`.
 
     Returns:
-        tuple[Cell, Dataset], the train-step cell, which has the model as its ``network``, and the data in batches.
+        Training.
 
     Raises:
         FileNotFoundError: if there is no such file.
     """
-    return _build(_read_config(config_path, train_dataset_dir, overrides))
+    config, micro_batches = _read_config(config_path, train_dataset_dir, overrides)
+    return Training(*_build(config), micro_batches)
 
 
 def _read_config(config_path, train_dataset_dir, overrides):
     overrides = {"run_mode": "train", **(overrides or {})}
     if train_dataset_dir is not None:
         overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
-    return load_config(config_path, overrides, may_add=("run_mode",))
+    # The measurement itself runs in one process.
+    config = load_config(config_path, {**overrides, "use_parallel": False}, may_add=("run_mode", "use_parallel"))
+    is_parallel = overrides.get("use_parallel", MindFormerConfig(str(config_path)).use_parallel)
+    device_target = value_at(config, "context.device_target") or mindspore.get_context("device_target")
+    micro_batches = micro_batches_of(config, bool(is_parallel), device_target)
+    if config.runner_config:
+        config.runner_config.gradient_accumulation_steps = 1
+    return config, micro_batches
 
 
 def _build(config):
@@ -150,8 +183,6 @@ def _build(config):
     build_parallel_config(config)
     order_of_inputs = config.train_dataset.pop("construct_args_key", None)
     trainer = BaseTrainer()
-    if mindspore.get_context("device_target") == "CPU" and (steps := take_accumulation_steps(config)) > 1:
-        accumulate(trainer, steps)
     trainer.set_config(config, is_full_config=True)
     check_dataset_config(config)
     dataset = build_dataset(config.train_dataset_task)

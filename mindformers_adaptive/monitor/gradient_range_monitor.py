@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from mindformers.tools.logger import logger
 from mindspore import nn
 
@@ -45,6 +46,7 @@ class GradientRangeMonitor(RecordingCallback):
     ``gradients/infs_and_nans_share``         share that is inf or NaN; the other values ignore these
     ``gradients/underflowed_share``           share that is 0 only at this scale; with ``loss_scales``
     ``LAYER/output``, ``LAYER/output/norm``   histogram and norm of the output of a layer; with ``layers``
+    ``LAYER/output_mbs0``, ``_mbs1``, ...     the histogram for each micro-batch, if gradients are accumulated
     ``LAYER/output/grad``, with ``/norm``     histogram and norm of the gradient of that output; with ``layers``
     ========================================= ==================================================================
 
@@ -149,8 +151,11 @@ class GradientRangeMonitor(RecordingCallback):
                 for name, gradient in gradients.items():
                     self._add_histogram(f"{name}{of}/grad", gradient, step)
 
+        outputs: dict[str, list[Any]] = {}
+
         def observe_output(name: str, output: Any) -> None:
-            self._add_histogram(f"{name}/output", output, step)
+            if self._writer is not None:
+                outputs.setdefault(name, []).append(output.reshape(-1))
 
         scales = [loss_scale, *self._loss_scales]
         observers: dict[str, Any] = {"observe_output": observe_output}
@@ -161,6 +166,8 @@ class GradientRangeMonitor(RecordingCallback):
             self._warn_once(f"{error} GradientRangeMonitor goes on without 'layers'.")
             self._sweep = GradientSweep(self._train_step, gradient_format=self._format)
             ranges = self._sweep(batch, scales, observe=observe)
+        for tag, output in _by_micro_batch(outputs, _micro_batches(self._train_step)):
+            self._add_histogram(tag, output, step)
         if self._writer is not None:
             for weight in self._sweep.weights:
                 self._add_histogram(weight.name, to_numpy(weight), step)
@@ -183,6 +190,22 @@ def _find_train_step(train_network: Any) -> Any:
         f"that is trained is a {type(train_network).__name__}. Derive your train step from one of those in "
         "mindformers_adaptive.wrapper."
     )
+
+
+def _micro_batches(train_step: Any) -> int:
+    """Return into how many micro-batches MindSpore's cells for accumulation and pipelines split a batch."""
+    return next((cell.micro_size for _, cell in train_step.cells_and_names() if hasattr(cell, "micro_size")), 1)
+
+
+def _by_micro_batch(outputs: Mapping[str, list[Any]], micro_batches: int) -> Iterator[tuple[str, Any]]:
+    """Yield a tag and an array of shape (elements,) for each layer, or for each micro-batch of a layer."""
+    for name, calls in outputs.items():
+        # A layer that is not called equally often in each micro-batch cannot be split.
+        parts = micro_batches if len(calls) % micro_batches == 0 else 1
+        length = len(calls) // parts
+        for index in range(parts):
+            number = f"_mbs{index}" if parts > 1 else ""
+            yield f"{name}/output{number}", np.concatenate(calls[index * length : (index + 1) * length])
 
 
 def _loss_scale(train_step: Any) -> float:

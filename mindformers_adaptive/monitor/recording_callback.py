@@ -29,6 +29,9 @@ _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this
 # Remedy by errno, beside another path.
 _REMEDIES = _FULL | _READ_ONLY
 
+# The writer of TensorBoard files refuses an array of which no value is within its bins, which end just above this.
+_LARGEST_BIN = 9e19
+
 
 class RecordingCallback(Callback):
     """A callback with a record and a TensorBoard writer, which are closed however a training ends.
@@ -152,9 +155,13 @@ class RecordingCallback(Callback):
             self._writer.add_scalar(tag, float(value), step)
 
     def _add_histogram(self, tag: str, array: Any, step: int) -> None:
-        """Write the finite values of an array for TensorBoard, if there are any."""
-        if self._writer is not None and (finite := array[np.isfinite(array)]).size:
-            self._writer.add_histogram(tag, finite, step)
+        """Write a histogram for TensorBoard of the values that its bins hold, if there are any."""
+        if self._writer is not None:
+            # TensorBoard's writer sums the values and their squares in their dtype, and FP16 sums overflow.
+            values = np.asarray(array, np.float64)
+            values = values[np.abs(values) < _LARGEST_BIN]
+            if values.size:
+                self._writer.add_histogram(tag, values, step)
 
     def _release(self) -> None:
         """Close what was opened; calling it again does nothing."""

@@ -50,6 +50,7 @@ def explain_overflow(
     measured="",
     graph=None,
     progress=None,
+    micro_batches=1,
 ):
     """Say why a network overflows, in which layer, and what of the things that can be changed helps.
 
@@ -73,6 +74,8 @@ def explain_overflow(
             not, and of the things that can be changed only a lower loss scale is tried. Default: None, only if the
             network does not run in PyNative mode.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
+        micro_batches (int): by how many micro-batches the training divides the loss before the backward pass, as in
+            :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`. Default: 1.
 
     Returns:
         Explanation; ``str()`` of it is a text of at most 25 lines.
@@ -99,7 +102,7 @@ def explain_overflow(
     done = counts_for(progress)
 
     def explain(graph):
-        watched = functools.partial(watched_passes, done=done, graph=graph)
+        watched = functools.partial(watched_passes, done=done, graph=graph, micro_batches=micro_batches)
         return _explain(network, batches, loss_scale, remedies, settings or {}, measured, watched)
 
     if graph is not None:
@@ -154,13 +157,14 @@ def _overflow_mode():
 
 
 @contextlib.contextmanager
-def watched_passes(network, done=lambda: None, graph=False):
+def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
     """Yield a function from batches and a loss scale to the passes; everything is restored afterwards.
 
     Args:
         network (Cell): as in :func:`explain_overflow`.
         done (Callable): called after each backward pass.
         graph (bool): as in :func:`explain_overflow`.
+        micro_batches (int): as in :func:`explain_overflow`.
 
     Raises:
         PyNativeError: if the network cannot run in the mode.
@@ -184,7 +188,7 @@ def watched_passes(network, done=lambda: None, graph=False):
         def run(batch, scale):
             restore_random_state()
             try:
-                loss, gradients, _ = backward(Tensor(scale, mstype.float32), *batch)
+                loss, gradients, _ = backward(Tensor(scale / micro_batches, mstype.float32), *batch)
                 gradients, of_sinks = gradients[: len(names)], gradients[len(names) :]
                 weights = dict(zip(names, map(read_tensor, gradients), strict=True))
                 calls, of_calls, source = watch.take(loss, weights, of_sinks)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records
 from mindformers_adaptive.plots.report_page import RunTold, picture, render
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of

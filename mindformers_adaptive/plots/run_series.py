@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.logs.record import run_of_record
 from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
+from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import implied_ceilings
 
@@ -38,8 +38,8 @@ class RunSeries(NamedTuple):
         overflow (NDArray): bool, whether the step is known to have been skipped.
         scales (NDArray): float64 of shape (steps + 1,), the scales used in the steps and the one after the last; nan
             where none above 0 is known.
-        scale_window (NDArray, optional): float64, the window after the step; None where no window is known, and where
-            the scale follows the gradients and the window of its limit never moves.
+        scale_window (NDArray, optional): float64, the window after the step; None where the window never moves, or is
+            not known.
         first_step (int), last_step (int): where the record begins and ends; those steps may be missing in it.
         skipped (int), counted (int): how many of how many steps were skipped: of the steps 1 to ``last_step``, missing
             ones included, where the record tells, else of those in ``step``.
@@ -65,6 +65,11 @@ class RunSeries(NamedTuple):
     def span(self) -> int:
         """How many steps there are from the first to the last, missing ones included."""
         return self.last_step - self.first_step + 1
+
+    @property
+    def skipped_at_start(self) -> int:
+        """How many steps were skipped before the first applied step."""
+        return len(self.overflow) if self.overflow.all() else int(np.argmin(self.overflow))
 
     @property
     def gaps(self) -> NDArray[np.float64]:
@@ -132,8 +137,8 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     """Return the series of a run.
 
     Args:
-        run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it, or
-            the lines that :func:`mindformers_adaptive.record.writer.read_record` returns.
+        run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.record.logs.read_log` returns it,
+            or the lines that :func:`mindformers_adaptive.record.writer.read_record` returns.
 
     Raises:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.
@@ -161,7 +166,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         loss=loss[at],
         scales=np.where((scales > 0) & np.isfinite(scales), scales, np.nan),
         overflow=run.overflow[at],
-        scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > has_ceiling else None,
+        scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > 1 else None,
         first_step=int(run.step[0]),
         last_step=int(run.step[-1]),
         skipped=fewest if counts_all else int(run.overflow[at].sum()),

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _SMOOTH_FROM = 200
 _MEDIANS = 100
 
-# Up to so many skipped steps are crosses.
-_FEW_MARKS = 300
+# A start this many times above all later loss scales is cut off, if the run goes on for a while after it.
+_START_ABOVE, _START_CUT_FROM = 2.0**4, 40
 
 # Ceilings fit the axis up to so many times the highest loss scale.
 _CEILINGS_UP_TO = 2.0**8
@@ -57,13 +57,13 @@ def draw_runs(
 
     The norm has a panel where a run has it. Two runs have a panel with the difference of their losses too, where both
     have the loss of a step. A single run without gradients is drawn in more detail: with the loss of each step, its
-    scale window where the record has one, and the steps that are missing in the record shaded, unless most are missing.
+    scale window where it moves, and the steps that are missing in the record shaded, unless most are missing.
     Where the record of just one run has largest gradients, the loss scales above the ceiling that they show are shaded.
 
     Args:
         runs (Mapping): by name the record of each run, as :func:`mindformers_adaptive.record.writer.read_record`
-            returns it, or the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it; at least one. A single
-            run may have the name "", which leaves it out of the title.
+            returns it, or the run as :func:`mindformers_adaptive.record.logs.read_log` returns it; at least one. A
+            single run may have the name "", which leaves it out of the title.
         gradients (Mapping, optional): by name of the run the record of its gradients, where there is one. Default:
             None, no panel for the underflow.
 
@@ -185,31 +185,39 @@ def _use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
         canvas.say_instead(axes, "no loss scale in the record")
         axes.set_ylim(0.5, 2)
     else:
-        lowest, highest = np.nanmin(scales), np.nanmax(scales)
+        lowest, highest = np.nanmin(scales), np.nanmax([_highest_after_start(run) for run in runs])
+        if (start := np.nanmax(scales)) > highest:
+            text = f"the start, from {canvas.power_of_two(start)}, is cut off"
+            axes.text(0.01, 0.84, text, transform=axes.transAxes, color=canvas.MUTED, gid="start")
         ceilings = [np.nanmax(run.ceiling) for run in runs if run.ceiling is not None]
         # A single tiny gradient must not squeeze everything else.
         canvas.use_power_of_two_axis(axes, lowest, max([highest, *np.minimum(ceilings, _CEILINGS_UP_TO * highest)]))
 
 
+def _highest_after_start(run: RunSeries) -> float:
+    """Return the highest loss scale after the steps that were skipped at the start, or of all steps if it is near."""
+    highest = float(np.nanmax(run.scales, initial=0.0))
+    later = run.scales[run.skipped_at_start :]
+    if len(later) < _START_CUT_FROM or np.isnan(later).all():
+        return highest
+    settled = float(np.nanmax(later))
+    return settled if highest > _START_ABOVE * settled else highest
+
+
 def _draw_loss_scale(
     axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str, height: float
 ) -> None:
-    """Draw the loss scale of a run, and mark its skipped steps; many of them as a strip at a height of the panel."""
+    """Draw the loss scale of a run, and its skipped steps as ticks at a height of the panel, from 0 to 1."""
     steps = np.append(run.step, run.last_step + 1)
     axes.step(*thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
     of_all = "" if recorded == run.skipped else f" of {run.skipped:,} recorded"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
-    # A skipped step of unknown scale is marked all the same, at the bottom.
-    step, y = run.step[run.overflow], np.nan_to_num(run.scales[:-1][run.overflow], nan=axes.get_ylim()[0])
+    # Ticks on a rail at the top of the panel: crosses on the curve would hide it.
+    step = one_per_column(run.step[run.overflow])
     style: dict[str, Any] = {"linestyle": "none", "color": mark, "label": label, "gid": "skipped steps"}
-    if len(step) <= _FEW_MARKS:
-        axes.plot(step, y, marker="x", markersize=6, markeredgewidth=1.4, zorder=3, **style)
-    else:
-        # So many crosses would hide the line: a strip shows where they are dense.
-        step = one_per_column(step)
-        style.update(marker="|", markersize=9, markeredgewidth=0.6, transform=axes.get_xaxis_transform())
-        axes.plot(step, np.full(len(step), height), **style)
+    style.update(marker="|", markersize=9, markeredgewidth=1.0, transform=axes.get_xaxis_transform())
+    axes.plot(step, np.full(len(step), height), **style)
 
 
 def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:

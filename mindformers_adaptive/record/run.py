@@ -45,7 +45,6 @@ class RecordedRun:
             last one, and the fewest and the most of them that may have been skipped. Default: None, a line for each
             step, and ``overflow`` is exact.
         final_loss_scale (float): the scale after the last step, nan where nothing is known of it.
-        factor_bound (float, optional): the largest ``scale_factor`` that the log allows. Default: None, that itself.
         lines_superseded (int): used lines that speak of steps that later lines speak of otherwise.
         largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute gradient of the step,
             unscaled, nan where the log does not say; None where it never does.
@@ -57,13 +56,13 @@ class RecordedRun:
             not name it beside the one that the step used; None where it never does.
         scale_window (NDArray, optional): float64 of shape (steps,), the scale window after the step, in steps, nan
             where the log does not say; None where it never does.
-        moves_by_one_factor (bool): whether the rule of the run is known, or taken, to change the scale by one factor at
-            a time, down at overflows only and up at applied steps only.
         holds_if (str): what has to be true of the run for the bounds on its skipped steps to hold; "" where they hold
             for any.
         gradient_format (Format): the format of the gradients, also by its name or numbers. Default: float16.
         without_line (NDArray, optional): bool of shape (steps,), whether a record has no line of just this step, and
             others count it. Default: None, for no step.
+        is_numbered (bool): whether the log numbers all of its steps. Where overflows at its end have no number, the run
+            has at least the steps that their scales need, and nothing bounds how many were skipped.
 
     Raises:
         TypeError: if what must be an array is none.
@@ -92,17 +91,16 @@ class RecordedRun:
     problems: tuple[str, ...] = ()
     lines: NDArray[np.int64] | None = None
     final_loss_scale: float = np.nan
-    factor_bound: float | None = None
     lines_superseded: int = 0
     largest_gradient: Floats | None = None
     dropped_by_norm: tuple[int, ...] = ()
     next_loss_scale: Floats | None = None
     scale_window: Floats | None = None
-    moves_by_one_factor: bool = True
     holds_if: str = ""
     gradient_format: Any = FLOAT16
     without_line: Flags | None = None
     gradient_norm: Floats | None = None
+    is_numbered: bool = True
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
@@ -224,7 +222,7 @@ class RecordedRun:
         last = ends[np.diff(ends, prepend=0) > 1] - 1
         last = last[known[last] & ~known[last - 1]]
         after = np.append(scale[1:], self.final_loss_scale)[last]
-        bound = self.factor_bound or self.scale_factor
+        bound = max(2.0, self.scale_factor)
         lower[last] = np.where(self.overflow[last], 0.0, np.nan_to_num(after / bound))
         below[last] = np.where(self.overflow[last], np.nan_to_num(after * bound, nan=np.inf), np.inf)
         gradients = self.applied_gradients()

@@ -10,13 +10,14 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
-from mindformers_adaptive.text.files import json_object
+__all__ = ["FIELDS", "LARGEST_STEP", "RARE_FIELDS", "LogLine", "Step", "field_descriptions", "step_of"]
 
-__all__ = ["FIELDS", "RARE_FIELDS", "Step", "field_descriptions", "parse_step"]
+# A larger step number is a torn line, not a step; 2^53 is also where float64 stops counting.
+LARGEST_STEP = 2**53
 
 
-def _field(description: str) -> msgspec.Meta:
-    return msgspec.Meta(description=description)
+def _field(description: str, ge: int | None = None, le: int | None = None) -> msgspec.Meta:
+    return msgspec.Meta(description=description, ge=ge, le=le)
 
 
 class Step(msgspec.Struct, kw_only=True):
@@ -26,7 +27,7 @@ class Step(msgspec.Struct, kw_only=True):
     record parts of its state besides.
     """
 
-    step: Annotated[int, _field("number of the step, from 1; a resumed run counts on")]
+    step: Annotated[int, _field("number of the step, from 1; a resumed run counts on", ge=0, le=LARGEST_STEP)]
     loss: Annotated[float | None, _field("mean of the loss that the train-step cell returns")] = None
     overflow: Annotated[bool | None, _field("whether the step overflowed and was skipped")]
     loss_scale: Annotated[float | None, _field("the loss scale that the step used")]
@@ -50,6 +51,26 @@ class Step(msgspec.Struct, kw_only=True):
     ] = msgspec.UNSET
 
 
+class LogLine(Step, kw_only=True):
+    """A line of a log, which may state less about a step than a record, or something about several steps.
+
+    Attributes:
+        step (int): the last step that the line is about; -1 where the line names none, as for an overflow of DeepSpeed.
+        steps (int, optional): how many steps the line is about, where it says so.
+        skipped_since (int, optional): how many steps were skipped since the last line that counts them.
+        rounding (float): how far the printed ``next_loss_scale`` may be from the true one.
+        printer (str): the source file and the rank that printed an overflow.
+    """
+
+    step: int = -1
+    overflow: bool | None = None
+    loss_scale: float | None = None
+    steps: int | None = None
+    skipped_since: int | None = None
+    rounding: float = 0.0
+    printer: str = ""
+
+
 _BY_NAME = {field.name: field for field in msgspec.structs.fields(Step)}
 
 # What each line of a record has, and what only some have.
@@ -68,24 +89,21 @@ def field_descriptions() -> dict[str, str]:
     return {name: hints[name].__metadata__[0].description for name in _BY_NAME}
 
 
-def parse_step(line: str) -> Step | str:
+def step_of(content: Mapping[str, Any]) -> Step | str:
     """Return the step that a JSON object describes, or why it is no step.
 
     A text that is a number counts as the number, and so do ``"nan"`` and ``"inf"``. An optional value that cannot be
     read counts as unknown.
 
     Args:
-        line (str): the object, without spaces around it.
+        content (Mapping[str, Any]): the object.
 
     Examples:
-        >>> parse_step('{"step": 3, "overflow": true, "loss_scale": 4.0, "loss": "nan"}').loss
+        >>> step_of({"step": 3, "overflow": True, "loss_scale": 4.0, "loss": "nan"}).loss
         nan
-        >>> parse_step('{"step": "x", "overflow": true, "loss_scale": 4.0}')
+        >>> step_of({"step": "x", "overflow": True, "loss_scale": 4.0})
         "Expected `int`, got `str` - at `$.step`"
     """
-    content: Mapping[str, Any] = json_object(line)
-    if not content:
-        return "it is no whole JSON object"
     values = {name: content[name] for name in _BY_NAME if name in content}
     for name in [name for name in values if not _BY_NAME[name].required]:
         try:

@@ -44,6 +44,9 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
 
     Those that ``**bounds`` hands on are the arguments of the next constructor.
 
+    Raises:
+        ValueError: if an argument cannot be given by its name.
+
     Examples:
         >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
         >>> list(arguments_of(AdaptiveRule))[:2]
@@ -54,6 +57,12 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
         if "__init__" not in vars(owner):
             continue
         parameters = list(inspect.signature(vars(owner)["__init__"]).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ValueError(
+                    f"The rule {rule_class.name!r} must take its argument {parameter.name!r} by name. Leave out the "
+                    "'/' in its constructor."
+                )
         hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters)
         found |= {one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)} | found
         if not hands_on:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import linecache
 import os
 import shutil
 import tempfile
@@ -14,6 +15,9 @@ from types import CodeType
 from typing import Any
 
 __all__ = ["make_function"]
+
+# The last one is in use.
+_folders: list[Path] = []
 
 
 def make_function(
@@ -39,17 +43,20 @@ def _compiled(rule: str, source: str) -> CodeType:
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     file = _folder() / f"{''.join(c if c.isalnum() else '_' for c in rule)}_{digest}.py"
     file.write_text(source, encoding="utf-8")
+    # MindSpore compiles from the source, perhaps after a cleaner of temporary files has removed it. Without a time of
+    # its last change, an entry outlives its file.
+    linecache.cache[str(file)] = (len(source), None, source.splitlines(keepends=True), str(file))
     return compile(source, str(file), "exec")
 
 
-@functools.cache
 def _folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="mindformers_adaptive_")
-    atexit.register(_remove, folder, os.getpid())
-    return Path(folder)
+    if not _folders or not _folders[-1].is_dir():
+        _folders.append(Path(tempfile.mkdtemp(prefix="mindformers_adaptive_")))
+        atexit.register(_remove, _folders[-1], os.getpid())
+    return _folders[-1]
 
 
-def _remove(folder: str, process: int) -> None:
+def _remove(folder: Path, process: int) -> None:
     # A forked process leaves it to the first one.
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)

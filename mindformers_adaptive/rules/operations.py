@@ -311,13 +311,13 @@ class Table:
         sizes = np.array([rows.shape[:-1] for rows, _ in tables])
         ones = np.ones((len(tables), 1), np.int64)
         strides = np.concatenate([np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
-        first = np.array([starts[id(rows)] for rows, _ in tables]) - (lowest * strides).sum(axis=1)
+        first = np.array([starts[id(rows)] for rows, _ in tables])
         bounds = (lowest, lowest + sizes - 1, strides, first)
         self._lowest, self._highest, self._strides, self._first = (merged(one.astype(np.int32)) for one in bounds)
 
     def __call__(self, index: Array) -> Array:
         """Return the rows at an index of shape (arguments, lanes), as an array of shape (columns, lanes)."""
-        places = np.minimum(np.maximum(index, self._lowest), self._highest) * self._strides
+        places = (np.minimum(np.maximum(index, self._lowest), self._highest) - self._lowest) * self._strides
         found: Array = self._rows.take(np.add.reduce(places, axis=0) + self._first, axis=0).T
         return found
 

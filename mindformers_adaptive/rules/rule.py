@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import types
 import warnings
 from collections import namedtuple
 from collections.abc import Collection, Mapping, Sequence
@@ -22,11 +23,13 @@ from mindformers_adaptive.rules.values import is_traced_now, refused
 __all__ = ["Rule"]
 
 
-class _Made(type):
-    """A rule is checked, and its step traced, when it is made: after the constructor of its class."""
+class _CheckedOnCreation(type):
+    """After the constructor, the attributes of a rule are frozen, it is checked, and its step is traced."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         rule = super().__call__(*args, **kwargs)
+        # The step is traced once, so a list that changed afterwards would tell of another rule.
+        vars(rule).update({name: _frozen(value) for name, value in vars(rule).items()})
         check_description(rule)
         _ = rule.traced
         return rule
@@ -38,12 +41,13 @@ class _Made(type):
         return inspect.Signature(list(parameters.values())[1:])
 
 
-class Rule(metaclass=_Made):
+class Rule(metaclass=_CheckedOnCreation):
     """A rule of loss scaling: a state, and an ordinary function that says what a step does to it.
 
     A subclass has :meth:`next_state`, which is called once when the rule is made, with values that record what is done
     to them. From that come one NumPy function and the graph of the update cell. It may have :meth:`first_state`,
-    and a constructor that keeps each argument as an attribute of the same name.
+    and a constructor that keeps each argument as an attribute of the same name. Once the rule is made its attributes
+    cannot change: a list becomes a tuple, a set a frozenset, and a dict or an array a copy that is read only.
 
     Attributes:
         name (str): of the policy, and of the kind of state in a checkpoint.
@@ -269,9 +273,8 @@ class Rule(metaclass=_Made):
         """type: the NamedTuple of its states."""
         keys = [key for field in self.fields for key in field.keys]
         clean = ["clean_steps"] if self.counts_clean_steps else []
-        return namedtuple(
-            f"{type(self).__name__}State", ["loss_scale", *keys, *clean, "skipped_steps", "consecutive_overflows"]
-        )
+        names = ("loss_scale", *keys, *clean, "skipped_steps", "consecutive_overflows")
+        return _state_class(f"{type(self).__name__}State", names)
 
     @functools.cached_property
     def traced(self) -> TracedStep:
@@ -314,5 +317,42 @@ class Rule(metaclass=_Made):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("traced", "State", "fields", "_single")
-        return {name: value for name, value in vars(self).items() if name not in made}
+        derived = ("traced", "State", "fields", "_single")
+        return {name: _thawed(value) for name, value in vars(self).items() if name not in derived}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        vars(self).update({name: _frozen(value) for name, value in attributes.items()})
+
+
+@functools.cache
+def _state_class(name: str, fields: tuple[str, ...]) -> Any:
+    """Return a NamedTuple whose instances can be pickled, although no module has its name."""
+
+    def reduce(state: Any) -> tuple[Any, ...]:
+        return _state_of, (name, fields, *state)
+
+    return type(name, (namedtuple(name, fields),), {"__slots__": (), "__reduce__": reduce})
+
+
+def _state_of(name: str, fields: tuple[str, ...], *values: Any) -> Any:
+    return _state_class(name, fields)(*values)
+
+
+def _frozen(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return tuple(map(_frozen, value))
+    if type(value) is set:
+        return frozenset(value)
+    if type(value) is dict:
+        return types.MappingProxyType({key: _frozen(part) for key, part in value.items()})
+    if isinstance(value, np.ndarray):
+        value = value.copy()
+        value.flags.writeable = False
+    return value
+
+
+def _thawed(value: Any) -> Any:
+    """Return what :func:`_frozen` has returned with dicts that can be pickled."""
+    if type(value) is tuple:
+        return tuple(map(_thawed, value))
+    return {key: _thawed(part) for key, part in value.items()} if type(value) is types.MappingProxyType else value

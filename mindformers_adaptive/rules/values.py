@@ -35,6 +35,10 @@ _LIBRARIES = (*(f"{_INSTALLED}{name}{os.sep}" for name in ("numpy", "mindspore",
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
+# MindSpore compiles a step in a time that grows with the square of this number: at the limit about 20 seconds.
+_MOST_VALUES = 2**11
+
+
 class RuleError(ValueError):
     """What is wrong with the step of a rule, with the line that has it."""
 
@@ -116,6 +120,11 @@ class Value:
         trace = _present.trace
         if trace is None:
             raise refused(f"makes one by {op}. Elsewhere write a number, and in the state float32[8] for a vector of 8")
+        if len(trace.values) >= _MOST_VALUES:
+            raise refused(
+                f"records more than {_MOST_VALUES} operations, and MindSpore would compile them for minutes. Compute "
+                "with whole vectors, and by take, count, argmin and tabulate"
+            )
         for name, value in zip(Value.__slots__, (args, dtype, extra, op, len(trace.values), shape, trace), strict=True):
             object.__setattr__(self, name, value)
         trace.values.append(self)

@@ -315,7 +315,7 @@ def launched(way, config, as_it_is=False, watched=False, **options):
     config = load_config(file, overrides, may_add=list(overrides))
     write_rows(folder, config.train_dataset.input_columns, config.model.model_config.seq_length + 1)
     if watched:
-        step, dataset = build_training(file, folder, overrides)
+        step, dataset, *_ = build_training(file, folder, overrides)
         compile_watched(step, next(dataset.create_tuple_iterator()))
     else:
         launch(config)

@@ -68,7 +68,7 @@ FIGURES = {
     "lenet5": Figure("python scripts/examples/lenet5_managers.py", begins="LeNet5"),
     "demo": Figure("bash scripts/demo.sh", begins="FP16 alone: "),
     # After the demo, which writes the corpus.
-    "find": Figure(FIND, begins="No overflow"),
+    "find": Figure(FIND, begins="Start at"),
 }
 
 

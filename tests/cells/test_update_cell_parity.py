@@ -70,6 +70,41 @@ def test_equals_mindformers_own_cell_where_its_ladder_is_well_formed(graph_mode,
     assert windows >= {1, *window_ladder(largest, smallest)} - {1000}
 
 
+def test_counters_of_mindformers_go_on_where_ours_stay_and_no_step_differs(graph_mode):
+    theirs, ours = MindFormersUpdateCell(1.0, 2, 2, 3, 2), AdaptiveLossScaleUpdateCell(1.0, 2, 2, 3, 2)
+    cells, counts = [Owned(theirs), Owned(ours)], {"up": [], "down": []}
+    for overflow in [False] * 30 + [True] * 9:
+        for cell in cells:
+            cell.step(overflow)
+        assert float(cells[0].scale_sense) == float(cells[1].scale_sense)
+        state = ours.state()
+        assert theirs.scale_window.asnumpy() == state["scale_window"]
+        counts["up"].append((int(theirs.window_up_count.asnumpy()), state["growth_num"]))
+        counts["down"].append((int(theirs.window_down_count.asnumpy()), state["down_num"]))
+    for pairs in counts.values():
+        apart = [pair for pair in pairs if pair[0] != pair[1]]
+        assert {stays for _, stays in apart} == {3}
+        assert {goes_on for goes_on, _ in apart} >= {0, 1, 2}
+
+
+@pytest.mark.parametrize(("window", "taken"), [(20.0, 20), (0.5, 20), ("20", 20), (25, 20), (50.0, 50)])
+def test_mindformers_takes_any_window_and_this_package_integers_only(window, taken):
+    assert MindFormersUpdateCell(INITIAL_SCALE, 2, window).scale_window.asnumpy() == taken
+    if isinstance(window, int):
+        with pytest.warns(UserWarning, match="must be one of the ladder"):
+            assert AdaptiveLossScaleUpdateCell(INITIAL_SCALE, 2, window).state()["scale_window"] == taken
+    else:
+        with pytest.raises(TypeError, match="'scale_window' must be an integer"):
+            AdaptiveLossScaleUpdateCell(INITIAL_SCALE, 2, window)
+
+
+@pytest.mark.parametrize(("hysteresis", "more"), [(1, 4), (2, 5)])
+def test_checkpoints_have_the_parameters_of_mindformers_and_a_few_more(hysteresis, more):
+    theirs = set(MindFormersUpdateCell(INITIAL_SCALE, 2, 20).parameters_dict())
+    ours = set(AdaptiveLossScaleUpdateCell(INITIAL_SCALE, 2, 20, hysteresis=hysteresis).parameters_dict())
+    assert (len(theirs), len(ours - theirs), theirs <= ours) == (6, more, True)
+
+
 @pytest.mark.parametrize(("window", "factor"), [(1, 2), (20, 2), (7, 3), (100, 1.5)])
 def test_one_window_is_mindspores_dynamic_cell(graph_mode, window, factor):
     theirs = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, factor, window)

@@ -34,7 +34,7 @@ def test_each_entry_is_a_test_or_says_that_there_is_none():
     rows, _ = rows_of(english)
     assert len(rows) >= 20
     for row in rows:
-        assert len(row) == 5
+        assert len(row) == 4
         for cell in row[1:-1]:
             assert re.match(r"\d+|cannot|not tested|has no effect", cell), row
         # What a CPU cannot do has a reason, or a reference to one.

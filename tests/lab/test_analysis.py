@@ -10,17 +10,17 @@ import pytest
 
 from mindformers_adaptive.lab.analysis import analyze, raise_ceilings
 from mindformers_adaptive.lab.gradient_ceilings import with_gradients
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.scale_path import changes_of
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.formats import FORMATS
 from tests.conftest import ROOT
 from tests.shared.records import run_of
 
-LOGS = ROOT / "tests" / "lab" / "samples"
+LOGS = ROOT / "tests" / "record" / "samples"
 
 
 def recorded(ceilings, name="dynamic", **params):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -153,6 +154,14 @@ def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
     assert cell.rule.arguments == configuration.rule.arguments
     assert (cell.get_loss_scale(), cell.state()["scale_window"]) == configuration.start[:2]
     assert Configuration("adaptive", **section).start == configuration.start
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "guided", "own_rules.Follow"])
+def test_a_configuration_can_be_pickled(policy):
+    configuration = Configuration(policy, loss_scale_value=2.0**12)
+    copied = pickle.loads(pickle.dumps(configuration))
+    assert (copied, copied.start) == (configuration, configuration.start)
+    assert copied.rule.step(copied.start, True) == configuration.rule.step(configuration.start, True)
 
 
 def test_default_grid_has_dynamic_and_adaptive_configurations_once_each():

@@ -30,6 +30,7 @@ def main(folder):
     init()
     seen = {f"sharded {number}": sharded(number) for number in (1, 2, 4)}
     seen["plain"] = plain()
+    seen["FP16 weights"] = with_fp16_weights()
     (Path(folder) / "seen.json").write_text(json.dumps(seen))
 
 
@@ -76,6 +77,22 @@ def plain():
         step.accu_grads[0].set_data(Tensor(gradient))
         record.append(take(step, np.ones((BATCH, SIZE), np.float32)))
     return record
+
+
+def with_fp16_weights():
+    """The weight after a step at a loss scale whose reciprocal is 0 in FP16, and what NumPy says."""
+    mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
+    # The reciprocal of the factor lets the gradients pass through FP16.
+    network = HalfPrecisionSum(SIZE, factor=2.0**-20)
+    network.weight.set_dtype(mindspore.float16)
+    optimizer = nn.SGD(network.trainable_params(), learning_rate=2.0**18)
+    scale = Tensor(2.0**28, mindspore.float32)
+    step = MFPipelineWithLossScaleCell(nn.PipelineCell(network, 2), optimizer, scale_sense=scale, use_clip_grad=False)
+    mindspore.reset_auto_parallel_context()
+    features = np.random.default_rng(0).uniform(0.5, 1.0, (BATCH, SIZE)).astype(np.float16)
+    step.set_train()(Tensor(features))
+    expected = 1 - 2.0**-2 * features.sum(0, dtype=np.float64)
+    return {"weight": network.weight.asnumpy().tolist(), "expected": expected.tolist()}
 
 
 def take(step, features):

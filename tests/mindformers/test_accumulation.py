@@ -7,14 +7,16 @@ from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore import nn
 
 from mindformers_adaptive import LossScaleMonitor
-from mindformers_adaptive.mindformers.launcher import launch, load_config
+from mindformers_adaptive.mindformers.keys import ACCUMULATION, micro_batches_of
+from mindformers_adaptive.mindformers.launcher import launch, load_config, set_key
+from mindformers_adaptive.mindformers.overflow_probe import why
 from mindformers_adaptive.mindformers.trainer import (
-    MeanOverMicroBatches,
     Trainer,
     accumulate,
     take_accumulation_steps,
 )
-from mindformers_adaptive.mindformers.training_probe import build_training
+from mindformers_adaptive.mindformers.training_probe import probe
+from mindformers_adaptive.overflow.batch_file import save_batch
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.examples.tiny_llama import build_dataset, build_model
@@ -34,7 +36,7 @@ def options(corpus, steps, **changes):
         **SMALL_MODEL,
         "model.model_config.multiple_of": 16,
         "runner_config.batch_size": BATCH // steps,
-        "runner_config.gradient_accumulation_steps": steps,
+        ACCUMULATION: steps,
         "train_dataset.data_loader.dataset_dir": str(corpus),
         "train_dataset.data_loader.num_samples": SAMPLES,
         "lr_schedule.warmup_steps": 2,
@@ -96,10 +98,72 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
     assert with_wrapper.config.runner_config.batch_size == 4
 
 
-def test_probe_and_find_measure_the_accumulated_gradients(corpus):
-    train_step, dataset = build_training(CONFIG, None, options(corpus, MICRO_BATCHES))
-    assert isinstance(train_step.network, MeanOverMicroBatches)
-    assert (train_step.network.micro_batches, dataset.get_batch_size()) == (MICRO_BATCHES, BATCH)
+def test_probe_divides_the_loss_as_the_training_does(corpus):
+    # The training adds up the gradients of 4 micro-batches of 2 samples, so a probe of these has their mean.
+    changes, scales = options(corpus, MICRO_BATCHES), [2.0**8, 2.0**20, 2.0**21, 2.0**22]
+    whole, parts = {}, {}
+
+    def add_to(sums):
+        def add(scale, gradients):
+            for name, each in gradients.items() if scale == scales[0] else ():
+                sums[name] = sums.get(name, 0) + each
+
+        return add
+
+    probe(CONFIG, None, None, scales[:1], 1, overrides=options(corpus, 1), observe=add_to(whole))
+    divided = probe(CONFIG, None, None, scales, MICRO_BATCHES, overrides=changes, observe=add_to(parts))
+    for name, gradient in whole.items():
+        np.testing.assert_allclose(parts[name] / MICRO_BATCHES, gradient, atol=2.0**-8 * np.abs(gradient).max())
+    lower = [scale / MICRO_BATCHES for scale in scales]
+    alone = probe(CONFIG, None, None, lower, MICRO_BATCHES, overrides={**changes, ACCUMULATION: 1})
+    assert (divided.micro_batches, alone.micro_batches) == (MICRO_BATCHES, 1)
+    for scale in scales:
+        assert divided.overall(scale) == alone.overall(scale / MICRO_BATCHES)
+        unscaled = alone.overall(scale / MICRO_BATCHES, unscaled=True)
+        assert divided.overall(scale, unscaled=True) == unscaled
+
+
+STAGES = {"parallel_config.pipeline_stage": 2, "parallel_config.micro_batch_num": 8}
+SEMI_AUTO = {"use_parallel": True, "parallel.parallel_mode": 1, "parallel_config.data_parallel": 4}
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "micro_batches"),
+    [
+        ("CPU", {}, 1),
+        ("CPU", {ACCUMULATION: 3}, 3),
+        ("CPU", {ACCUMULATION: 3, "calculate_per_token_loss": True}, 1),
+        ("Ascend", {ACCUMULATION: 3}, 1),
+        ("Ascend", {**SEMI_AUTO, "parallel.parallel_mode": 0, **STAGES}, 1),
+        ("Ascend", {**SEMI_AUTO, ACCUMULATION: 3}, 12),
+        ("Ascend", {**SEMI_AUTO, **STAGES, ACCUMULATION: 3}, 32),
+        ("Ascend", {**SEMI_AUTO, **STAGES, "calculate_per_token_loss": True}, 1),
+        ("Ascend", {**SEMI_AUTO, **STAGES, "use_parallel": False}, 1),
+    ],
+)
+def test_who_divides_before_the_backward_pass(target, changes, micro_batches):
+    config = MindFormerConfig(str(CONFIG))
+    for key, value in changes.items():
+        set_key(config, key, value)
+    assert micro_batches_of(config, config.use_parallel, target) == micro_batches
+
+
+def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
+    # A file of a training with pipeline stages is measured in one process.
+    changes = {**SMALL_MODEL, **STAGES, **SEMI_AUTO, "parallel_config.data_parallel": 1}
+    for command in ("find", "why"):
+        words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
+        code, printed, _ = run_program(command, *words, *(f"{key}={value}" for key, value in changes.items()))
+        assert code == 0
+        assert "as one of 8 micro-batches, with its loss divided by 8 before the backward pass" in printed
+        assert command == "why" or len(printed.splitlines()) <= 15
+
+
+def test_a_saved_batch_is_cut_into_its_micro_batches(corpus):
+    rows = [np.arange(BATCH * 33, dtype=np.int32).reshape(BATCH, 33) % 256]
+    save_batch("batch.npz", rows)
+    explanation = why(CONFIG, None, None, 2.0**6, batch="batch.npz", overrides=options(corpus, 2))
+    assert len(explanation.losses) == 2
 
 
 def test_the_model_and_evaluation_see_micro_batches(corpus):

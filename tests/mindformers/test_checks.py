@@ -160,14 +160,6 @@ def test_the_checkpoint_section_in_pynative_mode_is_refused_where_it_needs_hyper
     load({"context.mode": 1})
 
 
-@pytest.mark.parametrize(("accumulated", "bits"), [(1, 10), (4, 12)])
-def test_a_high_start_with_a_loss_per_token_is_advised_to_ask_find(accumulated, bits):
-    changes = {PER_TOKEN: True, "runner_config.gradient_accumulation_steps": accumulated}
-    message = rf"lower by log2\({2**bits}\) = {bits} bits.* from 2\^32 skips about {bits} .*adaptive-loss-scale find"
-    with pytest.warns(UserWarning, match=message):
-        load(changes)
-
-
 ODD = {"loss_scale_value": 65535}
 
 

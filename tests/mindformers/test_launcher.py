@@ -160,7 +160,7 @@ def test_a_key_that_is_there_is_set_without_a_warning():
 
 
 def test_a_section_that_is_set_as_a_whole_reads_like_any_other():
-    config = load("--options", "runner_wrapper.scale_sense={type: FixedLossScaleUpdateCell, loss_scale_value: 1e3}")
+    config = load("--options", "runner_wrapper.scale_sense={type: FixedLossScaleUpdateCell, loss_scale_value: 1024}")
     assert config.runner_wrapper.scale_sense.type == "FixedLossScaleUpdateCell"
     assert config.runner_wrapper.scale_sense.max_scale_window is None
 

@@ -53,3 +53,7 @@ def test_accumulated_gradients_are_cleared_in_applied_and_in_skipped_steps(seen)
 def test_weights_are_those_of_accumulation_in_the_ordinary_train_step_cell(seen, kind):
     for step in seen[kind]:
         np.testing.assert_allclose(step["weight"], step["control"], rtol=2.0**-9)
+
+
+def test_fp16_gradients_of_a_sharded_optimizer_are_divided_in_float32(seen):
+    np.testing.assert_allclose(seen["FP16 weights"]["weight"], seen["FP16 weights"]["expected"], atol=2.0**-9)

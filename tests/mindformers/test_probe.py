@@ -1,6 +1,7 @@
 """The probe: a YAML file of MindFormers and a checkpoint in, gradient ranges out."""
 
 import json
+import sys
 from pathlib import Path
 
 import mindspore
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
 def network(corpus):
     """A model with half of the weights of a new one, which lie in files of each format."""
     with mindspore_mode("graph"):
-        network = build_training(CONFIG, corpus, SMALL_MODEL)[0].network
+        network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
     for weight in network.get_parameters():
         weight.set_data(weight * 0.5)
     for file in map(Path, HALVED):
@@ -90,6 +91,30 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_with_gaps_warned_of(ne
 def test_bad_input_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
         probe(**{"config_path": str(CONFIG), **changes})
+
+
+UPDATE_CELL = """
+from mindformers.tools.register import MindFormerRegister
+from mindspore import nn
+
+@MindFormerRegister.register("wrapper")
+class CellOfAUser(nn.DynamicLossScaleUpdateCell):
+    pass
+"""
+
+
+def test_find_takes_classes_of_a_users_folder(corpus, run_program, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("REGISTER_PATH", "")
+    (tmp_path / "cells_of_a_user.py").write_text(UPDATE_CELL)
+    section = "{type: CellOfAUser, auto_register: cells_of_a_user.CellOfAUser, loss_scale_value: 8, scale_factor: 2, "
+    model = [f"{key}={value}" for key, value in SMALL_MODEL.items()]
+    options = ["--options", *model, f"runner_wrapper.scale_sense={section}scale_window: 20}}"]
+    command = ["find", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--details", *options]
+    assert "in the folder that --register-path names" in run_program(*command)[2]
+    code, printed, errors = run_program(*command, "--register-path", tmp_path)
+    assert code == 0, errors
+    assert "lost at 2^0" in printed
 
 
 @pytest.mark.slow

@@ -214,7 +214,6 @@ def test_the_launcher_loads_a_file_and_sets_keys_of_the_section(file):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"runner_config.batch_size": 4}, "key of MindFormers' graph-mode trainer, .* Set 'training.local_batch_size'"),
         ({"do_eval": True}, "key of MindFormers' graph-mode trainer, .* Set the key of this trainer"),
         ({"run_mode": "predict"}, "'run_mode' must be train with the PyNative trainer, but got 'predict'"),
         ({"training.loss_scale.scale_factor": 0.5}, "'training.loss_scale': 'scale_factor' must be"),

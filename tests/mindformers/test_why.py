@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 def checkpoint(corpus):
     """A trained model, as it were, whose feed forward overflows in FP16."""
     with mindspore_mode("graph"):
-        network = build_training(CONFIG, corpus, MODEL)[0].network
+        network = build_training(CONFIG, corpus, MODEL).train_step.network
     for weight in network.get_parameters():
         if "feed_forward" in weight.name:
             weight.set_data(Tensor(weight.asnumpy() * 3e4))
@@ -74,18 +74,18 @@ def test_json_has_every_layer_in_the_order_of_execution(corpus, run_program):
 
 def test_all_measure_the_weights_that_the_training_would_start_from(corpus, checkpoint):
     named = {"load_checkpoint": checkpoint}
-    step, _, measured = build_training_at_start(CONFIG, None, corpus, {**MODEL, **named})
-    assert measured == f"weights of {Path.cwd() / checkpoint} (load_checkpoint)"
+    training = build_training_at_start(CONFIG, None, corpus, {**MODEL, **named})
+    assert training.weights == f"weights of {Path.cwd() / checkpoint} (load_checkpoint)"
     saved = mindspore.load_checkpoint(checkpoint)
-    for weight in step.network.get_parameters():
+    for weight in training.train_step.network.get_parameters():
         np.testing.assert_array_equal(weight.asnumpy(), saved[weight.name].asnumpy())
     ranges = probe(CONFIG, None, corpus, [1], 1, overrides={**MODEL, **named})
     assert ranges.overflowed_batches(1)
-    assert ranges.to_dict()["measured"] == measured
-    assert "(--checkpoint)" in build_training_at_start(CONFIG, checkpoint, corpus, MODEL)[2]
+    assert ranges.to_dict()["measured"] == training.weights
+    assert "(--checkpoint)" in build_training_at_start(CONFIG, checkpoint, corpus, MODEL).weights
     section = {"checkpoint.load_path": checkpoint}
     with pytest.warns(UserWarning, match=r"'checkpoint.load_path' was not in"):
-        assert "(checkpoint.load_path)" in build_training_at_start(CONFIG, None, corpus, {**MODEL, **section})[2]
+        assert "(checkpoint.load_path)" in build_training_at_start(CONFIG, None, corpus, {**MODEL, **section}).weights
 
 
 def test_what_cannot_be_measured_is_refused_without_a_traceback(corpus, tmp_path, run_program):

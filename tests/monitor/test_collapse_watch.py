@@ -7,9 +7,9 @@ from mindspore.dataset import NumpySlicesDataset
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, register, wrapper
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
 from tests.shared.networks import Dense
 

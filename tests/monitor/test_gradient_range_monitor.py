@@ -1,15 +1,17 @@
 """``GradientRangeMonitor``: what it writes is true, and the training takes no notice of it."""
 
 import json
+import re
 
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Model, Tensor, dataset, nn
+from mindspore import Model, Parameter, Tensor, dataset, nn
 from mindspore import dtype as mstype
 from mindspore.train import LambdaCallback
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
+from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.state_dict import RUN
@@ -129,6 +131,41 @@ def test_outputs_of_layers_have_the_names_of_their_parameters_in_the_record_and_
     assert at_scale["layers"]["0"]["norm"] == pytest.approx(output["norm"] / 4)
     assert events[f"{name}/output/grad/norm"][2] == pytest.approx(output["norm"] / 4)
     assert events[f"{name}/output/grad"][2].num == 8
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_each_micro_batch_has_its_histogram(graph_mode, tmp_path, micro_batches):
+    network = nn.SequentialCell(nn.Dense(4, 1, "ones", has_bias=False))
+    cut = nn.WithLossCell(network, nn.MSELoss())
+    if micro_batches > 1:
+        cut = MeanOverMicroBatches(cut, micro_batches)
+    step = TrainOneStepWithLossScaleCell(cut, nn.SGD(network.trainable_params(), 0.0), Tensor(4.0, mstype.float32))
+    inputs = np.repeat(np.arange(1, 9, dtype=np.float32), 4).reshape(8, 4)
+    data = dataset.NumpySlicesDataset((inputs, np.zeros((8, 1), np.float32)), shuffle=False).batch(8)
+    watch(tmp_path, step, data, tensorboard_dir=tmp_path, layers=["Dense"])
+    events = read_scalars(tmp_path)
+    histograms = {tag: events[tag][1] for tag in events if re.search(r"/output(_mbs\d+)?$", tag)}
+    suffixes = [f"_mbs{index}" for index in range(micro_batches)] if micro_batches > 1 else [""]
+    assert [tag.rpartition("/output")[2] for tag in histograms] == suffixes
+    # The layer adds up four equal inputs: 4, 8, ... 32.
+    parts = np.split(4 * np.arange(1, 9), micro_batches)
+    ranges = [(histogram.min, histogram.max, histogram.num) for histogram in histograms.values()]
+    assert ranges == [(part.min(), part.max(), part.size) for part in parts]
+
+
+@pytest.mark.parametrize(("dtype", "large", "last"), [(mstype.float16, 6e4, 6e4), (mstype.float32, 5e19, 1e25)])
+def test_histograms_of_large_arrays_are_finite(graph_mode, tmp_path, caplog, dtype, large, last):
+    """The sum in FP16, and the sum of squares in FP32, would be inf, and a value above 1e20 has no bin."""
+    network = HalfPrecisionSum(101)
+    network.weight = Parameter(Tensor([large] * 100 + [last], dtype), name="weight")
+    step = TrainOneStepWithLossScaleCell(network, nn.SGD(network.trainable_params(), 0.0), Tensor(1.0, mstype.float32))
+    data = dataset.NumpySlicesDataset(np.zeros((1, 101), np.float32)).batch(1)
+    watch(tmp_path, step, data, tensorboard_dir=tmp_path)
+    histogram = read_scalars(tmp_path)["weight"][1]
+    assert "Inf found" not in caplog.text
+    assert histogram.num == (101 if last == large else 100)
+    assert histogram.sum == pytest.approx(histogram.num * large, rel=1e-3)
+    assert histogram.sum_squares == pytest.approx(histogram.num * large**2, rel=1e-3)
 
 
 def test_layers_that_cannot_be_measured_do_not_stop_the_training(graph_mode, tmp_path, mindformers_log):

@@ -14,9 +14,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.logs.record import run_of_record
 from mindformers_adaptive.plots.report_page import RunTold, picture, render
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.logs import run_of_record
 from tests.plots.drawn import title
 from tests.shared.records import gradient_line, record_of, run_of
 

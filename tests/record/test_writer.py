@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.lab.logs.record import run_of_record
+from mindformers_adaptive.record.logs import read_log, run_of_record
 from mindformers_adaptive.record.writer import RunRecord, read_record
 from mindformers_adaptive.text.files import json_text
 from tests.conftest import ROOT

@@ -67,12 +67,14 @@ def test_three_drops_from_the_smallest_window_lead_to_the_hidden_one_only_if_ask
         assert (state.scale_window, state.window_index, state.down_num) == expected
 
 
-def test_floor_and_cap():
-    rule = AdaptiveRule(**LADDER_2_3_4, scale_factor=3, min_loss_scale=100.0, max_loss_scale=2000.0)
-    assert replay(rule, rule.start(1024.0), "!!!").loss_scale == 100.0
-    # A raise that would pass the upper bound leaves the scale where it is, and still counts as a raise.
-    state = replay(rule, rule.start(1024.0), "..")
-    assert (state.loss_scale, state.growth_num) == (1024.0, 1)
+@pytest.mark.parametrize("events", ["!!!", "..", "." * 6, "." * 27, "." * 6 + "!!!", "." * 6 + "!!!" + "." * 9 + "!"])
+def test_the_window_counts_at_the_bounds_as_without_them(events):
+    bounded = AdaptiveRule(**LADDER_2_3_4, scale_factor=3, min_loss_scale=700.0, max_loss_scale=2000.0)
+    states = [replay(rule, rule.start(1024.0), events) for rule in (bounded, AdaptiveRule(**LADDER_2_3_4))]
+    counted = [(each.scale_window, each.window_index, each.growth_num, each.down_num) for each in states]
+    assert counted[0] == counted[1]
+    # A raise beyond the upper bound leaves the scale where it is, and a drop beyond the lower one stops there.
+    assert states[0].loss_scale == (700.0 if "!" in events else 1024.0)
 
 
 RULES = st.builds(

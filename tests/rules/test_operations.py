@@ -6,6 +6,7 @@ result below 2^-126 is undefined, and left out.
 
 import ctypes
 import math
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,6 +146,17 @@ def plain_take(vector, index):
 def plain_argmin(vector):
     numbers = [math.inf if math.isnan(x.number) else x.number for x in vector]
     return Plain(numbers.index(min(numbers)), "int32")
+
+
+def test_a_table_has_a_row_for_each_number_that_int32_has():
+    numbers = random.Random(5)
+    for _ in range(300):
+        sizes = [numbers.randint(1, 8) for _ in range(numbers.randint(1, 4))]
+        lowest = [numbers.choice((1 - 2**31, -(2**30), 0, 2**31 - 8, numbers.randrange(2**31 - 8))) for _ in sizes]
+        rows = np.arange(math.prod(sizes), dtype=np.int32).reshape(*sizes, 1)
+        place = tuple(numbers.randrange(size) for size in sizes)
+        index = np.array([[low + at] for low, at in zip(lowest, place, strict=True)], np.int32)
+        assert operations.Table([(rows, np.array(lowest, np.int32))])(index) == rows[place]
 
 
 def plain_tabulate(function, **arguments):

@@ -420,6 +420,54 @@ def test_a_copy_of_a_rule_takes_the_same_steps(rule, again):
     assert run(copy.deepcopy(other), gradients=gradients) == expected
 
 
+@pytest.mark.parametrize("rule", [Weigh(length=4), LogMaxRule(), AdaptiveRule(), GuidedRule(), Bounded(2)])
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_of_a_state_is_the_state(rule, again):
+    for state in run(rule, gradients=[1e-3] * 8):
+        assert is_same(again(state)._asdict(), state._asdict())
+        assert type(again(state)) is type(state)
+        assert rule.step(again(state), True) == rule.step(state, True)
+
+
+class Listed(Rule):
+    """Keeps what it is given."""
+
+    name = "listed"
+
+    def __init__(self, factors, **bounds):
+        super().__init__(**bounds)
+        self.factors = factors
+
+    def next_state(self, state, seen):
+        first = next(iter(self.factors))
+        return where(seen.overflow, state.replace(loss_scale=state.loss_scale / first), state)
+
+
+@pytest.mark.parametrize(
+    ("given", "change"),
+    [
+        ([2.0, 3.0], lambda factors: factors.insert(0, 8.0)),
+        ([2.0, 3.0], lambda factors: factors.__setitem__(0, 8.0)),
+        ({2.0: [1]}, lambda factors: factors.__setitem__(8.0, [2])),
+        ({2.0: [1]}, lambda factors: factors[2.0].append(2)),
+        (([2.0], 3.0)[0], lambda factors: factors.clear()),
+        ({2.0}, lambda factors: factors.add(0.5)),
+        (np.array([2.0, 3.0]), lambda factors: factors.__setitem__(0, 8.0)),
+    ],
+)
+def test_an_attribute_stays_as_it_was_when_the_rule_was_made(given, change):
+    rule, shown = Listed(given), repr(Listed(copy.deepcopy(given)).arguments)
+    change(given)
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        change(rule.factors)
+    restored = pickle.loads(pickle.dumps(rule))
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        change(restored.factors)
+    assert repr(rule.arguments) == repr(restored.arguments) == shown
+    for kept in (rule, restored):
+        assert kept.step(kept.start(2.0**16), True).loss_scale == 2.0**15
+
+
 # Lanes.
 
 EXCHANGED = [1.0, 2.0**-9, 70000.0, 1e-39, np.nan]

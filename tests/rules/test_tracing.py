@@ -378,7 +378,7 @@ def test_what_a_step_must_not_have_is_refused_with_its_line_and_what_to_write(tm
         ("x = math.ldexp(1.0, state.exponent)", "TypeError: Expected an int as second argument to ldexp"),
         ("x = itertools.islice([1, 2], n)", "ValueError: Stop argument for islice"),
         ("x = f'{s:.3f}'", "TypeError: unsupported format string"),
-        ("f = lambda x: f(x + 1); f(s)", "RecursionError: maximum recursion depth exceeded"),
+        ("f = lambda x: f(x); f(s)", "RecursionError: maximum recursion depth exceeded"),
         ("x = self.next_state(state, seen)", "RecursionError: maximum recursion depth exceeded"),
         ("assert False, 'so'", "AssertionError: so"),
         ("next(iter(()))", "StopIteration"),
@@ -504,6 +504,10 @@ def described(**names):
         ({"next_state": None}, r"next_state\(self, state, seen\)"),
         ({"next_state": lambda self, state: state}, r"next_state\(self, state, seen\)"),
         (
+            {"__init__": lambda self, window=2, /: Rule.__init__(self)},
+            "must take its argument 'window' by name. Leave out the '/'",
+        ),
+        (
             {"__init__": lambda self, window=2: Rule.__init__(self)},
             "must keep its argument 'window' .*self.window = window",
         ),
@@ -546,6 +550,21 @@ def test_an_argument_called_like_one_of_a_cell_or_of_a_yaml_section_is_refused(n
 def test_a_vector_has_a_length(length):
     with pytest.raises(ValueError, match=r"float32\[...\] must have one length, an integer from 1 to 65536, but got"):
         _ = float32[length]
+
+
+def test_a_step_of_too_many_operations_is_refused():
+    def doubled(self, state, seen):
+        return state.replace(values=state.values * 2)
+
+    def in_parts(self, state, seen):
+        return state.replace(values=stack([number * 2 for number in state.values]))
+
+    for length in (1, 512, 65536):
+        described(state={"values": float32[length]}, next_state=doubled)
+    described(state={"values": float32[512]}, next_state=in_parts)
+    for length in (1024, 65536):
+        with pytest.raises(ValueError, match=r"records more than 2048 operations.*whole vectors, and by take, .*line"):
+            described(state={"values": float32[length]}, next_state=in_parts)
 
 
 @pytest.mark.parametrize("name", ["select", "phase", "scale_factor", "inputs", "step_function", "rule", "training"])

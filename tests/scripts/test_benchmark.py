@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from scripts.benchmarks import costs as benchmark
 from scripts.benchmarks import long_records as benchmark_long
 from scripts.benchmarks import scales as benchmark_scales

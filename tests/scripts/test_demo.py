@@ -6,7 +6,7 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from scripts.demo import demo

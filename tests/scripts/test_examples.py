@@ -9,7 +9,7 @@ from lenet5 import LeNet5, create_dataset
 from mindspore import DynamicLossScaleManager, Model, nn
 from mindspore.train.callback import LossMonitor
 
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.table import as_power_of_two
 from scripts.examples import lenet5_managers

@@ -1,0 +1,246 @@
+"""What the lines of training logs look like. A new format is a class here, in ``FORMATS``."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from mindformers_adaptive.record.step import LARGEST_STEP, LogLine, Step, step_of
+from mindformers_adaptive.text.files import json_object
+
+__all__ = ["FORMATS", "LogFormat"]
+
+_RECORD_DECODER = msgspec.json.Decoder(Step, strict=False)
+
+# Megatron-DeepSpeed prints these fields beside a number of skipped iterations that stays 0.
+_COUNT_STAYS_ZERO = re.compile("samples per second:|TFLOPs:")
+
+
+class LogFormat(Protocol):
+    """The lines of one program.
+
+    Attributes:
+        name (str): the name of the format.
+        example (str): what a line of a step looks like, for messages.
+        start (Pattern, optional): matches in front of each line, where two lines were written into each other.
+        every_step (bool): whether each line is about one step. Else it is about the steps since the line before.
+        repeats_first_line (bool): whether a process prints its first step on a line, and counts it in the next line
+            again.
+        printed_with (tuple[str, ...]): formats whose lines stand in the same log.
+    """
+
+    name: str
+    example: str
+    start: re.Pattern[str] | None = None
+    every_step: bool = False
+    repeats_first_line: bool = False
+    printed_with: tuple[str, ...] = ()
+
+    def parse(self, line: str) -> Step | None:
+        """Return what a line states, or None for a line of something else.
+
+        Raises:
+            ValueError: if the line looks like a step's, and cannot be read.
+        """
+
+
+class _Record(LogFormat):
+    name = "jsonl"
+    example = '{"step": N, "overflow": B, "loss_scale": S, "next_loss_scale": S, ...}, one a line'
+    every_step = True
+
+    def parse(self, line: str) -> Step | None:
+        if '"step"' in line:
+            try:
+                return _RECORD_DECODER.decode(line)
+            except (msgspec.MsgspecError, RecursionError):
+                content = json_object(line)
+            step = step_of(content) if content else "it is no whole JSON object"
+            if isinstance(step, Step):
+                return step
+            raise ValueError(step)
+        return missing_steps(json_object(line)) if '"missing_steps"' in line else None
+
+
+def missing_steps(content: dict[str, object]) -> LogLine:
+    """Return the line of a record for steps that nobody saw, or raise ValueError."""
+    number, first, last = (content.get(name) for name in ("missing_steps", "first_step", "last_step"))
+    if not (type(number) is type(first) is type(last) is int and 0 < first <= last <= LARGEST_STEP):
+        raise ValueError("it does not name its first_step and last_step")
+    if number == last - first + 1:
+        return LogLine(step=last, steps=number)
+    raise ValueError("it does not count the steps from first_step to last_step")
+
+
+class _MindFormers(LogFormat):
+    """The scale is the one after the step, printed as float32 with 8 digits: 268435460.0 is 2^28."""
+
+    name = "mindformers"
+    example = "Epoch:[ E/ N], step:[ S/ M], loss: L, per_step_time: Tms, overflow cond: B, loss_scale: S"
+    start = re.compile(r"(?=Epoch:\[)")
+    # Other monitors name a step too, but go on without a comma.
+    step = re.compile(r"Epoch:\[\s*(\d{1,9})/\s*\d+\],\s*step:\[\s*(\d{1,16})/\s*(\d{1,16})\],")
+    flag = re.compile(r"overflow cond:\s*\[?\s*(True|False)\s*\]?\s*(?:,|$)")
+    # NumPy prints a point or an exponent in each number: a scale without one was cut.
+    scale = re.compile(r"loss_scale:\s*\[?\s*([-+\w]*[.e][-+.\w]*|inf)\s*\]?\s*(?:,|$)")
+    loss = re.compile(r"\bloss:\s*\[?\s*([-+.\w]+)")
+    norm = re.compile(r"(?:global|grad)_norm:\s*\[?\s*([-+.\w]+)\s*\]?\s*(?:,|$)")
+    # Until version 0.7 the time is that of the whole call, which in sink mode is more than one step.
+    seconds = re.compile(r"per_step_time:\s*([\d.]+)\s*ms")
+    dropped = re.compile(r"is_skip:\s*\[?\s*True")
+    # The PyNative trainer of version 2.0 counts steps over all epochs, and prints neither overflow nor scale.
+    without_scale = re.compile(r"\{ step:\[\s*(\d{1,16})/\s*\d+\],.*\}$")
+
+    def parse(self, line: str) -> Step | None:
+        if "step:[" not in line:
+            return LogLine(dropped_by_norm=True) if self.dropped.search(line) else None
+        loss, norm, seconds = (_number(pattern, line) for pattern in (self.loss, self.norm, self.seconds))
+        values: dict[str, Any] = {
+            "loss": loss,
+            "gradient_norm": norm,
+            "seconds": None if seconds is None else seconds / 1000,
+        }
+        match = self.step.search(line)
+        if match is None:
+            match = self.without_scale.search(line)
+            return None if match is None else LogLine(step=_step(match[1]), **values)
+        flag, scale = self.flag.search(line), _number(self.scale, line)
+        if flag is None and scale is None:
+            raise ValueError("neither its overflow nor its loss scale can be read")
+        epoch, step, steps_per_epoch = map(int, match.groups())
+        return LogLine(
+            step=_step(max(epoch - 1, 0) * steps_per_epoch + step),
+            overflow=None if flag is None else flag[1] == "True",
+            next_loss_scale=None if scale is None else float(np.float32(scale)),
+            **values,
+        )
+
+
+class _MindSpore(LogFormat):
+    name = "mindspore"
+    example = "epoch: E, ..., step: N, outputs are (LOSS, OVERFLOW, LOSS_SCALE)"
+    step = re.compile(r"\bstep:?\s*(\d{1,16}),?\s*outputs are\b")
+    value = re.compile(r"value=\s*([-+.\w]+)\s*\)")
+
+    def parse(self, line: str) -> Step | None:
+        match = self.step.search(line)
+        if match is None:
+            return None
+        values = self.value.findall(line, match.end())
+        if len(values) < 3 or values[1] not in ("True", "False"):
+            raise ValueError("its outputs are not a loss, an overflow and a loss scale")
+        loss, scale = _as_number(values[0]), _as_number(values[2])
+        return LogLine(
+            step=_step(match[1]), overflow=values[1] == "True", loss=loss, next_loss_scale=_nearest_power(scale)
+        )
+
+
+class _Megatron(LogFormat):
+    """The scale is the one after the iteration, printed with one decimal place."""
+
+    name = "megatron"
+    example = " iteration N/ M | ... | loss scale: S | number of skipped iterations: K |"
+    start = re.compile(r"(?=\biteration\s+\d+/)")
+    repeats_first_line = True
+    printed_with = ("deepspeed",)
+    step = re.compile(r"\biteration\s+(\d{1,16})/\s*\d+\s*\|")
+    scale = re.compile(r"loss scale:?\s*([-+.\w]+)\s*\|")
+    skipped = re.compile(r"number of skipped iterations:?\s*(\d{1,16})\s*\|")
+    # GPT-NeoX prints lm_loss.
+    loss = re.compile(r"lm[ _]loss:?\s*([-+.\w]+)\s*\|")
+    norm = re.compile(r"grad[ _]norm:?\s*([-+.\w]+)\s*\|")
+    time = re.compile(r"elapsed time per iteration \((ms|s)\):?\s*([\d.]+)\s*\|")
+
+    def parse(self, line: str) -> Step | None:
+        match = self.step.search(line)
+        if match is None:
+            return None
+        scale, skipped, time = self.scale.search(line), self.skipped.search(line), self.time.search(line)
+        value = None if scale is None else _as_number(scale[1])
+        count = None if skipped is None else int(skipped[1])
+        if value is None and count is None:
+            raise ValueError("neither its loss scale nor its number of skipped iterations can be read")
+        seconds = None if time is None else _as_number(time[2])
+        return LogLine(
+            step=_step(match[1]),
+            next_loss_scale=value,
+            rounding=0.0 if scale is None or value is None else _half_digit(scale[1]),
+            skipped_since=None if count == 0 and _COUNT_STAYS_ZERO.search(line) else count,
+            loss=_number(self.loss, line),
+            gradient_norm=_number(self.norm, line),
+            seconds=seconds and time and seconds / (1000 if time[1] == "ms" else 1),
+        )
+
+
+class _DeepSpeed(LogFormat):
+    """``skipped`` counts from the start of the run; an overflow has a line that names no step."""
+
+    name = "deepspeed"
+    example = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: A, reducing to B, or step=N, skipped=M"
+    start = re.compile(r"(?=\[\d{4}-\d\d-\d\d )")
+    overflow = re.compile(
+        r"overflow(?:!| detected).*skipping step|Attempted loss|Reducing dynamic loss scale from", re.I
+    )
+    attempted = re.compile(r"(?:Attempted loss\s+scale:|dynamic loss scale from)\s*([-+.\w]+)(?=,|\s+to\b)", re.I)
+    reduced = re.compile(r"(?:reducing to|loss scale from\s+\S+\s+to)\s+([-+.\w]+)", re.I)
+    step = re.compile(r"(?<!\w)step=(\d{1,16}), skipped=(\d{1,16})(?=,|\s|$)")
+    source, rank = re.compile(r"\[(\w+)\.py:\d+"), re.compile(r"\brank (\d+)", re.I)
+
+    def parse(self, line: str) -> Step | None:
+        if self.overflow.search(line):
+            scale, after = _number(self.attempted, line), _number(self.reduced, line)
+            if after is None and "but hysteresis" in line:
+                after = scale
+            # The number at the end of a cut line has lost digits.
+            if scale is None or (after is not None and not scale / 2 <= after <= scale):
+                after = None
+            printer = " ".join([*self.source.findall(line)[-1:], *self.rank.findall(line)[-1:]])
+            return LogLine(overflow=True, loss_scale=scale, next_loss_scale=after, printer=printer)
+        if "skipped=" not in line or "step=" not in line:
+            return None
+        match = self.step.search(line)
+        if match is None or int(match[2]) > int(match[1]):
+            raise ValueError("its number of skipped steps cannot be read")
+        return LogLine(step=_step(match[1]), skipped_steps=int(match[2]))
+
+
+FORMATS: dict[str, LogFormat] = {
+    log_format.name: log_format for log_format in (_Record(), _MindFormers(), _MindSpore(), _Megatron(), _DeepSpeed())
+}
+
+
+def _step(text: str | int) -> int:
+    if int(text) > LARGEST_STEP:
+        raise ValueError(f"its step {text} is larger than 2^53")
+    return int(text)
+
+
+def _number(pattern: re.Pattern[str], line: str) -> float | None:
+    match = pattern.search(line)
+    return None if match is None else _as_number(match[1])
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text.rstrip(".,"))
+    except ValueError:
+        return None
+
+
+def _half_digit(text: str) -> float:
+    """Return half a unit of the last digit of a printed number."""
+    exponent = Decimal(text).as_tuple().exponent
+    return 0.5 * 10.0**exponent if isinstance(exponent, int) else 0.0
+
+
+def _nearest_power(scale: float | None) -> float | None:
+    """Return the power of two that a scale is, where it was printed with six digits."""
+    if scale is None or not 0 < scale < math.inf:
+        return scale
+    power = 2.0 ** round(math.log2(scale))
+    return power if math.isclose(scale, power, rel_tol=1e-5) else scale

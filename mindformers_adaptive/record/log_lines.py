@@ -1,0 +1,180 @@
+"""What the lines of a log state of its steps, as columns in the order of the steps: a month is a million lines."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.record.step import LogLine, Step
+
+__all__ = ["LogLines"]
+
+# Lines of several ranks may come out of order by a few steps. A run that goes back by more was restarted.
+_RANKS_APART = 8
+
+# At most this many restarts get a note each.
+_RESTARTS_NAMED = 3
+
+# Steps are moved into columns this many at a time.
+_BLOCK = 4096
+
+_STATED = ("overflow", "loss_scale", "next_loss_scale", "skipped_since", "skipped_steps")
+_OF_A_STEP = frozenset(Step.__struct_fields__)
+
+
+def _columns() -> dict[str, str]:
+    """Return the type code of the column of each number or flag of a line, by its name."""
+    types = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(LogLine).items()}
+    codes = {bool: "b", int: "q", float: "d"}
+    found = {name: next((codes[kind] for kind in kinds if kind in codes), "") for name, kinds in types.items()}
+    return {name: code for name, code in found.items() if code}
+
+
+_COLUMNS = _columns()
+_UNKNOWN = {"b": -1, "q": -1, "d": float("nan")}
+
+
+class LogLines:
+    """What the lines of a log state of its steps, as columns in the order of the steps.
+
+    Lines of other ranks that state the same of a step are merged; a later attempt at a step supersedes an earlier one.
+
+    Attributes:
+        columns (dict[str, array]): a column for each number or flag of :class:`LogLine`; -1 and nan stand for None.
+        overflows (list[tuple[int, LogLine]]): the lines on overflows that name no step, each after the number of rows
+            before it.
+        after_damage (set[int]), after_restart (set[int]): rows in front of which a line could not be read, and rows
+            with which the run was restarted.
+        formats (list): the different formats of gradients, each with its row.
+        notes (list[str]): what was merged and superseded, after :meth:`finish`.
+        superseded (int): how many rows later ones replaced.
+    """
+
+    def __init__(self) -> None:
+        self.columns: dict[str, Any] = {name: array(code) for name, code in _COLUMNS.items()}
+        self.where: Any = array("q")
+        self.overflows: list[tuple[int, LogLine]] = []
+        self.after_damage: set[int] = set()
+        self.after_restart: set[int] = set()
+        self.formats: list[tuple[int, Any]] = []
+        self.notes: list[str] = []
+        self.superseded = self._merged = self._other_loss = 0
+        self._pending: list[Any] = []
+        self._restarts: list[str] = []
+        self._last_step, self._last_format = -1, None
+
+    def __len__(self) -> int:
+        return len(self.where)
+
+    def add(self, line: Step, where: int, name_of: Callable[[int], str]) -> None:
+        """Take what a line states; ``name_of(where)`` names the line."""
+        if line.step > self._last_step:
+            self._append(line, where)
+        elif line.step < 0:
+            assert isinstance(line, LogLine)
+            if line.overflow:
+                self.overflows.append((len(self), line))
+            elif self._pending:
+                self._pending[-1].dropped_by_norm = True
+        elif not self._merge(line):
+            self._restart(line, where, name_of)
+
+    def _append(self, line: Step, where: int) -> None:
+        self._last_step = line.step
+        self._pending.append(line)
+        self.where.append(where)
+        if line.gradient_format is not msgspec.UNSET and line.gradient_format not in (None, self._last_format):
+            self._last_format = line.gradient_format
+            self.formats.append((len(self) - 1, line.gradient_format))
+        if len(self._pending) >= _BLOCK + _RANKS_APART:
+            self._flush(_BLOCK)
+
+    def _flush(self, count: int) -> None:
+        rows, self._pending = self._pending[:count], self._pending[count:]
+        for name, code in _COLUMNS.items():
+            unknown = _UNKNOWN[code]
+            values = map(attrgetter(name), rows) if name in _OF_A_STEP else (getattr(row, name, None) for row in rows)
+            self.columns[name].extend(
+                [unknown if value is None or value is msgspec.UNSET else value for value in values]
+                if name != "loss"
+                # A loss that is NaN is known.
+                else [unknown if value is None else np.inf if value != value else value for value in values]
+            )
+
+    def _merge(self, line: Step) -> bool:
+        """Add what a line states to an earlier one of its step; return False if they contradict each other."""
+        for earlier in reversed(self._pending[-_RANKS_APART:]):
+            if earlier.step < line.step:
+                return False
+            if earlier.step == line.step:
+                break
+        else:
+            return False
+        pairs = [(getattr(earlier, name, None), getattr(line, name, None)) for name in _STATED]
+        if any(first != second for first, second in pairs if first is not None and second is not None):
+            return False
+        if all(first is not None or second is None for first, second in pairs):
+            self._merged += 1
+            self._other_loss += repr(earlier.loss) != repr(line.loss)
+        elif earlier is self._pending[-1]:
+            # An overflow between two lines on one step is an overflow of that step.
+            self.overflows = [(min(row, len(self) - 1), overflow) for row, overflow in self.overflows]
+        for name in set(line.__struct_fields__).intersection(earlier.__struct_fields__):
+            if getattr(earlier, name) is None:
+                setattr(earlier, name, getattr(line, name))
+        if isinstance(earlier, LogLine) and isinstance(line, LogLine):
+            earlier.rounding = max(earlier.rounding, line.rounding)
+        return True
+
+    def _restart(self, line: Step, where: int, name_of: Callable[[int], str]) -> None:
+        last, before = self._last_step, len(self)
+        while self._pending and self._pending[-1].step >= line.step:
+            self._pending.pop()
+        flushed = len(self.columns["step"])
+        if not self._pending:
+            flushed = bisect_left(self.columns["step"], line.step)
+        for column in self.columns.values():
+            del column[flushed:]
+        rows = flushed + len(self._pending)
+        del self.where[rows:]
+        # An overflow whose line names no step may be one of the steps that are superseded.
+        self.overflows = [(row, overflow) for row, overflow in self.overflows if row < rows]
+        self.formats = [(row, named) for row, named in self.formats if row < rows]
+        self._last_format = self.formats[-1][1] if self.formats else None
+        self.after_damage = {row for row in self.after_damage if row < rows}
+        self.after_restart = {row for row in self.after_restart if row < rows} | {rows}
+        self.superseded += before - rows
+        self._restarts.append(
+            f"{name_of(where)}: the run restarts at step {line.step} (it had reached {last}). {before - rows} earlier "
+            "line(s) about those steps are ignored."
+        )
+        self._append(line, where)
+
+    def finish(self) -> None:
+        """Move the last lines into the columns, and note what was merged and superseded."""
+        self._flush(len(self._pending))
+        self.notes += self._restarts[:_RESTARTS_NAMED]
+        if len(self._restarts) > _RESTARTS_NAMED:
+            self.notes.append(f"The run goes back {len(self._restarts)} times in all.")
+        if self.superseded > len(self):
+            self.notes.append(
+                f"{self.superseded} line(s) were superseded, and only {len(self)} are left. If the run was not "
+                "restarted, the log does not number its steps."
+            )
+        if self._merged:
+            loss = f"; {self._other_loss} of them have another loss" if self._other_loss else ""
+            self.notes.append(
+                f"{self._merged} line(s) state the same of a step as another, as those of other ranks do, and were "
+                f"merged{loss}. If they are of another run, read each run from a file of its own."
+            )
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return a column as an array; nan or -1 where a line does not state it."""
+        return np.asarray(self.columns[name])

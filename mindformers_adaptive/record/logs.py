@@ -1,0 +1,258 @@
+"""Reading the logs of trainings: :func:`read_log` finds the format, and puts what lines state in the order of steps."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindformers_adaptive.record.log_formats import FORMATS, LogFormat, missing_steps
+from mindformers_adaptive.record.log_lines import LogLines
+from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.run_of_lines import run_of_lines
+from mindformers_adaptive.record.step import Step, step_of
+from mindformers_adaptive.text.table import counted
+from mindformers_adaptive.text.untrusted import printable
+
+__all__ = ["read_log", "run_of_record"]
+
+LogPath = str | os.PathLike[str]
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_LAST_WORD = re.compile(r"[^\s,|]*$")
+
+
+@dataclass
+class _TextLines:
+    """The lines of several files as of one: decoded, ANSI codes stripped, counted.
+
+    Attributes:
+        number (int): how many lines were handed out so far.
+        undecodable (int): how many of them were not UTF-8.
+        is_cut (bool): whether the last line ended without a newline.
+    """
+
+    paths: Sequence[Path]
+    number: int = 0
+    undecodable: int = 0
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        self._starts: list[int] = []
+
+    def __iter__(self) -> Iterator[str]:
+        for path in self.paths:
+            self._starts.append(self.number)
+            try:
+                with open(path, "rb") as file:
+                    if not file.seekable():
+                        raise OSError(errno.ESPIPE, "it is a pipe, and is read more than once. Save it to a file first")
+                    mark = file.read(2)
+                is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+                # A CR ends a line too, as after a progress bar.
+                with open(path, encoding="utf-16" if is_utf_16 else "utf-8-sig", errors="replace") as lines:
+                    for text in lines:
+                        self.number += 1
+                        yield self._clean(text)
+            except OSError as error:
+                reason = f"The log must be a file that can be read, but: {error.strerror}. Check the path"
+                raise OSError(error.errno, reason, str(path)) from error
+
+    def _clean(self, text: str) -> str:
+        self.is_cut = not text.endswith("\n")
+        if "\ufffd" in text:
+            self.undecodable += 1
+        if "\x1b" in text:
+            text = _ANSI.sub("", text)
+        # The last number of a cut line may have lost digits.
+        return (_LAST_WORD.sub("", text) if self.is_cut and not text.endswith("}") else text).strip()
+
+    def name_of(self, number: int) -> str:
+        """Return a line as ``file:number``."""
+        index = bisect_right(self._starts, number - 1) - 1
+        return f"{self.paths[index]}:{number - self._starts[index]}"
+
+
+def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> RecordedRun:
+    """Read the log of one run.
+
+    Every line counts as used or as ignored. A line that looks like a step's and cannot be read is a problem; the steps
+    that it may be about then count as unknown. Lines of several ranks that state the same of a step are merged; where
+    the steps go back, the run was restarted, and the later attempt supersedes the earlier one's steps. What was
+    inferred is in the run's ``notes``.
+
+    Args:
+        path (str, os.PathLike or an iterable of them): the log file, or files in the order in which they were written.
+        format (str, optional): one of ``FORMATS``. Default: None, the first of them that a line matches.
+
+    Returns:
+        RecordedRun, named after the first file.
+
+    Raises:
+        TypeError: if ``path`` or ``format`` is not of its type.
+        ValueError: if there is no file, the format is unknown, no line is that of a step, or no such line names a loss
+            scale.
+        OSError: if a file cannot be read.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> log = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
+        >>> line = '{"step": %s, "overflow": %s, "loss_scale": %s}'
+        >>> _ = log.write_text(chr(10).join([line % (1, "true", 4), line % (2, "false", 2)]))
+        >>> run = read_log(log)
+        >>> run.log_format, run.skipped_steps, run.loss_scale.tolist()
+        ('jsonl', 1, [4.0, 2.0])
+    """
+    paths = _require_paths(path)
+    log_format = _find_format(paths) if format is None else FORMATS[_require_format(format)]
+    formats = [log_format, *(FORMATS[name] for name in log_format.printed_with)]
+    texts, lines, used, problems, nearest = _TextLines(paths), LogLines(), 0, list[str](), ""
+    for text in texts:
+        is_used = False
+        for line in _statements(text, formats):
+            if isinstance(line, str):
+                problems.append(f"{texts.name_of(texts.number)}: looks like a step's line, but {line}")
+                nearest = nearest or f"{problems[0]}: {text!r}"
+                lines.after_damage.add(len(lines))
+            else:
+                lines.add(line, texts.number, texts.name_of)
+                is_used = True
+        used += is_used
+    lines.finish()
+    if not len(lines) and not lines.overflows:
+        raise ValueError(_nothing_found(paths, formats, texts.number, nearest))
+    run = run_of_lines(lines, log_format, texts.name_of)
+    if np.isnan(run.loss_scale).all():
+        raise ValueError(
+            f"The log must show what loss scale a step used, but the {counted(used, 'line')} of steps in "
+            f"{_names(paths)} cannot tell. Give a log of a training with loss scaling, with several such lines."
+        )
+    notes = [*lines.notes, *run.notes]
+    if texts.undecodable:
+        notes.append(f"{texts.undecodable} line(s) have bytes that are not UTF-8.")
+    if texts.is_cut:
+        notes.append(f"{texts.name_of(texts.number)}: the log ends in the middle of a line, or without a newline.")
+    return replace(
+        run,
+        name=printable(paths[0].name),
+        files=tuple(map(str, paths)),
+        lines_read=texts.number,
+        lines_used=used,
+        notes=tuple(notes),
+        problems=tuple(problems),
+    )
+
+
+def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
+    """Return the run that the lines of a record describe.
+
+    Args:
+        record (Sequence[Mapping]): as :func:`mindformers_adaptive.record.writer.read_record` returns them.
+
+    Returns:
+        RecordedRun, without a name and files.
+
+    Raises:
+        TypeError: if a line is not a mapping.
+        ValueError: if there is no step, or a line is not one of a record of loss scales.
+    """
+    if not isinstance(record, Sequence) or not all(isinstance(content, Mapping) for content in record):
+        raise TypeError(
+            f"'record' must be a list of lines, each a dict, but got {str(record)[:80]!r} of type "
+            f"{type(record).__name__}. Read the file with mindformers_adaptive.record.writer.read_record."
+        )
+    if all("missing_steps" in content for content in record):
+        raise ValueError(
+            "There must be at least 1 step to draw, but there is none. Let the run take a step, or check that the "
+            "file is the record of this run."
+        )
+    lines = LogLines()
+    for number, content in enumerate(record, start=1):
+        is_gap = "missing_steps" in content
+        line = missing_steps(dict(content)) if is_gap else step_of({"loss_scale": None, **content})
+        if isinstance(line, str):
+            raise ValueError(
+                f"Line {number} of the record must be a step of LossScaleMonitor, but {line}. Read the file with "
+                "mindformers_adaptive.record.writer.read_record; draw_gradient_records draws that of "
+                "GradientRangeMonitor."
+            )
+        lines.add(line, number, "line {}".format)
+    lines.finish()
+    return run_of_lines(lines, FORMATS["jsonl"], "line {}".format)
+
+
+def _statements(text: str, formats: Iterable[LogFormat]) -> Iterator[Step | str]:
+    """Yield what a line states, or why it cannot be read where it looks like a step's."""
+    for log_format in formats:
+        for part in (text,) if log_format.start is None else log_format.start.split(text):
+            try:
+                line = log_format.parse(part)
+            except ValueError as error:
+                yield str(error)
+            else:
+                if line is not None:
+                    yield line
+
+
+def _find_format(paths: tuple[Path, ...]) -> LogFormat:
+    """Return the format of a log. Other logs have DeepSpeed's lines too, so it comes last."""
+    texts, nearest = _TextLines(paths), ""
+    *first_choice, last_choice = FORMATS.values()
+    found = None
+    for text in texts:
+        for log_format in first_choice if found else FORMATS.values():
+            for line in _statements(text, [log_format]):
+                if isinstance(line, str):
+                    nearest = nearest or f"{texts.name_of(texts.number)}: {line}: {text!r}"
+                elif log_format is not last_choice and line.step >= 0:
+                    return log_format
+                elif log_format is last_choice:
+                    found = log_format
+    if found is None:
+        raise ValueError(_nothing_found(paths, FORMATS.values(), texts.number, nearest))
+    return found
+
+
+def _nothing_found(paths: tuple[Path, ...], formats: Iterable[LogFormat], count: int, nearest: str) -> str:
+    looked_for = "; ".join(f"{log_format.name}: {log_format.example}" for log_format in formats)
+    if nearest:
+        nearest = f"The first line that nearly fits is {printable(nearest)[:400]}. It may have been cut or wrapped. "
+    return (
+        f"The log must have lines of steps, but in {_names(paths)} ({counted(count, 'line')}) there is none. "
+        f"{nearest}Looked for: {looked_for}. Give the log of a training, or another format."
+    )
+
+
+def _require_format(format: object) -> str:
+    names = tuple(FORMATS)
+    if not isinstance(format, str):
+        raise TypeError(f"'format' must be text, but got {format!r} of type {type(format).__name__}. Use {names}.")
+    if format not in FORMATS:
+        raise ValueError(f"'format' must be one of {names}, but got {format!r}. Leave it out: the lines show it.")
+    return format
+
+
+def _names(paths: tuple[Path, ...]) -> str:
+    return ", ".join(map(str, paths))
+
+
+def _require_paths(path: object) -> tuple[Path, ...]:
+    several = isinstance(path, Iterable) and not isinstance(path, str | bytes | os.PathLike)
+    paths: list[Any] = list(path) if several else [path]  # type: ignore[call-overload]
+    for name in paths:
+        if not isinstance(name, str | os.PathLike):
+            raise TypeError(
+                f"'path' must be a path or an iterable of paths, but got {name!r} of type {type(name).__name__}. Give "
+                "the name of the log."
+            )
+    if not paths:
+        raise ValueError("'path' must name at least one log, but got none. Give the name of the log.")
+    return tuple(map(Path, paths))

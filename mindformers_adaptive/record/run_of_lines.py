@@ -1,0 +1,186 @@
+"""From the lines of a log to a run: a value for each step, however many steps a line is about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.record.bounds import LogRows
+from mindformers_adaptive.record.log_formats import LogFormat
+from mindformers_adaptive.record.log_lines import LogLines
+from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.step import LogLine
+from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
+
+__all__ = ["run_of_lines"]
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+# The usual start of dynamic loss scaling.
+_LARGEST_START = 2.0**32
+
+# Printed scales are rounded.
+_NEAR = 1e-4
+
+_MOVES_BY_TWO = (
+    "the rule moves the scale by a factor of two at a time, down at overflows and up after applied steps only, and "
+    "each resume went on with its scale."
+)
+
+
+def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int], str]) -> RecordedRun:
+    """Return the run that the lines of a log describe.
+
+    Args:
+        lines (LogLines): at least one row or overflow.
+        log_format (LogFormat): the format.
+        name_of (Callable): names the line with a number, for notes.
+
+    Returns:
+        RecordedRun without a name and files, and with notes on what is missing or contradicts itself.
+
+    Raises:
+        ValueError: if a line names a format of gradients that does not exist.
+    """
+    rows = LogRows(lines, log_format, name_of)
+    rows.find_gaps()
+    rows.find_bounds()
+    loss_scale, overflow, known = _expand(rows)
+    gradient_format = _format_of(lines, rows.notes, name_of)
+    ends, columns = np.cumsum(rows.steps), rows.columns
+
+    def at_last_steps(values: Floats) -> Floats | None:
+        array = np.full(len(overflow), np.nan)
+        array[ends - 1] = values
+        return None if np.isnan(array).all() else array
+
+    seconds, window = columns["seconds"], columns["scale_window"]
+    seconds = np.repeat(np.where((seconds >= 0) & (seconds < math.inf), seconds, np.nan), rows.steps)
+    without_line = np.zeros(len(overflow), bool)
+    for row in np.flatnonzero(rows.gap).tolist():
+        without_line[ends[row] - rows.steps[row] : ends[row] - rows.steps[row] + rows.gap[row]] = True
+    return RecordedRun(
+        name="",
+        files=(),
+        log_format=log_format.name,
+        step=np.arange(len(overflow)) + np.repeat(rows.step - ends + 1, rows.steps),
+        loss_scale=loss_scale,
+        overflow=overflow,
+        position_known=known,
+        loss=at_last_steps(columns["loss"]),
+        seconds=None if np.isnan(seconds).all() else seconds,
+        scale_factor=rows.factor,
+        notes=tuple(rows.notes),
+        lines=rows.prefix_bounds(),
+        final_loss_scale=float(rows.after[-1]),
+        lines_superseded=lines.superseded,
+        largest_gradient=at_last_steps(columns["largest_gradient"]),
+        gradient_norm=at_last_steps(columns["gradient_norm"]),
+        dropped_by_norm=tuple(rows.step[columns["dropped_by_norm"] == 1].tolist()),
+        next_loss_scale=at_last_steps(rows.stated_after),
+        scale_window=at_last_steps(np.where((window >= 1) & (window < math.inf), window, np.nan)),
+        holds_if=_MOVES_BY_TWO if rows.rests_on_moves else "",
+        gradient_format=gradient_format,
+        without_line=without_line if without_line.any() else None,
+        is_numbered=not rows.has_tail,
+    )
+
+
+def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
+    """Return for each step the scale that it used, whether it overflowed, and whether that is known."""
+    ends, total = np.cumsum(rows.steps), int(rows.steps.sum())
+    loss_scale, overflow, known = np.full(total, np.nan), np.zeros(total, bool), np.zeros(total, bool)
+    _carry_scales(rows)
+    before = np.append(rows.scale_at_start, rows.after[:-1])
+    before = np.where(rows.follows & ~rows.jumps, before, np.nan)
+    flag = np.where(rows.flag >= 0, rows.flag, rows.guess > 0).astype(bool)
+    inferred = np.where(flag, np.minimum(rows.after * rows.factor, np.maximum(_LARGEST_START, rows.after)), rows.after)
+    used = np.where(np.isnan(rows.used), np.where(np.isnan(before), inferred, before), rows.used)
+    is_known = (rows.fewest == rows.most) & ((rows.fewest == 0) | (rows.fewest == rows.steps))
+    overflow[ends - 1], loss_scale[ends - 1], known[ends - 1] = flag, used, is_known | (rows.flag >= 0)
+    for row in np.flatnonzero(rows.steps > 1).tolist():
+        steps, end, last = int(rows.steps[row]), int(ends[row]), bool(rows.is_whole[row])
+        part = slice(end - steps, end - last)
+        own, after = int(rows.flag[row] == 1), float(rows.used[row] if last else rows.after[row])
+        skips, length = int(rows.guess[row]) - own, steps - last
+        flags = np.arange(length) < skips
+        if not last and own:
+            flags[-1] = True
+        loss_scale[part] = _path(rows, row, flags, float(before[row]), after)
+        overflow[part] = flags
+        counts = int(rows.fewest[row]) - own, int(rows.most[row]) - own
+        known[part] |= counts in ((0, 0), (length, length)) if last else bool(is_known[row])
+    if rows.has_tail:
+        known[int(ends[-1] - rows.steps[-1]) :] = False
+    return loss_scale, overflow, known
+
+
+def _carry_scales(rows: LogRows) -> None:
+    """Fill in the scale after rows that name none, where it is known how many of their steps were skipped."""
+    for row in np.flatnonzero(np.isnan(rows.after)).tolist():
+        listed = rows.overflows.get(row, [])
+        is_last = rows.has_tail and row == len(rows.after) - 1
+        if listed and (rows.fewest[row] == rows.most[row] or is_last):
+            unlisted = 0 if is_last else int(rows.most[row]) - len(listed)
+            scale = listed[-1].next_loss_scale
+            rows.after[row] = math.nan if scale is None else scale / rows.factor ** max(unlisted, 0)
+        elif rows.most[row] == 0 and rows.follows[row]:
+            rows.after[row] = rows.after[row - 1] if row else rows.scale_at_start
+
+
+def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) -> Floats:
+    """Return a guess of the scales in a row: tolerated overflows, then drops, then applied steps, the last raised."""
+    if row in rows.overflows:
+        return _listed_path(rows.factor, rows.overflows[row], flags, before, after)
+    skips = int(flags.sum())
+    if math.isnan(before):
+        before = min(after * rows.factor**skips, max(_LARGEST_START, after))
+    if math.isnan(before) or not 0 < before < math.inf or not 0 < after < math.inf:
+        return np.full(len(flags), before)
+    drops = min(max(math.ceil(math.log(before / after, rows.factor) - _NEAR), 0), skips)
+    if after > before:
+        raises_left: Floats = np.minimum(np.arange(len(flags), 0.0, -1.0), 1000.0)
+        return np.maximum(before, after / rows.factor**raises_left)
+    drops_so_far: Floats = np.maximum(np.cumsum(flags) - flags - (skips - drops), 0.0)
+    return np.maximum(before / rows.factor**drops_so_far, after)
+
+
+def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before: float, after: float) -> Floats:
+    """Return the scales of listed overflows, with the applied steps between them that their scales need.
+
+    Skipped steps without a line of their own are taken to have gone on halving the scale.
+    """
+    count = int(flags.sum())
+    room, last, path = len(flags) - count, before, list[tuple[bool, float]]()
+    for line in listed[:count]:
+        scale = last if line.loss_scale is None else line.loss_scale
+        while room and last < scale * (1 - _NEAR):
+            path.append((False, last))
+            last, room = last * factor, room - 1
+        path.append((True, scale))
+        last = math.nan if line.next_loss_scale is None else line.next_loss_scale
+    path += [(True, last / factor**drops) for drops in range(count - min(count, len(listed)))]
+    path += [(False, after)] * room
+    flags[:], scales = map(np.array, zip(*path, strict=True))
+    return np.asarray(scales, np.float64)
+
+
+def _format_of(lines: LogLines, notes: list[str], name_of: Callable[[int], str]) -> Format:
+    """Return the first format of gradients that a line names, or raise ValueError with the line."""
+    if not lines.formats:
+        return FLOAT16
+    row, named = lines.formats[0]
+    if any(other != named for _, other in lines.formats):
+        names = dict.fromkeys(other if isinstance(other, str) else repr(other)[:80] for _, other in lines.formats)
+        notes.append(
+            f"The lines name several formats of gradients, {', '.join(names)}: the first one is taken for all. Read "
+            "each part from a file of its own."
+        )
+    try:
+        return find_format(named)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name_of(lines.where[row])}: {error}") from error

@@ -1,0 +1,128 @@
+"""Runs of loss scaling, and their logs as each program writes them."""
+
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+STAMP = "[2024-11-04 11:41:27,602] [INFO] "
+MEGATRON_DEEPSPEED = " samples per second: 26.440 | TFLOPs: 59.10 |"
+
+
+class Run(NamedTuple):
+    """For each step, from 1: whether it overflowed, the scale that it used, and the one after it."""
+
+    flags: list[bool]
+    used: list[float]
+    after: list[float]
+
+
+def random_run(random, steps, smallest=2.0**-6):
+    """A run by a dynamic rule with any window, hysteresis and floor, on ceilings that wander and collapse."""
+    window, hysteresis = int(random.choice([1, 2, 5, 20])), int(random.integers(1, 4))
+    floor = max(smallest, 2.0 ** random.choice([-6, 0, 10]))
+    ceilings = random.choice([3, 12, 20]) + random.choice([0.3, 3]) * random.standard_normal(steps)
+    if random.random() < 0.3:
+        first = random.integers(0, steps)
+        ceilings[first : first + random.integers(1, 60)] = -10
+    scale, clean, tolerated, rows = max(2.0 ** random.choice([8, 16, 32]), floor), 0, hysteresis, []
+    for ceiling in ceilings:
+        overflow, before = bool(np.log2(scale) > ceiling), scale
+        clean, tolerated = (0, tolerated - 1) if overflow else (clean + 1, tolerated)
+        if overflow and tolerated <= 0:
+            scale, tolerated = max(scale / 2, floor), hysteresis
+        elif clean == window:
+            scale, clean, tolerated = min(scale * 2, 2.0**100), 0, hysteresis
+        rows.append((overflow, before, scale))
+    return Run(*map(list, zip(*rows, strict=True)))
+
+
+def ends(run, every):
+    return range(every, len(run.flags) + 1, every)
+
+
+def mindformers_line(step, flag, scale, epoch=1, steps=10_000, loss=4.155150, norm="[1.5]"):
+    flagged = "" if flag is None else f"overflow cond: {flag}, "
+    return (
+        f"2026-01-01 00:00:00,000 - [mindformers/core/callback/callback.py:529] - INFO - {{ Epoch:[  {epoch}/  2], "
+        f"step:[{step:5d}/{steps:5d}], loss: {loss}, per_step_time: 250ms, lr: 0.001, {flagged}"
+        f"loss_scale: {scale}, global_norm: {norm}, train_throughput_per_npu: 0.004T\n"
+    )
+
+
+def mindformers(run, every=1, with_flags=True):
+    scales = [np.array(scale, np.float32) for scale in run.after]
+    return [
+        mindformers_line(step, run.flags[step - 1] if with_flags else None, scales[step - 1])
+        for step in ends(run, every)
+    ]
+
+
+def mindspore(run, every=1):
+    return [
+        f"epoch: 1, step: {step}, outputs are (Tensor(shape=[], dtype=Float32, value= 1.5), "
+        f"Tensor(shape=[], dtype=Bool, value= {run.flags[step - 1]}), "
+        f"Tensor(shape=[], dtype=Float32, value= {run.after[step - 1]:g}))\n"
+        for step in ends(run, every)
+    ]
+
+
+def megatron_line(step, scale, skipped=0, end="", prefix=" "):
+    return (
+        f"{prefix}iteration {step:8d}/  500000 | consumed samples: {step:8d} | elapsed time per iteration (ms): 1250.0 "
+        f"| learning rate: 1.500E-04 | lm loss: 2.500000E+00 | loss scale: {scale:.1f} | grad norm: 16.999 "
+        f"| number of skipped iterations: {skipped:3d} | number of nan iterations:   0 |{end}\n"
+    )
+
+
+def megatron(run, every=1, first_line=False):
+    """The lines of Megatron-LM, which prints its first step on a line of its own in newer versions."""
+    lines = [megatron_line(1, run.after[0], run.flags[0])] if first_line and every > 1 else []
+    for step in ends(run, every):
+        lines.append(megatron_line(step, run.after[step - 1], sum(run.flags[step - every : step])))
+    return lines
+
+
+def overflow_line(scale, after, rank=0, source="loss_scaler"):
+    end = f"reducing to {after}" if after < scale else "but hysteresis is 2. Reducing hysteresis to 1"
+    return (
+        f"{STAMP}[{source}.py:181:update_scale] [deepspeed] OVERFLOW! Rank {rank} Skipping step. "
+        f"Attempted loss scale: {scale}, {end}\n"
+    )
+
+
+def progress_line(step, skipped):
+    return f"{STAMP}[logging.py:96:log_dist] [Rank 0] step={step}, skipped={skipped}, lr=[0.001], mom=[[0.8, 0.999]]\n"
+
+
+def deepspeed(run, every=10, ranks=1, iterations=0, totals=True):
+    """The lines of DeepSpeed, and those of Megatron-DeepSpeed after every few iterations."""
+    lines = []
+    for step, (flag, used, after) in enumerate(zip(*run, strict=True), start=1):
+        if flag:
+            lines += [overflow_line(used, after, rank) for rank in range(ranks)]
+        if totals and step % every == 0:
+            lines.append(progress_line(step, sum(run.flags[:step])))
+        if iterations and step % iterations == 0:
+            lines.append(megatron_line(step, after, end=MEGATRON_DEEPSPEED))
+    return lines
+
+
+def record_line(step, overflow=False, loss_scale=1024.0, **others):
+    values = {"step": step, "loss": 2.5, "overflow": overflow, "loss_scale": loss_scale, "skipped_steps": None}
+    return json.dumps({**values, "next_loss_scale": loss_scale / (2 if overflow else 1), **others}) + "\n"
+
+
+def record(run, every=1, history=1, counted=True):
+    """A record where the host looks at every so many steps, and the device keeps the last few of them."""
+    lines = []
+    for last in ends(run, every):
+        first = max(last - history, last - every) + 1
+        if first > last - every + 1:
+            gap = {"missing_steps": first - 1 - last + every, "first_step": last - every + 1, "last_step": first - 1}
+            lines.append(json.dumps(gap) + "\n")
+        for step in range(first, last + 1):
+            flag, used, after = (values[step - 1] for values in run)
+            count = sum(run.flags[:step]) if counted else None
+            lines.append(record_line(step, flag, used, next_loss_scale=after, skipped_steps=count))
+    return lines

@@ -1,0 +1,117 @@
+"""Random runs, written as each program logs them and read back: the truth lies within the bounds."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mindformers_adaptive.record.logs import read_log
+from tests.record.log_writers import deepspeed, megatron, mindformers, mindspore, random_run, record
+
+WRITERS = {
+    "mindformers": lambda run, every: mindformers(run, every),
+    "mindformers without flags": lambda run, every: mindformers(run, every, with_flags=False),
+    "mindspore": lambda run, every: mindspore(run, every),
+    "megatron": lambda run, every: megatron(run, every),
+    "megatron with its first step": lambda run, every: megatron(run, every, first_line=True),
+    "deepspeed": lambda run, every: deepspeed(run, every),
+    "deepspeed of three ranks": lambda run, every: deepspeed(run, every, ranks=3),
+    "megatron-deepspeed": lambda run, every: deepspeed(run, 10, iterations=every),
+    "megatron-deepspeed without totals": lambda run, every: deepspeed(run, totals=False, iterations=every),
+    "record": lambda run, every: record(run, every),
+    "record with some steps": lambda run, every: record(run, every, history=3),
+    "record without counts": lambda run, every: record(run, every, counted=False),
+}
+
+# What counts every skipped step, or states each, is exact.
+EXACT = ("megatron", "megatron with its first step", "deepspeed", "deepspeed of three ranks", "record")
+
+
+def read(folder, lines):
+    log = folder / "run.log"
+    log.write_text("".join(lines), encoding="utf-8")
+    return read_log(log)
+
+
+def assert_within(run, truth):
+    """See that bounds hold for all first steps of a log, and that what is known is true."""
+    flags = np.array(truth.flags)[run.step - 1] if run.is_numbered else None
+    fewest, most = run.skipped_bounds()
+    if flags is None:
+        assert fewest <= sum(truth.flags) <= most
+        assert not run.position_known[-1]
+        return
+    counts = np.append(0, np.cumsum(flags))
+    for steps in range(0, len(run) + 1, 1 + len(run) // 60):
+        fewest, most = run.skipped_bounds(steps)
+        assert fewest <= counts[steps] <= most, steps
+    known = run.position_known
+    assert (run.overflow[known] == flags[known]).all()
+    fewest, most = run.skipped_bounds()
+    assert fewest <= run.skipped_steps <= most
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), every=st.sampled_from([1, 2, 7, 10, 50]))
+def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
+    truth = random_run(np.random.default_rng(seed), 200 // every * every)
+    # Without an overflow, DeepSpeed prints no scale at all.
+    assume(any(truth.flags) or not name.startswith("deepspeed"))
+    run = read(tmp_path_factory.getbasetemp(), WRITERS[name](truth, every))
+    assert_within(run, truth)
+    if run.is_numbered:
+        assert run.step.tolist() == list(range(1, len(truth.flags) + 1))
+    if name in EXACT:
+        assert (run.skipped_bounds(), run.holds_if) == ((sum(truth.flags),) * 2, "")
+    if every == 1 and name in ("mindformers", "mindspore", "megatron", "record"):
+        assert run.overflow.tolist() == truth.flags
+        # Megatron prints 0.1 for 0.125 and for 0.0625.
+        used = np.array(truth.used)
+        assert run.loss_scale[1:][used[1:] >= 1] == pytest.approx(used[1:][used[1:] >= 1])
+
+
+def damaged(random, lines):
+    """Lines that are missing, cut or doubled, as by other ranks; the first and the last with a number are whole."""
+    start = next((place for place, line in enumerate(lines) if "OVERFLOW" not in line), 0) + 1
+    result, lines, end = lines[:start], lines[start:-2], lines[-2:]
+    for line in lines:
+        luck = random.random()
+        if luck < 0.03:
+            result.append(line[: random.integers(1, len(line))].rstrip("\n") + "\n")
+        elif luck > 0.03:
+            # A rank that prints an overflow again has another one.
+            result += [line] * (1 + (luck > 0.95 and "OVERFLOW" not in line))
+    return result + end
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in WRITERS if "deepspeed" not in name or name == "deepspeed of three ranks"]
+)
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), every=st.sampled_from([1, 5, 10]))
+def test_lines_that_are_cut_or_lost_widen_the_bounds(tmp_path_factory, name, seed, every):
+    random = np.random.default_rng(seed)
+    truth = random_run(random, 200)
+    assume(any(truth.flags))
+    lines = WRITERS[name](truth, every)
+    assert_within(read(tmp_path_factory.getbasetemp(), damaged(random, lines)), truth)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), every=st.sampled_from([1, 5]))
+def test_a_restart_supersedes_what_came_after_its_checkpoint(tmp_path_factory, seed, every):
+    random = np.random.default_rng(seed)
+    whole = random_run(random, 150, smallest=1.0)
+    reached, checkpoint = 100, int(random.integers(1, 80 // every)) * every
+    first = [values[:reached] for values in whole]
+    # The second attempt has the steps of another run at the same scale.
+    other = random_run(random, 150, smallest=1.0)
+    second = [values[checkpoint:] for values in other]
+    truth = whole._make([*old[:checkpoint], *new] for old, new in zip(first, second, strict=True))
+    lines = mindformers(whole._make(first), every) + mindformers(truth, every)[checkpoint // every :]
+    folder = tmp_path_factory.getbasetemp()
+    if all(a == b for a, b in itertools.pairwise(truth.after[checkpoint - 1 : checkpoint + 1])):
+        assert_within(read(folder, lines), truth)
