@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-LOG = str(ROOT / "tests" / "lab" / "samples" / "mindformers_1_9_cpu.log")
+LOG = str(ROOT / "tests" / "record" / "samples" / "mindformers_1_9_cpu.log")
 CONFIG = str(ROOT / "configs" / "tiny_llama_cpu_fp16.yaml")
 SPIKES = ["synthetic:spikes", "--steps", "50"]
 DIGITS = "9" * 5000

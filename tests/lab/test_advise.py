@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindformers_adaptive.lab.analysis import analyze, raise_ceilings
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.lab.measures import cost, measure
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
@@ -18,7 +18,7 @@ from mindformers_adaptive.record.trace import Trace
 from tests.conftest import ROOT
 from tests.shared.records import record_of, run_of
 
-LOGS = ROOT / "tests" / "lab" / "samples"
+LOGS = ROOT / "tests" / "record" / "samples"
 
 
 def recorded(ceilings, name="dynamic", **params):
