@@ -164,11 +164,7 @@ def _collapse(run: RecordedRun) -> Iterator[Advice]:
         yield Advice(
             "collapse",
             f"{lower}Look at the model and the data: learning rate, warm-up, gradient clipping, float32 for softmax "
-<<<<<<< HEAD
             "and normalization, NaN or inf in data and weights. Find the layer and a remedy:\n"
-=======
-            "and normalization, NaN or inf in data and weights. Find the layer:\n"
->>>>>>> h-why
             f"{why_command(run_folder_of(*run.files))}",
             (f"{length} steps in a row" if in_a_row else f"All {length} steps that the log shows")
             + f" were skipped, from step {step[first]} to {step[last]}"

@@ -158,13 +158,7 @@ def _outcomes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _wrapped(text: str | None, indent: str = "") -> list[str]:
-<<<<<<< HEAD
     return textwrap.wrap(text or "", _WIDTH, subsequent_indent=indent)
-=======
-    # A command after a line break stays whole, so that it can be pasted.
-    prose, *commands = (text or "").split("\n")
-    return [*textwrap.wrap(prose, _WIDTH, subsequent_indent=indent), *commands]
->>>>>>> h-why
 
 
 def _cut(entries: Sequence[str], at_most: int, rest: str) -> list[str]:

@@ -79,11 +79,7 @@ def why(
         PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
-<<<<<<< HEAD
     saved = None if batch is None else read_batch(batch)
-=======
-    saved = batch and read_batch(batch)
->>>>>>> h-why
     training = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
     dataset, network = training.dataset, training.train_step.network
     rows = saved and list(_micro_batches(saved, dataset.get_batch_size()))
@@ -99,21 +95,13 @@ def why(
         for key, value in _worth_trying(network, value_at(written, _SECTION) or {})
     }
     division = loss_division(training.micro_batches)
-<<<<<<< HEAD
     measured = f"{training.weights}, batch {batch}" if batch else training.weights
-=======
-    parts = [training.weights, batch and f"batch {batch}", division and f"each batch {division}"]
->>>>>>> h-why
     explanation = explain_overflow(
         training.train_step,
         rows,
         loss_scale,
         settings=settings,
-<<<<<<< HEAD
         measured=f"{measured}, each batch {division}" if division else measured,
-=======
-        measured=", ".join(filter(None, parts)),
->>>>>>> h-why
         graph=graph,
         progress=progress,
         micro_batches=training.micro_batches,

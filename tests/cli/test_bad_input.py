@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-LOG = str(ROOT / "tests" / "lab" / "samples" / "mindformers_1_9_cpu.log")
+LOG = str(ROOT / "tests" / "record" / "samples" / "mindformers_1_9_cpu.log")
 CONFIG = str(ROOT / "configs" / "tiny_llama_cpu_fp16.yaml")
 SPIKES = ["synthetic:spikes", "--steps", "50"]
 DIGITS = "9" * 5000
@@ -187,7 +187,7 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
 @pytest.mark.parametrize(("text", "said"), [("x\n", "(1 line) there"), (line(1, 8.0), "1 step from 1 line (jsonl)")])
 def test_one_line_is_said_in_the_singular(run_program, tmp_path, text, said):
     (tmp_path / "run.txt").write_text(text)
-    assert said in "".join(run_program("compare", tmp_path / "run.txt")[1:])
+    assert said in "".join(run_program("compare", "--details", tmp_path / "run.txt")[1:])
 
 
 @pytest.mark.parametrize("command", ["analyze", "compare", "plot", "report"])

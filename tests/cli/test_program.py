@@ -20,7 +20,7 @@ from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.text.install_hint import install_hint
 from tests.conftest import PROGRAM, ROOT
 
-LOGS = ROOT / "tests" / "lab" / "samples"
+LOGS = ROOT / "tests" / "record" / "samples"
 MINDFORMERS_LOG = str(LOGS / "mindformers_1_9_cpu.log")
 
 

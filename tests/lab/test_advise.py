@@ -8,17 +8,17 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mindformers_adaptive.lab.logs import read_log
 
 from mindformers_adaptive.lab.analysis import analyze, raise_ceilings
 from mindformers_adaptive.lab.measures import cost, measure
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.trace import Trace
 from tests.conftest import ROOT
 from tests.shared.records import record_of, run_of
 
-LOGS = ROOT / "tests" / "lab" / "samples"
+LOGS = ROOT / "tests" / "record" / "samples"
 
 
 def recorded(ceilings, name="dynamic", **params):
