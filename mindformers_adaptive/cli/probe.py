@@ -25,6 +25,7 @@ from mindformers_adaptive.cli.output import (
 )
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.gradients.recommendation import judge, table_of_groups
+from mindformers_adaptive.gradients.report import loss_division
 from mindformers_adaptive.gradients.selection import select
 from mindformers_adaptive.mindformers.launcher import use_register_path
 from mindformers_adaptive.plots.canvas import save
@@ -93,8 +94,8 @@ def run(options: argparse.Namespace) -> None:
     ranges = sweep(options, scales, options.layers, add_up if options.gradients else None)
 
     def tables() -> Iterator[str]:
-        if ranges.division:
-            yield f"Each batch was measured {ranges.division}, as the training does it."
+        if division := loss_division(ranges.micro_batches):
+            yield f"Each batch was measured {division}, as the training does it."
         yield ranges.table()
         lowest = judge(ranges, ranges.loss_scales[0])
         if lowest.groups:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from mindformers_adaptive.gradients.report import NEW_WEIGHTS, GradientRanges
+from mindformers_adaptive.gradients.report import NEW_WEIGHTS, GradientRanges, loss_division
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.gradients.updates import LostUpdates, lost_updates
 from mindformers_adaptive.rules.checks import require_integer, require_positive
@@ -264,7 +264,7 @@ class LossScaleRecommendation:
         return f"Start at {as_power_of_two(self.loss_scale_value)}. {ceiling}; {left}."
 
     def _evidence(self) -> list[str]:
-        division = self.ranges.division
+        division = loss_division(self.ranges.micro_batches)
         lines = [f"Each batch was measured {division}, as the training does it."] if division else []
         if self.ceiling is None or self.loss_scale_value is None:
             return lines

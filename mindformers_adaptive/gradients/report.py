@@ -86,11 +86,6 @@ class GradientRanges:
     micro_batches: int = 1
 
     @property
-    def division(self) -> str:
-        """str: how the loss was divided, to be said beside the numbers; "" where it was not."""
-        return loss_division(self.micro_batches)
-
-    @property
     def loss_scales(self) -> tuple[float, ...]:
         """tuple[float, ...]: the scales of the sweep, in increasing order."""
         return tuple(ranges.loss_scale for ranges in self.batches[0])

@@ -31,7 +31,7 @@ FORMER_KEYS = {
 def value_at(config: Any, key: str) -> Any:
     """Return what a dotted key of a configuration leads to, or None."""
     for name in key.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
+        config = config.get(name) if isinstance(config, Mapping) else None
     return config
 
 

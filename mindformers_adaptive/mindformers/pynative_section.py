@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.rules import RULES, find_rule, make_rule, rule_of_cell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
@@ -171,10 +172,10 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
         scale = section.get("loss_scale_value") if isinstance(section, Mapping) else section
         warn_of_rounding(f"{SECTION}.loss_scale_value" if scale is not section else SECTION, scale, stacklevel=2)
     kind = section.get("type") if isinstance(section, Mapping) else None if section is None else ""
-    warn_of_dtype("model.compute_dtype", _section_of(config, "model").get("compute_dtype"), SECTION, kind, stacklevel=3)
+    warn_of_dtype("model.compute_dtype", value_at(config, "model.compute_dtype"), SECTION, kind, stacklevel=3)
     if section is None:
         return
-    stages = _section_of(config, "parallelism").get("pipeline_parallel", 1)
+    stages = value_at(config, "parallelism.pipeline_parallel")
     if isinstance(stages, int) and stages > 1:
         raise ValueError(
             f"'parallelism.pipeline_parallel' must be 1 with '{SECTION}', but is {stages}: the pipeline schedule of "
@@ -214,8 +215,3 @@ def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stackleve
             "what you mean.",
             stacklevel=stacklevel,
         )
-
-
-def _section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, Mapping) else {}
