@@ -6,6 +6,6 @@ that says what to install where MindSpore or MindFormers is missing.
 
 from mindformers_adaptive.public_names import lazy_names
 
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
