@@ -106,15 +106,22 @@ class RuleLossScaler(amp.LossScaler):
             bool, True: the scale is not fixed.
 
         Raises:
-            TypeError: if the rule needs the largest gradient, and there are no gradients.
+            TypeError: if ``grads_finite`` is not a Tensor, or the rule needs the largest gradient and ``grads`` are not
+                Tensors.
         """
+        if not isinstance(grads_finite, Tensor):
+            raise TypeError("'grads_finite' must be a Tensor of one flag, as mindspore.amp.all_finite() returns it.")
         overflow = ops.logical_not(grads_finite)
         if self._measure_and_update is None:
             self.update_cell(self.scale_value, overflow)
         else:
-            grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
-            if len(grads) == 0:
-                raise TypeError("'grads' must be the unscaled gradients, which the rule of this scaler needs.")
+            grads = (grads,) if grads is None or isinstance(grads, Tensor) else grads
+            tensors = [gradient for gradient in grads if isinstance(gradient, Tensor)]
+            if len(tensors) == 0 or len(tensors) < len(grads):
+                raise TypeError(
+                    "'grads' must be a tuple of Tensors, because the rule of this scaler needs the largest gradient. "
+                    "Give the unscaled gradients in one flat tuple, without None."
+                )
             self._measure_and_update(self.scale_value, overflow, *grads)
         return True
 

@@ -44,20 +44,19 @@ class RuleUpdateCell(CompiledUpdateCell):
     # The only rule of this class, None for any.
     rule_class: type[Rule] | None = None
     bound_loss_scale: Any = None
-    # The id of the cell that was bound, from which that of a copy differs.
+    # The id of the cell that was bound: a copy of it has another id, and may be bound again.
     _bound_id: int | None = None
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
         self.form = form_of(rule)
-        # Read by no graph. Parameters, because a checkpoint that MindSpore loads brings back nothing else. Until
-        # training begins the number of the run is -1 and the form negative, as in no checkpoint of a training: so a
-        # checkpoint that was loaded can be told from what the graph wrote.
+        # No graph reads these two, but MindSpore's checkpoints restore only Parameters. Until training begins they are
+        # negative, as in no checkpoint of a training, so a loaded checkpoint differs from what the graph wrote.
         self.loss_scaling_run = _new_parameter(RUN, -1)
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
-        # The number of the step for which loss_scale_value is known to be the loss scale.
+        # loss_scale_value is the loss scale of the step with this number.
         self._known_step = 1
-        # What the host wrote or looked at last, and whether steps were taken since; None if that cannot be known.
+        # The values that the host wrote or checked last, and whether steps were taken since then (None: unknown).
         self._last_seen = self._snapshot()
         self._has_stepped: bool | None = False
 
@@ -71,7 +70,7 @@ class RuleUpdateCell(CompiledUpdateCell):
             steps (int): how many steps led to it. Default: 0, it is the start.
 
         Returns:
-            Cell of this class, whose ``state()`` and loss scale are those of ``state``.
+            Cell of this class with the loss scale and the values of ``state``.
 
         Raises:
             TypeError: if ``rule`` is not exactly of the rule of this class; a subclass of it may take other steps.
@@ -103,7 +102,7 @@ class RuleUpdateCell(CompiledUpdateCell):
 
         Returns:
             dict[str, Union[int, float, tuple[float, ...]]], a tuple for a vector without named parts. It begins with
-            ``loss_scale``, that of the next step, unless a train-step cell of another package keeps it.
+            ``loss_scale``, the scale of the next step, unless a train-step cell of another package keeps it.
         """
         values = self._values()
         return {"loss_scale": self.present_loss_scale, **values} if self._knows_loss_scale else values
@@ -115,10 +114,10 @@ class RuleUpdateCell(CompiledUpdateCell):
         return values
 
     def rule_state(self) -> Any:
-        """Return the state as the rule has it.
+        """Return the state as a state of the rule, with the loss scale for the next step.
 
         Returns:
-            NamedTuple, with the loss scale for the next step.
+            NamedTuple, as ``rule.step()`` returns it.
 
         Raises:
             RuntimeError: as of :meth:`known_loss_scale`.
@@ -167,7 +166,7 @@ class RuleUpdateCell(CompiledUpdateCell):
 
     @property
     def present_loss_scale(self) -> float:
-        """float: that of the next step, or the initial one where no train-step cell has bound its own."""
+        """float: the loss scale of the next step, or the initial one until a train-step cell is bound."""
         if self.bound_loss_scale is None:
             return float(self.loss_scale_value)
         return float(self.bound_loss_scale.asnumpy())
@@ -195,7 +194,7 @@ class RuleUpdateCell(CompiledUpdateCell):
                 "load_state_dict(cell.state_dict()) of the new one."
             )
         self._bound_id = id(self)
-        # Not through nn.Cell, which would make it a child of this cell too.
+        # nn.Cell's own __setattr__ would make the Parameter a child of this cell too.
         object.__setattr__(self, "bound_loss_scale", parameter)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,32 +204,28 @@ class RuleUpdateCell(CompiledUpdateCell):
         ``state["scale"] = torch.tensor([state["scale"]])``.
 
         Args:
-            *args (Any): those of ``nn.Cell.state_dict``, which a parent cell gives. Then it is that method.
-            **kwargs (Any): likewise.
+            *args, **kwargs (Any): with any argument, as a parent cell gives them, this is ``nn.Cell.state_dict``.
 
         Returns:
-            dict[str, Union[int, float]], with ``scale``, the loss scale; ``growth_tracker``, the clean steps since the
-            last overflow or raise; ``hysteresis_tracker``, the overflows left until a drop; ``loss_scaling_run``, the
-            number of the run for its records; ``loss_scaling_form``, which tells the form of the state; and the state,
-            vectors element by element as ``name_0``, ``name_1``, ....
+            dict[str, Union[int, float]], with the loss scale as ``scale``; the clean steps since the last overflow or
+            raise as ``growth_tracker``; the overflows left until a drop as ``hysteresis_tracker``; the numbers of the
+            run and of the state's form; and the state, vectors as ``name_0``, ``name_1``, ....
 
         Raises:
-            RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know its
-                loss scale.
+            RuntimeError: as of :meth:`known_loss_scale`.
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
         return to_state_dict(self.rule, self.known_loss_scale(), self._values(), self.run_number)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; in a train-step cell of another package, load it before the cell is given to that.
+        """Go on from a state. With a train-step cell of another package, load it before that cell is made.
 
         Args:
             state_dict (dict): what ``state_dict()`` or ``mindspore.load_checkpoint`` returned, Megatron-LM's
-                ``grad_scaler``, or the state of the optimizer around that; where such a one has no ``grad_scaler``, a
-                warning says so and nothing changes. Values are numbers or tensors of one element; other keys are
-                ignored. Where there is no state of the rule itself, as from Megatron-LM, the present one stays.
-                Counters that no run can reach, and a state that the rule cannot have, are changed with a warning.
+                ``grad_scaler``, or its optimizer state; one without ``grad_scaler`` gives a warning and changes
+                nothing. Values are numbers or tensors of one element; other keys are ignored. Without the rule's own
+                state, as from Megatron-LM, the present state stays. A warning names each value that is replaced.
 
         Raises:
             KeyError: if the loss scale is missing, or both the counters and Megatron-LM's trackers.
@@ -354,9 +349,8 @@ class RuleUpdateCell(CompiledUpdateCell):
         if flags.get("training") and not self.has_signal:
             raise TypeError(
                 f"{type(self).__name__} needs a train-step cell that gives it the largest gradient of each step. Use "
-                "TrainOneStepWithLossScaleCell, MFTrainOneStepCell or MFPipelineWithLossScaleCell of "
-                "mindformers_adaptive.wrapper; for a train-step cell of your own, assign update_cell.largest_gradient "
-                "in each step and call update_cell.declare_signal() once."
+                "one of mindformers_adaptive.wrapper, such as TrainOneStepWithLossScaleCell; in a train-step cell of "
+                "another kind, assign update_cell.largest_gradient in each step and call update_cell.declare_signal()."
             )
         super().add_flags_recursive(**flags)
         if flags.get("training"):
@@ -374,12 +368,12 @@ class RuleUpdateCell(CompiledUpdateCell):
             if hasattr(self, attribute := f"former_{name}"):
                 if (count := int(getattr(self, attribute).asnumpy())) >= 0:
                     counters[key] = count
-                # No checkpoint of this package has it.
+                # Without the Parameter, a checkpoint of this training does not contain it.
                 delattr(self, attribute)
         return counters
 
     def _write(self, loss_scale: float | None, values: dict[str, Any]) -> None:
-        """Write a state, with the loss scale for the next step, or None where only a stock train-step cell knows it."""
+        """Write a state and the loss scale of the next step; None leaves a scale that a stock train-step cell keeps."""
         if loss_scale is not None:
             if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
                 self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))

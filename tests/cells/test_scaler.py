@@ -61,6 +61,25 @@ def test_adjust_measures_one_gradient_or_several(mode, grads):
     assert (scaler.state()["largest_gradient"], scaler.state()["cur_iter"]) == (3.0, 2)
 
 
+@pytest.mark.parametrize(
+    ("grads_finite", "grads", "message"),
+    [
+        (True, (Tensor([1.0]),), "'grads_finite' must be a Tensor .*all_finite"),
+        (np.bool_(True), (Tensor([1.0]),), "'grads_finite' must be a Tensor .*all_finite"),
+        *(
+            (Tensor(True), grads, "'grads' must be .* in one flat tuple, without None")
+            for grads in (None, (), (None,), (Tensor([1.0]), None), (Tensor([1.0]), (Tensor([2.0]),)), (np.ones(2),))
+        ),
+    ],
+)
+def test_adjust_refuses_what_it_cannot_measure(mode, grads_finite, grads, message):
+    scaler = KINDS["guided"].scaler()
+    before = scaler.state()
+    with pytest.raises(TypeError, match=message):
+        scaler.adjust(grads_finite, grads)
+    assert scaler.state() == before
+
+
 def functional_step(dense, scaler, compiled):
     """Return a train step that takes a batch; without a scaler, one without loss scaling."""
     optimizer = dense.optimizer()
