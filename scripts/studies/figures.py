@@ -49,10 +49,12 @@ class Figure:
 FIND = "adaptive-loss-scale find --config configs/tiny_llama_cpu_fp16.yaml --train-dataset-dir output/corpus"
 COSTS, STUDY = "scripts.benchmarks.costs", "scripts.studies.study"
 LONG = "scripts.studies.long_training"
+MICRO_BATCHES = "scripts.studies.micro_batches"
 GUIDED, FORMATS = "scripts.studies.guided_training", "scripts.studies.formats_training"
 FIGURES = {
     "study": Figure(f"python -m {STUDY}", STUDY),
     "worth": Figure("python -m scripts.studies.worth_it", "scripts.studies.worth_report"),
+    "micro_batches": Figure(f"python -m {MICRO_BATCHES}", MICRO_BATCHES),
     "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
     # Runs that docs/figures/long_training/ holds already are not trained again.
     "long_training": Figure(f"python -m {LONG}", LONG),

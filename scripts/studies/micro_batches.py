@@ -99,13 +99,17 @@ def task_table(task):
                 [
                     f"{int(count):,}",
                     WAYS[way],
-                    f"{100 * np.mean(lost):.2g} %" if lost else "overflow",
+                    percent(np.mean(lost)) if lost else "overflow",
                     ", ".join(str(run["skipped"]) for run in runs),
                     f"{qualities.mean():.3f}",
                     interval(mean_and_interval(qualities - fp32), 3),
                 ]
             )
     return rows
+
+
+def percent(share):
+    return f"{100 * share:.2g} %" if share >= 1e-5 else "less than 0.001 %"
 
 
 def draw(result):
@@ -122,7 +126,8 @@ def draw(result):
         axes.set_xticks(range(len(counts)), [f"{int(count):,}" for count in counts])
         axes.set_title(task["name"], fontsize=12)
         canvas.style_axes(axes, x_label="micro-batches", y_label="loss on held-out text")
-    panels[0].legend(fontsize=10, frameon=False)
+    # In the last panel the upper left corner is free.
+    panels[-1].legend(fontsize=10, frameon=False, loc="upper left")
     return figure
 
 
