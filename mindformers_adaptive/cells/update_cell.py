@@ -50,8 +50,8 @@ class RuleUpdateCell(CompiledUpdateCell):
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
         self.form = form_of(rule)
-        # No graph reads these two, but MindSpore's checkpoints restore only Parameters. Until training begins they are
-        # negative, as in no checkpoint of a training, so a loaded checkpoint differs from what the graph wrote.
+        # No graph reads these two, but checkpoints restore only Parameters. They are negative until training begins,
+        # as in no checkpoint of a training.
         self.loss_scaling_run = _new_parameter(RUN, -1)
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
         # loss_scale_value is the loss scale of the step with this number.
@@ -194,22 +194,22 @@ class RuleUpdateCell(CompiledUpdateCell):
                 "load_state_dict(cell.state_dict()) of the new one."
             )
         self._bound_id = id(self)
-        # nn.Cell's own __setattr__ would make the Parameter a child of this cell too.
+        # Setting it through nn.Cell would make the Parameter a child of this cell too.
         object.__setattr__(self, "bound_loss_scale", parameter)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as numbers, which ``mindspore.save_checkpoint(..., append_dict=)`` and JSON take.
 
-        Megatron-LM's ``DynamicGradScaler`` loads it too, once ``scale`` is a tensor:
-        ``state["scale"] = torch.tensor([state["scale"]])``.
+        Megatron-LM's ``DynamicGradScaler`` loads it too, once ``scale`` is a tensor of one element.
 
         Args:
-            *args, **kwargs (Any): with any argument, as a parent cell gives them, this is ``nn.Cell.state_dict``.
+            *args (Any): with any argument, as from a parent cell, this is ``nn.Cell.state_dict``.
+            **kwargs (Any): as ``args``.
 
         Returns:
             dict[str, Union[int, float]], with the loss scale as ``scale``; the clean steps since the last overflow or
-            raise as ``growth_tracker``; the overflows left until a drop as ``hysteresis_tracker``; the numbers of the
-            run and of the state's form; and the state, vectors as ``name_0``, ``name_1``, ....
+            raise as ``growth_tracker``; the overflows left until a drop as ``hysteresis_tracker``; the numbers of run
+            and form; and the state, vectors as ``name_0``, ``name_1``, ....
 
         Raises:
             RuntimeError: as of :meth:`known_loss_scale`.

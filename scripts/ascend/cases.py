@@ -138,8 +138,6 @@ def _steps():
     yield from _in_each_way("semi_auto_2", "plain_step", world=split, arguments={"network": "split"})
     per_token = {**per_token, "network": "split, SumAndNumber"}
     yield from _in_each_way("per_token_semi_auto_2", "mf_step", (STOCK, GUIDED), world=split, arguments=per_token)
-    # As MindFormers' trainer builds gradient accumulation on an Ascend.
-    yield from _in_each_way("accumulation_semi_auto_2", "pipeline_step", world=split, arguments={"accumulates": True})
     for stages in (2, 4):
         for rank in range(stages):
             world = World(stages, rank, _SEMI_AUTO, stages)

@@ -269,11 +269,10 @@ def split(network):
     return network
 
 
-def pipeline_step(way, micro_batches=4, accumulates=False, **options):
-    """``MFPipelineWithLossScaleCell`` with clipping, around pipeline stages or gradient accumulation."""
-    layers = Layers(2 if accumulates else mindspore.get_auto_parallel_context("pipeline_stages"))
-    cell = nn.GradAccumulationCell if accumulates else nn.PipelineCell
-    network = _VirtualDatasetCell(cell(split(layers), micro_batches)).set_train()
+def pipeline_step(way, micro_batches=4, **options):
+    """``MFPipelineWithLossScaleCell`` with clipping."""
+    layers = Layers(mindspore.get_auto_parallel_context("pipeline_stages"))
+    network = _VirtualDatasetCell(nn.PipelineCell(split(layers), micro_batches)).set_train()
     options = {"scale_sense": update_cell(way), "micro_batch_num": micro_batches, **options}
     compile_step(wrapper_of(way).MFPipelineWithLossScaleCell(network, momentum(network), **options))
 
