@@ -99,7 +99,9 @@ class LossScaleTrainStep(_Base):
         self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
         if _follows_a_rule(self):
             self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
-            self.loss_scaling_manager.accept_former_names()
+            if isinstance(self, PerTokenTrainStep):
+                # Checkpoints of MindFormers' own cell come from its train steps.
+                self.loss_scaling_manager.accept_former_names()
             if isinstance(self.optimizer, nn.Cell):
                 self.optimizer.loss_scaling_manager = self.loss_scaling_manager
         # MindFormers' cell returns a copy of a constant learning rate. MindSpore renames all Parameters when two of

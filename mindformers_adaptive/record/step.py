@@ -102,7 +102,7 @@ def step_of(content: Mapping[str, Any]) -> Step | str:
         >>> step_of({"step": 3, "overflow": True, "loss_scale": 4.0, "loss": "nan"}).loss
         nan
         >>> step_of({"step": "x", "overflow": True, "loss_scale": 4.0})
-        "Expected `int`, got `str` - at `$.step`"
+        'Expected `int`, got `str` - at `$.step`'
     """
     values = {name: content[name] for name in _BY_NAME if name in content}
     for name in [name for name in values if not _BY_NAME[name].required]:

@@ -156,7 +156,7 @@ def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
     assert Configuration("adaptive", **section).start == configuration.start
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "guided", "own_rules.Follow"])
+@pytest.mark.parametrize("policy", ["adaptive", "guided", "tests.shared.own_rules.Follow"])
 def test_a_configuration_can_be_pickled(policy):
     configuration = Configuration(policy, loss_scale_value=2.0**12)
     copied = pickle.loads(pickle.dumps(configuration))

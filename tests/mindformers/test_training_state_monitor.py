@@ -127,7 +127,7 @@ def test_steps_dropped_by_norm_are_in_record_and_analysis_and_leave_the_scale_al
     analysis = analyze(read_log("record.jsonl"))
     assert analysis.to_dict()["dropped_by_norm"] == {"count": 3, "ranges": [(21, 22), (38, 38)]}
     assert analysis.to_dict()["skipped"]["count"] == OVERFLOWS_AT_START + 1
-    assert "Dropped   3 without an overflow, because of their gradient norm: 21-22, 38" in analysis.text()
+    assert "Dropped   3 without an overflow, because of their gradient norm: 21-22, 38" in analysis.text(details=True)
 
 
 def test_dropping_by_a_norm_that_is_not_calculated_is_refused():

@@ -71,7 +71,7 @@ def test_the_window_of_the_rule_is_recorded_and_told(path, messages):
     train(network, [monitor], [True, False])
     lines = read_record(path)
     assert [(line["step"], line["scale_window"]) for line in lines] == [(2, 4000), (3, 500)]
-    # The loss of the other step is inf.
-    assert [message for message in messages()[1:] if "The loss of step 2" not in message] == [
+    # The loss of step 2 is inf.
+    assert [message for message in messages()[1:] if "step 2" not in message] == [
         f"Loss scaling: at step 3 the window goes from 4000 to 500, at loss scale {lines[1]['next_loss_scale']}."
     ]

@@ -576,7 +576,7 @@ def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, 
     assert len(list(tmp_path.iterdir())) == 2
     told = {message for message in messages() if "is being written" in message}
     assert told == {
-        f"{path} is being written by another callback of this process: this run is recorded in {file.name}."
+        f"{path} is being written by another run: this run is recorded in {file.name}."
     }
 
 
