@@ -161,7 +161,7 @@ def bare(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     [site_packages] = folder.glob("lib/python*/site-packages")
-    for name in ("numpy", "PyYAML", "filelock", "tqdm"):
+    for name in ("numpy", "PyYAML", "filelock", "tqdm", "msgspec"):
         distribution = importlib.metadata.distribution(name)
         for entry in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             (site_packages / entry).symlink_to(distribution.locate_file(entry))

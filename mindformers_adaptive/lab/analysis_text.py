@@ -17,8 +17,7 @@ _WIDTH = 118
 
 _JUMP = (
     "A jump is a change of the scale that no step explains: the run was restarted with another scale, or steps are "
-    "missing. In a log that does not state what each step did, it may also be one that no rule with one factor makes: "
-    "if the run followed another rule, name it ('analyze --policy', or read_log(rule=...))."
+    "missing. In a log that does not state what each step did, the rule may also have moved the scale by another factor."
 )
 
 _OUTCOMES = {

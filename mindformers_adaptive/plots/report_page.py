@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RunTold", "picture", "render"]
 
-# Of the width of a picture on a narrow screen, as a share of the usual one; letters keep their size.
+# The width of a picture on a narrow screen, as a share of the usual width. Letters keep their size.
 _NARROW = 0.48
+# The table of skipped steps has this many rows.
+_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, ver
     return template.substitute(
         title=_escaped(f"Loss scaling of {', '.join(run.name for run in runs)}"),
         written=_escaped(written),
+        verdicts="\n".join(_verdict(run, named=len(runs) > 1) for run in runs),
         figures="\n".join(figures),
         runs="\n".join(map(_card, runs)),
         versions=_escaped(versions),
@@ -101,7 +104,13 @@ def _escaped(text: object) -> str:
     return html.escape(printable(str(text), keep="\n"))
 
 
+def _verdict(run: RunTold, named: bool) -> str:
+    name = f"{run.name}: " if named else ""
+    return f"<p><strong>{_escaped(name)}{_escaped(' '.join(run.analysis['verdict']))}</strong></p>"
+
+
 def _card(run: RunTold) -> str:
+    """Return what to change, the settings to paste, the skipped steps and the rest of a run."""
     told = run.analysis
     steps, skipped, scale = told["steps"], told["skipped"], told["loss_scale"]
     count = skipped["at_least"] if skipped["count"] is None else skipped["count"]
@@ -116,8 +125,8 @@ def _card(run: RunTold) -> str:
     rows = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd>" for name, value in facts.items())
     return (
         f'<article class="card">\n<h2>{_escaped(run.name)}</h2>\n<p class="muted">{_escaped(run.source)}</p>\n'
-        f"<dl>{rows}</dl>\n<h3>What to change</h3>\n{_advice(told)}\n"
-        f"<details open><summary>All that was found</summary><pre>{_escaped(run.text)}</pre></details>\n</article>"
+        f"<h3>What to change</h3>\n{_advice(told)}\n{_skipped_steps(skipped)}<h3>The run</h3>\n<dl>{rows}</dl>\n"
+        f"<details><summary>All details</summary><pre>{_escaped(run.text)}</pre></details>\n</article>"
     )
 
 
@@ -127,13 +136,25 @@ def _scale(value: object) -> str:
 
 def _advice(told: Mapping[str, Any]) -> str:
     if not told["advice"]:
-        return "<p>Nothing: the run gives no reason for it.</p>"
+        return "<p>Nothing to change: the log gives no reason for it.</p>"
     entries = "".join(
-        f'<li>{_escaped(one["change"])}<span class="muted">{_escaped(one["reason"])}</span></li>'
-        for one in told["advice"]
+        f'<li>{_escaped(advice["change"])}<span class="muted">{_escaped(advice["reason"])}</span></li>'
+        for advice in told["advice"]
     )
     if not told["scale_sense"]:
         return f"<ol>{entries}</ol>"
-    verdict, share = told["certainty"]["verdict"], told["certainty"]["known_share"]
-    sure = f"For MindFormers' YAML, under runner_wrapper; {verdict}, the run knows {share:.0%} of its outcome."
-    return f'<ol>{entries}</ol><p class="muted">{_escaped(sure)}</p><pre>{_escaped(told["scale_sense"].rstrip())}</pre>'
+    share = told["certainty"]["known_share"]
+    note = f"Paste this under runner_wrapper. The log decides {share:.0%} of the predicted steps, the rest is assumed."
+    return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{_escaped(told["scale_sense"].rstrip())}</pre>'
+
+
+def _skipped_steps(skipped: Mapping[str, Any]) -> str:
+    """Return a table of the skipped steps whose numbers are known, "" if there are none."""
+    ranges = skipped["ranges"]
+    if not ranges:
+        return ""
+    rows = "".join(
+        f"<tr><td>{first:,}</td><td>{last:,}</td><td>{last - first + 1:,}</td></tr>" for first, last in ranges[:_ROWS]
+    )
+    more = f'<p class="muted">and {len(ranges) - _ROWS:,} more ranges</p>' if len(ranges) > _ROWS else ""
+    return f"<h3>Skipped steps</h3>\n<table><tr><th>first</th><th>last</th><th>steps</th></tr>{rows}</table>{more}\n"

@@ -45,7 +45,7 @@ def record_in(source: str | os.PathLike[str]) -> Path:
             "monitor to the callbacks, or give the log of the training itself."
         )
     if len(found) > 1:
-        listed = ", ".join(str(one.relative_to(path)) for one in found[:3])
+        listed = ", ".join(str(file.relative_to(path)) for file in found[:3])
         raise ValueError(f"The folder {str(path)!r} must hold one {RECORD}, but holds {listed}. Give one folder a run.")
     return found[0]
 
@@ -93,7 +93,7 @@ def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str,
 
 def _told(name: str, source: str, run: RecordedRun) -> RunTold:
     analysis = analyze(run)
-    return RunTold(name, source, analysis.to_dict(), analysis.text(), _losses(run))
+    return RunTold(name, source, analysis.to_dict(), analysis.text(details=True), _losses(run))
 
 
 def _losses(run: RecordedRun) -> str:

@@ -254,7 +254,11 @@ def test_names_of_files_are_printed_with_control_characters_escaped(run_program,
     for name in names:
         shutil.copy(LOG, tmp_path / name)
     (tmp_path / "none\x1b[2J.txt").write_text("no log")
-    for command in (["compare", "--each-trace", "--details"], ["compare", "--json"], ["tune", "--details", "--grid", "hysteresis=1"]):
+    for command in (
+        ["compare", "--each-trace", "--details"],
+        ["compare", "--json"],
+        ["tune", "--details", "--grid", "hysteresis=1"],
+    ):
         code, printed, errors = run_program(*command, tmp_path)
         assert code == 0
         assert not CONTROL.search(printed + errors)

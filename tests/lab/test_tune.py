@@ -114,7 +114,7 @@ def test_settings_are_pasted_only_where_they_beat_the_run():
 def test_what_the_traces_decide_is_recommended_before_what_costs_less():
     # The climb to the assumed ceilings is not decided, to stay at the known scale is.
     trace = Trace("log", np.full(1000, 2.0**20), np.full(1000, 2.0**16), np.full(1000, np.inf))
-    found = tune([trace], [Configuration.dynamic(9), Configuration.dynamic(2000)])
+    found = tune([trace], [Configuration.dynamic(250), Configuration.dynamic(2000)])
     assert found.costs[0, 0] < found.costs[1, 0]
     assert found.recommended.label == found.rows(1)[0]["configuration"] == "dynamic 2000"
     assert found.certainty()["verdict"] == "known"

@@ -575,9 +575,7 @@ def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, 
             assert without_loss(read_record(file)) == replay(OVERFLOWS[: last + len(flags)])
     assert len(list(tmp_path.iterdir())) == 2
     told = {message for message in messages() if "is being written" in message}
-    assert told == {
-        f"{path} is being written by another run: this run is recorded in {file.name}."
-    }
+    assert told == {f"{path} is being written by another run: this run is recorded in {file.name}."}
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def page_of(tmp_path, run_program):
 def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path):
     page = page_of(write(tmp_path / "run", gradients=GRADIENTS))
     found = analyze(run_of_record(RECORD))
-    for text in (found.advice[0].change, found.to_dict()["scale_sense"].rstrip(), "skipped</dt><dd>12, 20.00%"):
+    for text in (*found.to_dict()["verdict"], found.advice[0].change, "skipped</dt><dd>12, 20.00%"):
         assert (text if "<" in text else html.escape(text)) in page
     # Loss, norm, scale; and the gradients that lie beside. Each wide, and narrow.
     assert page.count("data:image/svg+xml;base64,") == 4
@@ -92,7 +92,7 @@ def test_what_comes_from_files_is_text(page_of, tmp_path):
 def test_names_of_rules_and_settings_are_text():
     told = analyze(run_of_record(RECORD)).to_dict()
     told["advice"][0] |= {"change": EVIL, "reason": f"'\"{EVIL}"}
-    told["scale_sense"], told["certainty"]["verdict"] = f"type: {EVIL}", EVIL
+    told["scale_sense"], told["certainty"], told["verdict"] = f"type: {EVIL}", {"known_share": 1.0}, [EVIL]
     told["loss_scale"]["first"] = EVIL
     page = render([RunTold(EVIL, EVIL, told, EVIL, EVIL)], [], written=EVIL, versions=EVIL)
     assert "<script" not in page
