@@ -184,7 +184,7 @@ def run_bare(bare, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--help"], "commands:"),
+        (["--help"], "exit codes:"),
         (["inspect", "--help"], "checkpoint"),
         (["find", "--help"], "--margin"),
         (["compare", "synthetic:sudden drop"], "megatron"),

@@ -17,7 +17,7 @@ _WIDTH = 118
 
 _JUMP = (
     "A jump is a change of the scale that no step explains: the run was restarted with another scale, or steps are "
-    "missing. In a log that does not state what each step did, the rule may also have moved the scale by another factor."
+    "missing. In a log that does not state what each step did, the rule may also move the scale by another factor."
 )
 
 _OUTCOMES = {

@@ -178,6 +178,9 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         assert file.name in said
         assert message in said
     for command in (["analyze", file], ["plot", file, tmp_path / "a.png"], ["inspect", file]):
+        if (name, command[0]) == ("beyond_float32", "plot"):
+            # The losses of such a record can be drawn.
+            continue
         code, said = answer(run_program, *command)
         assert code == 1
         assert message in said if command[0] != "inspect" and name in ("binary", "deep", "empty") else said

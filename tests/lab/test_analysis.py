@@ -202,8 +202,7 @@ def test_a_change_by_more_than_float32_is_analyzed(tmp_path):
         for step, (used, after) in enumerate(itertools.pairwise([2.0**14, 2.0**14, 1e-44] * 20), start=1)
     ]
     (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = analyze(read_log(tmp_path / "run.jsonl"))
-    assert (found.run.scale_factor > 2.0**128, found.to_dict()["skipped"]["count"]) == (True, 19)
+    assert analyze(read_log(tmp_path / "run.jsonl")).to_dict()["skipped"]["count"] == 19
 
 
 def test_a_run_without_steps_or_scales_is_refused():
