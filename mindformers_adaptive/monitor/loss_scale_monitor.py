@@ -52,9 +52,9 @@ class LossScaleMonitor(RecordingCallback):
     counts those that are missing.
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
-    new run keeps an older file under another name; one that starts while another run writes the file takes a file with
-    ``_2`` in its name. By the number of the run in the first line each finds its own again. The host reads the device
-    before each checkpoint too, so that none is ahead of the record.
+    new run renames the file of an earlier run; one that starts while another run writes the file takes a file of its
+    own. Both names end in the number of a run, by which each run finds its record again. The host reads the device
+    before each checkpoint too, so that no checkpoint is ahead of the record.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of
