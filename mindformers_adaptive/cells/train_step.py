@@ -39,9 +39,8 @@ class LossScaleTrainStep(_Base):
       ``construct`` that calls ``self.hyper_map`` itself divides as it does.
     - For an update cell that needs it, the largest gradient is measured where overflows are looked for. If it is still
       0 after five steps, a warning says so: a ``construct`` has to call ``get_overflow_status``.
-    - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and
-      optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
-      names.
+    - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and optimizer from
+      most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their names.
     - A fixed loss scale stays the one that was given: that of a checkpoint does not replace it, and a warning says so.
     - When training starts, the restored loss scale is checked, and the log says which cell of which package scales the
       loss, and from where loss scaling goes on.
@@ -100,7 +99,6 @@ class LossScaleTrainStep(_Base):
         if _follows_a_rule(self):
             self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
             if isinstance(self, PerTokenTrainStep):
-                # Checkpoints of MindFormers' own cell come from its train steps.
                 self.loss_scaling_manager.accept_former_names()
             if isinstance(self.optimizer, nn.Cell):
                 self.optimizer.loss_scaling_manager = self.loss_scaling_manager

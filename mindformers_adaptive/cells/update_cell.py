@@ -285,7 +285,7 @@ class RuleUpdateCell(CompiledUpdateCell):
     def accept_former_names(self) -> None:
         """Until training begins, take the counters of MindFormers' own cell also by the names of its attributes.
 
-        MindSpore names Parameters so where two in a training have the same name, as with a constant learning rate.
+        With a constant learning rate, checkpoints of MindFormers' train steps have the counters under those names.
         """
         if self.rule.counts_clean_steps:
             for name in FORMER_NAMES:

@@ -221,7 +221,11 @@ class LossScaleRecommendation:
         return "\n\n".join(filter(None, parts))
 
     def details(self) -> str:
-        """Return the rest of the evidence, and a table of what is lost in each group of Parameters."""
+        """Return the rest of the evidence, and a table of what is lost in each group of Parameters.
+
+        Returns:
+            str, of several lines.
+        """
         ends = list({verdict.loss_scale: verdict for verdict in self.verdicts}.values()) if self.is_in_format else []
         lines = self._evidence()[_MOST_EVIDENCE:]
         counts = {end.loss_scale: self.ranges.overall(end.loss_scale) for end in ends}

@@ -165,7 +165,11 @@ class Explanation:
         return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *self._weight_lines(), self._how()])])
 
     def details(self) -> str:
-        """Return what the text leaves out: the layers closest to overflow, and what was tried and does not help."""
+        """Return what the text leaves out: the layers closest to overflow, and what was tried and does not help.
+
+        Returns:
+            str, of several lines.
+        """
         lines = self._headroom_lines()
         if failing := [str(each) for each in self.tried if not each.helps]:
             lines += ["No help, tried in the same passes:", *_indented(failing[:_MOST_TRIED])]

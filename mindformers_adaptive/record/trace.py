@@ -86,7 +86,14 @@ class Trace:
         return len(self.ceiling)
 
     def last(self, steps: int) -> Trace:
-        """Return the last steps of the trace, or all of a shorter one."""
+        """Return the last steps of the trace, or all of a shorter one.
+
+        Args:
+            steps (int): how many.
+
+        Returns:
+            Trace, with the same name.
+        """
         names = ("ceiling", "lower_bound", "upper_bound", "seconds", "largest_gradient")
         columns = {name: column[-steps:] for name in names if (column := getattr(self, name)) is not None}
         return replace(self, **columns)
