@@ -138,7 +138,7 @@ def _advice(told: Mapping[str, Any]) -> str:
     if not told["advice"]:
         return "<p>Nothing to change: the log gives no reason for it.</p>"
     entries = "".join(
-        f'<li>{_escaped(advice["change"])}<span class="muted">{_escaped(advice["reason"])}</span></li>'
+        f'<li>{_change(advice["change"])}<span class="muted">{_escaped(advice["reason"])}</span></li>'
         for advice in told["advice"]
     )
     if not told["scale_sense"]:
@@ -146,6 +146,12 @@ def _advice(told: Mapping[str, Any]) -> str:
     share = told["certainty"]["known_share"]
     note = f"Paste this under runner_wrapper. The log decides {share:.0%} of the predicted steps, the rest is assumed."
     return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{_escaped(told["scale_sense"].rstrip())}</pre>'
+
+
+def _change(change: str) -> str:
+    """Return an advice as HTML. Commands, on lines of their own, can be pasted."""
+    text, *commands = change.split("\n")
+    return _escaped(text) + "".join(f"<pre>{_escaped(command)}</pre>" for command in commands)
 
 
 def _skipped_steps(skipped: Mapping[str, Any]) -> str:

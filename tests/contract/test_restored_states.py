@@ -22,6 +22,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.saved_state import own_keys
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from tests.conftest import mindspore_mode
 from tests.shared.every_rule import KINDS, Owned, is_same
 from tests.shared.networks import Dense
 
@@ -250,15 +251,15 @@ LADDER = {"max_scale_window": 100, "min_scale_window": 20}
 @pytest.fixture(scope="module", params=["constant", "schedule"])
 def stock(request, tmp_path_factory):
     """Train with MindFormers' own cells; return the checkpoint and the state of the cell."""
-    mindspore.set_context(mode=mindspore.GRAPH_MODE)
-    dense, rate = Dense(), 0.01 if request.param == "constant" else nn.ExponentialDecayLR(0.01, 0.9, 4)
-    cell = mindformers.wrapper.AdaptiveLossScaleUpdateCell(2.0**16, 2, 20, **LADDER)
-    optimizer = nn.Adam(dense.layer.trainable_params(), learning_rate=rate)
-    step = mindformers.wrapper.MFTrainOneStepCell(dense.network, optimizer, scale_sense=cell)
-    step.ascend_910b_target, step.enable_allfinite = True, False
-    step.set_train()
-    for number in range(60):
-        step(*dense.batch(number in (3, 9)))
+    with mindspore_mode("graph"):
+        dense, rate = Dense(), 0.01 if request.param == "constant" else nn.ExponentialDecayLR(0.01, 0.9, 4)
+        cell = mindformers.wrapper.AdaptiveLossScaleUpdateCell(2.0**16, 2, 20, **LADDER)
+        optimizer = nn.Adam(dense.layer.trainable_params(), learning_rate=rate)
+        step = mindformers.wrapper.MFTrainOneStepCell(dense.network, optimizer, scale_sense=cell)
+        step.ascend_910b_target, step.enable_allfinite = True, False
+        step.set_train()
+        for number in range(60):
+            step(*dense.batch(number in (3, 9)))
     file = str(tmp_path_factory.mktemp("stock") / "stock.ckpt")
     mindspore.save_checkpoint(step, file)
     checkpoint = mindspore.load_checkpoint(file)
