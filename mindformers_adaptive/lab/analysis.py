@@ -66,6 +66,7 @@ class Analysis:
 
         A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``;
         those of ``skipped`` are ``at_least`` and ``at_most``, and what has to be true for them is in ``holds_if``.
+        ``at_most`` is None where the log does not number all of its steps.
 
         Returns:
             dict with ``verdict`` (sentences), ``log`` (files, format, lines, notes and problems), ``steps``,
@@ -184,7 +185,7 @@ def _outcome_rows(
         rows.append({**row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
     # What the run itself did is known but for the lines that stand for several steps.
     fewest, most = run.skipped_bounds()
-    rows[0] |= {"fewest_skipped": fewest, "most_skipped": most}
+    rows[0] |= {"fewest_skipped": fewest, "most_skipped": most if run.is_numbered else None}
     if fewest != most:
         rows[0] |= {"skipped": None, "headroom_lost": None}
     return rows

@@ -128,6 +128,8 @@ def _gradients(shown: Mapping[str, Any] | None) -> str:
 
 def _between(numbers: Mapping[str, Any], name: str = "") -> str:
     fewest, most = numbers[f"{name}at_least"], numbers[f"{name}at_most"]
+    if most is None:
+        return f"at least {fewest}"
     return str(fewest) if fewest == most else f"at least {fewest} and at most {most}"
 
 

@@ -60,9 +60,10 @@ def start_up_of(run: RecordedRun) -> StartUp:
         StartUp(steps=16, scale=65536.0, first_step=17, fewest=16, most=16)
     """
     scale, steps = forward_fill(run.loss_scale), None
+    clean = ~run.overflow & (run.position_known | _in_roomy_line(run))
     lowest_overflow = np.minimum.accumulate(np.where(run.overflow, scale, np.inf))
     best, first_step = 0.0, None
-    for first, last in consecutive_runs(np.flatnonzero(~run.overflow)).tolist():
+    for first, last in consecutive_runs(np.flatnonzero(clean)).tolist():
         if last - first + 1 < _HELD:
             continue
         steps = first if steps is None else steps
@@ -76,19 +77,27 @@ def start_up_of(run: RecordedRun) -> StartUp:
     return StartUp(steps, best or None, first_step, *run.skipped_bounds(end))
 
 
+def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
+    """Return which steps are in a line with enough clean steps to hold a scale, wherever its skipped steps are."""
+    ends, _, most = np.asarray(run.lines, np.int64).T
+    steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
+    return np.repeat(steps - skipped >= _HELD * (skipped + 1), steps)
+
+
 def facts_of(run: RecordedRun) -> dict[str, Any]:
     """Return what a run did, ready for JSON; see :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
     start_up, loss = start_up_of(run), np.empty(0) if run.loss is None else run.loss
     finite, bad = loss[np.isfinite(loss)], np.flatnonzero(np.isinf(loss))
+    first_steps = min(_START_UP, len(run))
     return {
         "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
         "skipped": _skipped(run),
         "dropped_by_norm": {"count": len(run.dropped_by_norm), "ranges": _ranges(run.dropped_by_norm)},
         "start_up": {
             **_bounded("before_first_applied", *_before_first_applied(run)),
-            **_bounded("before_scale_held", start_up.fewest, start_up.most),
-            "first_steps": min(_START_UP, len(run)),
-            **_bounded("skipped_in_first_steps", *run.skipped_bounds(min(_START_UP, len(run)))),
+            **_bounded("before_scale_held", start_up.fewest, min(start_up.most, len(run))),
+            "first_steps": first_steps,
+            **_bounded("skipped_in_first_steps", *np.minimum(run.skipped_bounds(first_steps), first_steps).tolist()),
         },
         "loss": {
             "first": float(finite[0]) if len(finite) else None,
@@ -105,7 +114,10 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
     """Return in a few sentences how many steps were skipped, where the loss scale went, and whether there is room."""
     steps, skipped, start, bad = facts["steps"]["count"], facts["skipped"], facts["start_up"], facts["loss"]
     fewest, most = skipped["at_least"], skipped["at_most"]
-    if most == 0:
+    if most is None:
+        said = f"At least {counted(fewest, 'step')} were skipped. The log does not number all of its steps, so it is "
+        said += "not known how many there were."
+    elif most == 0:
         said = f"No step of {steps:,} was skipped."
     elif fewest == most:
         at_start, first = start["before_scale_held"], facts["loss_scale"]["first"]
@@ -216,7 +228,7 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
     return {
         "count": fewest if fewest == most else None,
         "at_least": fewest,
-        "at_most": most,
+        "at_most": most if run.is_numbered else None,
         "holds_if": run.holds_if or None,
         "known": int(known.sum()),
         "inferred": fewest - int(known.sum()),

@@ -125,9 +125,11 @@ def _carry_scales(rows: LogRows) -> None:
         listed = rows.overflows.get(row, [])
         is_last = rows.has_tail and row == len(rows.after) - 1
         if listed and (rows.fewest[row] == rows.most[row] or is_last):
-            unlisted = 0 if is_last else int(rows.most[row]) - len(listed)
-            scale = listed[-1].next_loss_scale
-            rows.after[row] = math.nan if scale is None else scale / rows.factor ** max(unlisted, 0)
+            unlisted = 0 if is_last else max(int(rows.most[row]) - len(listed), 0)
+            scale = listed[-1].next_loss_scale or math.nan
+            # A scale that falls so often has been raised between, or stays at its floor.
+            fallen = scale * rows.factor**-unlisted
+            rows.after[row] = fallen if unlisted == 0 or fallen >= 1 else math.nan
         elif rows.most[row] == 0 and rows.follows[row]:
             rows.after[row] = rows.after[row - 1] if row else rows.scale_at_start
 
@@ -138,15 +140,16 @@ def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) ->
         return _listed_path(rows.factor, rows.overflows[row], flags, before, after)
     skips = int(flags.sum())
     if math.isnan(before):
-        before = min(after * rows.factor**skips, max(_LARGEST_START, after))
+        with np.errstate(over="ignore"):
+            before = float(min(after * np.power(rows.factor, float(skips)), max(_LARGEST_START, after)))
     if math.isnan(before) or not 0 < before < math.inf or not 0 < after < math.inf:
         return np.full(len(flags), before)
     drops = min(max(math.ceil(math.log(before / after, rows.factor) - _NEAR), 0), skips)
     if after > before:
         raises_left: Floats = np.minimum(np.arange(len(flags), 0.0, -1.0), 1000.0)
-        return np.maximum(before, after / rows.factor**raises_left)
+        return np.maximum(before, after * rows.factor**-raises_left)
     drops_so_far: Floats = np.maximum(np.cumsum(flags) - flags - (skips - drops), 0.0)
-    return np.maximum(before / rows.factor**drops_so_far, after)
+    return np.maximum(before * rows.factor**-drops_so_far, after)
 
 
 def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before: float, after: float) -> Floats:
@@ -163,7 +166,7 @@ def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before:
             last, room = last * factor, room - 1
         path.append((True, scale))
         last = math.nan if line.next_loss_scale is None else line.next_loss_scale
-    path += [(True, last / factor**drops) for drops in range(count - min(count, len(listed)))]
+    path += [(True, last * factor ** -float(drops)) for drops in range(count - min(count, len(listed)))]
     path += [(False, after)] * room
     flags[:], scales = map(np.array, zip(*path, strict=True))
     return np.asarray(scales, np.float64)

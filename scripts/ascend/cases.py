@@ -185,6 +185,8 @@ def _models():
     yield from _launched("llama_model_parallel_2", ranks=2, ways=_OURS, **_FUSED, **_split(model=2))
     sharding = _split(data=2, enable_parallel_optimizer=True)
     yield from _launched("llama_optimizer_sharding_2", ranks=2, ways=guided, **_FUSED, **sharding)
+    accumulation = {"runner_config.gradient_accumulation_steps": 2}
+    yield from _launched("llama_accumulation_2", ranks=2, ways=_OURS, **_FUSED, **_split(data=2), **accumulation)
     for rank in range(2):
         stages = {"ranks": 2, "rank": rank, **_FUSED, **_split(stages=2)}
         yield from _launched(f"llama_pipeline_2/rank_{rank}", ways=_OURS, **stages)

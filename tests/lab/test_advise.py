@@ -154,6 +154,26 @@ def test_a_scale_that_held_for_less_than_a_window_is_no_start():
     assert "No scale has held for 20 steps" in analyze(run_of([8, 4, 2, 1, 1], [1, 1, 1, 0, 0])).text()
 
 
+def test_a_scale_is_no_start_where_its_steps_are_inferred(tmp_path):
+    log, step = tmp_path / "train.log", "[log_dist] [Rank 0] step={}, skipped={}, lr=[0.1], mom=[(0.9, 0.95)]\n"
+    overflow = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {}, reducing to {}\n"
+    lines = [overflow.format(65536, 32768), step.format(1, 1), overflow.format(1, 1), step.format(2500, 1586)]
+    log.write_text("".join(lines))
+    analysis = analyze(read_log(log))
+    assert analysis.to_dict()["skipped"]["count"] == 1586
+    assert (analysis.advice, analysis.settings) == ((), None)
+
+
+def test_a_scale_held_where_few_of_many_steps_are_inferred(tmp_path):
+    """Wherever the skipped step is among the 100 of the line, 20 steps in a row were clean."""
+    log = tmp_path / "train.log"
+    line = "iteration {:8d}/ 1000 | loss scale: {:.1f} | number of skipped iterations: {:3d} |\n"
+    lines = [line.format(100, 2.0**17, 15), line.format(200, 2.0**17, 0), line.format(300, 2.0**16, 1)]
+    log.write_text("".join(lines))
+    (start,) = analyze(read_log(log)).advice
+    assert (start.rule, start.figures["scale"]) == ("start lower", 2.0**17)
+
+
 def test_room_is_named_without_a_setting():
     climbed = analyze(recorded([2.0**20] * 4000, init_loss_scale=2.0**12, scale_window=200))
     assert "There was room at the start: the scale rose from 2^12 to 2^2" in climbed.text()

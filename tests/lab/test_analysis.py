@@ -205,6 +205,19 @@ def test_a_change_by_more_than_float32_is_analyzed(tmp_path):
     assert analyze(read_log(tmp_path / "run.jsonl")).to_dict()["skipped"]["count"] == 19
 
 
+def test_overflows_without_step_numbers_have_no_upper_bound(tmp_path):
+    log = tmp_path / "train.log"
+    line = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {}, reducing to {}\n"
+    log.write_text(line.format(65536, 32768) + line.format(32768, 16384))
+    analysis = analyze(read_log(log))
+    facts = analysis.to_dict()
+    assert (facts["skipped"]["at_least"], facts["skipped"]["at_most"]) == (2, None)
+    assert facts["outcomes"][0]["most_skipped"] is None
+    assert facts["verdict"][0].startswith("At least 2 steps were skipped. The log does not number all of its steps")
+    assert "at least 2: 0 known at their position" in analysis.text(details=True)
+    assert str(2**53) not in analysis.text(details=True) + json.dumps(facts)
+
+
 def test_a_run_without_steps_or_scales_is_refused():
     with pytest.raises(ValueError, match="at least 1 step"):
         analyze(run_of([], []))

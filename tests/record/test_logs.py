@@ -482,6 +482,13 @@ def test_no_number_fills_the_memory(tmp_path):
             assert (run.skipped_bounds() == (300, 300)) == (step < 2**50)
 
 
+def test_thousands_of_skipped_steps_on_a_line_are_read(tmp_path):
+    run = read(tmp_path, megatron_line(5000, 1.0, 4000), megatron_line(10000, 1.0, 4000))
+    assert (run.skipped_bounds(), run.final_loss_scale) == ((8000, 8000), 1.0)
+    run = read(tmp_path, overflow_line(4, 2), progress_line(5000, 4000))
+    assert (run.skipped_bounds(), np.isnan(run.final_loss_scale)) == ((4000, 4000), True)
+
+
 def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
     lines = [record_line(step, gradient_format=name) for step, name in ((1, None), (2, "bfloat16"), (3, "float16"))]
     assert (read(tmp_path, *lines[:2]).gradient_format.name, read(tmp_path, *lines[:2]).notes) == ("bfloat16", ())
