@@ -9,7 +9,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 
-__all__ = ["LargestGradient", "has_inf_or_nan"]
+__all__ = ["LargestGradient", "has_inf_or_nan", "refuse_sparse_gradients"]
 
 _hyper_map = ops.HyperMap()
 _reduce_max = ops.ReduceMax()
@@ -103,3 +103,28 @@ def has_inf_or_nan(gradients: tuple[Any, ...]) -> Any:
     """
     differences = ops.stack(_hyper_map(_sum_of_differences, gradients))
     return ops.logical_not(ops.less_equal(_reduce_sum(differences), 0.0))
+
+
+def refuse_sparse_gradients(network: nn.Cell) -> None:
+    """Raise ValueError if a graph of the network has a sparse gradient, which neither detection here supports.
+
+    Args:
+        network (Cell): the network that is trained.
+
+    Raises:
+        ValueError: in graph mode, if a layer looks up rows of a table with sparse gradients.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> from mindformers_adaptive.cells.detection import refuse_sparse_gradients
+        >>> refuse_sparse_gradients(nn.Dense(2, 2))
+    """
+    if context.get_context("mode") != context.GRAPH_MODE:
+        return
+    for name, cell in network.cells_and_names():
+        if any(isinstance(value, ops.SparseGatherV2) for value in vars(cell).values()):
+            raise ValueError(
+                f"The gradient of {name or type(cell).__name__!r} must be dense, but it is sparse (RowTensor), which "
+                "overflow detection on a CPU and the gradient-guided rule do not support. Make the layer with "
+                "sparse=False."
+            )

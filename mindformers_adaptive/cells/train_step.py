@@ -12,7 +12,7 @@ from mindformers.tools.logger import logger
 from mindspore import Parameter, Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
+from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan, refuse_sparse_gradients
 from mindformers_adaptive.cells.unscaling import HALF_PRECISION, GradientReducer, MapInFloat32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules.saved_state import describe_fresh_start
@@ -336,6 +336,8 @@ def _require_update_cell(scale_sense: object) -> None:
 
 def _check_and_report(train_step: Any, at_first_step: bool = False) -> None:
     """Check what was restored, and say once what scales the loss and from where it goes on."""
+    if train_step.on_cpu or hasattr(train_step, "measure_largest_gradient"):
+        refuse_sparse_gradients(train_step.network)
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
         update_cell.check_state(at_first_step=at_first_step)

@@ -40,6 +40,26 @@ def test_pass_over_the_gradients_is_one_for_ascend(graph_mode):
     assert undocumented_on_ascend(graph) == set()
 
 
+class Looked(nn.Cell):
+    """A table of which each row that is looked up has a gradient, and no other row."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingLookup(10, 4, target="CPU", sparse=True)
+
+    def construct(self, rows):
+        return self.table(rows).mean()
+
+
+@pytest.mark.parametrize("train_step_class", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
+def test_sparse_gradients_are_refused_before_anything_compiles(graph_mode, train_step_class):
+    network = Looked()
+    optimizer = nn.LazyAdam(network.trainable_params())
+    step = train_step_class(network, optimizer, scale_sense=GradientGuidedLossScaleUpdateCell(2.0**10))
+    with pytest.raises(ValueError, match=r"gradient of 'table' must be dense.*sparse=False"):
+        step.set_train()
+
+
 @pytest.mark.parametrize("train_step_class", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
 def test_training_follows_the_gradients(mode, train_step_class):
     dense, cell = Dense(), GradientGuidedLossScaleUpdateCell(2.0**32)
