@@ -105,23 +105,20 @@ def has_inf_or_nan(gradients: tuple[Any, ...]) -> Any:
     return ops.logical_not(ops.less_equal(_reduce_sum(differences), 0.0))
 
 
-def refuse_sparse_gradients(network: nn.Cell) -> None:
-    """Raise ValueError if a graph of the network has a sparse gradient, which neither detection here supports.
+def refuse_sparse_gradients(train_step: Any) -> None:
+    """Raise ValueError where a graph has a sparse gradient, which the detection here does not support.
 
     Args:
-        network (Cell): the network that is trained.
+        train_step (Cell): with ``network``, the network that is trained, and ``on_cpu``.
 
     Raises:
-        ValueError: in graph mode, if a layer looks up rows of a table with sparse gradients.
-
-    Examples:
-        >>> from mindspore import nn
-        >>> from mindformers_adaptive.cells.detection import refuse_sparse_gradients
-        >>> refuse_sparse_gradients(nn.Dense(2, 2))
+        ValueError: in graph mode, if a layer looks up rows of a table with sparse gradients, and the detection is that
+            on a CPU or measures the largest gradient.
     """
-    if context.get_context("mode") != context.GRAPH_MODE:
+    is_detected_here = train_step.on_cpu or hasattr(train_step, "measure_largest_gradient")
+    if not is_detected_here or context.get_context("mode") != context.GRAPH_MODE:
         return
-    for name, cell in network.cells_and_names():
+    for name, cell in train_step.network.cells_and_names():
         if any(isinstance(value, ops.SparseGatherV2) for value in vars(cell).values()):
             raise ValueError(
                 f"The gradient of {name or type(cell).__name__!r} must be dense, but it is sparse (RowTensor), which "

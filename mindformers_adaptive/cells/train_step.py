@@ -151,7 +151,6 @@ class LossScaleTrainStep(_Base):
             Tensor, bool of shape ().
         """
         if self.on_cpu and self.measures_at_detection:
-            # Which tells it too, where the detection below would be a second pass over the gradients.
             return self.measure_largest_gradient(compute_output)
         if self.on_cpu:
             return self.get_overflow_status_on_cpu(status, compute_output)
@@ -336,8 +335,7 @@ def _require_update_cell(scale_sense: object) -> None:
 
 def _check_and_report(train_step: Any, at_first_step: bool = False) -> None:
     """Check what was restored, and say once what scales the loss and from where it goes on."""
-    if train_step.on_cpu or hasattr(train_step, "measure_largest_gradient"):
-        refuse_sparse_gradients(train_step.network)
+    refuse_sparse_gradients(train_step)
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
         update_cell.check_state(at_first_step=at_first_step)
