@@ -62,8 +62,8 @@ class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossS
         (True, 2048.0)
     """
 
-    def __init__(self, network, optimizer, scale_sense, **others):
-        super().__init__(network, optimizer, scale_sense, **others)
+    def __init__(self, network, optimizer, scale_sense, **options):
+        super().__init__(network, optimizer, scale_sense, **options)
 
 
 class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCell):

@@ -52,9 +52,9 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         # Where each input of the step comes from: an attribute, or None for what the update computes first.
         computed = {"loss_scale", "overflow"} | ({"clean_steps"} if rule.counts_clean_steps else set())
         self.inputs = tuple((name, None if name in computed else name) for name in step.inputs)
-        places = {name: place for place, name in enumerate(step.outputs)}
-        own = {field.name for field in rule.fields}
-        self.assigned = tuple((name, place) for name, place in places.items() if name in own)
+        places = {name: index for index, name in enumerate(step.outputs)}
+        field_names = {field.name for field in rule.fields}
+        self.assigned = tuple((name, index) for name, index in places.items() if name in field_names)
         self.place_of_scale, self.place_of_clean = places.get("loss_scale"), places.get("clean_steps")
         self.counts_clean_steps = rule.counts_clean_steps
         # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
@@ -62,7 +62,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.keeps_history = history_size > 0
         if self.keeps_history:
             self.recorded = tuple(_place_of(rule, key, places) for key in rule.recorded)
-            counts = [key for key, place in zip(rule.recorded, self.recorded, strict=True) if place[-1]]
+            counts = [key for key, record in zip(rule.recorded, self.recorded, strict=True) if record[-1]]
             floats = [key for key in rule.recorded if key not in counts]
             counts = ["overflow", *counts, "skipped_steps", "consecutive_overflows"]
             floats += [LARGEST_GRADIENT.name] if self.needs_gradients else []
@@ -92,10 +92,10 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
     def _compiled_update(self, loss_scale: Any, overflow: Any) -> Any:
         clean_steps = self.cur_iter - self.last_overflow_iter - self.one
         computed = {"loss_scale": loss_scale, "overflow": overflow, "clean_steps": clean_steps}
-        given = _NO_TENSORS
+        tensors = _NO_TENSORS
         for name, attribute in self.inputs:
-            given = (*given, computed[name] if attribute is None else getattr(self, attribute))
-        after = self.step_function(*given)
+            tensors = (*tensors, computed[name] if attribute is None else getattr(self, attribute))
+        after = self.step_function(*tensors)
         next_loss_scale = loss_scale if self.place_of_scale is None else after[self.place_of_scale]
 
         overflowed = ops.cast(overflow, mstype.int32)
@@ -110,8 +110,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             last_event = self.select(is_event, self.cur_iter, self.last_overflow_iter)
         if self.place_of_scale is not None:
             ops.assign(loss_scale, next_loss_scale)
-        for name, place in self.assigned:
-            ops.assign(getattr(self, name), after[place])
+        for name, index in self.assigned:
+            ops.assign(getattr(self, name), after[index])
         ops.assign(self.last_overflow_iter, last_event)
         ops.assign(self.consecutive_overflows, in_a_row)
         ops.assign_add(self.cur_iter, self.one)
@@ -120,8 +120,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     def _remember(self, loss_scale: Any, next_loss_scale: Any, overflowed: Any, in_a_row: Any, after: Any) -> None:
         counts, floats = (*_NO_TENSORS, overflowed), _NO_TENSORS
-        for name, place, part, is_count in self.recorded:
-            value = getattr(self, name) if place is None else after[place]
+        for name, index, part, is_count in self.recorded:
+            value = getattr(self, name) if index is None else after[index]
             value = value if part is None else ops.gather(value, part, 0)
             if is_count:
                 counts = (*counts, value)

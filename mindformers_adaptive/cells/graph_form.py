@@ -54,7 +54,7 @@ class GraphStep:
         computed = ("clean_steps",) if rule.counts_clean_steps else ()
         results = []
         for name, value in outputs.items():
-            result, inputs = emitted.names[value.place], handed_on[value.place]
+            result, inputs = emitted.names[value.position], handed_on[value.position]
             if len(inputs) == 1 and inputs.isdisjoint((name, *computed)):
                 # Before MindSpore 2.8 copy() takes integers through float32.
                 result = f"move({result})" if value.dtype == "int32" else f"{result}.copy()"
@@ -87,6 +87,6 @@ def _handed_on(results: Iterable[Value]) -> dict[int, set[str]]:
     handed_on: dict[int, set[str]] = {}
     for value in needed_by(results):
         taken = (value.args[1:] if value.op == "where" else value.args) if value.op in _MAY_HAND_ON else ()
-        handed_on[value.place] = {value.extra} if value.op == "input" else set()
-        handed_on[value.place].update(*(handed_on[argument.place] for argument in taken))
+        handed_on[value.position] = {value.extra} if value.op == "input" else set()
+        handed_on[value.position].update(*(handed_on[argument.position] for argument in taken))
     return handed_on

@@ -62,8 +62,8 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
     @property
     def _present_cell(self) -> Any:
-        given = self.update_cell
-        return self._own_cell if given is None or given.bound_loss_scale is None else given
+        cell = self.update_cell
+        return self._own_cell if cell is None or cell.bound_loss_scale is None else cell
 
     def get_loss_scale(self) -> float:
         """Return the loss scale for the next step. Reading it may wait for the device.

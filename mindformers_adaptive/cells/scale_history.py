@@ -61,16 +61,16 @@ class ScaleHistory(nn.Cell):
 
     def steps(self, since: int, last: int) -> list[dict[str, Any]]:
         """Return the kept steps from ``since + 1`` to ``last``, the step written last; oldest first, without gaps."""
-        scales, counts, place = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
+        scales, counts, index = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
         newest_first = []
         # Backwards while the numbers match: after the state was set back, older rows are steps that were undone.
         for step in range(last, max(since, last - self.size), -1):
-            place = (place - 1) % self.size
-            row = dict(zip(self.names_of_counts, counts[place].tolist(), strict=True))
+            index = (index - 1) % self.size
+            row = dict(zip(self.names_of_counts, counts[index].tolist(), strict=True))
             if row["step"] != step:
                 break
             row["overflow"] = bool(row["overflow"])
-            newest_first.append(row | dict(zip(self.names_of_floats, scales[place].tolist(), strict=True)))
+            newest_first.append(row | dict(zip(self.names_of_floats, scales[index].tolist(), strict=True)))
         return newest_first[::-1]
 
     def _own(self, name: str, values: Any) -> None:

@@ -120,11 +120,13 @@ def _refuse_cell_as_manager(manager: object) -> None:
         )
 
 
-def _manager_like(given: object) -> str:
-    cell = getattr(given, "update_cell", given)
+def _manager_like(scaler_or_cell: object) -> str:
+    cell = getattr(scaler_or_cell, "update_cell", scaler_or_cell)
     kinds = (*RuleLossScaleManager.__subclasses__(), RuleLossScaleManager)
-    found: type[object] = next((kind for kind in kinds if isinstance(cell, kind.cell_class)), AdaptiveLossScaleManager)
-    return found.__name__
+    manager_class: type[object] = next(
+        (kind for kind in kinds if isinstance(cell, kind.cell_class)), AdaptiveLossScaleManager
+    )
+    return manager_class.__name__
 
 
 def _what_needs_a_stock_cell(network: Any, boost_level: str) -> str | None:

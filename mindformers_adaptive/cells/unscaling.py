@@ -75,8 +75,8 @@ class MapInFloat32(nn.Cell):
         tuple, what the function returns.
     """
 
-    def construct(self, function: Any, gradients: Any, *others: Any) -> Any:
-        return _map(function, _map(_in_float32, gradients), *others)
+    def construct(self, function: Any, gradients: Any, *more_arguments: Any) -> Any:
+        return _map(function, _map(_in_float32, gradients), *more_arguments)
 
 
 class GradientReducer(nn.Cell):

@@ -40,13 +40,17 @@ def run(options: argparse.Namespace) -> None:
         (first, step), (reference, reference_step) = read_arrays(options.first), read_arrays(options.reference)
     if options.modules:
         group = group_of_modules(options.modules, list(dict.fromkeys([*first, *reference])))
-        first, reference = ({name: one[name] for name in one if group(name)} for one in (first, reference))
-    found = compare_arrays(first, reference)
+        first, reference = ({name: arrays[name] for name in arrays if group(name)} for arrays in (first, reference))
+    differences = compare_arrays(first, reference)
     only = {options.first: sorted(first.keys() - reference), options.reference: sorted(reference.keys() - first)}
 
     def text() -> str:
-        same = sum(one.relative_error == 0 for one in found)
-        lines = [difference_table(found[: options.worst]), "", f"{same} of {len(found)} Parameters are equal."]
+        same = sum(difference.relative_error == 0 for difference in differences)
+        lines = [
+            difference_table(differences[: options.worst]),
+            "",
+            f"{same} of {len(differences)} Parameters are equal.",
+        ]
         if step != reference_step and None not in (step, reference_step):
             lines.append(f"The steps differ: {step} and {reference_step}.")
         lines += [f"Only in {path}: {len(names)}, such as {names[0]}." for path, names in only.items() if names]
@@ -54,6 +58,6 @@ def run(options: argparse.Namespace) -> None:
 
     def content() -> dict[str, object]:
         steps = {"step": step, "reference_step": reference_step}
-        return {**steps, "parameters": [one._asdict() for one in found], "only_in": only}
+        return {**steps, "parameters": [difference._asdict() for difference in differences], "only_in": only}
 
     print_result(options, content, text)

@@ -84,12 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Draw the files as what they are."""
     read = {source: _read(source) for source in options.sources}
-    sweeps = {file: one for file, one in read.items() if isinstance(one, dict)}
+    sweeps = {file: content for file, content in read.items() if isinstance(content, dict)}
     if not sweeps and (options.loss_scales or options.underflow):
         raise UsageError("arguments --loss-scales and --underflow are for what 'probe --output' wrote")
     chosen = {"kind": options.of, "modules": options.modules, "axis": options.axis}
     if chosen != {"kind": "gradients", "modules": [], "axis": AXES[0]} and (
-        options.underflow or not all(isinstance(one, dict) or _is_gradients(one) for one in read.values())
+        options.underflow or not all(isinstance(content, dict) or _is_gradients(content) for content in read.values())
     ):
         raise UsageError(
             "arguments --of, --modules and --axis are for sweeps and records of gradients, without --underflow"
@@ -149,8 +149,8 @@ def _is_gradients(content: Any) -> bool:
 
 
 def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
-    gradients = {file: one for file, one in read.items() if _is_gradients(one)}
-    runs = {file: one for file, one in read.items() if file not in gradients}
+    gradients = {file: content for file, content in read.items() if _is_gradients(content)}
+    runs = {file: content for file, content in read.items() if file not in gradients}
     names = tell_apart(runs or gradients)
     if not runs:
         return draw_gradient_records({names[file]: record for file, record in gradients.items()}, **chosen)
@@ -163,7 +163,7 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
         measured = dict(zip(names.values(), gradients.values(), strict=True))
     else:
         raise UsageError(f"{len(gradients)} records of gradients are given for {len(runs)} runs: give one for each run")
-    return draw_runs({names[file]: one for file, one in runs.items()}, measured)
+    return draw_runs({names[file]: run for file, run in runs.items()}, measured)
 
 
 def tell_apart(files: Iterable[str]) -> dict[str, str]:

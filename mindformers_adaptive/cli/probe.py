@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
             yield ranges.table(parameters_at)
         if options.layers:
             yield ranges.output_table()
-        if options.layers and any(one.parameters for one in ranges.activation_gradients[0]):
+        if options.layers and any(layer_ranges.parameters for layer_ranges in ranges.activation_gradients[0]):
             scale = parameters_at or (ranges.fitting_scales or scales)[-1]
             yield f"gradients of these outputs\n{select(ranges, 'activation_gradients').table(scale)}"
 

@@ -128,11 +128,11 @@ def _run(command: Any, words: list[str]) -> int:
     parser = _parser(f"adaptive-loss-scale {words[0]}", description, f"{start.lstrip()}{examples}")
     command.add_arguments(parser)
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
-    options, others = parser.parse_known_args([_with_hyphens(word) for word in words[1:]])
+    options, unknown = parser.parse_known_args([_with_hyphens(word) for word in words[1:]])
     if "others" in options:
-        options.others = others
-    elif others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}{_nearest(others, parser, options)}")
+        options.others = unknown
+    elif unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, parser, options)}")
     if same := _read_and_written(options):
         parser.error(f"{same!r} would be read, and replaced by what is written. Give another file to write")
 
@@ -149,7 +149,9 @@ def _read_and_written(options: argparse.Namespace) -> str | None:
     for name, value in vars(options).items():
         words = value if isinstance(value, list) else [value]
         names[name in _WRITTEN] += [word for word in words if isinstance(word, str) and os.path.exists(word)]
-    return next((one for one in names[True] if any(os.path.samefile(one, other) for other in names[False])), None)
+    return next(
+        (written for written in names[True] if any(os.path.samefile(written, other) for other in names[False])), None
+    )
 
 
 def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceback: bool = False) -> int:
@@ -183,9 +185,9 @@ def _message(error: Exception) -> str:
 def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
     """Name the options that look like the first unknown one."""
     option = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
-    others: dict[str, str] = getattr(options, "similar", {})
-    known = {name: name for action in parser._actions for name in action.option_strings} | others
-    if others and "." in option:
+    similar: dict[str, str] = getattr(options, "similar", {})
+    known = {name: name for action in parser._actions for name in action.option_strings} | similar
+    if similar and "." in option:
         return f". A key of the YAML file is set by --options {option.lstrip('-')}=VALUE"
     nearest = [known[name] for name in difflib.get_close_matches(option, known, n=2)]
     return f". Did you mean {' or '.join(nearest)}?" if nearest else ""

@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the page."""
-    given = list(dict.fromkeys(options.runs))
-    names = tell_apart(given)
-    records = {names[source]: record_in(source) for source in given}
+    files = list(dict.fromkeys(options.runs))
+    names = tell_apart(files)
+    records = {names[source]: record_in(source) for source in files}
     write_report(records, options.output, short())
     print_text(f"written: {options.output}")
 

@@ -100,8 +100,8 @@ def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list
         common = tried.keys() - {key for arguments in known.values() for key in arguments}
         configurations: list[Configuration] = []
         for name, arguments in known.items():
-            own = {key: values for key, values in tried.items() if key in arguments or key in common}
-            configurations += grid(name, **{**default_grid(name), **own})
+            tried_arguments = {key: values for key, values in tried.items() if key in arguments or key in common}
+            configurations += grid(name, **{**default_grid(name), **tried_arguments})
     return configurations
 
 
@@ -111,7 +111,7 @@ def _read_tried(text: str) -> tuple[str, list[object]]:
         raise UsageError(f"'--grid' must have the form ARGUMENT=VALUE,VALUE, but got {text!r}.")
     with wrong_usage(f"argument --grid: {name!r}: "):
         values = [read_value(value) for value in listed.split(",")]
-    twice = [value for place, value in enumerate(values) if value in values[:place]]
+    twice = [value for index, value in enumerate(values) if value in values[:index]]
     if twice:
         raise UsageError(f"'--grid' must list each value of {name!r} once, but {twice[0]!r} is there twice.")
     return name.strip(), values

@@ -48,8 +48,8 @@ def short() -> str:
     pair = _version("mindspore"), _version("mindformers")
     tested = " or ".join(" with ".join(each) for each in TESTED_PAIRS)
     verdict = "a tested pair" if pair in TESTED_PAIRS else f"not a tested pair, which are {tested}"
-    own = mindformers_adaptive.__version__
-    return f"mindformers_adaptive {own}\nmindspore {pair[0]}, mindformers {pair[1]}: {verdict}"
+    version = mindformers_adaptive.__version__
+    return f"mindformers_adaptive {version}\nmindspore {pair[0]}, mindformers {pair[1]}: {verdict}"
 
 
 def _version(package: str) -> str:

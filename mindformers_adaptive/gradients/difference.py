@@ -63,8 +63,11 @@ def compare_arrays(
             f"({', '.join([*arrays][:2]) or 'nothing'}) is in the second ({', '.join([*reference][:2]) or 'nothing'}). "
             "Give two checkpoints of one model."
         )
-    found = [_compare(name, arrays[name], reference[name]) for name in shared]
-    return sorted(found, key=lambda one: -math.inf if math.isnan(one.relative_error) else -one.relative_error)
+    differences = [_compare(name, arrays[name], reference[name]) for name in shared]
+    return sorted(
+        differences,
+        key=lambda difference: -math.inf if math.isnan(difference.relative_error) else -difference.relative_error,
+    )
 
 
 def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.floating[Any]]) -> ArrayDifference:
@@ -87,7 +90,7 @@ def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.
 def difference_table(differences: list[ArrayDifference]) -> str:
     """Return a table to print, a row for each Parameter."""
     lines = [["", "elements", "norm", "norm of the reference", "relative error", "largest error"]]
-    for one in differences:
-        numbers = [f"{one.norm:.4g}", f"{one.reference_norm:.4g}", f"{one.relative_error:.2e}"]
-        lines.append([one.name, f"{one.size:,}", *numbers, f"{one.largest_error:.2e}"])
+    for difference in differences:
+        numbers = [f"{difference.norm:.4g}", f"{difference.reference_norm:.4g}", f"{difference.relative_error:.2e}"]
+        lines.append([difference.name, f"{difference.size:,}", *numbers, f"{difference.largest_error:.2e}"])
     return align(lines, to_the_left=[0])

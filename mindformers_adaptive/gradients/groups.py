@@ -73,9 +73,9 @@ def group_parameters(
     if len(groups) <= MOST_GROUPS:
         return groups
     largest = sorted(groups, key=lambda kind: -sum(sizes[name] for name in groups[kind]))[: MOST_GROUPS - 1]
-    kept = {kind: names for kind, names in groups.items() if kind in largest}
-    rest = [name for kind, names in groups.items() if kind not in largest for name in names]
-    return {**kept, _OTHERS: [*kept.pop(_OTHERS, []), *rest]}
+    largest_groups = {kind: names for kind, names in groups.items() if kind in largest}
+    remaining = [name for kind, names in groups.items() if kind not in largest for name in names]
+    return {**largest_groups, _OTHERS: [*largest_groups.pop(_OTHERS, []), *remaining]}
 
 
 def _shared_components(names: list[str]) -> int:

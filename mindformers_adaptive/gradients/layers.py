@@ -104,20 +104,22 @@ class LayerOutputs:
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
         """
-        found, places = {}, itertools.count()
+        gradients_of, places = {}, itertools.count()
 
         def hook(name, tensor):
-            place = next(places)
+            index = next(places)
 
             def keep(gradients):
-                found[name][place] = to_numpy(gradients[0]).reshape(-1)
+                gradients_of[name][index] = to_numpy(gradients[0]).reshape(-1)
 
             return ops.HookBackward(keep)(tensor)
 
-        with self._watched(lambda name: found.setdefault(name, {}), hook, "activation gradients", "backward"):
+        with self._watched(lambda name: gradients_of.setdefault(name, {}), hook, "activation gradients", "backward"):
             returned = backward()
         # They come in the order of the way back.
-        in_order = {name: [array for _, array in sorted(arrays.items())] for name, arrays in found.items() if arrays}
+        in_order = {
+            name: [array for _, array in sorted(arrays.items())] for name, arrays in gradients_of.items() if arrays
+        }
         return returned, {name: np.concatenate(arrays) for name, arrays in in_order.items()}
 
     @contextlib.contextmanager

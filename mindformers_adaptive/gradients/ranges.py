@@ -229,9 +229,9 @@ def _sweep(batch, scales, micro_batches, restore_random_state, done, backward, o
             loss, gradients, divisor = backward(Tensor(scale / micro_batches, mstype.float32), batch)
         except TypeError as error:
             # MindSpore's answer to BF16 on a CPU, with its own stack.
-            if found := re.search(r"operator\[(\w+)\] fail.*?but get (input.*?)\n", str(error), re.DOTALL):
+            if match := re.search(r"operator\[(\w+)\] fail.*?but get (input.*?)\n", str(error), re.DOTALL):
                 raise TypeError(
-                    f"{found[1]} does not take {found[2].rstrip('. ')} on this {get_context('device_target')}. Compute "
+                    f"{match[1]} does not take {match[2].rstrip('. ')} on this {get_context('device_target')}. Compute "
                     "in float16 or float32, or measure on the device of the training."
                 ) from error
             raise

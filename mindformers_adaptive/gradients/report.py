@@ -106,10 +106,11 @@ class GradientRanges:
         Raises:
             ValueError: if the sweep does not have the scale.
         """
-        at_scale = [one.unscaled() if unscaled else one for one in self._at(loss_scale)]
-        names = dict.fromkeys(name for one in at_scale for name in one.parameters)
+        at_scale = [ranges.unscaled() if unscaled else ranges for ranges in self._at(loss_scale)]
+        names = dict.fromkeys(name for ranges in at_scale for name in ranges.parameters)
         merged = {
-            name: merge_statistics(one.parameters[name] for one in at_scale if name in one.parameters) for name in names
+            name: merge_statistics(ranges.parameters[name] for ranges in at_scale if name in ranges.parameters)
+            for name in names
         }
         return {name: replace(each, norm=each.norm / math.sqrt(len(at_scale))) for name, each in merged.items()}
 
@@ -185,10 +186,13 @@ class GradientRanges:
             "loss_scales": self._scales_to_dicts("parameters"),
             "batches": [
                 {
-                    "reference_loss_scale": max((one.loss_scale for one in batch if not one.overflow), default=None),
+                    "reference_loss_scale": max(
+                        (ranges.loss_scale for ranges in batch if not ranges.overflow), default=None
+                    ),
                     "grad_scale_factor": batch[0].grad_scale_factor,
                     "loss_scales": [
-                        {"loss_scale": one.loss_scale, "loss": one.loss, "overflow": one.overflow} for one in batch
+                        {"loss_scale": ranges.loss_scale, "loss": ranges.loss, "overflow": ranges.overflow}
+                        for ranges in batch
                     ],
                 }
                 for batch in self.batches
@@ -292,8 +296,8 @@ class GradientRanges:
         if loss_scale not in self.loss_scales:
             listed = ", ".join(map(as_power_of_two, self.loss_scales))
             raise ValueError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.")
-        place = self.loss_scales.index(loss_scale)
-        return [batch[place] for batch in self.batches]
+        index = self.loss_scales.index(loss_scale)
+        return [batch[index] for batch in self.batches]
 
 
 def loss_division(micro_batches: int) -> str:
@@ -317,8 +321,8 @@ def _read(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, ArrayStatist
 
 
 def _read_scales(at_scales: Iterable[Mapping[str, Any]], key: str) -> tuple[ScaleRanges, ...]:
-    read = [ScaleRanges(float(one["loss_scale"]), math.nan, _read(one[key])) for one in at_scales]
-    return tuple(sorted(read, key=lambda one: one.loss_scale))
+    read = [ScaleRanges(float(ranges["loss_scale"]), math.nan, _read(ranges[key])) for ranges in at_scales]
+    return tuple(sorted(read, key=lambda ranges: ranges.loss_scale))
 
 
 _COLUMNS = ("largest", "smallest", "norm", "zeros", "underflowed", "inf/nan", "lost")

@@ -48,10 +48,12 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
         )
     group = group_of_modules(modules, ranges.batches[0][0].parameters)
 
-    def selected(one: ScaleRanges) -> ScaleRanges:
+    def selected(scale_ranges: ScaleRanges) -> ScaleRanges:
         # In the order of the modules, which is that of the rows.
-        kept = {name: each for module in modules for name, each in one.parameters.items() if group(name) == module}
-        return replace(one, parameters=kept)
+        parameters = {
+            name: each for module in modules for name, each in scale_ranges.parameters.items() if group(name) == module
+        }
+        return replace(scale_ranges, parameters=parameters)
 
     return replace(ranges, batches=tuple(tuple(map(selected, batch)) for batch in ranges.batches))
 

@@ -75,19 +75,19 @@ def merge_signed(histograms: Iterable[SignedHistogram | None]) -> SignedHistogra
         >>> merge_signed([signed_histogram([-1.0]), None, signed_histogram([1.0, 1.0])]).counts[-1]
         2
     """
-    parts = [one for one in histograms if one is not None]
+    parts = [histogram for histogram in histograms if histogram is not None]
     if len(parts) < 2:
         return parts[0] if parts else None
-    lowest, highest = min(one.lowest for one in parts), max(one.highest for one in parts)
+    lowest, highest = min(part.lowest for part in parts), max(part.highest for part in parts)
     together = SignedHistogram(lowest, highest, (0,) * _BINS)
     # How many lie below each edge, rounded there, so that none is lost.
     below = np.zeros(_BINS + 1)
-    for one in parts:
-        edges = one.edges
+    for part in parts:
+        edges = part.edges
         # What is at the ends of a part stays within those of all.
-        edges[[0, -1]] = one.lowest, max(one.highest, edges[-2])
-        below += np.interp(together.edges, edges, np.append(0, np.cumsum(one.counts)))
-    below[-1] = sum(sum(one.counts) for one in parts)
+        edges[[0, -1]] = part.lowest, max(part.highest, edges[-2])
+        below += np.interp(together.edges, edges, np.append(0, np.cumsum(part.counts)))
+    below[-1] = sum(sum(part.counts) for part in parts)
     return together._replace(counts=tuple(np.diff(np.rint(below)).astype(int).tolist()))
 
 

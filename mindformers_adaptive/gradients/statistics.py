@@ -102,7 +102,7 @@ class ArrayStatistics:
             KeyError: if there is no histogram.
             TypeError: if there is no size.
         """
-        known = {one.name: content[one.name] for one in fields(cls) if one.name in content}
+        known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
         known["signed"] = read_signed(content.get("signed"))
         return cls(**{**known, "histogram": {int(exponent): n for exponent, n in content["histogram"].items()}})
 
@@ -184,7 +184,7 @@ def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> 
         largest=float(nonzero.max(initial=0.0)),
         smallest=float(nonzero.min()) if nonzero.size else None,
         norm=float(np.sqrt(np.sum(np.square(nonzero)))),
-        histogram={int(place) + _LOWEST_EXPONENT: int(counts[place]) for place in np.flatnonzero(counts)},
+        histogram={int(bin_index) + _LOWEST_EXPONENT: int(counts[bin_index]) for bin_index in np.flatnonzero(counts)},
         underflowed=None if expected is None else int(np.count_nonzero((piece == 0) & (expected != 0))),
         lost=float(np.linalg.norm(piece - expected)) / unit if is_finite and expected is not None else None,
         reference_norm=0.0 if expected is None else float(np.linalg.norm(expected)) / unit,

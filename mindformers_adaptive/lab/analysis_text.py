@@ -32,8 +32,8 @@ _OUTCOMES = {
 
 def analysis_text(analysis: Mapping[str, Any], details: bool) -> str:
     """Return what :meth:`~mindformers_adaptive.lab.analysis.Analysis.to_dict` returned as text."""
-    first, *others = analysis["verdict"]
-    parts = [[first, *_wrapped(" ".join(others))], *_advice(analysis)]
+    first, *sentences = analysis["verdict"]
+    parts = [[first, *_wrapped(" ".join(sentences))], *_advice(analysis)]
     if details:
         parts += [_log(analysis["log"]), _steps(analysis)]
         parts += [_path(analysis["loss_scale"]["phases"]), _outcomes(analysis["outcomes"])]
@@ -162,6 +162,6 @@ def _wrapped(text: str | None, indent: str = "") -> list[str]:
     return textwrap.wrap(text or "", _WIDTH, subsequent_indent=indent)
 
 
-def _cut(entries: Sequence[str], at_most: int, rest: str) -> list[str]:
+def _cut(entries: Sequence[str], at_most: int, ending: str) -> list[str]:
     left = len(entries) - at_most
-    return [*entries[:at_most], rest.format(left)] if left > 0 else list(entries)
+    return [*entries[:at_most], ending.format(left)] if left > 0 else list(entries)

@@ -77,7 +77,7 @@ class Configuration:
         self.rule, self.start = rule, start
 
     @classmethod
-    def dynamic(cls, scale_window: int, **others: Any) -> Configuration:
+    def dynamic(cls, scale_window: int, **arguments: Any) -> Configuration:
         """Return MindSpore's dynamic loss scaling, but that the scale stays finite: a ladder of one window.
 
         Args:
@@ -89,7 +89,7 @@ class Configuration:
             (200,)
         """
         windows = dict.fromkeys(("scale_window", "max_scale_window", "min_scale_window"), scale_window)
-        return cls("adaptive", **windows, **others)
+        return cls("adaptive", **windows, **arguments)
 
     def replace(self, **changes: Any) -> Configuration:
         """Return the same configuration with other values of some arguments."""
@@ -98,8 +98,8 @@ class Configuration:
     @property
     def label(self) -> str:
         """A short name, of the rule and whatever is not the default."""
-        name, told = _short_name(self.rule, self.arguments)
-        return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in told)])
+        name, in_name = _short_name(self.rule, self.arguments)
+        return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in in_name)])
 
     def scale_sense(self, comments: Mapping[str, str] | None = None) -> str:
         """Return the section ``scale_sense`` for ``runner_wrapper`` in MindFormers' YAML, as text to paste.
@@ -164,7 +164,9 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
             f"A grid must have at most {_MOST_COMBINATIONS:,} combinations, but got {count:,}. Try fewer values."
         )
     combinations = [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
-    configurations = [_configured(policy, one) for one in combinations if _values_fit(rule_class, one)]
+    configurations = [
+        _configured(policy, arguments) for arguments in combinations if _values_fit(rule_class, arguments)
+    ]
     if not configurations:
         raise ValueError(
             f"A grid must have at least one combination of values that fit each other, but got {tried}. Add values "
@@ -204,9 +206,9 @@ def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
     """Whether arguments, each in its range, fit each other: a ladder, and the first window on it."""
     if not issubclass(rule_class, AdaptiveRule):
         return True
-    given = {**all_arguments(rule_class), **arguments}
+    values = {**all_arguments(rule_class), **arguments}
     # A subclass may have other arguments.
-    first, largest, smallest = map(given.get, ("scale_window", "max_scale_window", "min_scale_window"))
+    first, largest, smallest = map(values.get, ("scale_window", "max_scale_window", "min_scale_window"))
     if largest is None or smallest is None:
         return True
     return bool(largest >= smallest and (not isinstance(first, int) or first in window_ladder(largest, smallest)))
@@ -217,10 +219,10 @@ def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]
     if type(rule) is not AdaptiveRule:
         return rule.name, set()
     smallest, largest = rule.min_scale_window, rule.max_scale_window
-    told = {"min_scale_window", "max_scale_window"}
+    in_name = {"min_scale_window", "max_scale_window"}
     if arguments["scale_window"] == smallest:
-        told.add("scale_window")
-    return f"dynamic {smallest}" if smallest == largest else f"{rule.name} {smallest}-{largest}", told
+        in_name.add("scale_window")
+    return f"dynamic {smallest}" if smallest == largest else f"{rule.name} {smallest}-{largest}", in_name
 
 
 def _short(value: Any) -> str:

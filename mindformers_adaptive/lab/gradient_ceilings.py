@@ -135,11 +135,17 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
 
 
 def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, float]:
-    tried = [(float(one["loss_scale"]), one["overflow"]) for batch in sweep["batches"] for one in batch["loss_scales"]]
+    tried = [
+        (float(ranges["loss_scale"]), ranges["overflow"])
+        for batch in sweep["batches"]
+        for ranges in batch["loss_scales"]
+    ]
     upper = min((scale for scale, overflow in tried if overflow), default=math.inf)
     lower = max((scale for scale, overflow in tried if not overflow and scale < upper), default=0.0)
     # Multiplied by the scale, and by nothing else.
-    largest = [one["overall"]["largest"] for one in sweep.get("loss_scales", []) if float(one["loss_scale"]) == lower]
+    largest = [
+        ranges["overall"]["largest"] for ranges in sweep.get("loss_scales", []) if float(ranges["loss_scale"]) == lower
+    ]
     return lower, upper, float(largest[0]) / lower if largest else math.nan
 
 

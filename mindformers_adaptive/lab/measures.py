@@ -204,8 +204,8 @@ class MeasureAccumulator:
         """Return the measures of each lane on its whole trace."""
         steps, lanes = len(self._traces[0]), len(self._run)
         has_seconds = [trace.seconds is not None for trace in self._traces]
-        found = np.full(lanes, math.nan)
-        headroom = np.divide(self._headroom, self._measured, out=found, where=self._measured > 0)
+        recovery = np.full(lanes, math.nan)
+        headroom = np.divide(self._headroom, self._measured, out=recovery, where=self._measured > 0)
         columns = {
             **self._counts,
             "steps": np.full(lanes, steps),
@@ -281,8 +281,8 @@ def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float
     changes = np.append(np.flatnonzero(np.diff(level)) + 1, len(level))
     ends = _runs_of_change(level, up=True)[:, 1]
     stops = changes[np.searchsorted(changes, ends, side="right")]
-    found = [back[end:stop] for end, stop in zip(ends.tolist(), stops.tolist(), strict=True)]
-    return np.array([part.argmax() if part.any() else math.inf for part in found], np.float64)
+    steps = [back[end:stop] for end, stop in zip(ends.tolist(), stops.tolist(), strict=True)]
+    return np.array([part.argmax() if part.any() else math.inf for part in steps], np.float64)
 
 
 def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:

@@ -65,7 +65,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         raise ValueError((message + did_you_mean(name, POLICY_NAMES)).rstrip())
     preset = PRESETS[name]
     values = _values_of(name, preset, params)
-    settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
+    settings = {parameter.sets: values[name] for name, parameter in preset.parameters.items() if parameter.sets}
     _check_limits(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
     rule = DynamicRule(**preset.constants, **settings)
@@ -83,26 +83,27 @@ def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[
     refuse_unknown(policy, arguments, all_arguments(rule_class))
     of_start = {"loss_scale_value", *rule_class.start_arguments}
     rule = rule_class(**{name: value for name, value in arguments.items() if name not in of_start})
-    given = {name: value for name, value in arguments.items() if name in of_start}
-    return rule, rule.start(**{"loss_scale_value": DEFAULT_LOSS_SCALE, **given})
+    start_values = {name: value for name, value in arguments.items() if name in of_start}
+    return rule, rule.start(**{"loss_scale_value": DEFAULT_LOSS_SCALE, **start_values})
 
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
     """The values of all parameters by the system's own names, checked."""
     refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in params.items():
-        own = preset.aliases.get(key, key)
-        if own in given:
-            raise TypeError(f"{key!r} and {own!r} of the policy {name!r} are one parameter. Give it once.")
-        given[own] = preset.parameters[own].check(key, value)
-        if preset.parameters[own].sets is None and given[own] != preset.parameters[own].default:
+        preset_key = preset.aliases.get(key, key)
+        if preset_key in values:
+            raise TypeError(f"{key!r} and {preset_key!r} of the policy {name!r} are one parameter. Give it once.")
+        parameter = preset.parameters[preset_key]
+        values[preset_key] = parameter.check(key, value)
+        if parameter.sets is None and values[preset_key] != parameter.default:
             warnings.warn(
                 f"'{key}' of the policy {name!r} has no effect: the system takes it and always uses "
-                f"{preset.parameters[own].default}, and {value!r} came. Leave it out.",
+                f"{parameter.default}, and {value!r} came. Leave it out.",
                 stacklevel=4,
             )
-    return {own: given.get(own, parameter.default) for own, parameter in preset.parameters.items()}
+    return {key: values.get(key, parameter.default) for key, parameter in preset.parameters.items()}
 
 
 def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Collection[str]) -> None:
@@ -117,7 +118,7 @@ def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Colle
 
 
 def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
-    named = {parameter.sets: own for own, parameter in preset.parameters.items()}
+    named = {parameter.sets: name for name, parameter in preset.parameters.items()}
     floor = values[named["floor"]] if "floor" in named else None
     for upper in ("upper_bound", "loss_scale"):
         if floor is not None and upper in named and values[named[upper]] < floor:

@@ -173,14 +173,14 @@ def _direction(before: float, after: float) -> str:
     return "fall" if after < before else "rise"
 
 
-def _kind_of_step(before: float, after: float, run: RecordedRun, place: int) -> str:
-    if run.overflow[place]:
+def _kind_of_step(before: float, after: float, run: RecordedRun, index: int) -> str:
+    if run.overflow[index]:
         return "drop" if after < before else "overflow rise"
     return "applied fall" if after < before else "raise"
 
 
-def _window(run: RecordedRun, place: int) -> int | None:
-    window = math.nan if run.scale_window is None else float(run.scale_window[place])
+def _window(run: RecordedRun, index: int) -> int | None:
+    window = math.nan if run.scale_window is None else float(run.scale_window[index])
     return None if math.isnan(window) else int(window)
 
 

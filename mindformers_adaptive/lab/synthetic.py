@@ -109,12 +109,12 @@ def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> ND
     """
     count, pattern = checked_steps(steps), kind.removesuffix(_WITH_SPIKES)
     random = random_of(seed, pattern)
-    depths, place, depth = np.zeros(count + _RAMP), 0, 0.0
-    while place < count:
-        begin = place + _BETWEEN[pattern](count, random)
-        place = begin + int(random.integers(*_LENGTHS, endpoint=True))
+    depths, position, depth = np.zeros(count + _RAMP), 0, 0.0
+    while position < count:
+        begin = position + _BETWEEN[pattern](count, random)
+        position = begin + int(random.integers(*_LENGTHS, endpoint=True))
         depth = _next_depth(depth, random) if pattern == "levels" else random.uniform(*_DEPTHS)
-        depths[begin:place] = depth
+        depths[begin:position] = depth
         if pattern == "one-off regime":
             break
     if pattern == "ramped regimes":

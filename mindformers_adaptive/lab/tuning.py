@@ -171,14 +171,14 @@ class Tuning:
         Args:
             count (int): how many of the best configurations to list too. Default: 0.
         """
-        [best, *others] = self.rows(len(self.configurations))
+        [best, *equally_good] = self.rows(len(self.configurations))
         lines = [f"Best of {counted(len(self.configurations), 'setting')}: {best['configuration']} ({_lost(best)})."]
         if self.recorded:
             runs = [measures.as_dict() for measures in self.recorded]
             lines[0] += f" The run itself: {_lost({name: _mean(runs, name) for name in ('skipped', 'headroom_lost')})}."
         lines += [*self.notes, "", self._without_settings() or self.recommended.scale_sense().rstrip(), ""]
         same = ("cost", "known_share")
-        if equal := [row["configuration"] for row in others if all(row[name] == best[name] for name in same)]:
+        if equal := [row["configuration"] for row in equally_good if all(row[name] == best[name] for name in same)]:
             lines.append(f"Equally good: {', '.join(equal[:3])}{f' and {len(equal) - 3} more' * (len(equal) > 3)}.")
         if best["known_share"] < 1:
             lines.append(f"The log decides {best['known_share']:.0%} of the steps; the rest is assumed.")
@@ -204,9 +204,9 @@ class Tuning:
 
     def _left_out(self) -> list[dict[str, Any]]:
         rows = []
-        for place, trace in enumerate(self.traces if len(self.traces) > 1 else ()):
-            chosen = int(np.argmin(np.delete(self.costs, place, axis=1).mean(axis=1)))
-            above = float(self.costs[chosen, place] - self.costs[:, place].min())
+        for index, trace in enumerate(self.traces if len(self.traces) > 1 else ()):
+            chosen = int(np.argmin(np.delete(self.costs, index, axis=1).mean(axis=1)))
+            above = float(self.costs[chosen, index] - self.costs[:, index].min())
             label = self.configurations[chosen].label
             rows.append({"trace": trace.name, "recommended": label, "above_smallest": above})
         return rows
@@ -298,7 +298,7 @@ def tune(
             yield result if np.array_equal(trace.ceiling, other.ceiling) else sweep(tuning_grid, other)
             done(next(numbers))
 
-    assumed = {name: _costs(swept(others), rate) for name, others in assumptions.items()}
+    assumed = {name: _costs(swept(traces_assumed), rate) for name, traces_assumed in assumptions.items()}
     return Tuning(
         tuple(traces), tuple(tuning_grid), tuple(sweeps), rate, _costs(sweeps, rate), assumed, notes, tuple(recorded)
     )

@@ -71,8 +71,8 @@ class Checkpoint:
             return "unreadable"
         counted = {field.parameter for field in STEP_FIELDS}
         for rule in self.rules:
-            own = {field.parameter for field in all_fields(rule)} - counted - {LARGEST_GRADIENT.parameter}
-            if self.parameters & own:
+            rule_parameters = {field.parameter for field in all_fields(rule)} - counted - {LARGEST_GRADIENT.parameter}
+            if self.parameters & rule_parameters:
                 by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
                 return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
         if any(self.values[name] is not None for name in ("cur_iter", "last_overflow_iter")):
@@ -240,13 +240,13 @@ def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -
                 problems.append(f"{keys[0]} is {content[keys[0]]} but {other} is {content[other]}; {keys[0]} is shown")
         return content[keys[0]] if keys else None
 
-    for one in fields.values():
-        if (value := find(one.parameter)) is None:
+    for saved_field in fields.values():
+        if (value := find(saved_field.parameter)) is None:
             continue
-        if one.shape:
-            values |= zip(one.parts, value, strict=True) if one.parts else {one.name: value}
+        if saved_field.shape:
+            values |= zip(saved_field.parts, value, strict=True) if saved_field.parts else {saved_field.name: value}
         else:
-            values[one.name] = float(value) if one.dtype == "float32" else int(value)
+            values[saved_field.name] = float(value) if saved_field.dtype == "float32" else int(value)
     return values
 
 
@@ -296,11 +296,11 @@ def _read_common(file: Path, fields: _Fields) -> _Values:
 
 
 def _read_sidecar(file: Path, fields: _Fields) -> _Values:
-    loss_scale, kept = read_sidecar(file.parent) or (None, {})
+    loss_scale, state = read_sidecar(file.parent) or (None, {})
     values: _Values = {"scale_sense": loss_scale}
-    for one in fields.values():
-        if all(key in kept for key in one.keys):
-            values[one.parameter] = one.value_in(kept)
+    for saved_field in fields.values():
+        if all(key in state for key in saved_field.keys):
+            values[saved_field.parameter] = saved_field.value_in(state)
     # Another rule may have a piece of the same name.
     if "list_index" not in values:
         values.pop("scale_window", None)

@@ -101,15 +101,15 @@ def _check_format_of_checkpoints(config: Any) -> None:
 def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str) -> None:
     """Check the values that a section has for a class, if it is one of this package or a stock update cell."""
     origin = cls.__module__.partition(".")[0]
-    given = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
+    arguments = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
     try:
         if origin == "mindformers_adaptive":
             with warnings.catch_warnings():
                 # It warns again when it is made to be used.
                 warnings.simplefilter("ignore")
-                cls(**given)
+                cls(**arguments)
         elif origin in ("mindspore", "mindformers"):
-            check_stock_arguments(given)
+            check_stock_arguments(arguments)
     except (TypeError, ValueError) as error:
         raise type(error)(f"'{path}': {error}") from error
 
@@ -131,19 +131,19 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             names |= arguments_of(find_rule(section["rule"])).keys() - {"start"}
         except (TypeError, ValueError) as error:
             raise type(error)(f"'{path}': {error}") from error
-    own = sorted(names - {"network", "optimizer"})
+    accepted = sorted(names - {"network", "optimizer"})
     for key in map(str, section.keys() - names - _NOT_ARGUMENTS):
-        nearest = did_you_mean(key, own, most=3, similarity=0.8)
+        nearest = did_you_mean(key, accepted, most=3, similarity=0.8)
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {nearest}"
         if path == _TRAIN_STEP and not may_take_more and (is_former_key(key) or not nearest):
             # MindFormers' train steps take any keyword, and leave it alone.
             warn_of_ignored_key(section, key)
         elif not may_take_more:
-            raise TypeError(f"{message}It takes {', '.join(own)}.")
+            raise TypeError(f"{message}It takes {', '.join(accepted)}.")
         elif nearest:
             warnings.warn(f"{message}It is passed on as it is.", stacklevel=4)
-    given = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
-    required = [each.name for each in given if each.default is each.empty]
+    positional = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
+    required = [each.name for each in positional if each.default is each.empty]
     missing = [name for name in required if name not in section]
     # To the other classes MindFormers gives arguments of its own.
     if path == SCALE_SENSE and missing:

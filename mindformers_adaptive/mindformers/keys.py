@@ -37,8 +37,8 @@ def value_at(config: Any, key: str) -> Any:
 
 def given_to_train_step(config: Any, name: str) -> Any:
     """Return what MindFormers gives to a train-step cell: from the cell's own section, or else from the top."""
-    own = value_at(config, f"runner_wrapper.{name}")
-    return value_at(config, name) if own is None else own
+    value = value_at(config, f"runner_wrapper.{name}")
+    return value_at(config, name) if value is None else value
 
 
 def micro_batches_of(config: Any, is_parallel: bool, device_target: str) -> int:

@@ -157,16 +157,16 @@ def set_key(config: Any, key: str, value: Any) -> bool:
     *sections, last = key.split(".")
     node = config
     for section in sections:
-        place = _place(node, section, key)
-        if isinstance(node, dict) and node.get(place) is None:
-            node[place] = type(config)()
-        node = node[place]
-    place = _place(node, last, key)
-    was_there = isinstance(node, list) or place in node
+        position = _place(node, section, key)
+        if isinstance(node, dict) and node.get(position) is None:
+            node[position] = type(config)()
+        node = node[position]
+    position = _place(node, last, key)
+    was_there = isinstance(node, list) or position in node
     if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
         raise ValueError(f"{key!r} must be a section whose keys are names, but got {value!r}. Put numbers in quotes.")
     # MindFormers reads the keys of a section as attributes, which a plain dict does not have.
-    node[place] = type(config)(**value) if isinstance(value, dict) else value
+    node[position] = type(config)(**value) if isinstance(value, dict) else value
     return was_there
 
 

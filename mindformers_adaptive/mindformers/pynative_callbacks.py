@@ -25,9 +25,11 @@ def connect(callbacks, train_step):
     savers = [callback for callback in callbacks if hasattr(callback, "save_path")]
     monitors = [callback for callback in callbacks if isinstance(callback, LossScaleMonitor)]
     connected = [ConnectedMonitor(monitor, train_step, monitors) for monitor in (*monitors, CollapseWatch())]
-    others = [callback for callback in callbacks if callback not in monitors]
-    first_saver = next((place for place, callback in enumerate(others) if callback in savers), len(others))
-    return [*others[:first_saver], *connected, *others[first_saver:]]
+    without_monitors = [callback for callback in callbacks if callback not in monitors]
+    first_saver = next(
+        (index for index, callback in enumerate(without_monitors) if callback in savers), len(without_monitors)
+    )
+    return [*without_monitors[:first_saver], *connected, *without_monitors[first_saver:]]
 
 
 def release(callbacks):

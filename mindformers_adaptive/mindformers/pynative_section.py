@@ -81,8 +81,8 @@ def read_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str
     training = config.get("training") or {}
     if not isinstance(training, Mapping):
         raise TypeError(f"'training' must be a section of keys, but got {training!r}. Write its keys below, indented.")
-    rest = {name: value for name, value in training.items() if name != "loss_scale"}
-    return {**config, "training": rest}, training.get("loss_scale")
+    other_keys = {name: value for name, value in training.items() if name != "loss_scale"}
+    return {**config, "training": other_keys}, training.get("loss_scale")
 
 
 def read_section(section: object) -> dict[str, Any]:
@@ -183,10 +183,10 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
             "data or tensor parallelism, or train in bfloat16 without the section."
         )
     callbacks = config.get("callbacks")
-    for place, callback in enumerate(callbacks if isinstance(callbacks, list) else []):
+    for index, callback in enumerate(callbacks if isinstance(callbacks, list) else []):
         if isinstance(callback, Mapping) and callback.get("type") == "GradientRangeMonitor":
             raise ValueError(
-                f"'callbacks.{place}.type' must be a callback of the PyNative trainer, but GradientRangeMonitor works "
+                f"'callbacks.{index}.type' must be a callback of the PyNative trainer, but GradientRangeMonitor works "
                 "with the graph-mode trainer only. Take it out; LossScaleMonitor works with both."
             )
 

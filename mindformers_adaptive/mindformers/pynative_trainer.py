@@ -104,10 +104,10 @@ def restore(scaler, folder):
         (512.0, 8)
     """
     try:
-        found = read_sidecar(folder)
-        if found is None:
+        saved = read_sidecar(folder)
+        if saved is None:
             raise ValueError(f"{folder} has no {FILE_NAME}: the training that saved it scaled no loss")
-        loss_scale, state = found
+        loss_scale, state = saved
         scaler.update_cell.load_state({**state, "loss_scale": loss_scale})
     except (TypeError, ValueError) as error:
         warnings.warn(f"{str(error).rstrip('.')}. Loss scaling starts afresh.", stacklevel=2)
@@ -157,9 +157,9 @@ class LossScaledTraining:
     def __init__(self, config=None, *args, loss_scaler=None, **kwargs):
         config, section = read_config(config)
         if (section is None) == (loss_scaler is None):
-            given = "neither" if section is None else "both"
+            sources = "neither" if section is None else "both"
             raise ValueError(
-                f"The loss scale must come from '{SECTION}' in 'config' or from 'loss_scaler', but got {given}. Give "
+                f"The loss scale must come from '{SECTION}' in 'config' or from 'loss_scaler', but got {sources}. Give "
                 "one of them; mindformers.pynative.trainer.Trainer trains without loss scaling."
             )
         if not isinstance(loss_scaler, RuleLossScaler | None):
@@ -245,8 +245,8 @@ class LossScaledTraining:
         """Divide the gradients by the loss scale where they are, and return what this process has of them."""
         from mindformers.pynative.trainer.utils import get_grad
 
-        found = [gradient for gradient in map(get_grad, parameters) if gradient is not None]
-        local = [each.to_local() if hasattr(each, "to_local") else each for each in found]
+        gradients = [gradient for gradient in map(get_grad, parameters) if gradient is not None]
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
         unscaled = self.scaler.unscale(tuple(local)) if local else ()
         for gradient, divided in zip(local, unscaled, strict=True):
             # Not by mul_(), which changes nothing on a CPU.

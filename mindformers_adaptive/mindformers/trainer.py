@@ -131,10 +131,10 @@ class Trainer(mindformers.Trainer):
                     "them larger, or leave the batching to MindFormers."
                 )
             accumulate(self.trainer, steps)
-        elif (given := self.config.runner_config.gradient_accumulation_steps or 1) > 1:
+        elif (ignored := self.config.runner_config.gradient_accumulation_steps or 1) > 1:
             warnings.warn(
                 f"'runner_config.gradient_accumulation_steps' must be 1 with 'wrapper', which is trained as it is, but "
-                f"got {given}: nothing is accumulated. Put nn.GradAccumulationCell around the model in the wrapper.",
+                f"got {ignored}: nothing is accumulated. Put nn.GradAccumulationCell around the model in the wrapper.",
                 stacklevel=4,
             )
 
@@ -231,14 +231,14 @@ def _model_of(wrapper, reset_model):
     return models[0]
 
 
-def _set_or_compare(arguments, name, own):
-    given = arguments.get(name)
-    if given is not None and given is not own:
+def _set_or_compare(arguments, name, value):
+    argument = arguments.get(name)
+    if argument is not None and argument is not value:
         raise ValueError(
-            f"'{name}' must be that of 'wrapper', a {type(own).__name__}, but got another: {type(given).__name__}. "
+            f"'{name}' must be the {type(value).__name__} of 'wrapper', but got another: {type(argument).__name__}. "
             f"Leave '{name}' out."
         )
-    arguments[name] = own
+    arguments[name] = value
 
 
 class MeanOverMicroBatches(nn.Cell):

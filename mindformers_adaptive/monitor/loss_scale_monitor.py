@@ -225,8 +225,8 @@ class LossScaleMonitor(RecordingCallback):
         if not entries:
             return
         fields = (*FIELDS, *self._reader.recorded)
-        kept = (*fields, *RARE_FIELDS)
-        self._append([{field: entry[field] for field in kept if field in entry} for entry in entries])
+        names = (*fields, *RARE_FIELDS)
+        self._append([{field: entry[field] for field in names if field in entry} for entry in entries])
         for entry in entries:
             for field in fields[1:]:
                 self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])

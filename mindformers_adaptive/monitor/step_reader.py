@@ -139,8 +139,8 @@ class StepReader:
         entries = [{**_UNKNOWN, **entry, "step": entry["step"] - last + step} for entry in history]
         entries = entries or [self._read_last(step, count, outputs)]
         if self.measures_gradients:
-            told = {"gradient_format": self._update_cell.rule.gradient_format.to_config()}
-            entries = [entry | told for entry in entries]
+            values = {"gradient_format": self._update_cell.rule.gradient_format.to_config()}
+            entries = [entry | values for entry in entries]
         if "skipped_steps" in self._parameters:
             entries = [entry | {"skipped_steps": entry["skipped_steps"] + self._skipped_by_others} for entry in entries]
         self.window = tuple(map(entries[-1].get, _OF_WINDOW))

@@ -29,7 +29,7 @@ def save_batch(path: str | os.PathLike[str], batch: Sequence[NDArray[Any]]) -> N
         OSError: if the file cannot be written.
     """
     with atomic_write(path, "wb") as file:
-        np.savez(file, **{f"column_{place}": column for place, column in enumerate(batch)})
+        np.savez(file, **{f"column_{index}": column for index, column in enumerate(batch)})
 
 
 def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
@@ -58,14 +58,14 @@ def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
             if size > _MOST_BYTES:
                 raise ValueError(f"it holds {size:,} bytes")
         with np.load(path, allow_pickle=False) as columns:
-            names = [f"column_{place}" for place in range(len(columns.files))]
+            names = [f"column_{index}" for index in range(len(columns.files))]
             if not names or sorted(columns.files) != sorted(names):
                 raise ValueError(f"it has {columns.files[:3]}")
-            found = [columns[name] for name in names]
+            batch = [columns[name] for name in names]
             # What is no array comes as bytes.
-            if not all(isinstance(column, np.ndarray) for column in found):
+            if not all(isinstance(column, np.ndarray) for column in batch):
                 raise ValueError("a column is no array")
-            return tuple(found)
+            return tuple(batch)
     except FileNotFoundError:
         raise FileNotFoundError(f"'batch' must name a file, but there is no {str(path)!r}.") from None
     # A damaged file raises errors of many kinds.

@@ -131,11 +131,11 @@ def _explain(network, batches, loss_scale, remedies, settings, measured, watched
     if remedies and sees_operators:
         tried += _try_layer(network, batches, seen, watched)
         tried += [_try_setting(name, build, batches, seen, watched) for name, build in settings.items()]
-    readings = (reading for one in seen.closest for call in one.calls for reading in call.outputs)
+    readings = (reading for seen_pass in seen.closest for call in seen_pass.calls for reading in call.outputs)
     return Explanation(
         loss_scale,
         len(batches),
-        tuple(one.loss for one in seen.closest),
+        tuple(seen_pass.loss for seen_pass in seen.closest),
         seen.scales,
         seen.origin,
         layer_ranges(seen.closest),
@@ -233,7 +233,7 @@ class _Seen:
 
     def note(self, passes):
         scale = passes[0].loss_scale
-        bad = [place for place, one in enumerate(passes) if one.overflow or find_origin(one)]
+        bad = [index for index, seen_pass in enumerate(passes) if seen_pass.overflow or find_origin(seen_pass)]
         self.scales[scale] = bool(bad)
         self.forward_is_harmless |= not bad
         if bad and scale == min(scale for scale, overflow in self.scales.items() if overflow):
@@ -286,13 +286,13 @@ def _look(passes, batches, loss_scale):
 
 
 def _overflows(passes):
-    return any(one.overflow or find_origin(one) for one in passes)
+    return any(seen_pass.overflow or find_origin(seen_pass) for seen_pass in passes)
 
 
 def _limit(passes):
     """The largest power of two that the gradients seen allow as a loss scale, as they grow with it."""
-    ranges = [one.backward.headroom for one in layer_ranges(passes) if one.backward is not None]
-    ranges += [reading.headroom for one in passes for reading in one.weights.values()]
+    ranges = [layer.backward.headroom for layer in layer_ranges(passes) if layer.backward is not None]
+    ranges += [reading.headroom for seen_pass in passes for reading in seen_pass.weights.values()]
     bits = min(ranges, default=math.inf)
     exponent = math.floor(math.log2(passes[0].loss_scale) + bits) if math.isfinite(bits) else math.inf
     return 2.0 ** min(exponent, 120)

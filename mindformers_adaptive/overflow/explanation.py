@@ -194,9 +194,9 @@ class Explanation:
         lines = []
         if (reading := origin.reading) is not None:
             what = ", ".join(filter(None, (origin.what, origin.weight)))
-            others = f", the others up to {reading.largest:.5g}" if reading.infs_and_nans < reading.size else ""
+            finite = f", the others up to {reading.largest:.5g}" if reading.infs_and_nans < reading.size else ""
             lines.append(
-                f"{what}: {reading.infs_and_nans:,} of {reading.size:,} elements are inf or NaN{others}; the largest "
+                f"{what}: {reading.infs_and_nans:,} of {reading.size:,} elements are inf or NaN{finite}; the largest "
                 f"number of {reading.dtype} is {reading.limit:.5g}"
             )
         source = f" from {origin.source}" if origin.source else ""

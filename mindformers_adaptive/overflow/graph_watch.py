@@ -122,9 +122,9 @@ def _backward_order(calls, weights):
             yield from go_back(child)
         of_inputs = [gradient for gradient in call.gradients if not gradient.of_output]
         # A layer's weights come before what it gives back to the layers before it.
-        for place, value in enumerate(call.inputs):
+        for index, value in enumerate(call.inputs):
             if value.weight in weights:
-                call.gradients.append(Gradient(False, place, weights.pop(value.weight)))
+                call.gradients.append(Gradient(False, index, weights.pop(value.weight)))
                 yield call.index, call.gradients[-1]
         yield from ((call.index, gradient) for gradient in of_inputs)
 
@@ -201,7 +201,7 @@ class _Watched(nn.Cell):
 
 def _sinks(name, number):
     zeros = np.zeros(len(_MEASURED), np.float32)
-    return ParameterTuple([Parameter(Tensor(zeros), name=f"sink_of_{name}{place}") for place in range(number)])
+    return ParameterTuple([Parameter(Tensor(zeros), name=f"sink_of_{name}{index}") for index in range(number)])
 
 
 def _readings(values):

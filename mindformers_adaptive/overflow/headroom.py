@@ -73,15 +73,15 @@ def _constant_calls(seen: Pass) -> set[int]:
     for call in seen.calls:
         # A cell that was looked into is known by what it returns, from the operator that made it.
         gets_gradient = call.gradients and (seen.sees_operators or call.inputs)
-        if all(_is_constant(call, place, constant) for place in range(len(call.inputs))) and not gets_gradient:
+        if all(_is_constant(call, index, constant) for index in range(len(call.inputs))) and not gets_gradient:
             constant.add(call.index)
     return constant
 
 
-def _is_constant(call: Call, place: int, constant: set[int]) -> bool:
-    value = call.inputs[place]
+def _is_constant(call: Call, index: int, constant: set[int]) -> bool:
+    value = call.inputs[index]
     is_from_constant = value.source is None or value.source in constant
-    return value.weight is None and not call.gets_gradient(place) and is_from_constant
+    return value.weight is None and not call.gets_gradient(index) and is_from_constant
 
 
 def _is_as_large_as_a_constant(call: Call, constant: set[int]) -> bool:
@@ -89,7 +89,7 @@ def _is_as_large_as_a_constant(call: Call, constant: set[int]) -> bool:
     if not call.operator or not call.kind.startswith(("Add", "Sub", "Radd", "Rsub")) or len(call.inputs) < 2:
         return False
     largest = max((reading.largest for reading in call.outputs), default=0.0)
-    constants = [value.reading for place, value in enumerate(call.inputs) if _is_constant(call, place, constant)]
+    constants = [value.reading for index, value in enumerate(call.inputs) if _is_constant(call, index, constant)]
     return any(2.0 * reading.largest >= largest or not reading.finite for reading in constants)
 
 

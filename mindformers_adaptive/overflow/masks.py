@@ -45,22 +45,22 @@ class Masks:
             elif inside:
                 self.calls.discard(call.index)
 
-    def is_mask(self, call: Call, place: int) -> bool:
+    def is_mask(self, call: Call, index: int) -> bool:
         """Return whether the inf of an input is meant."""
-        value = call.inputs[place]
+        value = call.inputs[index]
         if value.is_computed:
             return value.source in self.calls
         if multiplies(call) or not value.reading.only_minus_inf:
             return False
         if value.weight or self._pass.sees_operators:
-            return not call.gets_gradient(place)
+            return not call.gets_gradient(index)
         # In graph mode all values seem to get a gradient.
         return not value.reading.largest
 
     def overflowed_inputs(self, call: Call) -> list[Operand]:
         """Return the inputs with inf or NaN that is not meant."""
-        bad = [place for place, value in enumerate(call.inputs) if not value.reading.finite]
-        return [call.inputs[place] for place in bad if not self.is_mask(call, place)]
+        bad = [index for index, value in enumerate(call.inputs) if not value.reading.finite]
+        return [call.inputs[index] for index in bad if not self.is_mask(call, index)]
 
     def has_overflowed_output(self, call: Call) -> bool:
         """Return whether an output has inf or NaN that is not meant."""
@@ -87,7 +87,7 @@ class Masks:
 
     def _masked_inputs(self, call: Call) -> list[Operand]:
         return [
-            value for place, value in enumerate(call.inputs) if not value.reading.finite and self.is_mask(call, place)
+            value for index, value in enumerate(call.inputs) if not value.reading.finite and self.is_mask(call, index)
         ]
 
     def _begins_mask(self, call: Call) -> bool:

@@ -241,7 +241,7 @@ def _gradient_origin(seen: Pass, call: Call, gradient: Gradient) -> Origin:
         which = "sum of the gradients" if len(used) > 1 else "gradient"
         what = f"{which} of the output of {call.name or call.kind}"
         return Origin("backward", around.layer, around.kind, "", what, reading, largest_of(used))
-    value = call.inputs[gradient.place]
+    value = call.inputs[gradient.index]
     incoming = largest_of(each.reading for each in call.gradients if each.of_output)
     weight = _weight_behind(seen, value)
     what = "gradient of its weight" if weight else "gradient of its input"
@@ -265,7 +265,7 @@ def _uses(seen: Pass, call: Call) -> Iterator[Reading]:
     """The gradients that the users of a call's output give back."""
     for other in seen.calls:
         for each in other.gradients:
-            if not each.of_output and other.inputs[each.place].source == call.index:
+            if not each.of_output and other.inputs[each.index].source == call.index:
                 yield each.reading
 
 

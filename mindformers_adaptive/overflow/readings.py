@@ -107,7 +107,7 @@ def read_values(array: NDArray[np.floating[Any]], dtype: str) -> Reading:
 
 def largest_of(readings: Iterable[Reading]) -> float | None:
     """Return the largest finite magnitude of several readings, None without any."""
-    return max((one.largest for one in readings), default=None)
+    return max((reading.largest for reading in readings), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +139,12 @@ class Gradient:
     Attributes:
         of_output (bool): whether the tensor is an output of the call, else it is an input. The gradient of an output is
             the sum over all that use it; that of an input is what this call gives back.
-        place (int): which output, or input.
+        index (int): which output, or input.
         reading (Reading): its magnitudes.
     """
 
     of_output: bool
-    place: int
+    index: int
     reading: Reading
 
 
@@ -179,9 +179,9 @@ class Call:
         """The layer with the attribute, ``attention.batch_matmul``."""
         return ".".join(filter(None, (self.layer, self.attribute)))
 
-    def gets_gradient(self, place: int) -> bool:
+    def gets_gradient(self, index: int) -> bool:
         """Whether a gradient came back to an input."""
-        return any(not gradient.of_output and gradient.place == place for gradient in self.gradients)
+        return any(not gradient.of_output and gradient.index == index for gradient in self.gradients)
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,11 @@ class Watch:
 
     def _patch(self, owner, name, function):
         """Put a function in the place of an attribute; it is given what was there first."""
-        before, own = getattr(owner, name), vars(owner).get(name)
+        before, class_attribute = getattr(owner, name), vars(owner).get(name)
         setattr(owner, name, lambda *args, **kwargs: function(before, *args, **kwargs))
-        self._patches.callback(*((delattr, owner, name) if own is None else (setattr, owner, name, own)))
+        self._patches.callback(
+            *((delattr, owner, name) if class_attribute is None else (setattr, owner, name, class_attribute))
+        )
 
     def _call_cell(self, call, cell, *args, **kwargs):
         name = self._names.get(id(cell))
@@ -148,14 +150,14 @@ class Watch:
             return call(cell, *args, **kwargs)
         if is_whole:
             self._start()
-        made = self._begin(name, type(cell).__name__)
-        args, kwargs = self._take_in(made, (args, kwargs), BATCH if is_whole else None, hooked=not is_whole)
-        self._stack.append((made, cell))
+        begun = self._begin(name, type(cell).__name__)
+        args, kwargs = self._take_in(begun, (args, kwargs), BATCH if is_whole else None, hooked=not is_whole)
+        self._stack.append((begun, cell))
         try:
             output = call(cell, *args, **kwargs)
         finally:
             self._stack.pop()
-        output = self._give_out(made, output, keeps_source=True)
+        output = self._give_out(begun, output, keeps_source=True)
         if is_whole:
             first = next(iter(_tensors(output)), None)
             self._loss_source = self._sources.get(id(first), Operand(None)).source
@@ -183,18 +185,18 @@ class Watch:
                 self._remember(tensor, self._look_up(moved))
             return output
         parent, cell = self._stack[-1]
-        made = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
+        begun = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
         # The Tensor that is written to must be the one that was given.
         target = args[0] if args and (in_place or _writes(primitive, args[0])) else None
         hooked = target is None and kind not in _COMMUNICATES
-        args, kwargs = self._take_in(made, (args, kwargs), None, hooked)
+        args, kwargs = self._take_in(begun, (args, kwargs), None, hooked)
         if isinstance(target, Parameter):
             self._save(target)
         with replaced_in(vars(self), "_in_operator", True):
             output = call(*args, **kwargs)
         if target is not None:
-            self._give_out(made, target, hooked=False)
-        return self._give_out(made, output, hooked=hooked)
+            self._give_out(begun, target, hooked=False)
+        return self._give_out(begun, output, hooked=hooked)
 
     def _set_data(self, set_data, parameter, data, *args, **kwargs):
         if self._stack and isinstance(data, Tensor):
@@ -209,18 +211,18 @@ class Watch:
 
     def _begin(self, layer, kind, operator=False, attribute=""):
         parent = self._stack[-1][0].index if self._stack else None
-        made = Call(len(self._calls), layer, kind, operator, parent, attribute)
-        self._calls.append(made)
-        return made
+        begun = Call(len(self._calls), layer, kind, operator, parent, attribute)
+        self._calls.append(begun)
+        return begun
 
-    def _take_in(self, made, values, unknown, hooked):
+    def _take_in(self, begun, values, unknown, hooked):
         def take(tensor):
             operand = self._look_up(tensor, unknown)
-            place = len(made.inputs)
-            made.inputs.append(operand)
+            index = len(begun.inputs)
+            begun.inputs.append(operand)
             # One that is not trained may be written to.
             if hooked and not (isinstance(tensor, Parameter) and not tensor.requires_grad):
-                tensor = self._hook(tensor, made, False, place)
+                tensor = self._hook(tensor, begun, False, index)
             if not isinstance(tensor, Parameter):
                 self._remember(tensor, operand)
             return tensor
@@ -241,14 +243,14 @@ class Watch:
             return Operand(reading, weight=tensor.name)
         return Operand(reading, unknown, buffer=self._buffers.get(id(tensor)))
 
-    def _give_out(self, made, output, keeps_source=False, hooked=True):
+    def _give_out(self, begun, output, keeps_source=False, hooked=True):
         def give(tensor):
-            place = len(made.outputs)
+            index = len(begun.outputs)
             known = self._look_up(tensor)
-            made.outputs.append(known.reading)
-            tensor = self._hook(tensor, made, True, place) if hooked else tensor
+            begun.outputs.append(known.reading)
+            tensor = self._hook(tensor, begun, True, index) if hooked else tensor
             # What a cell hands on comes from the operator inside that made it, if that was seen.
-            known = known if keeps_source and known.source is not None else Operand(known.reading, made.index)
+            known = known if keeps_source and known.source is not None else Operand(known.reading, begun.index)
             self._remember(tensor, known)
             return tensor
 
@@ -259,24 +261,24 @@ class Watch:
         # Else another tensor might take its place in memory, and its id.
         self._kept.append(tensor)
 
-    def _hook(self, tensor, made, of_output, place):
+    def _hook(self, tensor, begun, of_output, index):
         backward = self._backward
 
         def record(gradients):
             # No operator of these is one of the network's.
             self._going_back = True
-            gradient = Gradient(of_output, place, read_tensor(gradients[0]))
-            made.gradients.append(gradient)
-            backward.append((made.index, gradient))
+            gradient = Gradient(of_output, index, read_tensor(gradients[0]))
+            begun.gradients.append(gradient)
+            backward.append((begun.index, gradient))
 
         with replaced_in(vars(self), "_in_operator", True):
             return ops.HookBackward(record)(tensor)
 
 
 def _tensors(values):
-    found = []
-    _replaced(values, lambda tensor: found.append(tensor) or tensor)
-    return found
+    tensors = []
+    _replaced(values, lambda tensor: tensors.append(tensor) or tensor)
+    return tensors
 
 
 def _replaced(values, function):

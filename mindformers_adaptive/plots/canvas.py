@@ -179,14 +179,14 @@ def legend_above(axes: Axes) -> None:
         widths = [len(name) + 5 for name in names]
         room = int(figure.get_figwidth() * 13)
         columns = len(handles) if sum(widths) <= room else max(1, room // max(widths))
-        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-        axes.legend(ncols=columns, fontsize=10, frameon=False, columnspacing=1.4, handlelength=1.6, **place)
+        position: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(ncols=columns, fontsize=10, frameon=False, columnspacing=1.4, handlelength=1.6, **position)
 
 
 def legend_below(figure: Figure, handles: Sequence[Any]) -> None:
     """Put one legend for all panels below them, in a row."""
-    place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles)}
-    figure.legend(handles=handles, frameon=False, fontsize=10, **place)
+    position: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles)}
+    figure.legend(handles=handles, frameon=False, fontsize=10, **position)
 
 
 def use_power_of_two_axis(axes: Axes, lowest: float, highest: float) -> None:

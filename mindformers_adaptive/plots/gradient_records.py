@@ -154,9 +154,9 @@ def draw_gradient_records(
 def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
     """Return the ends of the axis: all magnitudes, and the limits of the formats where they are near."""
     groups = [group for run in runs for group in run.groups.values()]
-    found = np.concatenate([np.append(group.bands, group.largest) for group in groups])
-    found = found[np.isfinite(found)]
-    bottom, top = (found.min(), found.max()) if len(found) else (-24.0, 0.0)
+    magnitudes = np.concatenate([np.append(group.bands, group.largest) for group in groups])
+    magnitudes = magnitudes[np.isfinite(magnitudes)]
+    bottom, top = (magnitudes.min(), magnitudes.max()) if len(magnitudes) else (-24.0, 0.0)
     ends = [(run, limit) for run in runs for limit in run.gradient_format.exponents[::2]]
     limits = np.concatenate([limit - np.log2(run.loss_scale) for run, limit in ends])
     near = limits[(bottom - _NEAR <= limits) & (limits <= top + _NEAR)]

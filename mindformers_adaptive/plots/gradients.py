@@ -122,10 +122,10 @@ def draw_sweeps(
     of_gradients, columns = kind in SCALED, list[_Column]()
     for name, sweep in sweeps.items():
         ranges = select(_read(sweep), kind, modules)
-        own, tried = group_for(modules, ranges) or group, ranges.loss_scales
+        group_of, tried = group_for(modules, ranges) or group, ranges.loss_scales
         highest = (ranges.fitting_scales or tried)[-1]
         chosen = (of_gradients and loss_scales) or sorted({highest, *tried[: len(sweeps) == 1 and axis == "log2"]})
-        columns += [_Column(name, ranges, scale, ranges.groups(scale, own)) for scale in chosen]
+        columns += [_Column(name, ranges, scale, ranges.groups(scale, group_of)) for scale in chosen]
     rows = list(dict.fromkeys(row for column in columns for row in column.rows))
     figure = canvas.new_figure(max(10.0, 4.2 * len(columns)), 2.0 + 1.5 * len(rows))
     share: Any = {"sharex": "row", "sharey": "row"} if axis == "linear" else {"sharex": True, "sharey": "row"}
@@ -265,8 +265,8 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
         inf: (canvas.PURPLE, "inf or NaN"),
     }
     places = range(zero, inf + 1)
-    colours = [kinds[max(start for start in kinds if start <= place)][0] for place in places]
-    labels = [kinds[place][1] if place in kinds else "_" for place in places]
+    colours = [kinds[max(start for start in kinds if start <= exponent)][0] for exponent in places]
+    labels = [kinds[exponent][1] if exponent in kinds else "_" for exponent in places]
     exponents = np.clip(list(counts.histogram), first, last)
     numbers, _ = np.histogram(exponents, [*places, inf + 1], weights=list(counts.histogram.values()))
     numbers[[0, -1]] = (counts.underflowed or 0) if of_gradients else counts.zeros, counts.infs_and_nans
@@ -275,7 +275,7 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
     limits: dict[str, Any] = {"colors": canvas.MUTED, "linewidth": 0.9, "linestyles": "dashed", "gid": "limits"}
     limits["label"] = f"{gradient_format.title}: $2^{{{subnormal}}}$, $2^{{{normal}}}$, {gradient_format.largest:.6g}"
     axes.vlines(gradient_format.exponents, 0, 1, transform=axes.get_xaxis_transform(), **limits)
-    powers = {float(place): f"$2^{{{place}}}$" for place in (subnormal, normal, largest + 1)}
+    powers = {float(exponent): f"$2^{{{exponent}}}$" for exponent in (subnormal, normal, largest + 1)}
     ticks = {zero + 0.5: "0", **powers, 0: "1", inf + 0.5: "inf"}
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_xlim(zero - 1.5, inf + 2.5)

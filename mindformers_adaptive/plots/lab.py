@@ -177,9 +177,9 @@ def _draw_points(axes: Axes, x: Floats, y: Floats, front: NDArray[np.bool_], nam
     for point, name in sorted(zip(zip(x.tolist(), y.tolist(), front.tolist(), strict=True), names, strict=True)):
         together.setdefault(point, []).append(name)
     named = [point for point in together if len(together) <= _NAMED or point[-1]][:_NAMED]
-    rest = np.array([point[:2] for point in together if point not in named]).reshape(-1, 2).T
-    if rest.size:
-        axes.plot(*rest, "o", color=canvas.MUTED, alpha=0.55, markersize=6, label="not named", gid="not named")
+    unnamed = np.array([point[:2] for point in together if point not in named]).reshape(-1, 2).T
+    if unnamed.size:
+        axes.plot(*unnamed, "o", color=canvas.MUTED, alpha=0.55, markersize=6, label="not named", gid="not named")
     for (x_of_point, y_of_point, on_front), (colour, dashes) in zip(named, canvas.LINE_STYLES, strict=False):
         called = canvas.as_text(textwrap.fill(", ".join(together[x_of_point, y_of_point, on_front]), _LETTERS))
         style: dict[str, Any] = {"color": colour, "marker": "o" if dashes == "solid" else "D", "linestyle": "none"}

@@ -41,7 +41,7 @@ def draw_layers(explanation: Explanation) -> Figure:
     """
     if not explanation.layers:
         raise ValueError("There are no layers to draw: the network has no cells inside.")
-    names = [one.layer or "(the network)" for one in explanation.layers]
+    names = [layer.layer or "(the network)" for layer in explanation.layers]
     figure = canvas.new_figure(11, min(2.4 + _LINE * len(names), _HIGHEST))
     axes = figure.subplots()
     lowest, largest = FLOAT16.exponents[1], FLOAT16.exponents[2]
@@ -63,11 +63,13 @@ def draw_layers(explanation: Explanation) -> Figure:
 
 
 def _draw_phase(axes: Axes, layers: Sequence[LayerRange], phase: str, edge: float, style: dict[str, Any]) -> None:
-    readings = [(place, getattr(one, phase)) for place, one in enumerate(layers)]
-    known = [(place, one) for place, one in readings if one is not None and (one.largest or not one.finite)]
-    x = [math.log2(one.largest) if one.finite else edge for _, one in known]
-    filled = np.array([one.dtype == "float16" for _, one in known], bool)
-    y = np.array([place for place, _ in known], np.float64)
+    readings = [(row, getattr(layer, phase)) for row, layer in enumerate(layers)]
+    known = [
+        (row, reading) for row, reading in readings if reading is not None and (reading.largest or not reading.finite)
+    ]
+    x = [math.log2(reading.largest) if reading.finite else edge for _, reading in known]
+    filled = np.array([reading.dtype == "float16" for _, reading in known], bool)
+    y = np.array([row for row, _ in known], np.float64)
     axes.plot(x, y, linestyle="none", markersize=5, fillstyle="none", gid=phase, **style)
     narrow = {**style, "label": "_"}
     axes.plot(np.array(x)[filled], y[filled], linestyle="none", markersize=5, gid=f"{phase} in FP16", **narrow)

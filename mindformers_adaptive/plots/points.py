@@ -84,12 +84,12 @@ def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """
     if len(x) <= _MANY_POINTS:
         return x, y
-    kept: list[int] = []
+    points: list[int] = []
     for block in np.array_split(np.arange(len(x)), _COLUMNS):
         first, values = int(block[0]), y[block[0] : block[-1] + 1]
         known = ~np.isnan(values)
         places = {0, len(values) - 1} | ({int(np.argmin(known))} if not known.all() else set())
         if known.any():
             places |= {int(np.nanargmin(values)), int(np.nanargmax(values))}
-        kept += [first + place for place in sorted(places)]
-    return x[kept], y[kept]
+        points += [first + point for point in sorted(places)]
+    return x[points], y[points]

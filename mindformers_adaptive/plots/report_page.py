@@ -111,8 +111,8 @@ def _verdict(run: RunTold, named: bool) -> str:
 
 def _card(run: RunTold) -> str:
     """Return what to change, the settings to paste, the skipped steps and the rest of a run."""
-    told = run.analysis
-    steps, skipped, scale = told["steps"], told["skipped"], told["loss_scale"]
+    analysis = run.analysis
+    steps, skipped, scale = analysis["steps"], analysis["skipped"], analysis["loss_scale"]
     count = skipped["at_least"] if skipped["count"] is None else skipped["count"]
     at_least = "at least " if skipped["count"] is None else ""
     facts = {
@@ -125,7 +125,7 @@ def _card(run: RunTold) -> str:
     rows = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd>" for name, value in facts.items())
     return (
         f'<article class="card">\n<h2>{_escaped(run.name)}</h2>\n<p class="muted">{_escaped(run.source)}</p>\n'
-        f"<h3>What to change</h3>\n{_advice(told)}\n{_skipped_steps(skipped)}<h3>The run</h3>\n<dl>{rows}</dl>\n"
+        f"<h3>What to change</h3>\n{_advice(analysis)}\n{_skipped_steps(skipped)}<h3>The run</h3>\n<dl>{rows}</dl>\n"
         f"<details><summary>All details</summary><pre>{_escaped(run.text)}</pre></details>\n</article>"
     )
 
@@ -134,18 +134,19 @@ def _scale(value: object) -> str:
     return as_power_of_two(value) if isinstance(value, float) else "unknown" if value is None else str(value)
 
 
-def _advice(told: Mapping[str, Any]) -> str:
-    if not told["advice"]:
+def _advice(analysis: Mapping[str, Any]) -> str:
+    if not analysis["advice"]:
         return "<p>Nothing to change: the log gives no reason for it.</p>"
     entries = "".join(
         f'<li>{_change(advice["change"])}<span class="muted">{_escaped(advice["reason"])}</span></li>'
-        for advice in told["advice"]
+        for advice in analysis["advice"]
     )
-    if not told["scale_sense"]:
+    if not analysis["scale_sense"]:
         return f"<ol>{entries}</ol>"
-    share = told["certainty"]["known_share"]
+    share = analysis["certainty"]["known_share"]
     note = f"Paste this under runner_wrapper. The log decides {share:.0%} of the predicted steps, the rest is assumed."
-    return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{_escaped(told["scale_sense"].rstrip())}</pre>'
+    settings = _escaped(analysis["scale_sense"].rstrip())
+    return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{settings}</pre>'
 
 
 def _change(change: str) -> str:

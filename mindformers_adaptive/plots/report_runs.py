@@ -38,16 +38,16 @@ def record_in(source: str | os.PathLike[str]) -> Path:
         if not path.exists():
             raise FileNotFoundError(f"There is no file or folder {str(path)!r}, seen from {Path.cwd()}.")
         return path
-    found = [path / RECORD] if (path / RECORD).is_file() else sorted(path.rglob(RECORD))
-    if not found:
+    records = [path / RECORD] if (path / RECORD).is_file() else sorted(path.rglob(RECORD))
+    if not records:
         raise FileNotFoundError(
             f"The folder {str(path)!r} must hold {RECORD}, which LossScaleMonitor writes, but holds none. Add the "
             "monitor to the callbacks, or give the log of the training itself."
         )
-    if len(found) > 1:
-        listed = ", ".join(str(file.relative_to(path)) for file in found[:3])
+    if len(records) > 1:
+        listed = ", ".join(str(file.relative_to(path)) for file in records[:3])
         raise ValueError(f"The folder {str(path)!r} must hold one {RECORD}, but holds {listed}. Give one folder a run.")
-    return found[0]
+    return records[0]
 
 
 def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os.PathLike[str], versions: str) -> Path:
@@ -73,9 +73,9 @@ def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os
     figures = [picture(lambda: draw_runs(drawn), "Loss and loss scale")]
     if gradients:
         figures.append(picture(lambda: draw_gradient_records(gradients), "Gradients by group of Parameters"))
-    told = [_told(name, str(records[name]), run) for name, run in runs.items()]
+    analysed = [_told(name, str(records[name]), run) for name, run in runs.items()]
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
-    page = render(told, figures, written=f"Written {now}", versions=versions)
+    page = render(analysed, figures, written=f"Written {now}", versions=versions)
     target = Path(output)
     make_folder_of(target)
     with atomic_write(target) as file:
@@ -87,8 +87,10 @@ def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str,
     """Return the records of gradients that lie beside those of runs, by the names of these, where there is one."""
     beside = {name: Path(path).with_name(GRADIENTS) for name, path in records.items()}
     # Runs in one folder may share what lies there.
-    own = {name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()}
-    return {name: record for name, path in own.items() if (record := read_record(path))}
+    unambiguous = {
+        name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()
+    }
+    return {name: record for name, path in unambiguous.items() if (record := read_record(path))}
 
 
 def _told(name: str, source: str, run: RecordedRun) -> RunTold:

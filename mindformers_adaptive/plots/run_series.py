@@ -151,7 +151,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     [fewest, most], unknown = run.skipped_bounds(), np.full(len(run), np.nan)
     gradients = run.applied_gradients()
     optional = (run.loss, run.scale_window, gradients, run.gradient_norm)
-    loss, window, shown, norm = (unknown if one is None else one for one in optional)
+    loss, window, shown, norm = (unknown if values is None else values for values in optional)
     loss = np.where(np.isinf(loss), loss, np.clip(loss, -_LARGEST, _LARGEST))
     norm = np.where((norm > 0) & (norm < np.inf) & ~run.overflow, np.minimum(norm, _LARGEST), np.nan)[at]
     ceiling = implied_ceilings(shown[at], run.gradient_format)

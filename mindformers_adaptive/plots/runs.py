@@ -114,7 +114,7 @@ def draw_runs(
             panels["norm"].set_yscale("log")
     # The ceilings of several runs would hide each other.
     show_ceiling = [run.ceiling is not None for run in series.values()].count(True) == 1
-    for place, (name, run) in enumerate(series.items()):
+    for index, (name, run) in enumerate(series.items()):
         prefix, mark = ("", canvas.WARNING) if alone else (f"{canvas.as_text(name)}: ", lines[name]["color"])
         _draw_values(panels["loss"], run, run.loss, "loss", prefix, lines[name])
         broken = run.step[np.isinf(run.loss)]
@@ -126,7 +126,7 @@ def draw_runs(
             known = np.isfinite(run.ceiling)
             label = prefix + "ceiling that gradients show"
             canvas.draw_ceiling(panels["scale"], run.step[known], run.ceiling[known], label)
-        _draw_loss_scale(panels["scale"], run, prefix, lines[name], mark, height=0.96 - 0.07 * place)
+        _draw_loss_scale(panels["scale"], run, prefix, lines[name], mark, height=0.96 - 0.07 * index)
     if window is not None:
         _draw_window(panels["window"], run, window)
     if apart is not None:

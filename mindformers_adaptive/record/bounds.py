@@ -125,15 +125,15 @@ class LogRows:
         restarts[[row - self._first for row in self._lines.after_restart if row >= self._first]] = True
         stated, apart = self.columns["steps"], self.step - before
         if self._format.every_step:
-            own = np.where(stated > 0, stated, 1)
+            covered = np.where(stated > 0, stated, 1)
         else:
-            own = np.where(stated > 0, stated, 0)
+            covered = np.where(stated > 0, stated, 0)
             only_total = (self.total >= 0) & np.isnan(self.after) & (self.stated < 0) & (self.flag < 0)
-            for kind in (only_total & (own == 0), ~only_total & (own == 0)):
-                own[kind] = self._strides(np.flatnonzero(kind))
-        own = np.minimum(own, _LONGEST_INTERVAL)
-        self.stated[own > apart] = -1
-        self.steps = np.minimum(own, apart)
+            for kind in (only_total & (covered == 0), ~only_total & (covered == 0)):
+                covered[kind] = self._strides(np.flatnonzero(kind))
+        covered = np.minimum(covered, _LONGEST_INTERVAL)
+        self.stated[covered > apart] = -1
+        self.steps = np.minimum(covered, apart)
         gap = apart - self.steps
         unread = np.isin(np.arange(len(gap)), [row - self._first for row in self._lines.after_damage])
         unread |= np.isin(np.arange(len(gap)), list(self.overflows))

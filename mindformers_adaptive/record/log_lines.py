@@ -33,8 +33,8 @@ def _columns() -> dict[str, str]:
     """Return the type code of the column of each number or flag of a line, by its name."""
     types = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(LogLine).items()}
     codes = {bool: "b", int: "q", float: "d"}
-    found = {name: next((codes[kind] for kind in kinds if kind in codes), "") for name, kinds in types.items()}
-    return {name: code for name, code in found.items() if code}
+    codes_of = {name: next((codes[kind] for kind in kinds if kind in codes), "") for name, kinds in types.items()}
+    return {name: code for name, code in codes_of.items() if code}
 
 
 _COLUMNS = _columns()

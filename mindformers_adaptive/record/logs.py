@@ -206,19 +206,19 @@ def _find_format(paths: tuple[Path, ...]) -> LogFormat:
     """Return the format of a log. Other logs have DeepSpeed's lines too, so it comes last."""
     texts, nearest = _TextLines(paths), ""
     *first_choice, last_choice = FORMATS.values()
-    found = None
+    result = None
     for text in texts:
-        for log_format in first_choice if found else FORMATS.values():
+        for log_format in first_choice if result else FORMATS.values():
             for line in _statements(text, [log_format]):
                 if isinstance(line, str):
                     nearest = nearest or f"{texts.name_of(texts.number)}: {line}: {text!r}"
                 elif log_format is not last_choice and line.step >= 0:
                     return log_format
                 elif log_format is last_choice:
-                    found = log_format
-    if found is None:
+                    result = log_format
+    if result is None:
         raise ValueError(_nothing_found(paths, FORMATS.values(), texts.number, nearest))
-    return found
+    return result
 
 
 def _nothing_found(paths: tuple[Path, ...], formats: Iterable[LogFormat], count: int, nearest: str) -> str:

@@ -151,11 +151,11 @@ class RecordedRun:
         """
         count = len(self) if steps is None else steps
         lines = np.asarray(self.lines)
-        place = int(np.searchsorted(lines[:, 0], count, side="right"))
-        before = lines[place - 1] if place else np.zeros(3, np.int64)
+        line = int(np.searchsorted(lines[:, 0], count, side="right"))
+        before = lines[line - 1] if line else np.zeros(3, np.int64)
         taken, fewest, most = before.tolist()
         if taken < count:
-            length, fewest_inside, most_inside = (lines[place] - before).tolist()
+            length, fewest_inside, most_inside = (lines[line] - before).tolist()
             inside = count - taken
             fewest, most = fewest + max(fewest_inside - (length - inside), 0), most + min(most_inside, inside)
         return fewest, most

@@ -105,14 +105,14 @@ def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
     for row in np.flatnonzero(rows.steps > 1).tolist():
         steps, end, last = int(rows.steps[row]), int(ends[row]), bool(rows.is_whole[row])
         part = slice(end - steps, end - last)
-        own, after = int(rows.flag[row] == 1), float(rows.used[row] if last else rows.after[row])
-        skips, length = int(rows.guess[row]) - own, steps - last
+        overflowed, after = int(rows.flag[row] == 1), float(rows.used[row] if last else rows.after[row])
+        skips, length = int(rows.guess[row]) - overflowed, steps - last
         flags = np.arange(length) < skips
-        if not last and own:
+        if not last and overflowed:
             flags[-1] = True
         loss_scale[part] = _path(rows, row, flags, float(before[row]), after)
         overflow[part] = flags
-        counts = int(rows.fewest[row]) - own, int(rows.most[row]) - own
+        counts = int(rows.fewest[row]) - overflowed, int(rows.most[row]) - overflowed
         known[part] |= counts in ((0, 0), (length, length)) if last else bool(is_known[row])
     if rows.has_tail:
         known[int(ends[-1] - rows.steps[-1]) :] = False

@@ -156,14 +156,14 @@ class RunRecord:
         if content.torn:
             notes.append(f"{self.path} ended in an unfinished line, which is taken out: {content.torn[:80]!r}")
         if content.last_step > last_step:
-            aside = "" if self.run else f" They are kept as {self._keep_aside(content.kept, content.whole)}."
+            aside = "" if self.run else f" They are kept as {self._keep_aside(content.kept_until, content.whole)}."
             notes.append(
                 f"{self.path} went on to step {content.last_step}: the steps after {last_step} are taken out, because "
                 f"the run takes them again.{aside}"
             )
-        if content.kept < self.path.stat().st_size:
+        if content.kept_until < self.path.stat().st_size:
             # At once, whatever is killed, and on a full disk too.
-            os.truncate(self.path, content.kept)
+            os.truncate(self.path, content.kept_until)
         if content.last_kept:
             self.last_step = _LINE.decode(content.last_kept).span()[1]
             entry = msgspec.json.decode(content.last_kept)
@@ -285,7 +285,7 @@ class _Content(NamedTuple):
     Attributes:
         run (int): the number of the run, 0 for none.
         last_step (int): the last step of its whole lines, 0 where there is none.
-        kept (int): where the lines up to the step that is resumed from end, in bytes.
+        kept_until (int): where the lines up to the step that is resumed from end, in bytes.
         whole (int): where the whole lines end.
         last_kept (bytes): the last line up to that step.
         torn (bytes): what a write that was cut off left at the end.
@@ -293,7 +293,7 @@ class _Content(NamedTuple):
 
     run: int = 0
     last_step: int = 0
-    kept: int = 0
+    kept_until: int = 0
     whole: int = 0
     last_kept: bytes = b""
     torn: bytes = b""
@@ -318,7 +318,7 @@ def _look_through(path: Path, last_step: int) -> _Content:
             content = content._replace(last_step=last, whole=end, torn=b"")
             # A line for missing steps that ends later is removed too; append() writes a shorter one.
             if last <= last_step:
-                content = content._replace(kept=end, last_kept=text)
+                content = content._replace(kept_until=end, last_kept=text)
     return content
 
 

@@ -45,8 +45,8 @@ def is_rule_name(name: object) -> bool:
 
 def rule_of_cell(cell: object) -> type[Rule] | None:
     """Return the rule of this package whose update cell has this type in a YAML file, or this name, or None."""
-    own = [rule for rule in RULES.values() if rule.cell != Rule.cell]
-    return next((rule for rule in own if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
+    cell_rules = [rule for rule in RULES.values() if rule.cell != Rule.cell]
+    return next((rule for rule in cell_rules if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
 
 
 def find_rule(rule: str | type[Rule]) -> type[Rule]:
@@ -67,15 +67,15 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
         >>> find_rule("guided").cell
         'GradientGuidedLossScaleUpdateCell'
     """
-    found: Any = rule
+    rule_class: Any = rule
     if isinstance(rule, str):
-        found = RULES[rule] if rule in RULES else _import(rule)
-    if not (inspect.isclass(found) and issubclass(found, Rule)):
+        rule_class = RULES[rule] if rule in RULES else _import(rule)
+    if not (inspect.isclass(rule_class) and issubclass(rule_class, Rule)):
         raise TypeError(
             f"'rule' must be {', '.join(map(repr, RULES))}, 'module.Class' of a rule of your own, or such a class, but "
             f"got {rule!r}. A rule is a subclass of mindformers_adaptive.rules.Rule."
         )
-    return found
+    return rule_class
 
 
 def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
@@ -101,12 +101,14 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
             names = ", ".join(arguments)
             raise TypeError(f"'rule' is made already, so that {names} cannot be given. Give them to {type(rule)}.")
         return rule
-    found = find_rule(rule)
-    known = arguments_of(found)
+    rule_class = find_rule(rule)
+    known = arguments_of(rule_class)
     for name in arguments:
         if name not in known:
-            raise TypeError(f"The rule {found.name!r} has no argument {name!r}. Its arguments are {', '.join(known)}.")
-    return found(**arguments)
+            raise TypeError(
+                f"The rule {rule_class.name!r} has no argument {name!r}. Its arguments are {', '.join(known)}."
+            )
+    return rule_class(**arguments)
 
 
 def _import(name: str) -> Any:

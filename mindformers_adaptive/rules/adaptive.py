@@ -293,7 +293,7 @@ class AdaptiveRule(Rule):
             return index, None
         restored = f"The checkpoint has 'scale_window' {window} with 'list_index' {index}, but the ladder is {ladder}"
         if window > HIDDEN_WINDOW or window in ladder:
-            nearest = min(range(len(ladder)), key=lambda place: abs(ladder[place] - window))
+            nearest = min(range(len(ladder)), key=lambda index: abs(ladder[index] - window))
             return nearest, f"{restored}: training goes on at its nearest window, {ladder[nearest]} (index {nearest})."
         if window == HIDDEN_WINDOW:
             return HIDDEN_INDEX, f"{restored}: training goes on in the hidden window 1 (index -1)."

@@ -131,7 +131,7 @@ def require_flag(name: str, value: object) -> bool:
 def require_names(name: str, value: object) -> tuple[str, ...]:
     """Return an argument that is a list of names, or any other iterable of them, as a tuple, or raise TypeError."""
     names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else (None,)
-    if not all(isinstance(one, str) for one in names):
+    if not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"'{name}' must be a list of names, but got {_with_type(value)}. Write ['Dense'] for a single one."
         )

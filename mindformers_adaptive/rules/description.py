@@ -52,7 +52,7 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
         >>> list(arguments_of(AdaptiveRule))[:2]
         ['scale_factor', 'max_scale_window']
     """
-    found: dict[str, inspect.Parameter] = {}
+    arguments: dict[str, inspect.Parameter] = {}
     for owner in rule_class.__mro__:
         if "__init__" not in vars(owner):
             continue
@@ -63,11 +63,15 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
                     f"The rule {rule_class.name!r} must take its argument {parameter.name!r} by name. Leave out the "
                     "'/' in its constructor."
                 )
-        hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        found |= {one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)} | found
+        hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        arguments |= {
+            parameter.name: parameter
+            for parameter in parameters
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        } | arguments
         if not hands_on:
             break
-    return found
+    return arguments
 
 
 def all_arguments(rule_class: Any) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def check_description(rule: Any) -> None:
 def _check_names(of: str, rule: Any) -> None:
     # The elements of a vector are called so in a state dict.
     vectors = [field for field in rule.fields if field.shape and not field.parts]
-    seen = {f"{field.name}_{place}" for field in vectors for place in range(field.shape[0])}
+    seen = {f"{field.name}_{index}" for field in vectors for index in range(field.shape[0])}
     seen |= {"clean_steps"} if rule.counts_clean_steps else set()
     for field in rule.fields:
         for key in dict.fromkeys((field.name, *field.keys)):
@@ -184,7 +188,7 @@ def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any
         numbers = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(numbers, (list, tuple)) or len(numbers) != len(like):
             raise ValueError(f"{of} {key!r} {value!r}, which is no vector of {len(like)}. Give a list of numbers.")
-        return tuple(checked_value(rule, key, dtype, one, 0) for one in numbers)
+        return tuple(checked_value(rule, key, dtype, number, 0) for number in numbers)
     number = value.item() if getattr(value, "size", 0) == 1 else value
     if dtype == "int32":
         fits = type(number) is int and -LARGEST_INT32 - 1 <= number <= LARGEST_INT32

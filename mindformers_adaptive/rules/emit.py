@@ -36,10 +36,10 @@ def emit(results: Iterable[Value], expression_of: Callable[[Value, Sequence[str]
     variables: dict[str, str] = {}
     needed = needed_by(results)
     for value in needed:
-        arguments = [names[argument.place] for argument in value.args]
+        arguments = [names[argument.position] for argument in value.args]
         expression = f"in_{value.extra}" if value.op == "input" else expression_of(value, arguments)
         is_variable = expression.isidentifier()
-        names[value.place] = expression if is_variable else variables.setdefault(expression, f"v{value.place}")
+        names[value.position] = expression if is_variable else variables.setdefault(expression, f"v{value.position}")
     lines = [f"{variable} = {expression}" for expression, variable in variables.items()]
     return Emitted(lines, names, tuple(sorted({value.extra for value in needed if value.op == "input"})))
 
@@ -50,10 +50,10 @@ def needed_by(results: Iterable[Value]) -> list[Value]:
     waiting = list(results)
     while waiting:
         value = waiting.pop()
-        if value.place not in needed:
-            needed[value.place] = value
+        if value.position not in needed:
+            needed[value.position] = value
             waiting += value.args
-    return [needed[place] for place in sorted(needed)]
+    return [needed[index] for index in sorted(needed)]
 
 
 def changed_by(outputs: Mapping[str, Value]) -> dict[str, Value]:

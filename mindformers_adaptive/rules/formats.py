@@ -33,16 +33,16 @@ def _pairs_of(precision: Any) -> tuple[tuple[int, int], ...]:
     pairs = [pair for pair in precision if isinstance(pair, list | tuple) and len(pair) == 2] if is_list else []
     if not is_list or len(pairs) < len(precision):
         raise TypeError(f"'precision' must be a list of pairs of integers, but got {precision!r}. {remedy}")
-    found = tuple(
+    checked = tuple(
         (
             require_integer("precision", first, -1074, remedy, most=1023, unit="as exponent"),
             require_integer("precision", bits, 0, remedy, most=52, unit="number of bits"),
         )
         for first, bits in pairs
     )
-    if list(found) != sorted(found) or len({first for first, _ in found}) < len(found):
+    if list(checked) != sorted(checked) or len({first for first, _ in checked}) < len(checked):
         raise ValueError(f"'precision' must have increasing exponents, but got {precision!r}. {remedy}")
-    return found
+    return checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +184,8 @@ class Format:
 # that of CANN's conversion from float32, which has no rounding to even.
 FLOAT16 = Format.from_bits(5, 10, name="float16")
 FORMATS = {
-    one.name: one
-    for one in (
+    number_format.name: number_format
+    for number_format in (
         FLOAT16,
         Format.from_bits(8, 7, name="bfloat16"),
         Format.from_bits(5, 2, name="float8_e5m2"),
@@ -200,16 +200,16 @@ FORMATS = {
 }
 
 
-def find_format(given: str | Mapping[str, Any] | Format, argument: str = "gradient_format") -> Format:
+def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradient_format") -> Format:
     """Return a format.
 
     Args:
-        given (Union[str, Mapping, Format]): one of ``FORMATS`` by name, numbers by the names of :class:`Format`, or the
+        value (Union[str, Mapping, Format]): one of ``FORMATS`` by name, numbers by the names of :class:`Format`, or the
             format itself.
         argument (str): what it is called in messages. Default: "gradient_format".
 
     Returns:
-        Format; one that is given is returned as it is.
+        Format; a Format is returned as it is.
 
     Raises:
         TypeError: if it is none of these.
@@ -219,27 +219,27 @@ def find_format(given: str | Mapping[str, Any] | Format, argument: str = "gradie
         >>> find_format("float8_e5m2").largest
         57344.0
     """
-    if isinstance(given, Format):
-        return given
+    if isinstance(value, Format):
+        return value
     names = ", ".join(FORMATS)
-    if isinstance(given, str):
-        if given not in FORMATS:
+    if isinstance(value, str):
+        if value not in FORMATS:
             raise ValueError(
-                f"'{argument}' must be one of {names}, but got {given!r}. Another format is given by its numbers: "
+                f"'{argument}' must be one of {names}, but got {value!r}. Describe another format by its numbers: "
                 "name, largest, smallest_normal and smallest_subnormal."
             )
-        return FORMATS[given]
-    if not isinstance(given, Mapping):
+        return FORMATS[value]
+    if not isinstance(value, Mapping):
         raise TypeError(
-            f"'{argument}' must be one of {names}, or the numbers of a format by name, but got {given!r} of type "
-            f"{type(given).__name__}. The default is float16."
+            f"'{argument}' must be one of {names}, or the numbers of a format by name, but got {value!r} of type "
+            f"{type(value).__name__}. The default is float16."
         )
     fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Format)}
-    wrong = [f"{key!r} is none of them" for key in given if key not in fields]
-    wrong += [f"{name!r} is missing" for name, is_required in fields.items() if is_required and name not in given]
+    wrong = [f"{key!r} is none of them" for key in value if key not in fields]
+    wrong += [f"{name!r} is missing" for name, is_required in fields.items() if is_required and name not in value]
     if wrong:
         raise TypeError(
-            f"'{argument}' must have values by the names {', '.join(fields)}, but in {dict(given)} {', '.join(wrong)}. "
+            f"'{argument}' must have values by the names {', '.join(fields)}, but in {dict(value)} {', '.join(wrong)}. "
             "The last three may be left out."
         )
-    return Format(**given)
+    return Format(**value)

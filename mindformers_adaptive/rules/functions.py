@@ -220,8 +220,8 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
     """
     values: list[Any] = []
     spans: list[Any] = []
-    for name, given in arguments.items():
-        value, *bounds = given if isinstance(given, tuple) and given else (given,)
+    for name, argument in arguments.items():
+        value, *bounds = argument if isinstance(argument, tuple) and argument else (argument,)
         dtype = value.dtype if isinstance(value, Value) and not value.shape else None
         in_order = [type(bound) for bound in bounds] == [int, int] and bounds[0] <= bounds[1]
         if dtype == "bool" and not bounds:
@@ -244,10 +244,10 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _filled_table(function: Callable[..., Any], names: tuple[str, ...], spans: tuple[Any, ...]) -> NDArray[np.int32]:
-    rows = [function(**dict(zip(names, given, strict=True))) for given in itertools.product(*spans)]
+    rows = [function(**dict(zip(names, combination, strict=True))) for combination in itertools.product(*spans)]
     for row in rows:
         is_row = isinstance(row, tuple) and len(row) == len(rows[0]) > 0
-        if not is_row or not all(type(one) is int and abs(one) <= LARGEST_INT32 for one in row):
+        if not is_row or not all(type(number) is int and abs(number) <= LARGEST_INT32 for number in row):
             name = getattr(function, "__name__", function)
             raise refused(
                 f"tabulates {name}, which must return a tuple of as many int32 numbers each time, but returns {row!r}. "

@@ -34,8 +34,8 @@ def make_function(
     """
     head, end = f"def step({', '.join(arguments)}):", f"return ({''.join(f'{result}, ' for result in results)})"
     exec(_compiled(rule, "\n    ".join([head, *lines, end]) + "\n"), names)
-    found: Callable[..., Any] = names["step"]
-    return found
+    step: Callable[..., Any] = names["step"]
+    return step
 
 
 @functools.lru_cache(maxsize=1024)

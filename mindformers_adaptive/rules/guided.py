@@ -75,7 +75,7 @@ _EXCHANGE_RATES = (0.001, 1000.0)
 _LONGEST_PATIENCE = 1_000_000
 
 # The overflow histogram of the start.
-_PRIOR_RATES = tuple(2.0 ** -(place + 1) for place in range(NUM_BINS))
+_PRIOR_RATES = tuple(2.0 ** -(index + 1) for index in range(NUM_BINS))
 
 # Far beyond log2 of any float32 number.
 _LARGEST_EXPONENT = 512
@@ -241,7 +241,7 @@ class GuidedRule(Rule):
         bits = float32(shown) + NEARLY_ZERO
         middle = float32(base)
         # Counted from ``low`` where that is below ``base``: a step that goes on with a fall is no surprise.
-        below_base = [float(place - 1) for place in range(NUM_BINS)]
+        below_base = [float(index - 1) for index in range(NUM_BINS)]
         overflowed = float32(minimum(middle, state.low) - below_base > bits)
         rate, weight = state.overflow_rate, state.weight
         moved_rate = maximum(rate + (overflowed - rate) * weight, NEARLY_ZERO)
@@ -282,7 +282,7 @@ class GuidedRule(Rule):
 
         # The cheapest bin, within the limit and the bounds.
         state = where(seen.gradient_known, moved, state)
-        cheapest = argmin(state.overflow_rate * self.patience + [float(place) for place in range(NUM_BINS)])
+        cheapest = argmin(state.overflow_rate * self.patience + [float(index) for index in range(NUM_BINS)])
         cheapest = where(unseen, where(seen.gradient_known, cheapest, NOTHING_SHOWN), cheapest)
         following = where(seen.overflow, exponent - DROP, base + 1 - maximum(cheapest, limit))
         following = minimum(maximum(following, self.min_exponent), self.max_exponent)

@@ -50,12 +50,12 @@ class Lanes:
 
     def _arrays(self, states: Sequence[Any]) -> dict[str, NDArray[Any]]:
         """Return states by field; the lanes are the last axis."""
-        given = [state._asdict() for state in states]
-        arrays = {field.name: np.array([field.value_in(one) for one in given], field.dtype).T for field in self._fields}
+        rows = [state._asdict() for state in states]
+        arrays = {field.name: np.array([field.value_in(row) for row in rows], field.dtype).T for field in self._fields}
         clean = ("clean_steps",) if self._rule.counts_clean_steps else ()
         for name in (*clean, "skipped_steps", "consecutive_overflows"):
-            arrays[name] = np.array([one[name] for one in given], np.int32)
-        return {**arrays, "loss_scale": np.array([one["loss_scale"] for one in given], np.float32)}
+            arrays[name] = np.array([row[name] for row in rows], np.int32)
+        return {**arrays, "loss_scale": np.array([row["loss_scale"] for row in rows], np.float32)}
 
     def put(self, states: Sequence[Any], places: NDArray[np.int64]) -> None:
         """Go on from other states in some lanes."""
@@ -143,5 +143,5 @@ def _step_of(rules: Sequence[Any]) -> NumpyStep:
     # Made once, because step() makes lanes of one rule each time.
     if "_single" not in vars(first):
         vars(first)["_single"] = lower_to_numpy(first.name, steps[:1], is_watched)
-    found: NumpyStep = vars(first)["_single"]
-    return found
+    step: NumpyStep = vars(first)["_single"]
+    return step

@@ -64,33 +64,33 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         >>> scale_sense_from_megatron("--bf16 --loss-scale 1024")
         {'type': 'FixedLossScaleUpdateCell', 'loss_scale_value': 1024.0}
     """
-    given = _parse(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
+    options = _parse(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
     # As in Megatron-LM: 0 means no fixed scale, and FP32 training has no gradient scaler.
-    fixed = require_positive("--loss-scale", given.loss_scale) if given.loss_scale else None
+    fixed = require_positive("--loss-scale", options.loss_scale) if options.loss_scale else None
     warn_of_rounding("--loss-scale", fixed, stacklevel=2, least=1.0)
-    if fixed is not None and (given.fp16 or given.bf16 or given.use_distributed_optimizer):
+    if fixed is not None and (options.fp16 or options.bf16 or options.use_distributed_optimizer):
         return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": fixed}
-    if not given.fp16:
+    if not options.fp16:
         return {"type": "NoLossScaleUpdateCell"}
-    initial = require_positive("--initial-loss-scale", given.initial_loss_scale)
+    initial = require_positive("--initial-loss-scale", options.initial_loss_scale)
     warn_of_rounding("--initial-loss-scale", initial, stacklevel=2)
-    minimum = require_positive("--min-loss-scale", given.min_loss_scale)
+    minimum = require_positive("--min-loss-scale", options.min_loss_scale)
     if minimum > initial:
         raise ValueError(
             f"'--min-loss-scale' must not be above '--initial-loss-scale', but got {minimum} and {initial}. Lower the "
             "first or raise the second."
         )
-    window = given.loss_scale_window
+    window = options.loss_scale_window
     if not 1 <= window <= LARGEST_INT32 or not window.is_integer():
         raise ValueError(
             f"'--loss-scale-window' must be a whole number of steps, at least 1 and at most {LARGEST_INT32}, but got "
             f"{window}. With another number Megatron-LM itself never raises the scale."
         )
-    require_integer("--hysteresis", given.hysteresis, 1, "Megatron-LM's default is 2.")
+    require_integer("--hysteresis", options.hysteresis, 1, "Megatron-LM's default is 2.")
     wanted, remedy = "a finite number above 1", "Megatron-LM's is 2."
-    growth = require_number("--growth-factor", given.growth_factor, wanted, lambda number: number > 1, remedy)
+    growth = require_number("--growth-factor", options.growth_factor, wanted, lambda number: number > 1, remedy)
     wanted, remedy = "a number between 0 and 1", "Megatron-LM's is 0.5."
-    backoff = require_number("--backoff-factor", given.backoff_factor, wanted, lambda number: 0 < number < 1, remedy)
+    backoff = require_number("--backoff-factor", options.backoff_factor, wanted, lambda number: 0 < number < 1, remedy)
     factors = {"scale_factor": growth, "backoff_factor": backoff}
     if backoff == 1 / growth:
         del factors["backoff_factor"]
@@ -102,7 +102,7 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         "max_scale_window": int(window),
         "min_scale_window": int(window),
         "min_loss_scale": minimum,
-        "hysteresis": given.hysteresis,
+        "hysteresis": options.hysteresis,
     }
 
 
@@ -124,9 +124,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
     # Those that get_megatron_optimizer() gives.
     parser.add_argument("--growth-factor", type=float, default=2.0)
     parser.add_argument("--backoff-factor", type=float, default=0.5)
-    given, others = parser.parse_known_args(words)
+    options, unknown = parser.parse_known_args(words)
     known = [option for action in parser._actions for option in action.option_strings]
-    for option in (word.partition("=")[0] for word in others if word.startswith("--")):
+    for option in (word.partition("=")[0] for word in unknown if word.startswith("--")):
         if question := did_you_mean(option, known, similarity=_MISSPELLED):
             raise ValueError(f"{option!r} is no argument of Megatron-LM. {question}Correct it or leave it out.")
-    return given
+    return options

@@ -50,23 +50,23 @@ def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = Fa
     variables: dict[tuple[Any, ...], str] = {}
 
     def expression_of(value: Value, arguments: Sequence[str]) -> str:
-        values = [trace[value.place] for trace in traces]
+        values = [trace[value.position] for trace in traces]
         if value.op == "constant":
-            array = operations.merged(np.array([one.extra for one in values]))
-            variable = variables.setdefault((array.dtype, array.shape, array.tobytes()), f"c{value.place}")
+            array = operations.merged(np.array([value.extra for value in values]))
+            variable = variables.setdefault((array.dtype, array.shape, array.tobytes()), f"c{value.position}")
             names[variable] = array
             return variable
-        table = f"table{value.place}"
+        table = f"table{value.position}"
         if value.op == "lookup":
-            names[table] = operations.Table([one.extra for one in values])
+            names[table] = operations.Table([value.extra for value in values])
         text = operations.operation_of(values).numpy
         return text.format(*arguments, all=", ".join(arguments), extra=value.extra, table=table)
 
     emitted = emit(outputs.values(), expression_of)
     lines = list(emitted.lines)
-    if is_watched and (watched := {emitted.names[value.place]: None for value in _watched(outputs.values())}):
+    if is_watched and (watched := {emitted.names[value.position]: None for value in _watched(outputs.values())}):
         lines.append(f"notice_subnormal({', '.join(watched)})")
-    results = [_result(value, emitted.names[value.place]) for value in outputs.values()]
+    results = [_result(value, emitted.names[value.position]) for value in outputs.values()]
     arguments = ["lanes", *(f"in_{name}" for name in emitted.inputs)]
     return NumpyStep(make_function(rule, arguments, lines, results, names), emitted.inputs, tuple(outputs))
 
@@ -80,12 +80,12 @@ def _result(value: Value, variable: str) -> str:
 def _watched(results: Iterable[Value]) -> list[Value]:
     """Return what may be nearer to 0 than 2^-126, and is not only compared with a larger number."""
     results = list(results)
-    taken = {value.place for value in results}
+    taken = {value.position for value in results}
     for value in needed_by(results):
         bounds = [argument.extra for argument in value.args if argument.op == "constant"]
         if value.op != "maximum" or not bounds or not (bounds[0] >= SMALLEST_FLOAT32).all():
-            taken.update(argument.place for argument in value.args)
-    return [value for value in needed_by(results) if value.place in taken and _may_be_subnormal(value)]
+            taken.update(argument.position for argument in value.args)
+    return [value for value in needed_by(results) if value.position in taken and _may_be_subnormal(value)]
 
 
 def _may_be_subnormal(value: Value) -> bool:

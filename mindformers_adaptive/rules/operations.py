@@ -48,7 +48,7 @@ def _is_known_divisor(value: Any) -> bool:
 
 def _has_nearly_largest(value: Any) -> bool:
     numbers = [_constant(value, 0), _constant(value, 1)]
-    return any(one is not None and bool((np.abs(one) >= 2.0**126).any()) for one in numbers)
+    return any(number is not None and bool((np.abs(number) >= 2.0**126).any()) for number in numbers)
 
 
 def _has_nearly_zero(value: Any) -> bool:
@@ -250,8 +250,8 @@ def taken(vector: Array, index: Array) -> Array:
     places = np.clip(index, 0, len(vector) - 1)[np.newaxis]
     lanes = max(vector.shape[-1], places.shape[-1])
     vector = np.broadcast_to(vector, (len(vector), lanes))
-    found: Array = np.take_along_axis(vector, np.broadcast_to(places, (1, lanes)), 0)[0]
-    return found
+    elements: Array = np.take_along_axis(vector, np.broadcast_to(places, (1, lanes)), 0)[0]
+    return elements
 
 
 def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
@@ -313,13 +313,13 @@ class Table:
         strides = np.concatenate([np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
         first = np.array([starts[id(rows)] for rows, _ in tables])
         bounds = (lowest, lowest + sizes - 1, strides, first)
-        self._lowest, self._highest, self._strides, self._first = (merged(one.astype(np.int32)) for one in bounds)
+        self._lowest, self._highest, self._strides, self._first = (merged(bound.astype(np.int32)) for bound in bounds)
 
     def __call__(self, index: Array) -> Array:
         """Return the rows at an index of shape (arguments, lanes), as an array of shape (columns, lanes)."""
         places = (np.minimum(np.maximum(index, self._lowest), self._highest) - self._lowest) * self._strides
-        found: Array = self._rows.take(np.add.reduce(places, axis=0) + self._first, axis=0).T
-        return found
+        rows: Array = self._rows.take(np.add.reduce(places, axis=0) + self._first, axis=0).T
+        return rows
 
 
 def merged(each: Array) -> Array:
@@ -336,7 +336,7 @@ def in_all_lanes(array: Array, lanes: int) -> Array:
 
 def notice_subnormal(*computed: Array) -> None:
     """Let NumPy's underflow rise where a float32 number is nearer to 0 than 2^-126, but not 0."""
-    bits = np.concatenate([one.ravel() for one in computed]).view(np.uint32) << 1
+    bits = np.concatenate([array.ravel() for array in computed]).view(np.uint32) << 1
     # Without the sign, and 0 as the largest.
     if (bits - np.uint32(1)).min() < _SMALLEST_BITS:
         np.multiply(_TINY, _TINY)

@@ -222,15 +222,17 @@ class Rule(metaclass=_CheckedOnCreation):
             raise ValueError(f"The first state of the rule {self.name!r} raises {told(error, self)}.") from error
         if not isinstance(first, Mapping):
             raise ValueError(f"The first state of the rule {self.name!r} must be a dict, but is {first!r}.")
-        given = dict(first)
+        first_values = dict(first)
         values: dict[str, Any] = {}
         for field in self.fields:
             zeros = np.zeros(field.shape, field.dtype).tolist()
             for key, zero in field.by_key(zeros).items():
-                values[key] = checked_value(self, key, field.dtype, given.pop(key), zero) if key in given else zero
-        if given:
+                values[key] = (
+                    checked_value(self, key, field.dtype, first_values.pop(key), zero) if key in first_values else zero
+                )
+        if first_values:
             raise ValueError(
-                f"The first state of the rule {self.name!r} has {', '.join(map(repr, given))}, and its state is "
+                f"The first state of the rule {self.name!r} has {', '.join(map(repr, first_values))}, and its state is "
                 f"{', '.join(values) or 'empty'}. Correct one of the two."
             )
         return self.State(**{**dict.fromkeys(self.State._fields, 0), **values, "loss_scale": power})

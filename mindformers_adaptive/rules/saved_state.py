@@ -89,8 +89,8 @@ def to_values(rule: Any, state: Any, steps: int, last_event: int | None = None) 
     if rule.counts_clean_steps:
         last_event = steps - state.clean_steps
     values = {**state._asdict(), "cur_iter": steps + 1, "last_overflow_iter": last_event}
-    own = {key: values[key] for key in own_keys(rule)}
-    return own | {field.name: min(values[field.name], STEP_LIMIT) for field in STEP_FIELDS}
+    rule_values = {key: values[key] for key in own_keys(rule)}
+    return rule_values | {field.name: min(values[field.name], STEP_LIMIT) for field in STEP_FIELDS}
 
 
 def from_values(rule: Any, loss_scale: float, values: Mapping[str, Any]) -> Any:
@@ -160,7 +160,7 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     Returns:
         set[str], the names of the fields; empty where training steps have left what there is.
     """
-    own = {field.name for field in kept_fields(rule)}
+    rule_fields = {field.name for field in kept_fields(rule)}
     steps = {field.name for field in STEP_FIELDS}
     changed = {
         field.name
@@ -172,15 +172,15 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
         # Of another rule, or of another form. Parameters of one element have the names of what they hold.
         return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
     if now.form != before.form or step < before.values["cur_iter"]:
-        return own | steps
+        return rule_fields | steps
     # Steps of this rule, or a checkpoint that holds no form: of MindSpore, of MindFormers, or of version 1.0.
     is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
-    if changed & own:
+    if changed & rule_fields:
         # Such a checkpoint has no Parameters of a user's rule; and what a built-in rule can reach is never repaired.
         has_begun = before.form == form
         has_former_names = is_built_in or (rule.parameter_names and not may_have_stepped)
         may_be_loaded = has_former_names or is_other_run or (has_begun and not may_have_stepped)
-        return own | steps if may_be_loaded else set()
+        return rule_fields | steps if may_be_loaded else set()
     if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
         return set()
     if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:

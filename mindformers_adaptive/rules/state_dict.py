@@ -92,11 +92,11 @@ def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
     loss_scale = to_real(name, state[name]) if name else None
     run, form = (to_integer(key, state[key]) if key in state else None for key in (RUN, FORM))
     is_other_form = form is not None and abs(form) != form_of(rule) and rule.identifying_fields is None
-    own = {field.name for field in kept_fields(rule)}
-    fields = [field for field in all_fields(rule) if not is_other_form or field.name not in own]
+    rule_fields = {field.name for field in kept_fields(rule)}
+    fields = [field for field in all_fields(rule) if not is_other_form or field.name not in rule_fields]
     values = _values_in(fields, state)
     restored = {field.name for field in fields if all(key in values for key in field.keys)}
-    needed = own if rule.identifying_fields is None else set(rule.identifying_fields)
+    needed = rule_fields if rule.identifying_fields is None else set(rule.identifying_fields)
     if not needed <= restored:
         # Another rule may call something by the same name.
         values = {key: value for key, value in values.items() if key not in own_keys(rule)}

@@ -52,10 +52,10 @@ class Seen:
         of_format = constant(self._rule.gradient_format.largest, "float32")
         shown_exponent: Any = Value("max_safe_exponent", (largest, self.overflow, of_format), "int32", ())
         known = shown_exponent > UNSHOWN
-        found: dict[str, Any] = {"gradient_known": known, "max_safe_exponent": shown_exponent}
-        found["largest_gradient"] = where(known, largest, 0.0)
-        vars(self).update(found)
-        return found[name]
+        derived: dict[str, Any] = {"gradient_known": known, "max_safe_exponent": shown_exponent}
+        derived["largest_gradient"] = where(known, largest, 0.0)
+        vars(self).update(derived)
+        return derived[name]
 
     def __bool__(self, *_: object) -> bool:
         raise refused("asks whether a step shows something. Use seen.overflow or seen.gradient_known")
@@ -132,11 +132,11 @@ def _traced_once(rule: Any, constants: Mapping[str, int]) -> TracedStep:
 
 def _shape_of(trace: Trace, outputs: Mapping[str, Value]) -> tuple[Any, ...]:
     values = (
-        (value.op, *(argument.place for argument in value.args), value.dtype, value.shape)
+        (value.op, *(argument.position for argument in value.args), value.dtype, value.shape)
         + ((value.extra,) if value.op in ("input", "element") else ())
         for value in trace.values
     )
-    return (*values, *((name, value.place) for name, value in outputs.items()))
+    return (*values, *((name, value.position) for name, value in outputs.items()))
 
 
 class _ReadState(State):
@@ -205,8 +205,8 @@ def _keeps_bounds(rule: Any) -> bool:
 
 def _message(rule: Any, problem: str) -> str:
     code = getattr(rule.next_state, "__code__", None)
-    place = "" if code is None else f", in line {code.co_firstlineno} of {code.co_filename}"
-    return f"The step of the rule {rule.name!r} {problem}{place}."
+    where = "" if code is None else f", in line {code.co_firstlineno} of {code.co_filename}"
+    return f"The step of the rule {rule.name!r} {problem}{where}."
 
 
 def told(error: BaseException, rule: Any) -> str:
@@ -219,6 +219,6 @@ def _place_of(error: BaseException, rule: Any) -> str:
     """Return the innermost line of the rule's own file, or else of what it called, for the end of a message."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     code = getattr(rule.next_state, "__code__", None)
-    own_lines = [one for one in lines if code is not None and one[0] == code.co_filename]
-    others = [one for one in lines if is_line_of_a_rule(one[0])]
-    return "".join(f", in line {line} of {file}" for file, line in (own_lines or others)[-1:])
+    own_lines = [frame_line for frame_line in lines if code is not None and frame_line[0] == code.co_filename]
+    called_lines = [frame_line for frame_line in lines if is_line_of_a_rule(frame_line[0])]
+    return "".join(f", in line {line} of {file}" for file, line in (own_lines or called_lines)[-1:])

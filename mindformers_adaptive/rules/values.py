@@ -102,17 +102,17 @@ class Value:
         args (tuple[Value, ...]): what the operation takes.
         dtype (str): "bool", "int32" or "float32".
         shape (tuple[int, ...]): () or (n,).
-        extra (Any): the name of an input, the array of a constant, the place of an element, the rows of a table.
-        place (int): its place among the values of its trace.
+        extra (Any): the name of an input, the array of a constant, the index of an element, the rows of a table.
+        position (int): its position among the values of its trace.
     """
 
-    __slots__ = ("args", "dtype", "extra", "op", "place", "shape", "trace")
+    __slots__ = ("args", "dtype", "extra", "op", "position", "shape", "trace")
 
     args: tuple[Value, ...]
     dtype: str
     extra: Any
     op: str
-    place: int
+    position: int
     shape: tuple[int, ...]
     trace: Trace
 
@@ -144,24 +144,24 @@ class Value:
     def __deepcopy__(self, _: object) -> Value:
         return self
 
-    def __getitem__(self, place: Any) -> Value:
+    def __getitem__(self, index: Any) -> Value:
         if not self.shape:
             raise refused("takes an element of what is a number. Only a vector has elements")
-        if isinstance(place, Value):
+        if isinstance(index, Value):
             raise refused("has a computed index. Use take(vector, index)")
-        if isinstance(place, (bool, np.bool_)) or not isinstance(place, (int, np.integer)):
-            raise refused(f"has the index {place!r}, which is no integer. Take several by stack([v[0], v[1]])")
-        place = int(place)
-        if not -self.shape[0] <= place < self.shape[0]:
-            raise refused(f"takes the element {place} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
+        if isinstance(index, (bool, np.bool_)) or not isinstance(index, (int, np.integer)):
+            raise refused(f"has the index {index!r}, which is no integer. Take several by stack([v[0], v[1]])")
+        index = int(index)
+        if not -self.shape[0] <= index < self.shape[0]:
+            raise refused(f"takes the element {index} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
         if self.op == "stack":
             # The compiler finds this too, and would hand on an input untouched.
-            element: Value = own(self).args[place % self.shape[0]]
+            element: Value = own(self).args[index % self.shape[0]]
             return element
-        return computed("element", (own(self),), self.dtype, (), place % self.shape[0])
+        return computed("element", (own(self),), self.dtype, (), index % self.shape[0])
 
     def __iter__(self) -> Iterator[Value]:
-        return (self[place] for place in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def __len__(self) -> int:
         if not self.shape:
@@ -177,13 +177,13 @@ class Value:
     def __repr__(self) -> str:
         return f"<{self.dtype} of shape {self.shape}, by {self.op}>"
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **others: Any) -> Value:
-        if method != "__call__" or ufunc.__name__ not in _UFUNCS or others:
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Value:
+        if method != "__call__" or ufunc.__name__ not in _UFUNCS or options:
             raise refused(f"calls numpy.{ufunc.__name__}. {_INSTEAD}")
         # As Python's numbers and lists, which leave the operation to the value.
-        given = (one if isinstance(one, Value) else np.asarray(one).tolist() for one in inputs)
-        found: Value = _UFUNCS[ufunc.__name__](*given)
-        return found
+        operands = (operand if isinstance(operand, Value) else np.asarray(operand).tolist() for operand in inputs)
+        value: Value = _UFUNCS[ufunc.__name__](*operands)
+        return value
 
     def __array_function__(self, function: Any, *_: Any) -> Value:
         raise refused(f"calls numpy.{function.__name__}. {_INSTEAD}")
@@ -263,18 +263,18 @@ def constant(number: Any, dtype: str | None) -> Value:
     if isinstance(number, np.ndarray) and number.ndim == 1:
         number = number.tolist()
     is_vector = isinstance(number, (list, tuple))
-    numbers = [number_of(one) for one in (number if is_vector else [number])]
+    numbers = [number_of(element) for element in (number if is_vector else [number])]
     if not numbers:
         raise refused("has an empty vector. Give it an element")
     if dtype is None:
-        kinds = {type(one) for one in numbers}
+        kinds = {type(element) for element in numbers}
         dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
-    for one in numbers:
-        _check_constant(one, dtype)
+    for element in numbers:
+        _check_constant(element, dtype)
     array: NDArray[Any] = np.array(numbers if is_vector else numbers[0], dtype)
-    found = Value("constant", (), dtype, array.shape, array)
-    found.trace.numbers.append(numbers)
-    return found
+    value = Value("constant", (), dtype, array.shape, array)
+    value.trace.numbers.append(numbers)
+    return value
 
 
 def _check_constant(number: bool | int | float, dtype: str) -> None:
@@ -309,8 +309,8 @@ def number_of(value: Any) -> bool | int | float:
         raise refused("has a list or tuple with values in it. Use stack([...]), or one of them")
     if type(value) not in (bool, int, float):
         raise refused(f"has {value!r} of type {type(value).__name__}, which is no int, float or bool. Convert it")
-    found: bool | int | float = value
-    return found
+    number: bool | int | float = value
+    return number
 
 
 def own(value: Value) -> Value:
@@ -320,13 +320,13 @@ def own(value: Value) -> Value:
     return value
 
 
-def of_one_dtype(op: str, *given: Any) -> tuple[Value, ...]:
+def of_one_dtype(op: str, *operands: Any) -> tuple[Value, ...]:
     """Return values, with Python's numbers as constants of the dtype of the values beside them."""
-    values = [own(one) for one in given if isinstance(one, Value)]
-    if not given:
+    values = [own(operand) for operand in operands if isinstance(operand, Value)]
+    if not operands:
         raise refused(f"has {op} of nothing. Give it a number")
     if not values:
-        kinds = {type(number_of(one)) for one in given}
+        kinds = {type(number_of(operand)) for operand in operands}
         dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
     else:
         dtype = values[0].dtype
@@ -334,7 +334,7 @@ def of_one_dtype(op: str, *given: Any) -> tuple[Value, ...]:
     for value in values:
         if value.dtype != dtype:
             raise refused(f"mixes {dtype} and {value.dtype} in {op}. {remedy}")
-    return tuple(one if isinstance(one, Value) else constant(one, dtype) for one in given)
+    return tuple(operand if isinstance(operand, Value) else constant(operand, dtype) for operand in operands)
 
 
 def shape_of(*values: Value) -> tuple[int, ...]:

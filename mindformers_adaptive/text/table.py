@@ -51,8 +51,8 @@ def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if place in to_the_left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if column in to_the_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )
