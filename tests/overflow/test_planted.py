@@ -488,7 +488,7 @@ ON_CPU = {
 
 @pytest.fixture(scope="module")
 def qwen3():
-    import mcore_on_cpu
+    from tests.mindformers import mcore_on_cpu
 
     from scripts.ascend.mcore import build_qwen3
 
@@ -502,7 +502,7 @@ def qwen3():
 
 @pytest.mark.parametrize(("changes", "scale", "expected"), IN_QWEN3.values(), ids=IN_QWEN3)
 def test_in_an_mcore_model(qwen3, changes, scale, expected):
-    import mcore_on_cpu
+    from tests.mindformers import mcore_on_cpu
 
     batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
     with planted(qwen3.network, changes):
@@ -511,7 +511,7 @@ def test_in_an_mcore_model(qwen3, changes, scale, expected):
 
 @pytest.mark.slow
 def test_in_a_graph_of_an_mcore_model(qwen3):
-    import mcore_on_cpu
+    from tests.mindformers import mcore_on_cpu
 
     batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
     with mindspore_mode("graph"), watched_passes(qwen3, graph=True) as passes:
