@@ -41,7 +41,7 @@ class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossS
         for the next step, float32 of shape ().
 
     Raises:
-        TypeError: if ``scale_sense`` is none of the two.
+        TypeError: if ``scale_sense`` has another type.
         ValueError: if ``optimizer`` divides the gradients by a loss scale too, or a Tensor ``scale_sense`` has another
             shape.
 
@@ -78,7 +78,7 @@ class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCe
         max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
             or (1,). Default: 1.0.
-        *others: those after it of the stock cell, by position.
+        *more: further arguments of the stock cell, by position.
         **kwargs: all other arguments of the stock cell, such as ``local_norm`` and ``use_skip_data_by_global_norm``.
 
     Inputs:
@@ -90,7 +90,7 @@ class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCe
         shape (), or None without ``use_clip_grad``.
 
     Raises:
-        TypeError: if ``scale_sense`` is none of these.
+        TypeError: if ``scale_sense`` has another type.
         ValueError: if ``optimizer`` divides the gradients by a loss scale too, or a Tensor ``scale_sense`` has another
             shape; if steps are to be dropped by a norm that is not calculated.
 
@@ -114,8 +114,8 @@ class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCe
     stock_grads_for_legacy = getattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_legacy", None)
     stock_grads_for_mcore = getattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_mcore", None)
 
-    def __init__(self, network, optimizer, use_clip_grad=False, max_grad_norm=1.0, scale_sense=1.0, *others, **kwargs):
-        super().__init__(network, optimizer, use_clip_grad, max_grad_norm, scale_sense, *others, **kwargs)
+    def __init__(self, network, optimizer, use_clip_grad=False, max_grad_norm=1.0, scale_sense=1.0, *more, **kwargs):
+        super().__init__(network, optimizer, use_clip_grad, max_grad_norm, scale_sense, *more, **kwargs)
 
 
 class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipelineWithLossScaleCell):
@@ -137,7 +137,7 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
             or (1,). Default: 1.0.
         micro_batch_num (int): into how many micro batches a batch is cut. Default: 1.
-        *others: those after it of the stock cell, by position.
+        *more: further arguments of the stock cell, by position.
         **kwargs: all other arguments of the stock cell.
 
     Inputs:
@@ -147,7 +147,7 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
         tuple as of :class:`MFTrainOneStepCell`.
 
     Raises:
-        TypeError: if ``scale_sense`` is none of these.
+        TypeError: if ``scale_sense`` has another type.
         ValueError: if the parallel mode is another; else as :class:`MFTrainOneStepCell`.
 
     Supported Platforms:
@@ -165,8 +165,8 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
     stock_grads_for_legacy = getattr(mindformers.wrapper.MFPipelineWithLossScaleCell, "grads_for_legacy", None)
     stock_grads_for_mcore = getattr(mindformers.wrapper.MFPipelineWithLossScaleCell, "grads_for_mcore", None)
 
-    def __init__(self, network, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=1.0, *others, **kwargs):
-        super().__init__(network, optimizer, use_clip_grad, max_grad_norm, scale_sense, *others, **kwargs)
+    def __init__(self, network, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=1.0, *more, **kwargs):
+        super().__init__(network, optimizer, use_clip_grad, max_grad_norm, scale_sense, *more, **kwargs)
 
 
 class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
@@ -209,7 +209,7 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
             state_dict (dict): the state of a scaler or of the optimizer around it, as ``load_state_dict`` of
                 :class:`AdaptiveLossScaleUpdateCell` takes it; any other is left to ``nn.Cell``.
             *args (Any): as in ``nn.Cell``.
-            **kwargs (Any): likewise.
+            **kwargs (Any): as in ``nn.Cell``.
 
         Returns:
             None, or what ``nn.Cell`` returns.

@@ -21,17 +21,17 @@ _LIKE_A_WINDOW = 100
 
 
 class RuleLossScaleManager(amp.LossScaleManager):
-    """Loss-scale manager of a rule of one's own, for ``Model(..., loss_scale_manager=manager)``.
+    """Loss-scale manager of your own rule, for ``Model(..., loss_scale_manager=manager)``.
 
-    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. The manager's state is
-    that of the update cell that it gave away last. In a train-step cell of MindSpore itself that cell does not know its
-    loss scale; then the manager follows each step that the host sees by the same rule. Load a state before the manager
-    is given to ``Model``.
+    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. The manager has the
+    state of the update cell that it gave away last. In a train-step cell of MindSpore itself, the update cell does not
+    know its loss scale; then the manager follows each step that the host sees by the same rule. Load a state before the
+    manager is given to ``Model``.
 
     Args:
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        **arguments: those of the rule, by name, unless it is made already.
+        **arguments: arguments of the rule, by name, unless it is made already.
 
     Raises:
         TypeError: if an argument is not of its type.

@@ -22,16 +22,16 @@ _map = ops.HyperMap()
 
 
 class RuleLossScaler(amp.LossScaler):
-    """Loss scaler of a rule of one's own, for training with ``mindspore.value_and_grad``.
+    """Loss scaler of your own rule, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
-    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that every
-    process sees the same ones.
+    the Parameters of ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that
+    every process sees the same ones.
 
     Args:
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        **arguments: those of the rule, by name, unless it is made already.
+        **arguments: arguments of the rule, by name, unless it is made already.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -162,7 +162,7 @@ class AdaptiveLossScaler(RuleLossScaler):
     """Loss scaler of adaptive loss scaling, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
-    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients before
+    the Parameters of ``update_cell``, which applies the rule. In data parallel, reduce the gradients before
     ``amp.all_finite``, so that every process sees an inf or NaN of any.
 
     Args:
@@ -224,8 +224,8 @@ class GradientGuidedLossScaler(RuleLossScaler):
     """Loss scaler of gradient-guided loss scaling, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
-    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that every
-    process sees the same ones.
+    the Parameters of ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that
+    every process sees the same ones.
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.

@@ -27,8 +27,8 @@ def build_train_network(
 ) -> Any:
     """``mindspore.amp.build_train_network`` that takes a loss-scale manager on CPU too.
 
-    Arguments, result and errors are those of the stock function. With a manager that skips overflowed steps the result
-    is :class:`mindformers_adaptive.wrapper.TrainOneStepWithLossScaleCell`, except with ``boost_level``, pipeline
+    Arguments, result and errors are the same as of the stock function. With a manager that skips overflowed steps the
+    result is :class:`mindformers_adaptive.wrapper.TrainOneStepWithLossScaleCell`, except with ``boost_level``, pipeline
     stages or gradient accumulation, for which MindSpore has cells of its own that do not run on CPU.
 
     Args:
@@ -176,7 +176,7 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
             ``amp.FixedLossScaleManager``.
 
     Inputs:
-        - **inputs** (Tensor) - those of `network`.
+        - **inputs** (Tensor) - the inputs of `network`.
 
     Outputs:
         Tensor, the loss, not scaled.

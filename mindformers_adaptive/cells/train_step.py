@@ -41,7 +41,7 @@ class LossScaleTrainStep(_Base):
       0 after five steps, a warning says so: a ``construct`` has to call ``get_overflow_status``.
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and optimizer from
       most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their names.
-    - A fixed loss scale stays the one that was given: that of a checkpoint does not replace it, and a warning says so.
+    - A fixed loss scale stays what you set: a checkpoint does not replace it, and a warning says so.
     - When training starts, the restored loss scale is checked, and the log says which cell of which package scales the
       loss, and from where loss scaling goes on.
     - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler, a class, a dict, a str, a
@@ -226,7 +226,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
     ``grads_for_mcore`` does it by ``measure_largest_gradient.keep_divisor(divisor)``.
     """
 
-    # Those of the stock cell, as a subclass names them. Older versions of MindFormers have none.
+    # Methods of the stock cell, as a subclass names them. Older versions of MindFormers lack them.
     stock_grads_for_legacy: Any = None
     stock_grads_for_mcore: Any = None
 
@@ -244,7 +244,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
 
         Args:
             scaling_sens (Tensor): the loss scale, float32 of shape ().
-            *inputs (Tensor): those of the network, of any shapes.
+            *inputs (Tensor): inputs of the network, of any shapes.
 
         Returns:
             tuple[Tensor, tuple[Tensor], Tensor], as of the stock cell, the loss, the gradients, of the shapes of the
@@ -257,7 +257,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
 
         Args:
             scaling_sens (Tensor): the loss scale, float32 of shape ().
-            *inputs (Tensor): those of the network, of any shapes.
+            *inputs (Tensor): inputs of the network, of any shapes.
 
         Returns:
             tuple[Tensor, tuple[Tensor], Tensor], as of the stock cell, the loss, the gradients, of the shapes of the

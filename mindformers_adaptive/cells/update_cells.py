@@ -21,7 +21,7 @@ __all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell", "
 class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
     r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
 
-    The rule is that of :class:`mindformers_adaptive.rules.adaptive.AdaptiveRule`. Its state is in int32 scalar
+    The rule is :class:`mindformers_adaptive.rules.adaptive.AdaptiveRule`. Its state is in int32 scalar
     Parameters, which a checkpoint of the train-step cell contains:
 
     =============================== ========================= ===================================================
@@ -129,7 +129,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
 class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
     r"""Update cell of gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
 
-    The rule is that of :class:`mindformers_adaptive.rules.guided.GuidedRule`. It needs the largest absolute value of
+    The rule is :class:`mindformers_adaptive.rules.guided.GuidedRule`. It needs the largest absolute value of
     each step's gradients, which the train-step cells of :mod:`mindformers_adaptive.wrapper` assign to the Parameter
     ``largest_gradient``. Stock train-step cells do not, and are refused when training starts. Its state is in
     Parameters, which a checkpoint of the train-step cell contains:
@@ -140,7 +140,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
     ``guided_counts``               ``counts``                int32 of shape (7,), the rule's integers
     ``guided_levels``               ``levels``                float32 of shape (3,), weight, low and level
     ``guided_overflow_rate``        ``overflow_rate``         float32 of shape (16,), the overflow histogram
-    ``largest_gradient``            ``largest_gradient``      float32 of shape (), that of the last step
+    ``largest_gradient``            ``largest_gradient``      float32 of shape (), in the last step
     ``current_iterator_step``       ``cur_iter``              int32 of shape (), number of the next step, from 1
     ``last_overflow_iterator_step`` ``last_overflow_iter``    int32 of shape (), step of the last overflow or raise
     ``skipped_steps``               ``skipped_steps``         int32 of shape (), overflowed steps so far
@@ -214,7 +214,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
 
 
 class RuleLossScaleUpdateCell(RuleUpdateCell):
-    """Update cell of a rule of one's own, or of any rule.
+    """Update cell of your own rule, or of any rule.
 
     In a YAML file the rule is named by its module, which lies in the current folder or can be imported::
 
@@ -228,7 +228,7 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
             element, as MindFormers passes on resume, is only read.
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
-        **arguments: those of the rule, by name, unless it is made already.
+        **arguments: arguments of the rule, by name, unless it is made already.
 
     Inputs, outputs, platforms: as in :class:`GradientGuidedLossScaleUpdateCell`.
 

@@ -70,14 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--axis",
         choices=AXES,
         default=AXES[0],
-        help="likewise: magnitudes by powers of two, or values with their signs on a linear axis; default: log2",
+        help="for gradients: magnitudes by powers of two, or values with their signs on a linear axis; default: log2",
     )
     parser.add_argument(
         "--modules",
         nargs="+",
         default=[],
         metavar="MODULE",
-        help="likewise: draw only these modules, Parameters or layers, one row each; a name may have *",
+        help="for gradients: draw only these modules, Parameters or layers, one row each; a name may have *",
     )
 
 

@@ -1,7 +1,7 @@
 """Write one HTML page for a run, or for several side by side: what happened, pictures, what to change, versions.
 
 The page is a single file: nothing is loaded from elsewhere. It follows the browser's dark or light mode. Gradients
-are drawn too if their record lies beside that of the run.
+are drawn too if their record lies beside the run's record.
 
 examples:
   adaptive-loss-scale report output --output report.html

@@ -1,6 +1,6 @@
 """Train, fine-tune, evaluate or predict with MindFormers and adaptive loss scaling.
 
-The options are those of MindFormers' run_mindformer.py; each sets a key of the YAML file. A file with a section
+The options have the names of MindFormers' run_mindformer.py; each sets a key of the YAML file. A file with a section
 'training' goes to MindFormers' PyNative trainer, any other to its graph-mode trainer.
 
 examples:
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the overrides of the YAML file, by dotted key; those of ``--options`` come last."""
+    """Return the overrides of the YAML file, by dotted key; values of ``--options`` come last."""
     overrides = {key: getattr(options, key) for key in OPTION_KEYS if getattr(options, key) is not None}
     if launcher.NUM_SAMPLES in overrides:
         overrides[launcher.EVAL_NUM_SAMPLES] = overrides[launcher.NUM_SAMPLES]

@@ -160,7 +160,7 @@ class LayerOutputs:
 
 
 def _is_called(wanted, name, class_name):
-    """Whether a name, or a pattern, is that of a cell or of its class; a name may have brackets."""
+    """Return whether a name or a pattern fits a cell or its class. A name may have brackets."""
     if "*" not in wanted:
         return wanted in (name, class_name)
     pattern = wanted.replace("[", "[[]")

@@ -41,7 +41,7 @@ def gradient_ranges(
 ):
     """Run the backward pass at each loss scale and return the ranges of the gradients.
 
-    Give the train-step cell, if there is one: then the gradients are those of the training, by the cell's own gradient
+    Give the train-step cell, if there is one: then the gradients are as in the training, by the cell's own gradient
     function. That matters with ``calculate_per_token_loss``, and where the network returns several losses. A network
     without it is differentiated as by MindSpore's train-step cells: its first output times the loss scale.
 
@@ -103,8 +103,8 @@ def find_loss_scale(
             whose mantissa has at most 3 bits.
         progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
         gradient_format (Union[str, dict, Format]): as there. Default: "float16".
-        learning_rate (float, optional): that of the training, to count what weights in float16 lose of their updates.
-            Default: None, not counted.
+        learning_rate (float, optional): learning rate of the training, to count what weights in float16 lose of their
+            updates. Default: None, not counted.
         micro_batches (int): as there. Default: 1.
 
     Returns:

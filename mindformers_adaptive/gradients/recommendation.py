@@ -310,7 +310,7 @@ def recommend_loss_scale(
     Args:
         ranges (GradientRanges): a sweep over powers of two, of several batches.
         margin (int, optional): how many powers of two to stay below the ceiling, but never below the lowest scale of
-            the sweep. Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: None, that of
+            the sweep. Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: None, the
             :func:`default_margin`.
         learning_rate (float, optional): of the training, to count what weights in float16 lose. Default: None.
 

@@ -30,7 +30,7 @@ class ScaleRanges:
         loss (float): the loss, without the scale.
         parameters (dict[str, ArrayStatistics]): by Parameter name; the reference is the highest scale of the batch that
             did not overflow, so that ``underflowed`` and ``lost`` are None at the scales above it. The unit of ``lost``
-            is that of the gradients as the optimizer takes them.
+            is the unit of the gradients that the optimizer takes.
         grad_scale_factor (float): what the train step divides the gradients by beside the loss scale: the number of
             tokens with MindFormers' ``calculate_per_token_loss``, else 1. For one of N micro-batches it is 1/N.
     """

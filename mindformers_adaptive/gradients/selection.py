@@ -26,7 +26,7 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
 
     Args:
         ranges (GradientRanges): the sweep.
-        kind (str): "gradients", "weights", "outputs" or "activation_gradients", those of the outputs of layers.
+        kind (str): "gradients", "weights", "outputs" or "activation_gradients" (gradients of the outputs of layers).
             Default: "gradients".
         modules (Sequence[str]): as in :func:`group_of_modules`. Default: none, which are all.
 
@@ -49,7 +49,7 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
     group = group_of_modules(modules, ranges.batches[0][0].parameters)
 
     def selected(scale_ranges: ScaleRanges) -> ScaleRanges:
-        # In the order of the modules, which is that of the rows.
+        # In the order of the modules, which is the order of the rows.
         parameters = {
             name: each for module in modules for name, each in scale_ranges.parameters.items() if group(name) == module
         }

@@ -84,7 +84,7 @@ def merge_signed(histograms: Iterable[SignedHistogram | None]) -> SignedHistogra
     below = np.zeros(_BINS + 1)
     for part in parts:
         edges = part.edges
-        # What is at the ends of a part stays within those of all.
+        # The lowest and highest value of a part stay within the range of all parts.
         edges[[0, -1]] = part.lowest, max(part.highest, edges[-2])
         below += np.interp(together.edges, edges, np.append(0, np.cumsum(part.counts)))
     below[-1] = sum(sum(part.counts) for part in parts)

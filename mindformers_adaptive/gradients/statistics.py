@@ -37,7 +37,7 @@ class ArrayStatistics:
         smallest (float, optional): the smallest magnitude above 0; None if there is none.
         norm (float): the square root of the sum of the squares, in float64.
         histogram (dict[int, int]): how many magnitudes lie in [2^e, 2^(e+1)), by exponent e; in increasing order,
-            without empty ones. Those of FP16 lie between e = -24 and e = 15.
+            without empty ones. Exponents of FP16 lie between e = -24 and e = 15.
         underflowed (int, optional): how many elements are 0 here and not 0 in the reference; None without a reference.
         lost (float, optional): the norm of the difference to the reference; None without a reference, and for an array
             that is not finite.

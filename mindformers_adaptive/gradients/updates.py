@@ -14,7 +14,7 @@ __all__ = ["LostUpdates", "lost_updates"]
 
 @dataclass(frozen=True)
 class LostUpdates:
-    """What weights in float16 lose of updates as large as the learning rate, which those of Adam hardly ever exceed.
+    """What weights in float16 lose of updates as large as the learning rate, which updates of Adam hardly ever exceed.
 
     Attributes:
         learning_rate (float): the size of the updates.

@@ -65,7 +65,7 @@ class Analysis:
         """Return everything, ready for JSON: None stands for what is not known.
 
         A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``;
-        those of ``skipped`` are ``at_least`` and ``at_most``, and what has to be true for them is in ``holds_if``.
+        the bounds of ``skipped`` are ``at_least`` and ``at_most``, and ``holds_if`` has what must be true for them.
         ``at_most`` is None where the log does not number all of its steps.
 
         Returns:

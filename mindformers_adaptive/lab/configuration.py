@@ -36,7 +36,7 @@ class Configuration:
     Args:
         policy (Union[str, type]): the rule: one of this package by its name, or one of your own as ``module.Class``
             or as the class.
-        **arguments: those of the rule, with its defaults, and ``loss_scale_value``, the initial loss scale (default
+        **arguments: arguments of the rule, with its defaults, and ``loss_scale_value``, the initial loss scale (default
             65536, the usual start where the scale is known roughly, as in MindFormers' ``TrainingArguments``).
 
     Attributes:
@@ -149,7 +149,7 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
         list[Configuration], the last name varying fastest.
 
     Raises:
-        TypeError: if a name is none of the arguments', or a value not of its type.
+        TypeError: if the rule has no argument of a name, or a value has another type.
         ValueError: if there is no such rule, a value is out of its range, or no combination is left.
 
     Examples:
@@ -182,7 +182,7 @@ def _configured(policy: str | type[Rule], arguments: Mapping[str, Any]) -> Confi
     except (ArithmeticError, TypeError, ValueError) as error:
         if any(repr(name) in str(error) for name in arguments):
             raise
-        # A rule of one's own may not say which argument it refuses.
+        # A user's rule may not say which argument it refuses.
         tried = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"The arguments {tried} are refused: {error}") from error

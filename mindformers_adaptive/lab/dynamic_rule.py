@@ -15,7 +15,7 @@ __all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT64", "Arithmetic", "Dynam
 class Arithmetic(NamedTuple):
     """How a system computes: functions that round to the type of the loss scale, and to the type of the factors.
 
-    Products and quotients of float32 numbers, computed in float64 and then rounded, are those of float32 arithmetic.
+    Products and quotients of float32 numbers, computed in float64 and then rounded, equal float32 arithmetic.
     Beyond the largest number of its type a scale is inf.
     """
 

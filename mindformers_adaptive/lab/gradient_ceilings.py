@@ -93,8 +93,8 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
     """Return the trace of the steps at which ``GradientRangeMonitor`` swept over loss scales.
 
     A sweep bounds the ceiling of its step: at least the largest scale below all that overflowed, and below the smallest
-    that did. The lower bound is assumed. The largest gradient is that of the largest scale that fits, unscaled. Steps
-    between the sweeps are not in the trace.
+    that did. The lower bound is assumed. The largest gradient was measured at the largest scale that fits, and is
+    unscaled. Steps between the sweeps are not in the trace.
 
     Args:
         path (str or os.PathLike): ``gradient_ranges.jsonl`` of a monitor with ``loss_scales``.

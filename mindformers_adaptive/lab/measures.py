@@ -57,9 +57,9 @@ class Measures:
         window_changes          the same of the window in steps; 0 for a policy without one
         known_share             share of t where the trace knows, and does not assume, what happens at s_t
 
-    Smallest and largest are those of the normal float32 numbers. The oracle knows the ceiling of each step and uses
-    exactly the ceiling (the largest float32 where the ceiling is above that); it skips the unavoidable steps only. It
-    is bound neither to powers of two nor to the floor of a policy: that way nothing does better on either measure, a
+    The bounds are the smallest and the largest normal float32 number. The oracle knows the ceiling of each step and
+    uses exactly the ceiling (the largest float32 where the ceiling is above that); it skips the unavoidable steps only.
+    It is bound neither to powers of two nor to the floor of a policy: that way nothing does better on either measure, a
     regret is never negative, and one oracle serves every policy. It loses no headroom, so ``headroom_regret`` equals
     ``headroom_lost``. (A scale bound to powers of two loses at least half a bit on average where the ceilings are
     spread evenly in log2.)
@@ -124,7 +124,8 @@ def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None 
     Args:
         trace (Trace): what was replayed, of at least one step.
         loss_scale (ArrayLike): the scale of each step and, last, that after the last step, shape (steps + 1,).
-        scale_window (ArrayLike, optional): the window in steps, likewise. Default: None, the policy has none.
+        scale_window (ArrayLike, optional): the window in steps, of the same shape. Default: None, the policy has no
+            window.
 
     Raises:
         ValueError: if the trace is empty or the shapes do not fit.
@@ -162,7 +163,7 @@ class MeasureAccumulator:
         Args:
             start (int): its first step, counted from 0; up to there all is gathered.
             loss_scale (NDArray): the scale of each step and that after the last one, shape (steps + 1, lanes).
-            scale_window (NDArray, optional): the windows, likewise; None for policies without one.
+            scale_window (NDArray, optional): the windows, of the same shape; None for policies without a window.
         """
         used, steps = loss_scale[:-1], len(loss_scale) - 1
         ceiling, lower_bound, upper_bound, seconds = (

@@ -27,14 +27,14 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``: ``loss_scale_value``
     (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the smallest window) and all
     of :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. The others of
-    ``mindformers_adaptive.rules.RULES``, and ``module.Class``, a rule of one's own, see
+    ``mindformers_adaptive.rules.RULES``, and ``module.Class``, a rule of your own, see
     :class:`~mindformers_adaptive.rules.rule.Rule`, take ``loss_scale_value`` (default 65536) and their own arguments.
     All others are rows of ``PRESETS`` in :mod:`mindformers_adaptive.lab.presets`, each with its source,
     parameters and defaults; ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's
     ``FixedLossScaleManager``).
 
     Args:
-        name (Union[str, type]): one of ``POLICY_NAMES``, or a rule of one's own: ``module.Class``, or the class.
+        name (Union[str, type]): one of ``POLICY_NAMES``, or a rule of your own: ``module.Class``, or the class.
         **params: the system's own parameters; what is left out has the system's own default.
 
     Returns:

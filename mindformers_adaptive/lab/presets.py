@@ -79,7 +79,7 @@ PRESETS: dict[str, Preset] = {
         {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
         aliases={"loss_scale_value": "init_loss_scale"},
     ),
-    # MindSpore amp.DynamicLossScaler, which has no defaults: those of DynamicLossScaleManager.
+    # MindSpore amp.DynamicLossScaler, which has no defaults: the defaults of DynamicLossScaleManager.
     "dynamic_scaler": Preset(
         {
             "scale_value": _scale(2.0**24),
@@ -99,7 +99,7 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
     ),
-    # Megatron-LM core DynamicGradScaler, which has no defaults: those of OptimizerConfig, and the factors that
+    # Megatron-LM core DynamicGradScaler, which has no defaults: the defaults of OptimizerConfig, and the factors that
     # get_megatron_optimizer passes.
     "megatron": Preset(
         {

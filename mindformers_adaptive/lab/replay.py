@@ -139,7 +139,7 @@ class SweepResult:
 def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
     """Replay configurations side by side, with a few NumPy operations for each step of them all.
 
-    States, counts and ``known_share`` are exactly those of stepping each configuration's rule by itself.
+    States, counts and ``known_share`` are exactly as if each configuration's rule was stepped by itself.
     ``headroom_lost`` and ``seconds_lost`` are float64 sums in another order, so their last digits may differ.
 
     Args:
@@ -386,7 +386,7 @@ def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
         [True, True, False, True]
     """
     # NaN, as no headroom, is the worst. The points come sorted by the first and then the second number, each once: one
-    # is beaten unless its second number is lower than that of all before it.
+    # is beaten unless its second number is lower than all second numbers before it.
     points, places = np.unique(
         np.column_stack([skipped, np.nan_to_num(headroom, nan=np.inf, posinf=np.inf)]), axis=0, return_inverse=True
     )

@@ -59,7 +59,7 @@ class Phase(NamedTuple):
         kind (str): as in :class:`Change`.
         changes (int): how many.
         first_step (int): the step of the first change.
-        last_step (int): that of the last.
+        last_step (int): number of the last step.
         scale_before (float): the loss scale before the first change.
         scale_after (float): the loss scale after the last.
         windows (tuple[int, ...]): the windows that were in force, in steps, each once; empty where unknown.

@@ -244,7 +244,7 @@ def tune(
             ceilings that each trace's bounds allow. Where nothing bounds a ceiling from above, the highest is
             infinity, and then only skipped steps cost.
         recorded (Sequence[Measures]): what the recorded runs of all traces did; settings are recommended only if they
-            cost less. Default: none, the traces are not those of runs.
+            cost less. Default: none, the traces do not come from runs.
         progress (Callable, optional): called with the number of traces done, each assumption's counted too.
             Default: None.
 

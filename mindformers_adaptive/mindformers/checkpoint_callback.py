@@ -32,7 +32,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     at the next step, and training resumes from the last complete checkpoint. In the ``checkpoint:`` format incomplete
     folders do not count among the ``save_max`` that are kept, and a single process removes them.
 
-    Arguments and everything else are those of the stock callback. After ``register()`` a YAML file that names
+    Arguments and everything else are as in the stock callback. After ``register()`` a YAML file that names
     ``CheckpointMonitor`` gets this one.
     """
 

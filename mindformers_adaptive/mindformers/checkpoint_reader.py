@@ -107,10 +107,10 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
 
     Args:
         path (str): the file or folder.
-        rules (Sequence[type]): classes of rules of one's own, whose states may be there. Default: none.
+        rules (Sequence[type]): classes of your own rules, whose states may be there. Default: none.
 
     Returns:
-        list[Checkpoint], the newest last, with those of unknown step after all others. Empty if the folder has no
+        list[Checkpoint], the newest last, with checkpoints of unknown step after all others. Empty if the folder has no
         checkpoints.
 
     Raises:
@@ -224,7 +224,7 @@ def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -
         parts = [field.parameter for field in kept_fields(rule) if field.parts and field.parameter in by_name]
         if parts and abs(by_name[FORM]) != form_of(rule):
             readable = {name: field for name, field in readable.items() if name not in parts}
-            checkpoint.problems.append(f"the state has another form than that of the rule {rule.name}: it is not shown")
+            checkpoint.problems.append(f"the state does not have the form of the rule {rule.name}, so it is not shown")
     return readable
 
 

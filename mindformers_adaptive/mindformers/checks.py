@@ -42,8 +42,8 @@ def check_config(config: Any) -> None:
     are checked by the update cells and callbacks of this package. All else is left to MindFormers.
 
     Args:
-        config (MindFormerConfig): a loaded configuration, with this package registered. That of an evaluation or a
-            prediction is not checked.
+        config (MindFormerConfig): a loaded configuration, with this package registered. The configuration of an
+            evaluation or a prediction is not checked.
 
     Raises:
         TypeError: if a value has the wrong type, a section has a key that its class does not take, or lacks one.
@@ -126,7 +126,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             f"{section['type']!r}. {train_step_instead_of(section)}"
         )
     if section["type"] == Rule.cell and "rule" in section:
-        # The arguments of the rule stand beside those of its cell.
+        # The arguments of the rule stand beside the arguments of its cell.
         try:
             names |= arguments_of(find_rule(section["rule"])).keys() - {"start"}
         except (TypeError, ValueError) as error:

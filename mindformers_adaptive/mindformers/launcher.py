@@ -55,9 +55,9 @@ def load_config(
         FileNotFoundError: if there is no such file.
         TypeError: if the file, or one that its ``base_config`` leads to, does not hold keys, or
             :func:`mindformers_adaptive.mindformers.checks.check_config` raises it.
-        ValueError: likewise, and by :func:`mindformers_adaptive.mindformers.cpu_checks.check_cpu`; and if the file's
-            name does not end in .yaml or .yml, it is not YAML, its ``base_config`` leads back to it, ``run_mode`` is
-            not one of train, finetune, eval and predict, or a key is unknown or cannot be set.
+        ValueError: for the same reasons, and by :func:`mindformers_adaptive.mindformers.cpu_checks.check_cpu`; and if
+            the file's name does not end in .yaml or .yml, it is not YAML, its ``base_config`` leads back to it,
+            ``run_mode`` is not one of train, finetune, eval and predict, or a key is unknown or cannot be set.
     """
     path = require_yaml_file(path)
     _check_files(path)

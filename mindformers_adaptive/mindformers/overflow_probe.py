@@ -24,8 +24,8 @@ DEFAULT_BATCHES = 2
 
 _SECTION = "model.model_config"
 
-# What a model computes in float16 or bfloat16 by these settings can be computed in float32: those of MindFormers'
-# legacy models, and those of its mcore models. compute_dtype, which is for everything, is the last resort.
+# What a model computes in float16 or bfloat16 by these settings can be computed in float32: settings of MindFormers'
+# legacy models, and of its mcore models. compute_dtype, which is for everything, is the last resort.
 _DTYPES = ("softmax_compute_type", "softmax_compute_dtype", "layernorm_compute_type", "layernorm_compute_dtype")
 _DTYPES += ("rotary_dtype", "residual_dtype", "embedding_init_type", "moe_router_dtype", "router_dense_type")
 _LAST = ("compute_dtype",)
@@ -49,7 +49,7 @@ def why(
 ):
     """Say why the training of a YAML file overflows, in which layer, and which of its settings helps.
 
-    The passes are those of the train-step cell that a training would use, with the weights that it would start from, as
+    The passes are made by the train-step cell that a training would use, with the weights that it would start from, as
     in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Where it overflows, each setting of the file's
     ``model_config`` that makes a part of the model compute in half precision is tried in float32.
 
@@ -65,7 +65,7 @@ def why(
         failure (str): which steps of the training had a loss that is inf or NaN, in words. Where the passes have finite
             losses, the explanation says that it is not about that failure. Default: "".
         graph (bool): as in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False.
-        overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
+        overrides (dict, optional): values by dotted key that replace values of the YAML file. Default: None.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
 
     Returns:
@@ -110,7 +110,7 @@ def why(
 
 
 def _micro_batches(batch, size):
-    """Yield the micro-batches of a saved batch, which has all those of a step."""
+    """Yield the micro-batches of a saved batch, which has all micro-batches of a step."""
     rows = {values.shape[:1] for values in batch}
     can_split = len(rows) == 1 and () not in rows and not next(iter(rows))[0] % size
     parts = [np.split(values, len(values) // size) if can_split else [values] for values in batch]

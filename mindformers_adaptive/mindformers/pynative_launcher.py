@@ -22,7 +22,7 @@ def is_for(path: str | Path, mode: int | None = None) -> bool:
 
     Args:
         path (str): the file.
-        mode (int, optional): the ``context.mode`` to be used instead of that of the file. Default: None.
+        mode (int, optional): the ``context.mode`` to be used instead of the file's. Default: None.
 
     Raises:
         ValueError: as of :func:`mindformers_adaptive.mindformers.pynative_section.is_for_pynative_trainer`.
@@ -55,7 +55,8 @@ def load_config(
     Raises:
         FileNotFoundError: if there is no such file.
         TypeError: as of :func:`mindformers_adaptive.mindformers.pynative_section.check_config`.
-        ValueError: likewise; if ``run_mode`` is not train, or a key is one of the graph-mode trainer or cannot be set.
+        ValueError: for the same reasons; if ``run_mode`` is not train, or a key is one of the graph-mode trainer or
+            cannot be set.
     """
     path = require_yaml_file(path)
     config, section = read_config(path)

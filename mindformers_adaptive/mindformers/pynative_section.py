@@ -30,7 +30,7 @@ def is_for_pynative_trainer(content: object, mode: int | None = None) -> bool:
 
     Args:
         content (object): what the file holds.
-        mode (int, optional): the ``context.mode`` to be used instead of that of the file. Default: None.
+        mode (int, optional): the ``context.mode`` to be used instead of the file's. Default: None.
 
     Raises:
         ValueError: if the file has sections of both trainers, or is for the PyNative trainer in graph mode.
@@ -158,7 +158,8 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
 
     Raises:
         TypeError: as of :func:`read_section`.
-        ValueError: likewise; for a pipeline; and for a callback that works with the graph-mode trainer only.
+        ValueError: for the same reasons; for a pipeline; and for a callback that works with the graph-mode trainer
+            only.
 
     Warns:
         UserWarning: if a float16 model has no section, or a bfloat16 model has one that moves its loss scale.

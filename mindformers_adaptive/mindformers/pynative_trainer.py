@@ -136,18 +136,18 @@ class _NoUpdate:
 class LossScaledTraining:
     """Loss scaling for MindFormers' PyNative trainer, of which :func:`trainer_class` makes a subclass by it.
 
-    The loss scale multiplies the sense of the backward pass and that of the auxiliary losses, so that the loss itself
+    The loss scale multiplies the sense of the backward pass and of the auxiliary losses, so that the loss itself
     stays as it is. Before the norm is computed and the gradients are clipped, they are divided by it. All micro-batches
     of a step and all processes share one decision: where any gradient has an inf or a NaN, the optimizer is not called,
     and neither weights, its state nor its step, by which the learning rate goes, change. The trainer's own
-    ``global_step``, the place in the data, goes on. ``TrainerState.loss_scale`` is that of the next step,
+    ``global_step``, the place in the data, goes on. ``TrainerState.loss_scale`` is the loss scale of the next step,
     ``skipped_steps`` counts the overflows, and checkpoints keep the state in ``loss_scale.json``.
 
     Args:
         config (Union[str, dict]): the YAML file, or what it holds, with the section ``training.loss_scale``.
-        *args (Any): those of MindFormers' trainer.
+        *args (Any): arguments of MindFormers' trainer.
         loss_scaler (RuleLossScaler, optional): in place of the section. Default: None.
-        **kwargs (Any): those of MindFormers' trainer.
+        **kwargs (Any): arguments of MindFormers' trainer.
 
     Raises:
         TypeError: if the section, or what it has, is of the wrong type.

@@ -28,8 +28,8 @@ def register():
 
     From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
     ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
-    ``CheckpointMonitor`` that of :mod:`mindformers_adaptive.mindformers.checkpoint_callback`, and
-    ``TrainingStateMonitor`` that of :mod:`mindformers_adaptive.mindformers.training_state_monitor`. MindFormers'
+    ``CheckpointMonitor`` the one of :mod:`mindformers_adaptive.mindformers.checkpoint_callback`, and
+    ``TrainingStateMonitor`` the one of :mod:`mindformers_adaptive.mindformers.training_state_monitor`. MindFormers'
     trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and
     ``GradientRangeMonitor`` are
     registered. Calling it again changes nothing.

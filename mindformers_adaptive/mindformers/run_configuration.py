@@ -53,7 +53,7 @@ def save_configuration(config: Mapping[str, Any], before: Mapping[str, Any]) -> 
 
 
 def as_text(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sections of a configuration as YAML, by key, without those of which MindFormers has built objects."""
+    """Return the sections of a configuration as YAML, by key, except those that MindFormers has made objects of."""
     sections = {}
     # Of 'metric' MindFormers makes a list, which it does not read back.
     for key, value in ((key, value) for key, value in config.items() if key != "metric"):

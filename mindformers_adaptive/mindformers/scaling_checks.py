@@ -20,12 +20,12 @@ __all__ += ["usual_values", "warn_of_ignored_key", "warn_of_scaling"]
 _WEIGHTS_DTYPE = "model.model_config.param_init_type"
 # Update cells that do not move the scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
-# Update cells that move the scale beside those of RULES, and so skip steps and keep a state.
+# Besides the cells of RULES, these move the scale, and so skip steps and keep a state.
 _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 # The usual values of what an update cell cannot be built without; MindSpore's own cell uses the window below.
 _USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 20}
 _STOCK_WINDOW = 1000
-# Optimizers of MindSpore whose state has the type of the weights; that of MindFormers' AdamW is float32 always.
+# Optimizers of MindSpore whose state has the type of the weights. MindFormers' AdamW always keeps it in float32.
 _STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
 
 

@@ -159,7 +159,7 @@ class LaunchedTrainer(Trainer):
 
 
 def _keep_fixed_scale(trainer, config):
-    """Make a trainer build its cell with the fixed loss scale of the configuration, not with that of a checkpoint."""
+    """Make a trainer build its cell with the fixed loss scale of the configuration, not of a checkpoint."""
     scale_sense = config.runner_wrapper and config.runner_wrapper.get("scale_sense")
     if isinstance(scale_sense, dict):
         if scale_sense.get("type") not in FIXED_SCALES:
@@ -178,7 +178,7 @@ def _keep_fixed_scale(trainer, config):
 
 
 def _fit_window(args, scale_sense):
-    """Change the window in the section of the update cell that ``args`` names, where MindFormers' default is none."""
+    """Change the window in the section of the update cell that ``args`` names, unless MindFormers' default fits."""
     if (rule := rule_of_cell(args.scale_sense)) is None:
         return
     is_default = args.loss_scale_window == TrainingArguments.loss_scale_window

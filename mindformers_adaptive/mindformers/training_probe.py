@@ -39,7 +39,7 @@ def probe(
 ):
     """Sweep over loss scales with the model and the data of a MindFormers YAML file.
 
-    The backward pass is that of the train-step cell that a training would use, with the weights that it would start
+    The backward pass is made by the train-step cell that a training would use, with the weights that it would start
     from. Which they are is the sweep's ``measured``. It runs in one process. Where a step of the training adds up
     several micro-batches and divides their losses before the backward pass, each batch is measured as one of them; see
     :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`.
@@ -52,7 +52,7 @@ def probe(
         train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
         loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
         batches (int): how many batches of the training data. Default: 4.
-        overrides (dict, optional): values by dotted key that replace those of the YAML file, ``{"seed": 1}``. Default:
+        overrides (dict, optional): values by dotted key that replace values of the YAML file, ``{"seed": 1}``. Default:
             None.
         layers (Iterable[str]): layers whose outputs, and the gradients of these, are measured too, by name or by the
             name of their class. Default: none.

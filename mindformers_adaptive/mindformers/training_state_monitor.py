@@ -12,8 +12,8 @@ __all__ = ["TrainingStateMonitor"]
 class TrainingStateMonitor(callback.TrainingStateMonitor):
     """``mindformers.core.callback.TrainingStateMonitor`` that knows of skipped steps.
 
-    Arguments are those of the stock class. In a step that overflowed, the norm of the gradients is inf or NaN because
-    the loss scale was too large; the step is skipped, and the scale falls. So in such a step
+    Arguments are the same as of the stock class. In a step that overflowed, the norm of the gradients is inf or NaN
+    because the loss scale was too large; the step is skipped, and the scale falls. So in such a step
 
     - ``check_for_nan_in_loss_and_grad`` checks the loss only. No loss scale makes a loss inf or NaN, because only the
       gradients are multiplied by it: then training ends, as with the stock class.

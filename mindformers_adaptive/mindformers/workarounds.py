@@ -141,7 +141,7 @@ def _file_of_meta(folders: Sequence[Path]) -> tuple[Path | None, str]:
 
 
 def _is_whole_in_all(file: Path, folders: Sequence[Path]) -> bool:
-    """Whether a file, and that of each other process, is whole."""
+    """Return whether a file is whole, and the files of all other processes too."""
     return all(is_whole(folder / re.sub(r"rank_\d+", folder.name, file.name)) for folder in folders)
 
 

@@ -55,8 +55,8 @@ class GradientRangeMonitor(RecordingCallback):
     Args:
         every_n_steps (int): measure at the steps whose number is a multiple of it. Default: 100, so that one more
             backward pass takes less than 1% of the time.
-        loss_scales (Iterable[float], optional): further loss scales to try. Default: None, only that of the training,
-            which cannot tell an underflow from a gradient of 0.
+        loss_scales (Iterable[float], optional): further loss scales to try. Default: None, only the loss scale of the
+            training, which cannot tell an underflow from a gradient of 0.
         record_path (str, optional): the file. Default: None, ``gradient_ranges.jsonl`` in the output folder of
             MindFormers, which is ``./output`` unless set otherwise.
         tensorboard_dir (str, optional): a folder for TensorBoard where the YAML file has no ``tensorboard`` section;

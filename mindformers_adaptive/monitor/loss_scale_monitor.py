@@ -254,7 +254,7 @@ class LossScaleMonitor(RecordingCallback):
         if went_back:
             # The training was set back to an earlier state: the steps since then are taken again.
             self._resume_after = entries[0]["step"] - 1
-        # Where one call of the network takes several steps, its loss is that of the last.
+        # Where one call of the network takes several steps, it returns the loss of the last step.
         if step != self._called_at:
             seen = {step: seen[self._called_at]}
         for entry in entries:

@@ -102,7 +102,7 @@ class RecordingCallback(Callback):
         if self._all_ranks:
             path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
             folder = folder and folder / f"rank_{rank}"
-        # Those of other packages keep no number of the run.
+        # Update cells of other packages keep no number of the run.
         self._update_cell = update_cell if hasattr(update_cell, "run_number") else None
         # A run that is resumed has the number that its checkpoint knows, or none.
         if self._update_cell is not None and self._writes and not self._last_step and not self._update_cell.run_number:

@@ -66,7 +66,7 @@ def _collapse_message(entry: Mapping[str, Any], way: str) -> str:
     if loss is not None and not math.isfinite(loss):
         cause = (
             f"The loss itself is {loss}, which no loss scale can help: look for NaN or inf in the data and in the "
-            "weights, such as those of the checkpoint that was loaded."
+            "weights, such as the weights of the checkpoint that was loaded."
         )
     elif scale == next_scale and scale > 1:
         cause = (

@@ -161,7 +161,7 @@ class StepReader:
         norm, squares = (outputs[at] if len(outputs) > at else None for at in (_PLACE_OF_NORM, _PLACE_OF_SQUARES))
         if isinstance(norm, Tensor) and norm.size == 1:
             return float(norm.asnumpy().item())
-        # Those of one process are all there are only where there is no other.
+        # The gradients of one process are all gradients only where it trains alone.
         if isinstance(squares, Tensor) and not self._train_step.is_distributed:
             return math.sqrt(np.sum(squares.asnumpy(), dtype=np.float64))
         return None
@@ -217,7 +217,7 @@ class StepReader:
 
 
 def _rule_of(update_cell: Any) -> Any:
-    """Return the rule of an update cell; that of MindFormers' own cell, and of any other, is the adaptive one."""
+    """Return the rule of an update cell; for MindFormers' own cell, and any other, the adaptive rule."""
     return getattr(update_cell, "rule", AdaptiveRule)
 
 

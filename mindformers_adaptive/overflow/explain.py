@@ -33,7 +33,7 @@ _HIGHEST = 2.0**40
 _FAR_BELOW = 2.0**-20
 # A cast to FP16 rounds what is below to its largest number.
 _BEYOND_FP16 = 65520.0
-# Of the attributes of cells that are dtypes, those of weights, which are not what is computed in.
+# Attributes of cells that are dtypes of weights, not dtypes that the cell computes in.
 _OF_WEIGHTS = ("param", "init", "weight")
 
 
@@ -56,7 +56,7 @@ def explain_overflow(
     """Say why a network overflows, in which layer, and what of the things that can be changed helps.
 
     Forward and backward passes are run in PyNative mode, in which each cell and each operator is seen: at most 3 of a
-    batch, and at most 3 for each thing that is tried. They are those of the training's own train step, without dropout.
+    batch, and at most 3 for each thing that is tried. The training's own train step makes the passes, without dropout.
     Weights, modes and random states are restored afterwards, as in
     :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`.
 
@@ -65,8 +65,8 @@ def explain_overflow(
         batches (Union[Tensor, tuple, list, Iterable, str]): one batch, Tensors of the shapes that the network takes, or
             a few, as in :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`; or the file of a batch that
             ``LossScaleMonitor(explain=True)`` saved.
-        loss_scale (float, optional): the loss scale of the training. Default: None, that of the train-step cell, and
-            without one 65536.
+        loss_scale (float, optional): the loss scale of the training. Default: None, the loss scale of the train-step
+            cell, and without one 65536.
         remedies (bool): whether, where it overflows, a lower loss scale is tried, and that layer in float32. Default:
             True.
         settings (dict[str, Callable], optional): what else to try: by what it is called, a function that returns the
@@ -214,7 +214,7 @@ def _inner(network):
 
 
 def _reason(error):
-    """The line of an error that says what it is; those of MindSpore begin with titles between rules."""
+    """Return the line of an error that says what is wrong. Errors of MindSpore begin with titles between lines."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = next((line for line in lines if line and not line.startswith("-")), "")
     return f"{type(error).__name__}: {said.rstrip('.')}"

@@ -62,7 +62,7 @@ class Explanation:
         origin (Origin, optional): the first place that overflows, at the lowest scale tried at which something does.
             None if nothing overflowed.
         layers (tuple[LayerRange, ...]): the largest values of each layer, in the order of execution.
-        layers_scale (float): the loss scale at which they were seen: that of the training, or 1 where nothing would be
+        layers_scale (float): the loss scale at which they were seen: the training's, or 1 where nothing would be
             left to see at it. Default: 1.
         weights (WeightsBeyond, optional): weights that FP16 cannot hold. None if all fit.
         tried (tuple[Tried, ...]): what happened with other settings.

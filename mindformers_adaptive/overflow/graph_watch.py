@@ -111,7 +111,7 @@ def _parents(network, names):
 
 
 def _backward_order(calls, weights):
-    """Yield the gradients in the reverse of the nested order of the forward pass; those of weights become gradients."""
+    """Yield the gradients in the reverse of the nested order of the forward pass, gradients of weights included."""
     inside = {}
     for call in calls[1:]:
         inside.setdefault(call.parent, []).append(call)

@@ -22,7 +22,7 @@ class LayerRange:
         layer_class (str): its class.
         forward (Reading, optional): of what it computes, the reading with the least headroom; None where nothing of
             floating point was seen.
-        backward (Reading, optional): likewise of the gradients of its values.
+        backward (Reading, optional): the same for the gradients of its values.
     """
 
     layer: str

@@ -109,7 +109,7 @@ class Masks:
 
 
 def multiplies(call: Call) -> bool:
-    """Return whether a call multiplies its inputs, of which a mask is none."""
+    """Return whether a call multiplies its inputs. A mask is added, not multiplied."""
     return call.operator and any(part in call.kind for part in _MULTIPLIES)
 
 

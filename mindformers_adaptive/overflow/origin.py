@@ -70,9 +70,9 @@ class Origin:
 def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
     """Return where a pass overflowed, or None if it did not.
 
-    A value is followed back only from a loss or a gradient that is not finite: an inf in a mask, which softmax takes
-    away again, is none. The gradient of each value is seen twice, where it is used and where it was made, so that a sum
-    over several uses that overflows can be told from what is added up.
+    A value is followed back only from a loss or a gradient that is not finite: an inf in a mask, which softmax turns
+    into 0, is not an overflow. The gradient of each value is seen twice, where it is used and where it was made, so
+    that a sum over several uses that overflows can be told from what is added up.
 
     Args:
         seen (Pass): the pass.
@@ -132,7 +132,7 @@ def _is_unknown(value: Operand) -> bool:
 
 
 def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
-    """The origin is a call that makes NaN of a mask, or else of a value that looks like a mask and is none."""
+    """Return the origin if a call makes NaN of a mask, or of a value that only looks like a mask."""
     begins = list(masks.begins(call))
     if not begins:
         return None

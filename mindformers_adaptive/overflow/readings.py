@@ -20,7 +20,7 @@ CASTS = {"Cast", "Astype", "To", "Type", "TypeAs"}
 # What a value comes from that is a part of the batch.
 BATCH = -1
 
-# By dtype, the largest finite number; those of 8 bits only ever are values of wider tensors here.
+# By dtype, the largest finite number. Values of 8-bit formats are held in wider tensors here.
 _LARGEST = {name: FORMATS[name].largest for name in ("float16", "bfloat16")}
 _LARGEST |= {"float32": float(np.finfo(np.float32).max), "float64": float(np.finfo(np.float64).max)}
 
@@ -138,7 +138,7 @@ class Gradient:
 
     Attributes:
         of_output (bool): whether the tensor is an output of the call, else it is an input. The gradient of an output is
-            the sum over all that use it; that of an input is what this call gives back.
+            the sum over all that use it; the gradient of an input is what this call gives back.
         index (int): which output, or input.
         reading (Reading): its magnitudes.
     """

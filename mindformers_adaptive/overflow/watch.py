@@ -17,7 +17,7 @@ from mindformers_adaptive.overflow.readings import BATCH, Call, Gradient, Operan
 
 __all__ = ["Watch", "read_tensor"]
 
-# Methods of Tensors that compute, among them those of Python's operators; other methods are functions of Python, which
+# Methods of Tensors that compute, among them the methods of Python's operators; others are functions of Python, which
 # call these. Underscored names are MindSpore's own.
 _METHODS = [name for name, value in vars(TensorPy).items() if isinstance(value, types.MethodDescriptorType)]
 _DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg abs"

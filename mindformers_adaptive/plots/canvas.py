@@ -221,7 +221,7 @@ def say_instead(axes: Axes, text: str) -> None:
 
 
 def draw_steps(axes: Axes, step: Floats, values: Floats, opacity: float = 0.25, **style: Any) -> tuple[Floats, Floats]:
-    """Draw values over the steps, those of a long run as medians within a band.
+    """Draw values over the steps; for a long run, medians within a band.
 
     Returns:
         tuple of two arrays, x and y of the upper edge.

@@ -48,10 +48,10 @@ class GroupSeries(NamedTuple):
         bands (NDArray): of shape (5, steps): 5, 25, 50, 75 and 95 % of the gradients that are not 0 have a magnitude
             below 2 to this power, without the loss scale. As measured at the loss scale of the training or, where that
             overflowed or is not known, at the highest that did not; nan if every one did.
-        largest (NDArray): of shape (steps,), likewise the exponent of the largest magnitude.
+        largest (NDArray): of shape (steps,), the exponent of the largest magnitude in each step.
         underflowed (NDArray): of shape (steps,), the share of the gradients that underflows at the loss scale of the
             training; nan where that is not known.
-        subnormal (NDArray): of shape (steps,), likewise the share that is subnormal.
+        subnormal (NDArray): of shape (steps,), the share that is subnormal in each step.
     """
 
     bands: Floats
@@ -65,7 +65,7 @@ class GradientSeries(NamedTuple):
 
     Attributes:
         step (NDArray): float64 of shape (steps,), increasing.
-        loss_scale (NDArray): float64 of shape (steps,), that of the training; nan where it is not known.
+        loss_scale (NDArray): float64 of shape (steps,), the loss scale of the training; nan where it is not known.
         overflow (NDArray): bool of shape (steps,), whether the gradients overflowed at that scale.
         groups (dict[str, GroupSeries]): by group of Parameters.
         overall (GroupSeries): all gradients together.
@@ -81,7 +81,7 @@ class GradientSeries(NamedTuple):
 
 
 def is_gradient_record(record: Iterable[Mapping[str, object]]) -> bool:
-    """Return whether lines are those of ``GradientRangeMonitor``'s record."""
+    """Return whether lines come from a record of ``GradientRangeMonitor``."""
     return any("loss_scales" in line for line in record)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Beside the exponents of the format so many more have a bar, below and above. Gradients further out count at the ends.
 _BELOW, _ABOVE = 6, 4
 
-# The bar of underflows and that of inf and NaN stand so far apart from the others.
+# The distance of the bar of underflows, and of the bar of inf and NaN, from the other bars.
 _APART = 3
 
 # Beside a row there is room for so many letters.
@@ -51,7 +51,7 @@ def draw_histograms(
 
     Weights, or outputs of layers, have one column: the loss scale does not touch them.
 
-    The gradients are those of the backward pass, multiplied by the loss scale. A bar on the left is the share that
+    The gradients come from the backward pass, multiplied by the loss scale. A bar on the left is the share that
     underflowed to 0, a bar on the right the share that is inf or NaN; gradients that are 0 at every scale have no bar.
     All shares are of all gradients of the group. Magnitudes far out of the format's range, in FP16 below 2^-30 or from
     2^20 on, count in the last bars.
@@ -62,7 +62,7 @@ def draw_histograms(
             not overflow.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
             :func:`mindformers_adaptive.gradients.groups.parameter_group`.
-        kind (str): "gradients", "weights", "outputs", those of layers, or "activation_gradients", those of the outputs
+        kind (str): "gradients", "weights", "outputs" of layers, or "activation_gradients", the gradients of the outputs
             of layers. Default: "gradients".
         modules (Sequence[str]): draw these, a row for each, see
             :func:`mindformers_adaptive.gradients.selection.group_of_modules`. Default: none, the groups.
@@ -198,7 +198,7 @@ def draw_underflow(
 
     Args:
         sweep (Union[GradientRanges, Mapping]): as in :func:`draw_histograms`.
-        group (Callable): likewise.
+        group (Callable): as in :func:`draw_gradients`.
 
     Returns:
         Figure of one panel.

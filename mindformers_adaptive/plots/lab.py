@@ -132,7 +132,8 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
 
     Args:
         skipped (ArrayLike): skipped steps of each policy, shape (policies,).
-        headroom_lost (ArrayLike): likewise, in bits. Policies with nan are not drawn; the picture says how many.
+        headroom_lost (ArrayLike): of the same shape, in bits. Policies with nan are not drawn; the picture says how
+            many.
         names (Sequence[str]): a name for each policy.
         where (str): the trace or traces, for the title.
 

@@ -27,7 +27,7 @@ _LINE = 0.21
 def draw_layers(explanation: Explanation) -> Figure:
     """Draw the largest value of each layer, forward and backward, in the order of execution from top to bottom.
 
-    What has overflowed stands at the right edge. Values of FP16 have filled marks, those of wider formats open ones.
+    What has overflowed stands at the right edge. Values in FP16 have filled marks, values in wider formats open marks.
 
     Args:
         explanation (Explanation): as :func:`mindformers_adaptive.overflow.explain.explain_overflow` returns it.

@@ -84,7 +84,7 @@ def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os
 
 
 def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of gradients that lie beside those of runs, by the names of these, where there is one."""
+    """Return, by the name of each run, the record of gradients beside the run's record, where there is one."""
     beside = {name: Path(path).with_name(GRADIENTS) for name, path in records.items()}
     # Runs in one folder may share what lies there.
     unambiguous = {

@@ -161,7 +161,7 @@ def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
 
 
 def _draw_values(axes: Axes, run: RunSeries, of_steps: Floats, what: str, prefix: str, line: Mapping[str, Any]) -> None:
-    """Draw values of a run, of many steps the medians; without a prefix, for a single run, that of each step too."""
+    """Draw values of a run: medians of many steps, and for a run without prefix the value of each step too."""
     # A log may have the loss of some steps only: lines break at gaps, not at each of the other steps.
     known = np.isfinite(of_steps)
     step, values, label, gid = run.step[known], of_steps[known], what, what
@@ -178,7 +178,7 @@ def _draw_values(axes: Axes, run: RunSeries, of_steps: Floats, what: str, prefix
 
 
 def _use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
-    """Make the y axis one of loss scales, which holds those of all runs."""
+    """Make the y axis an axis of loss scales that holds the loss scales of all runs."""
     canvas.style_axes(axes, y_label="loss scale, log2")
     scales = np.concatenate([run.scales for run in runs])
     if np.isnan(scales).all():
@@ -240,7 +240,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
 
 
 def _loss_difference(first: RunSeries, second: RunSeries) -> tuple[Floats, Floats] | None:
-    """Return steps and the loss of the second run less that of the first; None without a step that both know."""
+    """Return steps, and the loss of the second run minus the loss of the first; None without a step that both know."""
     step, in_first, in_second = np.intersect1d(first.step, second.step, return_indices=True)
     # What is inf in both has no difference.
     with np.errstate(invalid="ignore"):
@@ -250,7 +250,7 @@ def _loss_difference(first: RunSeries, second: RunSeries) -> tuple[Floats, Float
 
 
 def _draw_difference(axes: Axes, apart: tuple[Floats, Floats], first: str, second: str) -> None:
-    canvas.style_axes(axes, title=f"loss of {second} less that of {first}", y_label="difference")
+    canvas.style_axes(axes, title=f"loss of {second} minus loss of {first}", y_label="difference")
     step, values = apart
     faint = len(values) >= _SMOOTH_FROM
     style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values)), "gid": "difference"}

@@ -90,7 +90,7 @@ class _MindFormers(LogFormat):
     scale = re.compile(r"loss_scale:\s*\[?\s*([-+\w]*[.e][-+.\w]*|inf)\s*\]?\s*(?:,|$)")
     loss = re.compile(r"\bloss:\s*\[?\s*([-+.\w]+)")
     norm = re.compile(r"(?:global|grad)_norm:\s*\[?\s*([-+.\w]+)\s*\]?\s*(?:,|$)")
-    # Until version 0.7 the time is that of the whole call, which in sink mode is more than one step.
+    # Until version 0.7 the time covers the whole call, which in sink mode is more than one step.
     seconds = re.compile(r"per_step_time:\s*([\d.]+)\s*ms")
     dropped = re.compile(r"is_skip:\s*\[?\s*True")
     # The PyNative trainer of version 2.0 counts steps over all epochs, and prints neither overflow nor scale.

@@ -171,7 +171,7 @@ class LogLines:
         if self._merged:
             loss = f"; {self._other_loss} of them have another loss" if self._other_loss else ""
             self.notes.append(
-                f"{self._merged} line(s) state the same of a step as another, as those of other ranks do, and were "
+                f"{self._merged} line(s) say the same of a step as another line, as lines of other ranks do, and were "
                 f"merged{loss}. If they are of another run, read each run from a file of its own."
             )
 

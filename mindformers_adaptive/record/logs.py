@@ -98,7 +98,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
 
     Raises:
         TypeError: if ``path`` or ``format`` is not of its type.
-        ValueError: if there is no file, the format is unknown, no line is that of a step, or no such line names a loss
+        ValueError: if there is no file, the format is unknown, no line states a step, or no such line names a loss
             scale.
         OSError: if a file cannot be read.
 
@@ -181,8 +181,8 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
         if isinstance(line, str):
             raise ValueError(
                 f"Line {number} of the record must be a step of LossScaleMonitor, but {line}. Read the file with "
-                "mindformers_adaptive.record.writer.read_record; draw_gradient_records draws that of "
-                "GradientRangeMonitor."
+                "mindformers_adaptive.record.writer.read_record; draw_gradient_records draws records "
+                "of GradientRangeMonitor."
             )
         lines.add(line, number, "line {}".format)
     lines.finish()

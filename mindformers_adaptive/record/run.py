@@ -65,7 +65,7 @@ class RecordedRun:
             has at least the steps that their scales need, and nothing bounds how many were skipped.
 
     Raises:
-        TypeError: if what must be an array is none.
+        TypeError: if an argument that must be an array has another type.
         ValueError: if the arrays do not have one length, or the steps do not increase.
 
     Examples:
@@ -192,7 +192,7 @@ class RecordedRun:
           Without any skipped step c is the largest scale that was applied.
         - ``"lower_bound"``: an applied step has c = s; a skipped one the smallest of s / scale_factor and the scales of
           the nearest applied steps before and after it.
-        - ``"upper_bound"``: a skipped step has the largest c below s; an applied one the larger of those of the
+        - ``"upper_bound"``: a skipped step has the largest c below s; an applied one the larger of the ceilings of the
           nearest skipped steps before and after it, at least s; inf if no step was skipped.
         - ``"gradients"``: an applied step has the c that its largest gradient g shows, in FP16 65504 / g; between two
           of them :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half
@@ -207,7 +207,7 @@ class RecordedRun:
             Trace, with this run's name, times, and the gradients of its applied steps.
 
         Raises:
-            ValueError: if ``assume`` is none of these.
+            ValueError: if ``assume`` is another word.
         """
         assume = assume or self.assumptions[0]
         if assume not in ASSUMPTIONS:

@@ -36,7 +36,7 @@ class Trace:
         gradient_format (Format): the format of the gradients. Default: float16.
 
     Raises:
-        TypeError: if what must be an array is none.
+        TypeError: if an argument that must be an array has another type.
         ValueError: if the arrays do not have one length, or a ceiling lies outside its bounds.
 
     Examples:

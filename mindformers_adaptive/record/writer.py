@@ -358,7 +358,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, _Line | None]]:
 
 
 def _ends_in_line(file: int) -> bool:
-    """Whether a file ends with the end of a line, or is empty, or is none that could be read."""
+    """Return whether a file ends with the end of a line, is empty, or cannot be read."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
         return True

@@ -1,4 +1,4 @@
-"""Rules of loss scaling by name, and what a rule of one's own is made of: :class:`Rule` and the functions of a step."""
+"""Rules of loss scaling by name, and what your own rule is made of: :class:`Rule` and the functions of a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, Guide
 
 
 def is_rule_name(name: object) -> bool:
-    """Return whether a name is that of a rule of this package, or may be that of a user's, ``module.Class``."""
+    """Return whether a name is a rule of this package, or may be a user's rule, ``module.Class``."""
     return isinstance(name, str) and (name in RULES or "." in name)
 
 
@@ -53,7 +53,7 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
     """Return the class of a rule.
 
     Args:
-        rule (Union[str, type]): the name of one of ``RULES``; ``module.Class`` of a rule of one's own, where the module
+        rule (Union[str, type]): the name of one of ``RULES``; ``module.Class`` of your own rule, where the module
             lies in the current folder or can be imported; or the class itself.
 
     Returns:
@@ -83,7 +83,7 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
 
     Args:
         rule (Union[str, type, Rule]): as :func:`find_rule` takes it, or a rule.
-        **arguments: those of the rule.
+        **arguments: arguments of the rule.
 
     Returns:
         Rule, of the class that :func:`find_rule` returns.

@@ -115,7 +115,7 @@ class AdaptiveRule(Rule):
     state: Mapping[str, Any] = dict.fromkeys(
         ("scale_window", "window_index", "growth_num", "down_num", "hysteresis_budget"), int32
     )
-    # Those of MindFormers' own cell.
+    # The defaults of MindFormers' own cell.
     parameter_names: ClassVar[dict[str, str]] = {
         "scale_window": "scale_window",
         "window_index": "list_index",

@@ -32,7 +32,7 @@ _TAKEN |= {field.name for field in STEP_FIELDS}
 # What every rule has, made from its next_state; a method start() may be another one.
 OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
 
-# Of cells, managers and scalers, and of a YAML section, beside those of the rule.
+# Arguments of cells, managers and scalers, and keys of a YAML section, besides the arguments of the rule.
 _ARGUMENTS_OF_CELLS = {"loss_scale_value", "init_loss_scale", "scale_value", "history_size"}
 _ARGUMENTS_OF_CELLS |= {"rule", "type"}
 _BASE = "mindformers_adaptive.rules.rule"
@@ -75,7 +75,7 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
 
 
 def all_arguments(rule_class: Any) -> dict[str, Any]:
-    """Return the arguments of a rule, the initial loss scale and those of its start, with their defaults.
+    """Return the arguments of a rule and of its start, with their defaults, and the initial loss scale.
 
     Args:
         rule_class (type): the class of the rule.

@@ -61,7 +61,7 @@ class Field(NamedTuple):
         """Return what its Parameter holds.
 
         Args:
-            values (Mapping[str, Any]): values by name, among them those of ``keys``.
+            values (Mapping[str, Any]): values by name, among them the values of ``keys``.
 
         Returns:
             Union[int, float, Sequence], a number or the elements of a vector.
@@ -69,7 +69,7 @@ class Field(NamedTuple):
         return [values[part] for part in self.parts] if self.parts else values[self.name]
 
 
-# What every update cell counts. The names in checkpoints are those of MindSpore's and MindFormers' own cells.
+# What every update cell counts. MindSpore's and MindFormers' own cells have the same names in checkpoints.
 STEP_FIELDS = (
     Field("cur_iter", parameter="current_iterator_step"),
     Field("last_overflow_iter", parameter="last_overflow_iterator_step"),

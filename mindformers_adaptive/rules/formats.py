@@ -63,7 +63,7 @@ class Format:
             subnormal number to the smallest normal one.
 
     Raises:
-        TypeError: if a number is none.
+        TypeError: if an argument is not a number.
         ValueError: if a number is out of its range, or the format has no such number.
 
     Examples:
@@ -135,7 +135,7 @@ class Format:
 
         Raises:
             TypeError: if a number of bits is no integer.
-            ValueError: if a number of bits is out of its range, or ``overflow`` or ``rounding`` is none of these.
+            ValueError: if a number of bits is out of its range, or ``overflow`` or ``rounding`` is another word.
 
         Examples:
             >>> Format.from_bits(exponent=5, mantissa=2).largest
@@ -180,8 +180,8 @@ class Format:
         return self.smallest_subnormal
 
 
-# The numbers are those of ml_dtypes, which the tests compare; of hifloat8, those of its definition, and the rounding is
-# that of CANN's conversion from float32, which has no rounding to even.
+# The numbers are taken from ml_dtypes, which the tests compare; for hifloat8 from its definition. The rounding is as in
+# CANN's conversion from float32, which does not round to even.
 FLOAT16 = Format.from_bits(5, 10, name="float16")
 FORMATS = {
     number_format.name: number_format
@@ -212,8 +212,8 @@ def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradie
         Format; a Format is returned as it is.
 
     Raises:
-        TypeError: if it is none of these.
-        ValueError: if there is no format of this name, or the numbers are none of a format.
+        TypeError: if it has another type.
+        ValueError: if there is no format of this name, or the numbers do not make a format.
 
     Examples:
         >>> find_format("float8_e5m2").largest
@@ -235,7 +235,7 @@ def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradie
             f"{type(value).__name__}. The default is float16."
         )
     fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Format)}
-    wrong = [f"{key!r} is none of them" for key in value if key not in fields]
+    wrong = [f"{key!r} is unknown" for key in value if key not in fields]
     wrong += [f"{name!r} is missing" for name, is_required in fields.items() if is_required and name not in value]
     if wrong:
         raise TypeError(

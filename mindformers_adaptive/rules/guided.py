@@ -263,7 +263,8 @@ class GuidedRule(Rule):
         )
 
         # The limit moves with base, or is held where it is; it falls, is tried one bit higher, or eased: overflows that
-        # the gradients explain ease it, because without them it would have been tried. At 0 and below it is none.
+        # the gradients explain ease it, because without them it would have been tried. At 0 and below, there is no
+        # limit.
         is_tried, anchored = abs(state.trial) == 1, state.trial < 0
         unusual = seen.gradient_known & ((lowest_level >= mean + PULLED) | (bits - state.level <= -BELOW))
         unchanged = where(unusual, MOVING, state.trial)
@@ -294,14 +295,14 @@ class GuidedRule(Rule):
             trial=trial,
             clean_steps=where(starts_anew, 0, clean),
             contradictions=contradictions,
-            # The scale of the next step is that of the first overflow, if it overflows.
+            # If the next step overflows, its scale becomes the scale of the first overflow.
             first_exponent=following,
         )
         return where(seen.overflow, state, applied).replace(exponent=following)
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (
-            # Until a gradient shows something, the histogram is that of the start.
+            # Until a gradient shows something, the histogram stays as at the start.
             (values["low"] != UNSEEN or tuple(values["overflow_rate"]) == _PRIOR_RATES)
             and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
             and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0

@@ -22,7 +22,7 @@ class Lanes:
     """Runs of rules that compute the same with other numbers.
 
     Args:
-        rules (Sequence[Rule]): of each lane; those of one class, with equal ``rule.traced.shape``.
+        rules (Sequence[Rule]): the rule of each lane; all of one class, with equal ``rule.traced.shape``.
         states (Sequence[NamedTuple]): of each lane, before the first step.
 
     Attributes:
@@ -133,7 +133,7 @@ class Lanes:
 
 def _step_of(rules: Sequence[Any]) -> NumpyStep:
     first, steps = rules[0], [rule.traced for rule in rules]
-    # Those of this package keep away from numbers that are too small.
+    # Rules of this package keep away from numbers that are too small.
     is_watched = not is_of_this_package(type(first))
     if any(rule is not first for rule in rules):
         shape = steps[0].shape

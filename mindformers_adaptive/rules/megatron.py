@@ -115,7 +115,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
     for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
         parser.add_argument(flag, action="store_true")
-    # The defaults are those of megatron/arguments.py.
+    # The defaults of megatron/arguments.py.
     parser.add_argument("--loss-scale", type=float)
     parser.add_argument("--initial-loss-scale", type=float, default=2.0**32)
     parser.add_argument("--min-loss-scale", type=float, default=1.0)

@@ -259,7 +259,7 @@ def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
 
     Args:
         largest_gradient (ArrayLike): absolute values, unscaled.
-        largest (ArrayLike): the largest number of the format, or of that of each gradient.
+        largest (ArrayLike): the largest number of the format, or of each gradient's format.
 
     Returns:
         tuple[NDArray, NDArray], bool and int32; the second means something where the first is True.
@@ -278,9 +278,9 @@ def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
 
 
 def possible_exponents(largest: float) -> range:
-    """Return what :func:`safe_exponents` can give for normal float32 numbers; the first is that of the largest ones.
+    """Return what :func:`safe_exponents` can give for normal float32 numbers, the exponent of the largest first.
 
-    But for that one, ``largest * 2**-n`` is a normal float32 number for each n.
+    Except for the first, ``largest * 2**-n`` is a normal float32 number for each n.
 
     Args:
         largest (float): the largest number of the format.

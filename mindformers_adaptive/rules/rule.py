@@ -36,7 +36,7 @@ class _CheckedOnCreation(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """inspect.Signature: that of the constructor, which __call__() hides."""
+        """inspect.Signature: the constructor's, which __call__() hides."""
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         return inspect.Signature(list(parameters.values())[1:])
 

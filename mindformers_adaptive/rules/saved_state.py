@@ -30,7 +30,7 @@ class Snapshot(NamedTuple):
     Attributes:
         loss_scale (float, optional): for the next step; None where the cell does not know it.
         run (int): the number of the run, -1 before training begins.
-        form (int): that of the state, :func:`~mindformers_adaptive.rules.fields.form_of` its rule; negative before
+        form (int): form of the state, :func:`~mindformers_adaptive.rules.fields.form_of` its rule; negative before
             training begins.
         values (dict): as ``state()`` of the cell returns it.
     """

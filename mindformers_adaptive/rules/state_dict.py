@@ -1,4 +1,4 @@
-"""The state of loss scaling as numbers by name: those of ``state_dict()``, of other cells and of Megatron-LM."""
+"""The state of loss scaling as numbers by name, as in ``state_dict()``, in other cells and in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 __all__ = ["FORM", "FORMER_NAMES", "RUN", "RestoredState", "counters_of_megatron", "grad_scaler_in", "read_state"]
 __all__ += ["to_integer", "to_state_dict"]
 
-# What a checkpoint and a state_dict() call the number of the run, and that of the form of the rule's state.
+# What a checkpoint and a state_dict() call the number of the run, and the form of the rule's state.
 RUN, FORM = "loss_scaling_run", "loss_scaling_form"
-# The names of the loss scale in a state: Megatron-LM's, that of a checkpoint, and that of a loss scaler's state().
+# The names of the loss scale in a state of Megatron-LM, of a checkpoint, and of a loss scaler.
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
 
 # Parameters of MindFormers' own adaptive cell where two Parameters of a training have the same name, as with a constant
@@ -106,7 +106,7 @@ def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
 def _values_in(fields: Sequence[Field], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a state has of some fields, by the names of ``state()``."""
     values: dict[str, Any] = {}
-    # A checkpoint has Parameters by their names, beside those of a network, one of which may be called as a part is.
+    # A checkpoint has these Parameters by name beside the network's. One of the network's may have the name of a field.
     if STEP_FIELDS[0].parameter in state and STEP_FIELDS[0].name not in state:
         state = _by_key(fields, state)
     names_of_fields = {key for field in fields for key in field.keys}
@@ -168,7 +168,7 @@ def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
     missing = [key for key in ("scale", "growth_tracker", "hysteresis_tracker") if key not in state]
     if missing:
         raise KeyError(
-            "The state must have the counters of the update cell, or those of Megatron-LM's dynamic scaler, of which "
+            "The state must have the counters of the update cell, or of Megatron-LM's dynamic scaler, of which "
             f"{', '.join(map(repr, missing))} is missing. Give what state_dict() returned, or the checkpoint's "
             "'grad_scaler'; a constant scaler saves no state."
         )

@@ -45,7 +45,7 @@ class Seen:
             raise AttributeError(name)
         shown = ("gradient_known", "largest_gradient", "max_safe_exponent")
         if name not in shown:
-            raise refused(f"takes {name!r}, which is none of overflow, {', '.join(shown)}")
+            raise refused(f"takes {name!r}, but a step has only overflow, {', '.join(shown)}")
         if not self._rule.needs_gradients:
             raise refused(f"takes {name!r}. It needs needs_gradients = True")
         largest = _input("largest_gradient", "float32")
@@ -198,7 +198,7 @@ def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Valu
 
 
 def _keeps_bounds(rule: Any) -> bool:
-    """Whether the step says so itself: that of a subclass may not."""
+    """Return whether the step itself says so. A subclass's step may not."""
     owner = next(owner for owner in (rule, *type(rule).__mro__) if "next_state" in vars(owner))
     return bool(vars(owner).get("keeps_bounds", False))
 

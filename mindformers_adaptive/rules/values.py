@@ -395,6 +395,6 @@ def _place() -> str:
 
 
 def is_line_of_a_rule(file: str) -> bool:
-    """Return whether a file is none of this package's that trace, and none of the libraries."""
+    """Return whether a file belongs neither to this package's tracer nor to a library."""
     is_standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
     return file not in _OWN_FILES and not is_standard and not file.startswith(_LIBRARIES)

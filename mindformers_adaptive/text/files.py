@@ -22,7 +22,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     Args:
         path (str): the file or a link to it. An older one is replaced at the end, and stays as it was on an error.
         mode (str): "w" for text or "wb" for bytes. Default: "w".
-        permissions (int): those of the file. Default: 0o644; a temporary file can be read by its owner only.
+        permissions (int): permissions of the file. Default: 0o644; a temporary file can be read by its owner only.
 
     Yields:
         the temporary file, open.
@@ -48,7 +48,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
             mode, dir=target.parent, prefix=f".{target.name}-", encoding=encoding, delete=False
         )
     except OSError as error:
-        # That of the system names the temporary file.
+        # The system's message names the temporary file.
         raise _not_written(error, path) from error
     try:
         with unfinished:
@@ -60,7 +60,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     except BaseException as error:
         os.unlink(unfinished.name)
         if isinstance(error, OSError) and error.strerror and error.filename is None:
-            # That of a full disk names no file.
+            # The message of a full disk names no file.
             raise _not_written(error, path) from error
         raise
 
@@ -109,7 +109,7 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """Return the JSON object that a line without spaces around it is; an empty one where it is none.
+    """Return the JSON object in a line without spaces around it, or {} where it has no JSON object.
 
     Examples:
         >>> json_object('{"step": 1}'), json_object('{"step": 1'), json_object("[1]")

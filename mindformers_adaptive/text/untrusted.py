@@ -24,7 +24,7 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
         loader (type): a class of PyYAML that makes no objects. Default: ``SafeLoader``.
 
     Raises:
-        ValueError: if it is none, is nested too deeply, or stands for too many values.
+        ValueError: if it is not YAML, is nested too deeply, or stands for too many values.
 
     Examples:
         >>> parse_yaml("rate: 0.5")

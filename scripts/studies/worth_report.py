@@ -129,7 +129,7 @@ def mean_quality(runs):
 
 def pair_table(task):
     """What one method has more than another: paired differences with their intervals."""
-    rows = [["of", "less that of", task["measure"], "better", "skipped steps", "fewer skipped"]]
+    rows = [["of", "minus", task["measure"], "better", "skipped steps", "fewer skipped"]]
     for first, second in pairs_of(task):
         quality, skipped = (difference(task, first, second, figure) for figure in (quality_of, skipped_of))
         better = winner(quality, first, second, task["higher_is_better"])

@@ -226,7 +226,7 @@ def test_inspect_shows_no_number_under_another_name(tmp_path):
     renamed = type(rule_with(FORMS["a renamed part"]))
     [shown] = read_checkpoints(tmp_path, rules=[renamed])
     assert (shown.values["evil"], shown.values["level"]) == (None, 5.0)
-    assert any("another form than that of the rule reshaped" in problem for problem in shown.problems)
+    assert any("does not have the form of the rule reshaped" in problem for problem in shown.problems)
     [shown] = read_checkpoints(tmp_path, rules=[type(rule_with(BEFORE))])
     assert (shown.values["bad"], shown.problems) == (5, [])
 

@@ -488,9 +488,8 @@ ON_CPU = {
 
 @pytest.fixture(scope="module")
 def qwen3():
-    from tests.mindformers import mcore_on_cpu
-
     from scripts.ascend.mcore import build_qwen3
+    from tests.mindformers import mcore_on_cpu
 
     with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore_on_cpu.mcore_on_cpu(patch):
         network = build_qwen3()

@@ -386,14 +386,14 @@ def test_two_runs_have_a_panel_with_the_difference_of_their_losses():
     figure = draw_runs({"64": first, "512": second})
     assert len(figure.axes) == 3
     axes = figure.axes[2]
-    assert axes.get_title("left") == "loss of 512 less that of 64"
+    assert axes.get_title("left") == "loss of 512 minus loss of 64"
     # Step 1 is only in the first, and step 3 has no loss in the second.
     steps, apart = points(axes, "difference")
     assert (steps, apart) == ([2, 4, 5], pytest.approx([1.0, 2.0, 2.5]))
     gradients = {"64": [{**gradient_line(2, 64.0), "loss_scale": 64.0}]}
     panels = draw_runs({"64": first, "512": second}, gradients).axes
     assert [axes.get_title("left") for axes in panels[2:]] == [
-        "loss of 512 less that of 64",
+        "loss of 512 minus loss of 64",
         "subnormal gradients, share of all gradients",
     ]
 

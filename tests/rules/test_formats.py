@@ -108,7 +108,7 @@ def test_what_is_written_for_a_format_is_read_as_the_same(one):
             TypeError,
             "must have values by the names name, largest, .* 'largest' is missing, 'smallest_no",
         ),
-        ({**OWN, "bits": 3}, TypeError, "'bits' is none of them"),
+        ({**OWN, "bits": 3}, TypeError, "'bits' is unknown"),
         ({**OWN, "name": [1]}, TypeError, r"'name' must be text, but got \[1\] of type list"),
         *(
             ({**OWN, "precision": given}, TypeError, "'precision' must be a list of pairs of integers, but got")

@@ -166,7 +166,7 @@ REFUSED = {
         x = state.celan ;; x = state.pair ;; state.append(1) ;; x = state.get("clean")
         state._replace(clean=1) ;; x = getattr(state, "celan", s) ;; x = hasattr(state, "celan")
     """,
-    ("takes '(overflows|loss_scale)'", "none of overflow, gradient_known, largest_gradient, max_safe_exponent"): """
+    ("takes '(overflows|loss_scale)'", "only overflow, gradient_known, largest_gradient, max_safe_exponent"): """
         x = seen.overflows ;; x = seen.loss_scale
     """,
     (r"assigns 'clean' to the state", r"Return state\.replace\(clean=\.\.\.\)"): """
