@@ -158,7 +158,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
             state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
 
         Raises:
-            KeyError, TypeError, ValueError: as there.
+            KeyError, TypeError, ValueError: if the update cell refuses the state.
         """
         self._present_cell.load_state_dict(state_dict)
 
@@ -192,7 +192,7 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
         max_scale_window, min_scale_window (int): as in
             :class:`~mindformers_adaptive.cells.update_cells.AdaptiveLossScaleUpdateCell`, with its defaults.
         **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
-            ``backoff_factor``, as there.
+            ``backoff_factor``, as in the update cell.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -240,7 +240,7 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
         scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
             :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
-        gradient_format (Union[str, Mapping, Format]): as there.
+        gradient_format (Union[str, Mapping, Format]): as in the update cell.
 
     Raises:
         TypeError: if an argument is not of its type.

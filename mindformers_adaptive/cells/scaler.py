@@ -148,7 +148,7 @@ class RuleLossScaler(amp.LossScaler):
             state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
 
         Raises:
-            KeyError, TypeError, ValueError: as there.
+            KeyError, TypeError, ValueError: if the update cell refuses the state.
         """
         self.update_cell.load_state_dict(state_dict)
 
@@ -173,7 +173,7 @@ class AdaptiveLossScaler(RuleLossScaler):
         max_scale_window, min_scale_window (int): as in
             :class:`~mindformers_adaptive.cells.update_cells.AdaptiveLossScaleUpdateCell`, with its defaults.
         **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
-            ``backoff_factor``, as there.
+            ``backoff_factor``, as in the update cell.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -231,7 +231,7 @@ class GradientGuidedLossScaler(RuleLossScaler):
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
         scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
             :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
-        gradient_format (Union[str, Mapping, Format]): as there.
+        gradient_format (Union[str, Mapping, Format]): as in the update cell.
 
     Raises:
         TypeError: if an argument is not of its type.

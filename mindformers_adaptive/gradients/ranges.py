@@ -96,16 +96,16 @@ def find_loss_scale(
     :func:`gradient_ranges` tries every power of two from 2^0 to 2^32.
 
     Args:
-        network (Cell): returns the loss, as there.
-        batches (Iterable): a few batches, as there.
+        network (Cell): returns the loss, as in :func:`gradient_ranges`.
+        batches (Iterable): a few batches, as in :func:`gradient_ranges`.
         margin (int, optional): how many powers of two to stay below the largest scale that does not overflow.
             Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: None, 2, and 4 in a format
             whose mantissa has at most 3 bits.
         progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
-        gradient_format (Union[str, dict, Format]): as there. Default: "float16".
+        gradient_format (Union[str, dict, Format]): as in :func:`gradient_ranges`. Default: "float16".
         learning_rate (float, optional): learning rate of the training, to count what weights in float16 lose of their
             updates. Default: None, not counted.
-        micro_batches (int): as there. Default: 1.
+        micro_batches (int): as in :func:`gradient_ranges`. Default: 1.
 
     Returns:
         LossScaleRecommendation; ``print`` it for the text and the YAML.
@@ -134,10 +134,10 @@ class GradientSweep:
     """:func:`gradient_ranges` for one network, any number of times, compiled once.
 
     Args:
-        network (Cell): as there.
-        layers (Iterable[str]): as there. Default: none.
-        gradient_format (Union[str, dict, Format]): as there. Default: "float16".
-        micro_batches (int): as there. Default: 1.
+        network (Cell): as in :func:`gradient_ranges`.
+        layers (Iterable[str]): as in :func:`gradient_ranges`. Default: none.
+        gradient_format (Union[str, dict, Format]): as in :func:`gradient_ranges`. Default: "float16".
+        micro_batches (int): as in :func:`gradient_ranges`. Default: 1.
 
     Attributes:
         weights (tuple[Parameter]): the trainable Parameters, in the order of the reports.

@@ -119,7 +119,7 @@ class GradientRanges:
 
         Args:
             loss_scale (float): one of ``loss_scales``.
-            unscaled (bool): as there. Default: False.
+            unscaled (bool): as in :meth:`parameters`. Default: False.
 
         Returns:
             ArrayStatistics.

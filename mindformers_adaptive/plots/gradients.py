@@ -107,7 +107,7 @@ def draw_sweeps(
         sweeps (Mapping[str, Union[GradientRanges, Mapping]]): by name; a single one may have the name "".
         loss_scales (Sequence[float], optional): of each sweep. Default: None, of several sweeps the highest of each
             that did not overflow.
-        group (Callable), kind (str), modules (Sequence[str]): as there.
+        group (Callable), kind (str), modules (Sequence[str]): as in :func:`draw_histograms`.
         axis (str): "log2", of magnitudes, or "linear", of values with their signs and without the loss scale. Default:
             "log2".
 
@@ -117,7 +117,7 @@ def draw_sweeps(
     Raises:
         ImportError: if matplotlib is missing.
         TypeError: if one is not a sweep.
-        ValueError: as there, and for a linear axis, if a sweep was measured without signs.
+        ValueError: as :func:`draw_histograms`; also for a linear axis, if a sweep was measured without signs.
     """
     of_gradients, columns = kind in SCALED, list[_Column]()
     for name, sweep in sweeps.items():
@@ -198,7 +198,7 @@ def draw_underflow(
 
     Args:
         sweep (Union[GradientRanges, Mapping]): as in :func:`draw_histograms`.
-        group (Callable): as in :func:`draw_gradients`.
+        group (Callable): as in :func:`draw_histograms`.
 
     Returns:
         Figure of one panel.

@@ -153,9 +153,9 @@ def test_a_wrapper_that_conflicts_with_other_arguments_is_refused():
     model, other = build_model(), build_model()
     train_step = build_train_step(model)
     for arguments, message in (
-        ({"model": other}, "'model' must be that of 'wrapper', a LlamaForCausalLM, but got another: LlamaForCausalLM"),
-        ({"model": "glm4_9b"}, "'model' must be that of 'wrapper', a LlamaForCausalLM, but got another: str"),
-        ({"optimizers": nn.SGD(model.trainable_params())}, "'optimizers' must be that of 'wrapper', a SGD"),
+        ({"model": other}, "'model' must be the LlamaForCausalLM of 'wrapper', but got another: LlamaForCausalLM"),
+        ({"model": "glm4_9b"}, "'model' must be the LlamaForCausalLM of 'wrapper', but got another: str"),
+        ({"optimizers": nn.SGD(model.trainable_params())}, "'optimizers' must be the SGD of 'wrapper'"),
         ({"reset_model": True}, "must have a model that is not built anew"),
         ({"wrapper": build_train_step(other, mindformers.wrapper.MFTrainOneStepCell)}, "able to detect an overflow"),
     ):
