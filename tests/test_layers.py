@@ -60,9 +60,9 @@ def imports_of(nodes):
 def own_modules(names):
     """Of imported names, the modules of this package; "" is the package itself."""
     for name in names:
-        first, _, rest = name.partition(".")
+        first, _, inner = name.partition(".")
         if first == "mindformers_adaptive":
-            yield rest if rest in MODULES else rest.rpartition(".")[0]
+            yield inner if inner in MODULES else inner.rpartition(".")[0]
 
 
 def own_imports(source):
@@ -72,8 +72,8 @@ def own_imports(source):
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name])
 def test_module_imports_only_from_rooms_below(module):
-    own, imports = room_of(module), own_imports(MODULES[module].read_text(encoding="utf-8"))
-    assert {*map(room_of, imports)} - MAY_IMPORT[own] - {own} == set()
+    room, imports = room_of(module), own_imports(MODULES[module].read_text(encoding="utf-8"))
+    assert {*map(room_of, imports)} - MAY_IMPORT[room] - {room} == set()
 
 
 def test_stubs_name_what_packages_load_on_first_use():
@@ -112,7 +112,7 @@ def nodes_at_import(tree):
 
 
 def free_modules():
-    """The modules whose import does not lead to that of MindSpore or MindFormers, by their sources."""
+    """The modules whose import does not import MindSpore or MindFormers, by their sources."""
     imports = {
         module: set(imports_of(nodes_at_import(ast.parse(file.read_text(encoding="utf-8")))))
         for module, file in MODULES.items()
@@ -177,8 +177,8 @@ def test_every_public_name_can_be_had_and_others_cannot():
 def test_tests_mirror_the_package():
     rooms = {PurePath(*room.split(".")) for room in map(room_of, MODULES) if room not in ("", "__main__")}
     folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
-    own = {PurePath("."), *map(PurePath, ("scripts", "docs", "contract", "ascend"))}
-    assert folders - own <= rooms, sorted(map(str, folders - own - rooms))
+    without_room = {PurePath("."), *map(PurePath, ("scripts", "docs", "contract", "ascend"))}
+    assert folders - without_room <= rooms, sorted(map(str, folders - without_room - rooms))
 
 
 def test_no_file_is_long():

@@ -237,7 +237,7 @@ def test_names_that_need_mindspore_say_what_to_install(run_bare):
     free = {name for name, room in rooms.items() if room in ("rules", "lab")}
     assert {line for line in printed if " " not in line} == free >= {"AdaptiveRule", "make_policy", "window_ladder"}
     errors = [line for line in printed if " " in line]
-    assert len(errors) == len(rooms) - len(free) + 1  # and that of the wrapper
+    assert len(errors) == len(rooms) - len(free) + 1  # and the error of the wrapper
     for error in errors:
         assert re.match(
             r"mindformers_adaptive\.\w+ needs mind(spore|formers), which is not installed\. On Ascend", error

@@ -126,10 +126,14 @@ def test_what_is_no_update_cell_is_named_with_its_remedy(cell, scale_sense, reme
 @pytest.mark.parametrize("name", ["TrainOneStepWithLossScaleCell", "MFTrainOneStepCell", "MFPipelineWithLossScaleCell"])
 def test_arguments_that_are_written_out_have_the_place_and_the_default_of_the_stock_cell(name):
     stock = getattr(mindformers.wrapper, name, None) or getattr(nn, name)
-    own = inspect.signature(getattr(wrapper, name)).parameters.values()
-    written = [(one.name, one.default) for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
+    parameters = inspect.signature(getattr(wrapper, name)).parameters.values()
+    written = [
+        (parameter.name, parameter.default)
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     assert written[:2] == [("network", inspect.Parameter.empty), ("optimizer", inspect.Parameter.empty)]
-    all_stock = [(one.name, one.default) for one in inspect.signature(stock).parameters.values()]
+    all_stock = [(parameter.name, parameter.default) for parameter in inspect.signature(stock).parameters.values()]
     assert written == all_stock[: len(written)]
     assert "scale_sense" in dict(written)
 
@@ -150,10 +154,10 @@ def test_arguments_that_only_mindformers_cell_takes_are_answered_with_its_name()
     """MindFormers' trainer gives them to every class that a YAML file names."""
     register()
     dense = Dense()
-    given = {"network": dense.network, "optimizer": dense.optimizer(), "calculate_per_token_loss": False}
+    arguments = {"network": dense.network, "optimizer": dense.optimizer(), "calculate_per_token_loss": False}
     config = MindFormerConfig(type="TrainOneStepWithLossScaleCell", scale_sense=1024)
     with pytest.raises(TypeError, match=r"'calculate_per_token_loss'.*use the type MFTrainOneStepCell"):
-        build_wrapper(config, default_args=given)
+        build_wrapper(config, default_args=arguments)
 
 
 def test_without_loss_scaling_no_step_is_skipped(mode):

@@ -26,8 +26,8 @@ def without_blanks(app, doctree):
 
 def sides(node):
     """Return the characters before and after a node."""
-    texts, place = [each.astext() for each in node.parent.children], node.parent.index(node)
-    return "".join(texts[:place])[-1:], "".join(texts[place + 1 :])[:1]
+    texts, index = [each.astext() for each in node.parent.children], node.parent.index(node)
+    return "".join(texts[:index])[-1:], "".join(texts[index + 1 :])[:1]
 
 
 def setup(app):

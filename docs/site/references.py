@@ -29,9 +29,9 @@ def resolve(app, env, node, content):
     short = target.rpartition(".")[2]
     for name in (target, *_PUBLIC.get(short, ()), short):
         known = names_by_last_word(env).get(name.rpartition(".")[2], [])
-        found = {objects[full].docname: full for full in known if f".{full}".endswith(f".{name}")}
-        if len(found) == 1:
-            [(page, full)] = found.items()
+        pages = {objects[full].docname: full for full in known if f".{full}".endswith(f".{name}")}
+        if len(pages) == 1:
+            [(page, full)] = pages.items()
             return make_refnode(app.builder, node["refdoc"], page, objects[full].node_id, [content], full)
     # What a docstring's Args and Raises call a type is not a role.
     return None if isinstance(content, nodes.literal) else content
@@ -54,9 +54,9 @@ def signature_of(app, what, name, obj, options, signature, return_annotation):
         return documented_signature(inspect.getdoc(obj)), None
     if "__init__" not in vars(obj):
         return None
-    _, *others = inspect.signature(obj.__init__).parameters.values()
-    shown = stringify_signature(inspect.Signature(others), show_annotation=False)
-    return _FORMAT.sub(lambda found: found[1].upper(), shown).replace("<factory>", "{}"), None
+    _, *parameters = inspect.signature(obj.__init__).parameters.values()
+    shown = stringify_signature(inspect.Signature(parameters), show_annotation=False)
+    return _FORMAT.sub(lambda match: match[1].upper(), shown).replace("<factory>", "{}"), None
 
 
 # A format as a default, which has a constant by its name.
@@ -83,7 +83,7 @@ def is_left_out(app, what, name, obj, skip, options):
 
 def show_commands_as_code(app, what, name, obj, options, lines):
     """Show the commands at the end of a subcommand's help as they are typed."""
-    start = next((place for place, line in enumerate(lines) if line in ("example:", "examples:")), None)
+    start = next((number for number, line in enumerate(lines) if line in ("example:", "examples:")), None)
     if what == "module" and start is not None:
         lines[start + 1 :] = ["    .. code-block:: text", "", *(f"     {line}" for line in lines[start + 1 :])]
 

@@ -13,7 +13,7 @@ _HAN = re.compile("[\u4e00-\u9fff]+")
 
 def pairs(text):
     """Return each two characters that follow each other; a single character as it is."""
-    return [text[place : place + 2] for place in range(max(len(text) - 1, 1))]
+    return [text[start : start + 2] for start in range(max(len(text) - 1, 1))]
 
 
 class SearchChinese(SearchEnglish):

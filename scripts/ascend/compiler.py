@@ -93,7 +93,7 @@ def collectives_in(graph):
         dict[str, int]: how often each, by a text such as "AllReduce max of 4 bytes by all". A part of the processes may
         be just the one, and then nothing is sent.
     """
-    found = collections.Counter()
+    copies = collections.Counter()
     for operator, attributes, inputs in re.findall(_COLLECTIVE, graph):
         reduction = re.search(r'\bop: "(\w+)"', attributes)
         sizes = [
@@ -102,8 +102,8 @@ def collectives_in(graph):
         ]
         name = f"{operator} {reduction[1]}" if reduction else operator
         by = "all" if 'group: "hccl_world_group"' in attributes else "a part"
-        found[f"{name} of {sum(sizes)} bytes by {by}"] += 1
-    return found
+        copies[f"{name} of {sum(sizes)} bytes by {by}"] += 1
+    return copies
 
 
 if __name__ == "__main__":

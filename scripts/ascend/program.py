@@ -46,9 +46,9 @@ def main(description):
 
 
 def parse_arguments(description):
-    first, _, rest = description.partition("\n")
+    first, _, details = description.partition("\n")
     parser = argparse.ArgumentParser(
-        description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=first, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "cases", nargs="*", metavar="CASE", help="a name, or a pattern of names (default: the small ones)"
@@ -73,7 +73,7 @@ def parse_arguments(description):
 
 
 def compile_cases(cases, cache=CACHE, logs=None, level=1):
-    """Compile cases, those of one world in one process where that is possible.
+    """Compile cases, cases with as many devices in one process where that is possible.
 
     Args:
         cases (Iterable[Case]): what to compile.
@@ -138,11 +138,11 @@ def _compile_group(cases, stand_ins, logs, level):
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
             (logs / (cases[0].name.replace("/", "_") + ".log")).write_text(text)
-        found = [json.loads(line) for line in results.read_text().splitlines()]
-    if len(found) < len(cases):
+        outcomes = [json.loads(line) for line in results.read_text().splitlines()]
+    if len(outcomes) < len(cases):
         error = why_ended(code, text)
-        found.append({"case": cases[len(found)].name, "error": error, "seconds": None, **NOTHING})
-    return found
+        outcomes.append({"case": cases[len(outcomes)].name, "error": error, "seconds": None, **NOTHING})
+    return outcomes
 
 
 def environment(stand_ins, case, level):
@@ -246,8 +246,8 @@ def rows_of_ways(settings):
     rows = [["case", *(WAYS[way] for way in ways), "collectives", "added to them"]]
     for setting, results in settings.items():
         kernels = [shown(results[way]) if way in results else "" for way in ways]
-        first, *others = (collections.Counter(result["collectives"]) for result in results.values())
-        added = dict.fromkeys(text for other in others for text in described(other - first))
+        first, *with_rules = (collections.Counter(result["collectives"]) for result in results.values())
+        added = dict.fromkeys(text for other in with_rules for text in described(other - first))
         rows.append([f"`{setting}`", *kernels, str(first.total()), "; ".join(added)])
     return rows
 

@@ -71,7 +71,7 @@ static void *called(const char *name) { fprintf(stderr, "CALLED%s\\n", name); ff
 
 # The Ascend's name, which is empty in a dry run, is taken from the environment. It is a std::string of the kind that
 # the wheel was built with, returned through a pointer; the function called here is its constructor. It must not be
-# empty, nor the address of this function odd, which to C++ is that of a virtual function.
+# empty, nor the address of this function odd, which to C++ is the address of a virtual function.
 CHIP = """
 #include <stdlib.h>
 void _ZNSsC1EPKcRKSaIcE(void *string, const char *text, const void *allocator);
@@ -151,23 +151,23 @@ def _wanted():
         libraries |= set(re.findall(r"^\s*(\S+) => not found$", printed, re.MULTILINE))
         functions |= set(re.findall(r"^undefined symbol: (\w+)", printed, re.MULTILINE))
     # Python's own are in the program that loads the plugin, and MindSpore's in libraries that it has loaded by then.
-    own = {path.name for path in (_mindspore() / "lib").rglob("*.so*")}
-    return libraries - own, {name for name in functions if not re.match(r"_?Py|_Z\w*9mindspore", name)}
+    own_libraries = {path.name for path in (_mindspore() / "lib").rglob("*.so*")}
+    return libraries - own_libraries, {name for name in functions if not re.match(r"_?Py|_Z\w*9mindspore", name)}
 
 
 def _searched():
     """Return the functions that MindSpore searches for: those in ANSWERS, and kernels, of which it may name a part."""
-    found = set()
+    answered = set()
     plugin = _mindspore() / "lib" / "plugin"
     for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):
         data = file.read_bytes()
         words = {word.decode() for word in re.findall(rb"(?<=\0)(?:acl|Init|UnInit|Release)\w+(?=\0)", data)}
-        found |= {word for word in words if _answer(word)}
-        found |= _kernels(data)
+        answered |= {word for word in words if _answer(word)}
+        answered |= _kernels(data)
     # A short name is no text in a library, but part of an instruction.
     for header in (_mindspore() / "include" / "mindspore" / "ops" / "kernel" / "ascend").rglob("*.h"):
-        found |= _kernels(header.read_bytes())
-    return found
+        answered |= _kernels(header.read_bytes())
+    return answered
 
 
 def _kernels(data):

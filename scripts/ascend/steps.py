@@ -108,7 +108,7 @@ def momentum(network):
 
 
 def wrapper_of(way):
-    """The module with the train-step cells: that of MindFormers, or this package's."""
+    """The module with the train-step cells: MindFormers' or this package's."""
     return mindformers.wrapper if way == "stock" else mindformers_adaptive.wrapper
 
 

@@ -31,7 +31,7 @@ from scripts.studies.reporting import add_json_option, output_to_stderr, positiv
 
 # Fits from the first step on, and is where the demo's scale comes to rest.
 START = 2.0**14
-# That of whole steps, which all stay at that scale; no measurement fills it.
+# The window of whole steps, which all stay at one scale; no measurement fills it.
 LARGE_WINDOW = 1000
 # With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.
 STEPS_PER_OVERFLOW = 25
@@ -52,7 +52,7 @@ CELLS = {
 }
 
 MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
-# Its times are those of one look.
+# The times are the times of one look.
 GRADIENTS = f"adaptive, GradientRangeMonitor every {LOOK_EVERY} steps"
 QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
 STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)

@@ -105,23 +105,23 @@ class ExportedGraph:
     @property
     def collectives(self):
         """list[tuple[str, str, tuple[int, ...]]]: what processes exchange: primitive, dtype and shape of an output."""
-        found = []
+        constants = []
         for node in self._nodes:
             if self._kind(node) in _COLLECTIVES:
                 [tensor] = _find(node.attribute[0], TensorProto)
-                found.append((self._kind(node), TensorProto.DataType.Name(tensor.data_type), tuple(tensor.dims)))
-        return found
+                constants.append((self._kind(node), TensorProto.DataType.Name(tensor.data_type), tuple(tensor.dims)))
+        return constants
 
     @property
     def tensor_types(self):
         """dict[str, set[str]]: the dtypes of all tensors by MindIR's names, and where each occurs.
 
         These are the tensors of Parameters, inputs, outputs and constants, and the outputs of every node, in tuples
-        too. A place is a Parameter's name or the primitive of a node.
+        too. An owner is a Parameter's name or the primitive of a node.
         """
         places = {}
-        for place, tensor in self._tensors(self._model, place=""):
-            places.setdefault(TensorProto.DataType.Name(tensor.data_type), set()).add(place)
+        for owner, tensor in self._tensors(self._model, owner=""):
+            places.setdefault(TensorProto.DataType.Name(tensor.data_type), set()).add(owner)
         return places
 
     @property
@@ -160,15 +160,15 @@ class ExportedGraph:
             return node.op_type
         return self._primitive_of.get(node.op_type, _CALL)
 
-    def _tensors(self, message, place):
+    def _tensors(self, message, owner):
         if isinstance(message, TensorProto):
-            yield place or _short(message.name), message
+            yield owner or _short(message.name), message
         elif isinstance(message, NodeProto):
-            place = self._kind(message)
+            owner = self._kind(message)
         elif isinstance(message, ValueInfoProto):
-            place = _short(message.name)
+            owner = _short(message.name)
         for part in _parts(message):
-            yield from self._tensors(part, place)
+            yield from self._tensors(part, owner)
 
 
 def _find(message, kind):
@@ -191,5 +191,5 @@ def _type(attribute):
 
 
 def _short(name):
-    """Leave out the graph's name, which MindIR puts before that of a Parameter."""
+    """Leave out the graph's name, which MindIR puts before the name of a Parameter."""
     return name.partition(":")[2]

@@ -3,7 +3,7 @@
     python -m scripts.benchmarks.long_records
     python -m scripts.benchmarks.long_records --steps 10000 100000
 
-Each runs in a process of its own. Times are those of its processor, without starting Python; machines differ, so
+Each runs in a process of its own. Times are of the processor, without the start of Python; machines differ, so
 compare them with the time that it takes to parse each line of the record as JSON.
 """
 
@@ -54,8 +54,8 @@ def write_record(path, steps):
     """Write what the monitor would record of an adaptive run whose ceilings wander."""
     random = np.random.default_rng(0)
     noise, level, wander = random.normal(0, 0.02, steps).tolist(), 0.0, []
-    for one in noise:
-        level = 0.9995 * level + one
+    for change in noise:
+        level = 0.9995 * level + change
         wander.append(level)
     ceilings = np.exp2(18 + np.array(wander) - 6 * (random.random(steps) < 0.001)).tolist()
     losses, rule = random.uniform(2, 3, steps).tolist(), AdaptiveRule()
@@ -66,9 +66,9 @@ def write_record(path, steps):
             overflow = before > ceiling
             lanes.advance(np.array([overflow]), np.array([np.nan]))
             [state] = lanes.states()
-            told = {"step": step, "loss": loss, "overflow": overflow, "loss_scale": before, "dropped_by_norm": False}
-            told |= {"next_loss_scale": state.loss_scale, **unknown}
-            line = {name: told[name] if name in told else getattr(state, name) for name in FIELDS}
+            values = {"step": step, "loss": loss, "overflow": overflow, "loss_scale": before, "dropped_by_norm": False}
+            values |= {"next_loss_scale": state.loss_scale, **unknown}
+            line = {name: values[name] if name in values else getattr(state, name) for name in FIELDS}
             file.write(json.dumps({"run": 7, **line} if step == 1 else line) + "\n")
 
 
@@ -86,7 +86,7 @@ def run(command):
 def measure(lengths):
     """Return for each command its seconds and memory at each length of the record."""
     start, _ = min(run(["-c", "pass"]) for _ in range(3))
-    found = {}
+    measurements = {}
     with tempfile.TemporaryDirectory() as folder:
         record, picture = str(Path(folder, "record.jsonl")), str(Path(folder, "run.png"))
         for steps in lengths:
@@ -94,20 +94,20 @@ def measure(lengths):
             run(["-c", WRITE, record, str(steps)])
             for name, command in commands(record, picture, steps).items():
                 seconds, memory = run(command)
-                found.setdefault(name, []).append((max(seconds - start, 0.001), memory))
-    return found
+                measurements.setdefault(name, []).append((max(seconds - start, 0.001), memory))
+    return measurements
 
 
 def tables(result):
     """Return the table of a result by its name, as a list of rows with the columns first."""
-    found, lengths = result["found"], result["steps"]
+    measurements, lengths = result["found"], result["steps"]
     growth = f"times as long, {lengths[0]:,} to {lengths[-1]:,} steps"
     rows = [["command", *(f"{steps:,} steps, s" for steps in lengths), growth, f"times {JSON}", "MB"]]
-    alone = found[JSON][-1][0]
-    for name, measured in found.items():
-        seconds = [one for one, _ in measured]
+    alone = measurements[JSON][-1][0]
+    for name, measured in measurements.items():
+        seconds = [value for value, _ in measured]
         ratios = f"{seconds[-1] / seconds[0]:.0f}", f"{seconds[-1] / alone:.1f}"
-        rows.append([name, *(f"{one:.2f}" for one in seconds), *ratios, f"{measured[-1][1]:.0f}"])
+        rows.append([name, *(f"{value:.2f}" for value in seconds), *ratios, f"{measured[-1][1]:.0f}"])
     return {"commands": rows}
 
 

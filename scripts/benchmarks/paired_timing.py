@@ -3,7 +3,7 @@
 Two compiled graphs of the same cell may differ by some percent, and other programs take time from all. So each way is
 built several times, in random order. In every round each of these copies makes one call, in random order again. A
 copy's time is the median, over the rounds, of its time against the median of all copies in that round; a way's is the
-mean over its copies, and the standard error is that of their differences.
+mean over its copies, and the standard error is the error of their differences.
 """
 
 import gc
@@ -90,7 +90,7 @@ def ratio(typical, name, base, above=None):
 
 
 def time_above(typical, name, above=None):
-    """Return the time of a way in milliseconds, above that of another if one is named, and its standard error."""
+    """Return the time of a way in milliseconds, minus the time of another if one is named, and its standard error."""
     value, error = typical[name]
     taken_off, of_taken_off = typical[above] if above is not None else (0.0, 0.0)
     return value - taken_off, math.hypot(error, of_taken_off)

@@ -73,7 +73,7 @@ def count_different(swept, replayed):
     """Return the number of configurations whose final states or measures differ between the sweep and the rule."""
     states = [state._asdict() for state in swept.final_states]
     by_sweep = list(map(numbers_of, swept.measures, states))
-    by_rule = [numbers_of(one.measures, one.final_state) for one in replayed]
+    by_rule = [numbers_of(replay.measures, replay.final_state) for replay in replayed]
     # Sums in another order: the last digits of a float may differ.
     same = np.isclose(by_sweep, by_rule, rtol=1e-9, atol=0.0, equal_nan=True)
     return int((~same.all(axis=1)).sum())

@@ -1,9 +1,9 @@
 # Make .venv with the pinned versions, or use the one that is there. Sourced by demo.sh and test.sh, which have gone
-# to the top of the project; afterwards `python` is that of .venv.
+# to the top of the project; afterwards `python` is the Python of .venv.
 
 source scripts/environment/python.sh
 
-# The stamp is written last: a .venv without it, or with that of other requirements, is not complete.
+# The stamp is written last: a .venv without it, or with the stamp of other requirements, is not complete.
 if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     echo "Installing MindSpore, MindFormers and the tools into .venv (about 3.5 GB) ..."
     python_for_venv=$(find_python)

@@ -3,7 +3,7 @@
     python scripts/examples/fine_tuning.py
     python scripts/examples/fine_tuning.py --rule guided
 
-The loss scale begins anew with the fine-tuning, because its ceiling has nothing to do with that of the pre-training.
+The loss scale begins anew with the fine-tuning: the ceiling of the pre-training says nothing about its ceiling.
 """
 
 import argparse

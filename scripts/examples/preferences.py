@@ -60,15 +60,15 @@ class PreferenceLoss(nn.Cell):
 def pairs(number, length):
     """Return the preferred samples and the others, bytes as int32 of shape (number, length)."""
     start = np.random.default_rng(2).integers(256, size=(number, 1))
-    place, prompt = np.arange(length), length // 2
-    back = np.where(place < prompt, place, 2 * prompt - 2 - place)
-    return ((start + place) % 256).astype(np.int32), ((start + back) % 256).astype(np.int32)
+    position, prompt = np.arange(length), length // 2
+    back = np.where(position < prompt, position, 2 * prompt - 2 - position)
+    return ((start + position) % 256).astype(np.int32), ((start + back) % 256).astype(np.int32)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
-    parser.add_argument("--layers", type=int, help="of the model (default: those of the YAML file)")
+    parser.add_argument("--layers", type=int, help="of the model (default: as in the YAML file)")
     arguments = parser.parse_args()
     init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))
     model = MindFormerConfig(str(CONFIG)).model
@@ -78,7 +78,8 @@ def main():
     batch_size, length = model.model_config.batch_size, model.model_config.seq_length + 1
     samples = pairs(STEPS * batch_size, length)
     before = [
-        np.concatenate([log_probability(Tensor(batch)).asnumpy() for batch in np.split(one, STEPS)]) for one in samples
+        np.concatenate([log_probability(Tensor(batch)).asnumpy() for batch in np.split(part, STEPS)])
+        for part in samples
     ]
     columns = ["preferred", "other", "preferred_before", "other_before"]
     dataset = NumpySlicesDataset((*samples, *before), columns, shuffle=False).batch(batch_size)

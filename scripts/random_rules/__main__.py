@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Rules that share a graph, and those of a process: MindSpore keeps something of each graph for good.
+# Rules that share a graph, and rules of a process: MindSpore keeps something of each graph for good.
 TOGETHER, OF_A_PROCESS = 5, 100
 OUTCOMES = ("same", "refused", "noticed", "different")
 

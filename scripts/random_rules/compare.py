@@ -30,7 +30,7 @@ class RandomRule(NamedTuple):
     Attributes:
         seed (int): the seed.
         path (Path): its module.
-        rules (list[Rule]): of its class, with other arguments; the first is that of the update cell.
+        rules (list[Rule]): of its class, with other arguments; the first is the update cell's.
         loss_scale (float): the initial one.
     """
 
@@ -66,19 +66,21 @@ def compare(random_rules, steps, of_cells=None):
         of_cells (dict, optional): what :func:`states_of_cells` returned for them. Default: None, they take the steps.
     """
     results, runs = [], []
-    for one in random_rules:
+    for random_rule in random_rules:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            runs.append(numpy_runs(one, steps, random_rules[0].seed // 100))
-            found = lane_differences(runs[-1])
-        others = [str(warning.message) for warning in caught if "nearer to 0 than 2^-126" not in str(warning.message)]
-        results.append("; ".join(others + found) or ("noticed" if caught else "same"))
+            runs.append(numpy_runs(random_rule, steps, random_rules[0].seed // 100))
+            problems = lane_differences(runs[-1])
+        unexpected = [
+            str(warning.message) for warning in caught if "nearer to 0 than 2^-126" not in str(warning.message)
+        ]
+        results.append("; ".join(unexpected + problems) or ("noticed" if caught else "same"))
     for mode, of_rules in (of_cells or states_of_cells(random_rules, steps)).items():
-        for place, states in enumerate(of_rules):
-            found = [differences(*pair) for pair in zip(states, runs[place][0].states[1:], strict=True)]
-            first = next((number for number, one in enumerate(found) if one), None)
-            if first is not None and results[place] != "noticed":
-                results[place] = f"{results[place]}; {mode}, step {first + 1}: {found[first]}".removeprefix("same; ")
+        for lane, states in enumerate(of_rules):
+            problems = [differences(*pair) for pair in zip(states, runs[lane][0].states[1:], strict=True)]
+            first = next((step for step, problem in enumerate(problems) if problem), None)
+            if first is not None and results[lane] != "noticed":
+                results[lane] = f"{results[lane]}; {mode}, step {first + 1}: {problems[first]}".removeprefix("same; ")
     return results
 
 
@@ -120,7 +122,7 @@ def path_of(paths, lane, steps):
 
 
 def lane_differences(runs):
-    """Return where rules side by side differ from each by itself: those of one class, and one rule many times."""
+    """Return where rules side by side differ from each by itself: rules of one class, and one rule many times."""
     return [*_lane_differences(runs, "lanes"), *_lane_differences([runs[0], *runs[3:]], "lanes of one rule")]
 
 
@@ -130,8 +132,8 @@ def _lane_differences(runs, way):
         overflow, gradient = zip(*(run.path[number] for run in runs), strict=True)
         lanes.step(np.array(overflow), np.array(gradient, np.float64))
         for lane, (state, run) in enumerate(zip(lanes.states(), runs, strict=True)):
-            if found := differences(state._asdict(), run.states[number + 1]):
-                return [f"{way}, lane {lane}, step {number + 1}: {found}"]
+            if difference := differences(state._asdict(), run.states[number + 1]):
+                return [f"{way}, lane {lane}, step {number + 1}: {difference}"]
     return []
 
 
@@ -163,23 +165,23 @@ class _SharedGraph(nn.Cell):
 
     def __init__(self, random_rules):
         super().__init__()
-        made = [RuleLossScaleUpdateCell(one.loss_scale, one.rules[0]) for one in random_rules]
-        self.update_cells = nn.CellList(made)
-        scales = [Tensor(one.loss_scale, mindspore.float32) for one in random_rules]
+        cells = [RuleLossScaleUpdateCell(random_rule.loss_scale, random_rule.rules[0]) for random_rule in random_rules]
+        self.update_cells = nn.CellList(cells)
+        scales = [Tensor(random_rule.loss_scale, mindspore.float32) for random_rule in random_rules]
         self.scales = mindspore.ParameterTuple(
-            [Parameter(scale, name=f"scale_{place}") for place, scale in enumerate(scales)]
+            [Parameter(scale, name=f"scale_{number}") for number, scale in enumerate(scales)]
         )
-        for cell, scale in zip(made, self.scales, strict=True):
+        for cell, scale in zip(cells, self.scales, strict=True):
             cell.bind_loss_scale(scale)
             if cell.needs_gradients:
                 cell.declare_signal()
-        self.count = len(made)
+        self.count = len(cells)
 
     def construct(self, overflow, largest_gradient):
-        for place in range(self.count):
-            if self.update_cells[place].needs_gradients:
-                ops.assign(self.update_cells[place].largest_gradient, largest_gradient)
-            self.update_cells[place](self.scales[place], overflow)
+        for number in range(self.count):
+            if self.update_cells[number].needs_gradients:
+                ops.assign(self.update_cells[number].largest_gradient, largest_gradient)
+            self.update_cells[number](self.scales[number], overflow)
         return overflow
 
 

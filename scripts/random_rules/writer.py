@@ -203,13 +203,13 @@ class _Writer:
 
     def keep_table(self):
         number, flag, lowest = self.value("int32", 0, 0), self.value("bool", 0, 1), self.pick((-2, 0, 5))
-        one, other = f"t{self.made}", f"u{self.made}"
+        first, other = f"t{self.made}", f"u{self.made}"
         inner = ("number * 3 - flag, number if flag else self.steps", "int(number > self.size), number // 2")
         self.lines.append(f"def table{self.made}(number, flag):")
         self.lines.append(f"    return {self.pick(inner)}")
         span = f"({number}, {lowest}, {lowest} + self.size)"
-        self.lines.append(f"{one}, {other} = tabulate(table{self.made}, number={span}, flag={flag})")
-        self.know("int32", 0, one, other, one, other)
+        self.lines.append(f"{first}, {other} = tabulate(table{self.made}, number={span}, flag={flag})")
+        self.know("int32", 0, first, other, first, other)
         self.made += 1
 
     def keep_state(self):
@@ -252,12 +252,12 @@ class _Writer:
         handed_on = dict(self.pick((swapped, taken)))
         if self.counts_clean_steps:
             handed_on["many"] = "state.clean_steps + 1"
-        one = f"{before}.replace({_named(self.changes(share, handed_on, '0'))})"
+        changed = f"{before}.replace({_named(self.changes(share, handed_on, '0'))})"
         # Often next to nothing changes on this side, as in a step without an event.
         share = self.pick((share, 0.0))
         other = f"{before}.replace({_named(self.changes(share, handed_on, 'state.clean_steps + 1'))})"
         flag = self.pick(("seen.overflow", "seen.overflow", self.value("bool", 0, 1)))
-        after = self.pick((one, *(f"where({flag}, {one}, {side})" for side in (other, other, before))))
+        after = self.pick((changed, *(f"where({flag}, {changed}, {side})" for side in (other, other, before))))
         if self.chance(0.25):
             # What was picked is needed by something else too.
             self.lines.append(f"after = {after}")
@@ -293,7 +293,7 @@ class _Writer:
         ways = [_VECTOR_WAYS[dtype] if length else _NUMBER_WAYS[dtype], _WAYS[dtype][0], *_WAYS[dtype]]
         way = self.pick(self.pick(ways).split("; "))
         some = _Operands(self, dtype, length, depth)
-        return re.sub(r"(?<![\w.])(?:[a-zA-Z]|FF|FG|II|IJ)(?![\w(.])", lambda found: some[found[0]], way)
+        return re.sub(r"(?<![\w.])(?:[a-zA-Z]|FF|FG|II|IJ)(?![\w(.])", lambda match: some[match[0]], way)
 
 
 def _named(changes):

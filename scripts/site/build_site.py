@@ -87,9 +87,9 @@ def write_sources(language, folder):
     rows = "".join(_ROW.findall(first.read_text(encoding="utf-8")))
     ordered = [pages[(ROOT / link).resolve()] for link in dict.fromkeys(_PAGE.findall(rows))]
     # The raw tables, and the changes.
-    others = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
+    unlisted = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
     words = WORDS[language]
-    ordered += [f"{words['changes']} <{page}>" if page == "changelog.md" else page for page in sorted(others)[::-1]]
+    ordered += [f"{words['changes']} <{page}>" if page == "changelog.md" else page for page in sorted(unlisted)[::-1]]
     with open(folder / "index.md", "a", encoding="utf-8") as index:
         index.write(toctree(words["pages"], ordered) + toctree(words["reference"], ["reference/index"]))
 

@@ -113,7 +113,7 @@ def measure(figure, file):
 def kept(printed, begins):
     """Return the printed lines from the first that begins so."""
     lines = printed.rstrip().splitlines()
-    first = next(place for place, line in enumerate(lines) if line.startswith(begins))
+    first = next(number for number, line in enumerate(lines) if line.startswith(begins))
     # The demo numbers its folders.
     return [re.sub(r"\bdemo_\d+", "demo_1", line) for line in lines[first:]]
 

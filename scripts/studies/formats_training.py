@@ -3,9 +3,9 @@
     python -m scripts.studies.formats_training
 
 Each task is trained in FP32 and in each format: at fixed loss scales, by MindSpore's dynamic scaling and by both rules.
-Of the 8-bit formats the first is that of the matrices, the second that of the gradients. Also draws
+Of the 8-bit formats the first is the format of the matrices, the second the format of the gradients. Also draws
 docs/images/quality_by_format.svg. With --add the runs that the file of --json has are not trained again, but for the
-methods that are named, such as those of the guided rule:
+methods that are named, such as the ones of the guided rule:
 
     python -m scripts.studies.formats_training --add --again guided --json docs/figures/formats.json
 """
@@ -65,7 +65,7 @@ DIGITS = 5
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
-    parser.add_argument("--seeds", type=reporting.positive, help="at most so many (default: those of each task)")
+    parser.add_argument("--seeds", type=reporting.positive, help="at most so many (default: as many as each task has)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
     parser.add_argument("--add", action="store_true", help="to what the file of --json has")
     parser.add_argument("--again", metavar="NAME", help="with --add: train methods again that have this in their names")
@@ -110,7 +110,7 @@ def measure(tasks, key, name, again, seeds):
 
 
 def train_missing(trainings, methods, runs, again, seeds):
-    """Add to the runs by method those of the seeds that are missing, and yield each method that was trained."""
+    """Add to the runs by method the runs of the seeds that are missing, and yield each method that was trained."""
     for method, how in methods.items():
         of_method = runs.setdefault(method, [])
         if again and again in method:
@@ -167,8 +167,8 @@ def less_best_fixed(task, runs, method):
     """
     sign = 1.0 if task["higher_is_better"] else -1.0
     fixed = [sign * qualities(runs[name]) for name in runs if name.startswith("2^")]
-    others = [[np.delete(each, seed).mean() for each in fixed] for seed in range(len(fixed[0]))]
-    best = np.array([fixed[int(np.argmax(means))][seed] for seed, means in enumerate(others)])
+    without_seed = [[np.delete(each, seed).mean() for each in fixed] for seed in range(len(fixed[0]))]
+    best = np.array([fixed[int(np.argmax(means))][seed] for seed, means in enumerate(without_seed)])
     return sign * qualities(runs[method]) - best
 
 
@@ -212,10 +212,10 @@ def most_skipped(runs):
 
 def verdict(founds, less):
     """What find says without scaling, by seed, and whether the result is worse than at the best fixed scale."""
-    lost = [one["lost"] for one in founds if one["lost"] is not None]
+    lost = [recommendation["lost"] for recommendation in founds if recommendation["lost"] is not None]
     ends = dict.fromkeys(f"{100 * share:.0f}" for share in (min(lost), max(lost)))
     shares = f"{' to '.join(ends)} %"
-    said = [{True: "yes", False: "no", None: "not known"}[one["needs_scaling"]] for one in founds]
+    said = [{True: "yes", False: "no", None: "not known"}[recommendation["needs_scaling"]] for recommendation in founds]
     counts = "; ".join(f"{word} ({said.count(word)})" for word in dict.fromkeys(said))
     middle, half = mean_and_interval(less)
     suffers = "yes" if middle < -half else "no difference shown" if abs(middle) <= half else "no"

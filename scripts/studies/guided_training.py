@@ -63,8 +63,8 @@ def summary(record):
     """Return what is kept of a run, so that a test can repeat a part of it.
 
     These are the steps skipped before the first that was applied, those after it, the mean loss of the last applied
-    steps and that of the ``EARLY`` ones; and by step log2 of the loss scale, with an exclamation mark if it overflowed,
-    or after a slash that of the largest scale that its gradients allow, where they were measured.
+    steps and of the ``EARLY`` ones; and by step log2 of the loss scale, with an exclamation mark if it overflowed,
+    or after a slash log2 of the largest scale that its gradients allow, where they were measured.
     """
     flags = [row["overflow"] for row in record]
     before = flags.index(False)

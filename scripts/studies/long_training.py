@@ -59,7 +59,7 @@ def main():
     places = list(itertools.product(range(arguments.seeds), arguments.ways))
     with ThreadPoolExecutor(arguments.processes) as pool:
         # The seed comes first, so that what is there early has all ways of one seed.
-        list(pool.map(lambda place: finish_run(place[1], place[0], arguments), places))
+        list(pool.map(lambda way_and_seed: finish_run(way_and_seed[1], way_and_seed[0], arguments), places))
     runs = whole_runs(arguments.results, arguments.steps)
     result = {"steps": arguments.steps, "ways": {way: list(map(summary, each)) for way, each in runs.items()}}
     print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
@@ -102,8 +102,8 @@ def train_piece(way, seed, arguments):
     from scripts.studies.worth_training import use_one_thread
 
     use_one_thread()
-    seed, kept = int(seed), file_of(arguments.unfinished, way, int(seed))
-    training = LongTraining(way, seed, arguments.steps, kept)
+    seed, file = int(seed), file_of(arguments.unfinished, way, int(seed))
+    training = LongTraining(way, seed, arguments.steps, file)
     end = min((training.step // arguments.piece + 1) * arguments.piece, arguments.steps)
     training.go_on(end)
     if end == arguments.steps:
@@ -119,9 +119,9 @@ class LongTraining:
         way (str): a key of ``WAYS``.
         seed (int): of weights and data.
         steps (int): for which the learning rate is planned.
-        kept (Path): what is written of it every ``SAVE_EVERY`` steps and at the end of a piece, beside a checkpoint.
+        file (Path): what is written of it every ``SAVE_EVERY`` steps and at the end of a piece, beside a checkpoint.
         look_every (int): after how many steps it is looked at.
-        **changes: values of the model's section in the YAML file, beside those of ``LLAMA``.
+        **changes: values of the model's section in the YAML file, beside the values of ``LLAMA``.
 
     Attributes:
         seen (dict): the ``way``, the ``seed``, ``steps``; ``skipped``, the numbers of the skipped steps, from 0;
@@ -129,11 +129,11 @@ class LongTraining:
             between looks; and ``looks``, as ``worth_training.Trainings.run`` has them.
     """
 
-    def __init__(self, way, seed, steps, kept, look_every=LOOK_EVERY, **changes):
+    def __init__(self, way, seed, steps, file, look_every=LOOK_EVERY, **changes):
         from scripts.studies.worth_tasks import Llama
         from scripts.studies.worth_training import Trainings, weights_of
 
-        self.kept, self.look_every = kept, look_every
+        self.file, self.look_every = file, look_every
         task = Llama(steps, **LLAMA | changes)
         task.held_out_batches = HELD_OUT_BATCHES
         self.method, self.trainings, self.data = method_of(way), Trainings(task, look_every), task.data(seed)
@@ -142,7 +142,7 @@ class LongTraining:
         self.seen = {**self.settings, "skipped": [], "scales": [], "losses": [], "looks": []}
         self.step, self.losses = 0, []
         self.compiled.begin(self.method.start, weights_of(task.network(self.method.dtype, seed)))
-        if kept.exists():
+        if file.exists():
             self._restore()
 
     def go_on(self, end):
@@ -178,38 +178,38 @@ class LongTraining:
         """Write a checkpoint, and then what names it, so that one that is not whole is never read."""
         from mindspore import save_checkpoint
 
-        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         checkpoint = self._checkpoint(self.step)
         save_checkpoint(self.compiled.train_step, str(checkpoint))
         state = {"step": self.step, "losses": self.losses, "last_ceiling": self.trainings.last_ceiling}
-        write_json(self.kept, {**state, "seen": self.seen})
-        for other in set(self.kept.parent.glob(f"{self.kept.stem}-*.ckpt")) - {checkpoint}:
+        write_json(self.file, {**state, "seen": self.seen})
+        for other in set(self.file.parent.glob(f"{self.file.stem}-*.ckpt")) - {checkpoint}:
             other.unlink()
 
     def _restore(self):
         from mindspore import load_checkpoint, load_param_into_net
 
-        kept = json.loads(self.kept.read_text(encoding="utf-8"))
-        of_kept = {name: kept["seen"].get(name) for name in self.settings}
-        if of_kept != self.settings:
+        state = json.loads(self.file.read_text(encoding="utf-8"))
+        recorded = {name: state["seen"].get(name) for name in self.settings}
+        if recorded != self.settings:
             raise ValueError(
-                f"{self.kept} must be of a run with {self.settings}, but got one with {of_kept}. Remove it, or give "
+                f"{self.file} must be of a run with {self.settings}, but got one with {recorded}. Remove it, or give "
                 "another --unfinished."
             )
-        self.step, self.losses, self.seen = kept["step"], kept["losses"], kept["seen"]
-        self.trainings.last_ceiling = kept["last_ceiling"]
+        self.step, self.losses, self.seen = state["step"], state["losses"], state["seen"]
+        self.trainings.last_ceiling = state["last_ceiling"]
         checkpoint = load_checkpoint(str(self._checkpoint(self.step)))
         missing, unknown = load_param_into_net(self.compiled.train_step, checkpoint, strict_load=True)
         if missing or unknown:
-            raise ValueError(f"the checkpoint of {self.kept} must have all Parameters, but got none of {missing}")
+            raise ValueError(f"the checkpoint of {self.file} must have all Parameters, but got none of {missing}")
 
     def _checkpoint(self, step):
-        return self.kept.with_name(f"{self.kept.stem}-{step}.ckpt")
+        return self.file.with_name(f"{self.file.stem}-{step}.ckpt")
 
     def forget(self):
         """Remove what was kept to go on."""
         self._checkpoint(self.step).unlink()
-        self.kept.unlink()
+        self.file.unlink()
 
 
 def method_of(way):

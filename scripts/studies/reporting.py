@@ -53,10 +53,10 @@ def table(rows):
         >>> list(table([["step", "loss"], ["1", "2.5"]]))
         ['| step | loss |', '|---|---|', '| 1 | 2.5 |']
     """
-    columns, *others = rows
+    columns, *body = rows
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
-    for row in others:
+    for row in body:
         yield "| " + " | ".join(row) + " |"
 
 
@@ -70,11 +70,11 @@ def with_captions(tables, captions):
 def output_to_stderr():
     """Send all that is written to the standard output, by C++ too, to the standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    standard_output = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(standard_output, 1)
+        os.close(standard_output)

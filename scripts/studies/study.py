@@ -90,7 +90,7 @@ def main():
     arguments = parser.parse_args()
     steps, seeds = arguments.steps, arguments.seeds
     traces = traces_by_place(steps, seeds)
-    exact = {place: of_kind for place, of_kind in traces.items() if place[0] == EXACT}
+    exact = {key: of_kind for key, of_kind in traces.items() if key[0] == EXACT}
     result = {
         "steps": steps,
         "seeds": seeds,
@@ -129,14 +129,14 @@ def study(policies, traces):
     """
     flat = [trace for of_place in traces.values() for trace in of_place]
     results = {}
-    for policy, one in policies.items():
+    for policy, configuration in policies.items():
         # All traces side by side: a step of many takes hardly longer than a step of one.
-        each = iter(replay_side_by_side([one.rule] * len(flat), [one.start] * len(flat), flat))
+        each = iter(replay_side_by_side([configuration.rule] * len(flat), [configuration.start] * len(flat), flat))
         for (group, kind), of_place in traces.items():
             measures = [next(each)[0] for _ in of_place]
             results.setdefault(group, {}).setdefault(policy, {})[kind] = {
-                "skipped": float(np.mean([1000 * one.skipped / one.steps for one in measures])),
-                "headroom_lost": float(np.mean([one.headroom_lost for one in measures])),
+                "skipped": float(np.mean([1000 * run.skipped / run.steps for run in measures])),
+                "headroom_lost": float(np.mean([run.headroom_lost for run in measures])),
             }
     for by_policy in results.values():
         for on_kinds in by_policy.values():
@@ -156,8 +156,8 @@ def regime_study(steps, seeds):
     results = {}
     for change, kinds in CHANGES.items():
         places = [(kind, steps, seed) for kind in kinds for seed in range(seeds)]
-        traces = [synthetic_trace(*place) for place in places]
-        levels = [regime_levels(*place) for place in places]
+        traces = [synthetic_trace(*key) for key in places]
+        levels = [regime_levels(*key) for key in places]
         results[change] = {}
         for policy, configuration in REGIME_POLICIES.items():
             scales, overflows = scales_on(configuration, traces)
@@ -175,7 +175,9 @@ def scales_on(configuration, traces):
     """Replay a configuration on traces; return the scales and the overflows, arrays of shape (traces, steps)."""
     count = len(traces)
     lanes = Lanes([configuration.rule] * count, [configuration.start] * count)
-    ceilings, gradients = (np.stack([getattr(one, name) for one in traces]) for name in ("ceiling", "largest_gradient"))
+    ceilings, gradients = (
+        np.stack([getattr(trace, name) for trace in traces]) for name in ("ceiling", "largest_gradient")
+    )
     scales = np.empty(ceilings.shape)
     for step in range(ceilings.shape[1]):
         scales[:, step] = lanes.loss_scale
@@ -221,8 +223,11 @@ def price_table(results):
 
 def cheapest_rates(on_kind):
     """The smallest and the largest price of a bit at which no policy costs less than the adaptive rule, or None."""
-    own = on_kind[ADAPTIVE]
-    pairs = [(own["skipped"] - row["skipped"], row["headroom_lost"] - own["headroom_lost"]) for row in on_kind.values()]
+    adaptive = on_kind[ADAPTIVE]
+    pairs = [
+        (adaptive["skipped"] - row["skipped"], row["headroom_lost"] - adaptive["headroom_lost"])
+        for row in on_kind.values()
+    ]
     low = max([0.0, *(skipped / bits for skipped, bits in pairs if bits > 0)])
     high = min([math.inf, *(skipped / bits for skipped, bits in pairs if bits < 0)])
     always_dearer = any(skipped > 0 for skipped, bits in pairs if bits == 0)

@@ -145,12 +145,12 @@ def who_wins(result):
     """By pair of methods, on which tasks the interval of the results says that one is better."""
     rows = [["of", "against", "better", "worse", "no difference shown"]]
     for first, second in PAIRS:
-        found = {first: [], second: [], "-": []}
+        won = {first: [], second: [], "-": []}
         for task in result["tasks"].values():
             if (first, second) in pairs_of(task):
                 quality = difference(task, first, second, quality_of)
-                found[winner(quality, first, second, task["higher_is_better"])].append(task["name"])
-        rows.append([first, second, *("; ".join(names) or "-" for names in found.values())])
+                won[winner(quality, first, second, task["higher_is_better"])].append(task["name"])
+        rows.append([first, second, *("; ".join(names) or "-" for names in won.values())])
     return rows
 
 
@@ -164,7 +164,7 @@ def skipped_of(run):
 def difference(task, first, second, figure):
     """Return the mean of the paired differences, and half of the interval's width; nan for one seed."""
     pairs = zip(task["runs"][first], task["runs"][second], strict=True)
-    return mean_and_interval(np.array([figure(one) - figure(other) for one, other in pairs], float))
+    return mean_and_interval(np.array([figure(value) - figure(other) for value, other in pairs], float))
 
 
 def mean_and_interval(values):
@@ -174,14 +174,14 @@ def mean_and_interval(values):
     return float(np.mean(values)), float(half)
 
 
-def interval(found, digits):
-    middle, half = found
+def interval(result, digits):
+    middle, half = result
     return f"{middle:+.{digits}f} ± {half:.{digits}f}"
 
 
-def winner(found, first, second, higher_is_better=False):
+def winner(result, first, second, higher_is_better=False):
     """Return the one that the interval says is better, or ``-``."""
-    middle, half = found
+    middle, half = result
     if not abs(middle) > half:
         return "-"
     return first if (middle > 0) == higher_is_better else second

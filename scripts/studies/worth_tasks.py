@@ -54,8 +54,8 @@ def batches(samples, order, size):
 class Task:
     """What a training learns, and how its result is measured: by a loss, unless a task says otherwise.
 
-    A task has a ``name``, words ``about`` it for the report, the number of ``steps``, and that of the steps after which
-    a run is looked at again, ``look_every``.
+    A task has a ``name``, words ``about`` it for the report, the number of ``steps``, and ``look_every``, the number of
+    steps after which a run is looked at again.
     """
 
     train_step_cell = TrainOneStepWithLossScaleCell
@@ -102,9 +102,9 @@ class Branches(nn.Cell):
     def construct(self, points, targets, weights):
         shared = ops.tanh(self.first(points))
         outputs = ()
-        for place in range(self.outputs):
-            hidden = ops.tanh(self.middle[place](shared))
-            outputs += (ops.cast(self.last[place](hidden), mstype.float32),)
+        for number in range(self.outputs):
+            hidden = ops.tanh(self.middle[number](shared))
+            outputs += (ops.cast(self.last[number](hidden), mstype.float32),)
         # MindSpore prints a message about the concatenation of a single Tensor.
         together = ops.concat(outputs, 1) if self.outputs > 1 else outputs[0]
         errors = ops.square(together * self.factors - targets)
@@ -336,7 +336,7 @@ class Lora(Llama):
 
 
 def task_of(key, llama):
-    """Return a task by its key; those of the Llama are made with these arguments."""
+    """Return a task by its key; the Llama tasks are made with these arguments."""
     if key in SMALL_TASKS:
         return SMALL_TASKS[key]
     return Digits() if key == "digits" else {"llama": Llama, "lora": Lora}[key](**llama)

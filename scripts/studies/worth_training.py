@@ -149,7 +149,7 @@ class CompiledTraining:
 
     @property
     def loss_scale(self):
-        """That of the next step."""
+        """The scale of the next step."""
         return float(self.train_step.scale_sense.asnumpy())
 
 
@@ -207,7 +207,7 @@ class Trainings:
         Args:
             method (Method): how to scale.
             seed (int): of weights and data.
-            steps (int, optional): how many. Default: None, those of the task.
+            steps (int, optional): how many. Default: None, the steps of the task.
 
         Returns:
             dict: ``start``, ``skipped`` (the numbers of the skipped steps, from 0), ``steps``, ``looks`` (``step``,
@@ -256,7 +256,7 @@ class Trainings:
         @functools.cache
         def gradients(exponent):
             _, each, _ = self._backward(Tensor(2.0**exponent, mstype.float32), *batch)
-            flat = np.concatenate([one.asnumpy().ravel() for one in each])
+            flat = np.concatenate([array.asnumpy().ravel() for array in each])
             return flat if np.isfinite(flat).all() else None
 
         exponent = self.last_ceiling

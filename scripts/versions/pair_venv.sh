@@ -1,5 +1,5 @@
 # Make .venv_MINDSPORE_MINDFORMERS with a pair of versions, or use the one that is there. Sourced by scripts that set
-# mindspore_version and mindformers_version and have gone to the top of the project; afterwards `python` is that of the
+# mindspore_version and mindformers_version and have gone to the top of the project; afterwards `python` is the Python of the
 # environment. PYTHON names another Python to make it with.
 
 source scripts/environment/python.sh

@@ -104,11 +104,11 @@ def train_both(build, build_optimizer=adamw, batches=None, start=START, **argume
     stock_cell = mindformers.wrapper.MFTrainOneStepCell
     stock = _train_step(stock_cell, build, build_optimizer, Tensor(start, mstype.float32), arguments)
     stock.ascend_910b_target, stock.enable_allfinite = True, False
-    own = {*update_cell.parameters_dict(), "scale_sense"}
+    of_cell = {*update_cell.parameters_dict(), "scale_sense"}
     rule = AdaptiveRule(**WINDOWS)
     state = rule.start(start, 4)
     seen = Seen([], [], [], 0, [])
-    before = _values(ours, own)
+    before = _values(ours, of_cell)
     for number, batch in enumerate(rows() if batches is None else batches, start=1):
         stock.set_sense_scale(Tensor(state.loss_scale, mstype.float32))
         outputs = [_arrays(step(*map(Tensor, batch))) for step in (ours, stock)]
@@ -116,11 +116,11 @@ def train_both(build, build_optimizer=adamw, batches=None, start=START, **argume
         state = rule.step(state, overflow)
         assert float(outputs[0][2]) == state.loss_scale, number
         # All outputs but the loss scale, which the stock cell returns as it was.
-        for one, other in zip(outputs[0], outputs[1], strict=True):
-            if one is not outputs[0][2]:
-                np.testing.assert_array_equal(one, other, err_msg=f"step {number}")
-        after = _values(ours, own)
-        for name, value in _values(stock, own).items():
+        for ours_output, other in zip(outputs[0], outputs[1], strict=True):
+            if ours_output is not outputs[0][2]:
+                np.testing.assert_array_equal(ours_output, other, err_msg=f"step {number}")
+        after = _values(ours, of_cell)
+        for name, value in _values(stock, of_cell).items():
             np.testing.assert_array_equal(after[name], value, err_msg=f"{name} after step {number}")
         if overflow:
             changed = {name for name in after if not np.array_equal(before[name], after[name], equal_nan=True)}
@@ -141,8 +141,8 @@ def _train_step(cell, build, build_optimizer, scale_sense, arguments):
     return cell(network, build_optimizer(network), scale_sense=scale_sense, **arguments).set_train()
 
 
-def _values(train_step, own):
-    return {name: it.asnumpy().copy() for name, it in train_step.parameters_dict().items() if name not in own}
+def _values(train_step, of_cell):
+    return {name: it.asnumpy().copy() for name, it in train_step.parameters_dict().items() if name not in of_cell}
 
 
 def _arrays(outputs):

@@ -14,8 +14,8 @@ _TENSOR_TYPES = {"FLOAT", "INT32", "BOOL"}
 # computes with an int64.
 _PLAIN_CONSTANTS = {
     *(("INT64", name, 1) for name in ("Cast", "TupleGetItem", "Argmin", "ExpandDims")),
-    *(("INT64", name, place) for name, place in (("Argmin", 2), ("Gather", 2), ("Gather", 3))),
-    *((kind, "ReduceSum", place) for kind, place in (("TUPLE", 1), ("BOOL", 2), ("BOOL", 3))),
+    *(("INT64", name, position) for name, position in (("Argmin", 2), ("Gather", 2), ("Gather", 3))),
+    *((kind, "ReduceSum", position) for kind, position in (("TUPLE", 1), ("BOOL", 2), ("BOOL", 3))),
 }
 
 
@@ -25,7 +25,9 @@ def control_flow(graph):
 
 def forbidden_tensors(graph):
     """The tensors of Parameters, inputs, outputs, constants and nodes that are not float32, int32 or bool."""
-    return {(kind, place) for kind in graph.tensor_types.keys() - _TENSOR_TYPES for place in graph.tensor_types[kind]}
+    return {
+        (kind, position) for kind in graph.tensor_types.keys() - _TENSOR_TYPES for position in graph.tensor_types[kind]
+    }
 
 
 def forbidden_plain_constants(graph):

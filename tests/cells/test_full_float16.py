@@ -33,11 +33,11 @@ def train_network(manager):
 
 def take(network, steps):
     inputs = data()
-    found = []
+    outcomes = []
     for _ in range(steps):
         loss, overflow, scale = network(*inputs)[:3]
-        found.append((float(loss), bool(overflow), float(scale)))
-    return found
+        outcomes.append((float(loss), bool(overflow), float(scale)))
+    return outcomes
 
 
 @pytest.mark.parametrize("manager", MANAGERS)

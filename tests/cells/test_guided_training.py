@@ -203,9 +203,9 @@ def test_the_script_prints_what_its_records_hold():
         return [row | {"loss_scale": 2.0, "largest_gradient": 0.5} for row in rows]
 
     runs = [record("!!.!." + 40 * ".", 2.0), record(45 * ".", 3.0)]
-    kept = summary(runs[0])
-    assert kept.pop("scales").split()[:5] == ["1!", "1!", "1/16", "1!", "1/16"]
-    assert kept == {"before": 2, "after": 1, "loss": 2.0, "early": 2.0}
+    saved = summary(runs[0])
+    assert saved.pop("scales").split()[:5] == ["1!", "1!", "1/16", "1!", "1/16"]
+    assert saved == {"before": 2, "after": 1, "loss": 2.0, "early": 2.0}
     training = {"from": 2**32, "rule": "guided", "runs": list(map(summary, runs))}
     [[_, row]] = tables({"trainings": [training]}).values()
     assert row == ["2^32", "guided", "2, 0", "1, 0", "2.000, 3.000", "2.500"]

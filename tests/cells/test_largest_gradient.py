@@ -129,7 +129,7 @@ def test_the_graph_of_a_train_step_with_another_cell_is_what_it_was(graph_mode):
 
 
 class OwnDetection(TrainOneStepWithLossScaleCell):
-    """A train step that looks for overflows itself, as those of some libraries do."""
+    """A train step that looks for overflows itself, as the train steps of some libraries do."""
 
     def construct(self, *inputs):
         loss = self.network(*inputs)

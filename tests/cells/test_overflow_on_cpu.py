@@ -29,9 +29,9 @@ class Detection(nn.Cell):
         return has_inf_or_nan(gradients), self.largest_gradient(gradients), ops.logical_not(amp.all_finite(gradients))
 
 
-def gradients_of(dtype, value, place, at):
+def gradients_of(dtype, value, number, at):
     arrays = [np.random.default_rng(7).normal(size=shape).astype(np.float32) for shape in SHAPES]
-    arrays[place].reshape(-1)[at] = value
+    arrays[number].reshape(-1)[at] = value
     return mindspore.mutable(tuple(Tensor(array, dtype) for array in arrays))
 
 
@@ -39,7 +39,7 @@ def elements(size):
     return sorted({0, 1, size // 2, size - 1} & set(range(size)))
 
 
-PLACES = [(place, at) for place, shape in enumerate(SHAPES) for at in elements(int(np.prod(shape)))]
+PLACES = [(number, at) for number, shape in enumerate(SHAPES) for at in elements(int(np.prod(shape)))]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -48,9 +48,9 @@ def test_an_inf_or_nan_anywhere_is_an_overflow_and_no_finite_number_is(mode, dty
     largest_of = {"float32": np.finfo(np.float32).max, "float16": 65504.0}[dtype]
     finite = [float(np.clip(value, -largest_of, largest_of)) for value in FINITE]
     seen = set()
-    for value, (place, at) in itertools.product(finite + NOT_FINITE, PLACES):
-        gradients = gradients_of(getattr(mindspore, dtype), value, place, at)
+    for value, (number, at) in itertools.product(finite + NOT_FINITE, PLACES):
+        gradients = gradients_of(getattr(mindspore, dtype), value, number, at)
         answers = {bool(answer) for answer in detection(gradients)}
-        assert answers == {not np.isfinite(value)}, (value, place, at)
+        assert answers == {not np.isfinite(value)}, (value, number, at)
         seen |= answers
     assert seen == {True, False}

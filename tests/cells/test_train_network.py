@@ -152,13 +152,13 @@ def test_start_that_is_no_power_of_two_gives_one_warning(kind):
 @pytest.mark.parametrize("factor", [100, 3000])
 def test_a_factor_that_looks_like_a_window_is_warned_of(factor):
     dense = Dense()
-    told = f"'scale_factor' of {{}} is {factor}: .* name it: scale_window={factor}"
-    with pytest.warns(UserWarning, match=told.format("AdaptiveLossScaleManager")):
+    message = f"'scale_factor' of {{}} is {factor}: .* name it: scale_window={factor}"
+    with pytest.warns(UserWarning, match=message.format("AdaptiveLossScaleManager")):
         AdaptiveLossScaleManager(4, factor)
     manager = amp.DynamicLossScaleManager(4, factor)
-    with pytest.warns(UserWarning, match=told.format("DynamicLossScaleManager")):
+    with pytest.warns(UserWarning, match=message.format("DynamicLossScaleManager")):
         build_train_network(dense.network, dense.optimizer(), level="O0", loss_scale_manager=manager)
-    # A factor that is none of these.
+    # Any other factor.
     AdaptiveLossScaleManager(4, 16)
     build_train_network(
         dense.network, dense.optimizer(), level="O0", loss_scale_manager=amp.DynamicLossScaleManager(4, 16)

@@ -257,9 +257,9 @@ def test_the_log_says_once_which_cell_of_which_package_scales_the_loss(mindforme
     assert f"Loss scaling by {line}" in mindformers_log.text
 
 
-@pytest.mark.parametrize("given", [5, 2.5, None])
-def test_a_number_in_place_of_a_vector_is_named(given):
+@pytest.mark.parametrize("number", [5, 2.5, None])
+def test_a_number_in_place_of_a_vector_is_named(number):
     cell = GradientGuidedLossScaleUpdateCell(1024)
     state = {name: value for name, value in cell.state_dict().items() if not name.startswith("overflow_rate")}
-    with pytest.raises(TypeError, match=f"'overflow_rate' must be 16 numbers, but got {given}"):
-        cell.load_state_dict({**state, "overflow_rate": given})
+    with pytest.raises(TypeError, match=f"'overflow_rate' must be 16 numbers, but got {number}"):
+        cell.load_state_dict({**state, "overflow_rate": number})

@@ -45,12 +45,12 @@ class KeepGradients(nn.Optimizer):
 
     def __init__(self, weights):
         super().__init__(1.0, weights)
-        kept = [Parameter(Tensor(np.zeros(SIZE, np.float32)), name=f"kept_{weight.name}") for weight in weights]
-        self.kept = ParameterTuple(kept)
+        copies = [Parameter(Tensor(np.zeros(SIZE, np.float32)), name=f"kept_{weight.name}") for weight in weights]
+        self.kept = ParameterTuple(copies)
 
     def construct(self, gradients):
-        for kept, gradient in zip(self.kept, gradients):  # noqa: B905  MindSpore compiles no keyword of zip
-            ops.assign(kept, ops.cast(gradient, mstype.float32))
+        for copy, gradient in zip(self.kept, gradients):  # noqa: B905  MindSpore compiles no keyword of zip
+            ops.assign(copy, ops.cast(gradient, mstype.float32))
         return True
 
 
@@ -107,16 +107,16 @@ def test_gradients_are_those_of_float64_at_every_scale(mode, way):
         step.set_sense_scale(Tensor(scale, mstype.float32))
         batch = np.stack([x, x]) if way == "accumulation" else x
         assert not bool(step(Tensor(batch))[1]), scale
-        for weight, kept in zip(network.weights, optimizer.kept, strict=True):
+        for weight, copy in zip(network.weights, optimizer.kept, strict=True):
             relative, absolute = ROUNDING[weight.dtype]
             used = np.float64(np.float32(scale))
             expected = rounded(x * np.float32(scale), weight.dtype).astype(np.float64) / used
             # The sum over micro batches is rounded too, and is of halves, which may be subnormal.
             relative = relative * (4 if way == "accumulation" else 1.01) + 2.0**-23
-            np.testing.assert_allclose(kept.asnumpy(), expected, relative, absolute, err_msg=str(scale))
+            np.testing.assert_allclose(copy.asnumpy(), expected, relative, absolute, err_msg=str(scale))
             if weight.dtype == mstype.float32 and way == "cell":
                 scaled = x * np.float32(scale)
-                np.testing.assert_array_equal(kept.asnumpy(), scaled * (np.float32(1) / np.float32(scale)))
+                np.testing.assert_array_equal(copy.asnumpy(), scaled * (np.float32(1) / np.float32(scale)))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_value_of_a_policy_is_refused(run_program, value, message):
     assert re.search(message, said, re.DOTALL) or message in said
 
 
-# A rule of one's own that does not say what is wrong with its argument.
+# A user's rule that does not say what is wrong with its argument.
 EVERY = """\
 from mindformers_adaptive import rules
 
@@ -145,8 +145,8 @@ def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, a
     assert message in said
 
 
-def line(step, scale, **others):
-    return json.dumps({"step": step, "loss": 2.0, "overflow": step == 1, "loss_scale": scale, **others}) + "\n"
+def line(step, scale, **values):
+    return json.dumps({"step": step, "loss": 2.0, "overflow": step == 1, "loss_scale": scale, **values}) + "\n"
 
 
 def sweep(**tried):
@@ -194,11 +194,11 @@ def test_one_line_is_said_in_the_singular(run_program, tmp_path, text, said):
 
 @pytest.mark.parametrize("command", ["analyze", "compare", "plot", "report"])
 def test_a_pipe_is_no_log(run_program, tmp_path, command):
-    others = {"plot": [tmp_path / "a.png"], "report": ["--output", tmp_path / "a.html"]}
+    arguments = {"plot": [tmp_path / "a.png"], "report": ["--output", tmp_path / "a.html"]}
     reading, writing = os.pipe()
     os.write(writing, line(1, 8.0).encode())
     os.close(writing)
-    code, said = answer(run_program, command, f"/dev/fd/{reading}", *others.get(command, []))
+    code, said = answer(run_program, command, f"/dev/fd/{reading}", *arguments.get(command, []))
     os.close(reading)
     assert code == 1
     assert "must be a file that can be read, but: it is a pipe, and is read more than once. Save it to a file" in said

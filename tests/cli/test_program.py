@@ -131,12 +131,12 @@ def test_results_on_a_log_say_what_was_read_and_what_is_known(run_program):
 
 
 def test_compare_of_a_folder_has_a_row_for_each_policy_and_log(run_program):
-    found = json.loads(run_program("compare", "--json", str(LOGS), "--policies", "adaptive", "torch")[1])
-    assert len(found["sources"]) == 3
-    assert {(row["policy"], row["trace"]) for row in found["rows"]} == {
+    comparison = json.loads(run_program("compare", "--json", str(LOGS), "--policies", "adaptive", "torch")[1])
+    assert len(comparison["sources"]) == 3
+    assert {(row["policy"], row["trace"]) for row in comparison["rows"]} == {
         (policy, trace)
         for policy in ("adaptive", "torch")
-        for trace in (None, *(source["trace"] for source in found["sources"]))
+        for trace in (None, *(source["trace"] for source in comparison["sources"]))
     }
 
 
@@ -164,14 +164,14 @@ def test_assumption_about_ceilings_changes_the_result(run_program):
 
 def test_tune_recommends_yaml_that_builds_the_cell(run_program):
     tried = ["--grid", "loss_scale_value=2^16", "--grid", "hysteresis=1", "--grid", "scale_factor=2"]
-    found = json.loads(run_program("tune", "--json", "synthetic:random walk", "--steps", "3000", *tried)[1])
-    section = yaml.safe_load(found["scale_sense"])["scale_sense"]
+    result = json.loads(run_program("tune", "--json", "synthetic:random walk", "--steps", "3000", *tried)[1])
+    section = yaml.safe_load(result["scale_sense"])["scale_sense"]
     assert section.pop("type") == "AdaptiveLossScale"
     best = replay(make_policy("adaptive", **section), synthetic_traces(3000, seed=0)["random walk"])
-    assert best.measures.skipped == found["rows"][0]["skipped"]
-    assert found["certainty"]["verdict"] == "known"
+    assert best.measures.skipped == result["rows"][0]["skipped"]
+    assert result["certainty"]["verdict"] == "known"
     text = run_program("tune", "synthetic:random walk", "--steps", "3000", *tried)[1]
-    assert found["scale_sense"] in text
+    assert result["scale_sense"] in text
 
 
 def test_tune_tries_exchange_rates_of_the_guided_rule(run_program):
@@ -205,10 +205,10 @@ FORMATS = [("float16", 65504), ("float8_e4m3fn", 448)]
 def test_a_record_with_gradients_is_compared_with_the_guided_rule(run_program, guided_record, tmp_path):
     code, printed, error = run_program("compare", "--json", guided_record, "--plot", str(tmp_path / "policies.png"))
     assert (code, error) == (0, "")
-    found = json.loads(printed)
-    rows = {row["policy"]: row for row in found["rows"]}
+    comparison = json.loads(printed)
+    rows = {row["policy"]: row for row in comparison["rows"]}
     assert rows["guided"]["skipped"] == 0 < rows["dynamic:scale_window=20"]["skipped"]
-    assert found["sources"][0]["gradients_known"] == 0.98
+    assert comparison["sources"][0]["gradients_known"] == 0.98
     assert (tmp_path / "policies.png").stat().st_size > 10_000
     text = run_program("compare", "--details", guided_record)[1]
     assert "; largest gradients known at 98.0% of the steps" in text
@@ -268,14 +268,14 @@ def test_find_and_probe_print_json_alone_and_agree(run_python, run_forked, corpu
     model = [f"model.model_config.{key}" for key in ("seq_length=32", "hidden_size=32", "num_layers=1")]
     common = ["--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", "--train_dataset_dir", corpus, "--batches", 1]
     common += ["--gradient-format", "hifloat8", "--options", *model]
-    found = json.loads(run_python("-m", "mindformers_adaptive", "find", "--json", *common).stdout)
-    scales = ["1", "2^12", str(int(found["ceiling"])), str(int(2 * found["ceiling"]))]
+    recommendation = json.loads(run_python("-m", "mindformers_adaptive", "find", "--json", *common).stdout)
+    scales = ["1", "2^12", str(int(recommendation["ceiling"])), str(int(2 * recommendation["ceiling"]))]
     sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
     ranges = json.loads(run_forked(PROGRAM, "probe", "--json", *common, *sweep).stdout)
     assert json.loads((tmp_path / "ranges.json").read_text()) == ranges
     assert [row["overflowed_batches"] for row in ranges["loss_scales"]] == [0, 0, 0, 1]
-    assert found["loss_scale_value"] == found["ceiling"] / 2 ** found["margin"]
-    assert found["gradient_format"] == ranges["gradient_format"] == "hifloat8"
+    assert recommendation["loss_scale_value"] == recommendation["ceiling"] / 2 ** recommendation["margin"]
+    assert recommendation["gradient_format"] == ranges["gradient_format"] == "hifloat8"
 
 
 @pytest.mark.parametrize("steps", ["1", "50"])

@@ -16,9 +16,9 @@ def made(seeds, folder):
     return [make_rule(seed, folder) for seed in seeds]
 
 
-@pytest.mark.parametrize("place", range(SHARED))
-def test_all_ways_take_the_same_steps(tmp_path, place):
-    outcomes = compare(made(range(place * TOGETHER, (place + 1) * TOGETHER), tmp_path), STEPS)
+@pytest.mark.parametrize("part", range(SHARED))
+def test_all_ways_take_the_same_steps(tmp_path, part):
+    outcomes = compare(made(range(part * TOGETHER, (part + 1) * TOGETHER), tmp_path), STEPS)
     assert set(outcomes) <= {"same", "noticed"}, "\n".join(outcomes)
     # Too few would be compared.
     assert outcomes.count("same") >= TOGETHER - 3
@@ -27,9 +27,9 @@ def test_all_ways_take_the_same_steps(tmp_path, place):
 @pytest.mark.filterwarnings("ignore:The rule 'random_.*' has computed a number nearer to 0")
 def test_random_rules_reach_all_operations_and_numbers_at_which_ways_part(tmp_path):
     reached, used = set(), set()
-    for one in made(range(IN_NUMPY), tmp_path):
-        used |= {value.op for value in next(iter(one.rules[0].traced.outputs.values())).trace.values}
-        states = numpy_runs(one, STEPS, 0)[0].states
+    for random_rule in made(range(IN_NUMPY), tmp_path):
+        used |= {value.op for value in next(iter(random_rule.rules[0].traced.outputs.values())).trace.values}
+        states = numpy_runs(random_rule, STEPS, 0)[0].states
         parts = [
             part for state in states[1:] for whole in state for part in (whole if isinstance(whole, tuple) else [whole])
         ]
@@ -40,7 +40,7 @@ def test_random_rules_reach_all_operations_and_numbers_at_which_ways_part(tmp_pa
         reached |= {"-0.0" for number in floats if number == 0 and math.copysign(1, number) < 0}
         reached |= {"large int32" for number in parts if isinstance(number, int) and abs(number) > 2**30}
         if len({state.loss_scale for state in states}) > 3:
-            reached.add(f"{'exponent' if one.rules[0].moves_by_bits else 'loss_scale'} moves")
+            reached.add(f"{'exponent' if random_rule.rules[0].moves_by_bits else 'loss_scale'} moves")
     assert reached == {"NaN", "inf", "-0.0", "large int32", "exponent moves", "loss_scale moves"}
     of_tables = {name.split(" ")[0] for name in operations.OPERATIONS}
     assert of_tables - used == set()
@@ -68,5 +68,5 @@ def test_a_planted_difference_is_found(states_of_first_cells, tmp_path, monkeypa
     planted = operations.OPERATIONS[operation]._replace(numpy=PLANTED[operation])
     monkeypatch.setitem(operations.OPERATIONS, operation, planted)
     # Made anew, with the planted operation.
-    found = compare(made(TELLING, tmp_path), STEPS, states_of_first_cells)
-    assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in found), found
+    outcomes = compare(made(TELLING, tmp_path), STEPS, states_of_first_cells)
+    assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in outcomes), outcomes

@@ -32,10 +32,10 @@ def test_a_train_step_that_measures_no_gradients_is_refused(name):
 def test_mindspores_own_train_step_on_a_cpu_is_refused_with_the_call_that_is_missing(kind):
     assert mindspore.train.amp.build_train_network is not build_train_network
     dense = Dense()
-    given = {"loss_fn": dense.loss_fn, "optimizer": dense.optimizer(), "loss_scale_manager": kind.manager()}
+    arguments = {"loss_fn": dense.loss_fn, "optimizer": dense.optimizer(), "loss_scale_manager": kind.manager()}
     for build in (Model, mindspore.amp.build_train_network):
         with pytest.raises(ValueError, match=r"mindformers_adaptive.enable_loss_scale_on_cpu\(\) before the Model"):
-            build(dense.layer, **given)
+            build(dense.layer, **arguments)
 
 
 @pytest.mark.parametrize("name", NEEDING_GRADIENTS)
@@ -50,10 +50,10 @@ def test_an_overflow_flag_alone_is_refused(name):
 
 def test_what_is_no_manager_is_refused_with_the_one_that_is(scaling_on_cpu, kind):
     dense, manager = Dense(), type(kind.manager()).__name__
-    for given in (kind.cell(), kind.scaler()):
+    for not_a_manager in (kind.cell(), kind.scaler()):
         for build in (build_train_network, Model):
             with pytest.raises(TypeError, match=f"Give {manager} with the same arguments"):
-                build(dense.layer, loss_fn=dense.loss_fn, optimizer=dense.optimizer(), loss_scale_manager=given)
+                build(dense.layer, loss_fn=dense.loss_fn, optimizer=dense.optimizer(), loss_scale_manager=not_a_manager)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_inspect_shows_every_value(kind, form, tmp_path):
 @pytest.mark.parametrize("form", ["ckpt", "sidecar"])
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(RULES, 2)))
 def test_each_rule_goes_on_from_a_checkpoint_of_each_other(source, target, form, tmp_path):
-    kind, other = (next(kind for kind in KINDS.values() if kind.rule_class is one) for one in (target, source))
+    kind, other = (next(kind for kind in KINDS.values() if kind.rule_class is each) for each in (target, source))
     saved = in_a_state(other)
     scale = min(max(float(saved.scale_sense), kind.rule.min_loss_scale), kind.rule.max_loss_scale)
     saved.scale_sense.set_data(Tensor(scale, mindspore.float32))
@@ -192,7 +192,7 @@ def test_each_rule_goes_on_from_a_checkpoint_of_each_other(source, target, form,
         warnings.simplefilter("always")
         save(saved, tmp_path, form)(owned)
         owned.set_train()
-    [warned] = [str(one.message) for one in caught]
+    [warned] = [str(each.message) for each in caught]
     assert re.search(r"no state of .* starts afresh|steps but no window, .* starts afresh", warned)
     state, counted = owned.update_cell.state(), saved.update_cell.state()
     assert float(owned.scale_sense) == scale
@@ -222,29 +222,29 @@ def damages(kind):
             continue
         values = (-(2**31), 2**30 + 1, 2**31 - 1) if field.dtype == "int32" else (math.nan, math.inf, -math.inf)
         for value in (*values, -5) if field.name in STEP_KEYS else values:
-            for place in range(field.shape[0]) if field.shape else [()]:
-                yield field, place, value
+            for index in range(field.shape[0]) if field.shape else [()]:
+                yield field, index, value
 
 
 def test_a_damaged_state_is_repaired_with_a_warning_and_the_cell_goes_on(kind):
     owned, good = in_a_state(kind), kind.path(30)[-1].state
     cell = owned.update_cell
-    for field, place, value in damages(kind):
+    for field, index, value in damages(kind):
         write(owned, kind, good, 30)
         parameter = getattr(cell, field.name)
         array = parameter.asnumpy().copy()
-        array[place] = value
+        array[index] = value
         parameter.set_data(Tensor(array))
         with pytest.warns(UserWarning, match="The checkpoint has") as caught:
             cell.set_train()
         assert len(caught) <= 3
         before = cell.state()
-        assert all(np.isfinite(np.float64(before[name])).all() for name in kind.own_keys()), (field.name, place, value)
-        assert not np.any(np.asarray(getattr(cell, field.name).asnumpy() == value)), (field.name, place, value)
+        assert all(np.isfinite(np.float64(before[name])).all() for name in kind.own_keys()), (field.name, index, value)
+        assert not np.any(np.asarray(getattr(cell, field.name).asnumpy() == value)), (field.name, index, value)
         owned.step(True, 0.25)
         owned.step(False, 0.25)
         after = cell.state()
-        assert after["cur_iter"] == before["cur_iter"] + 2, (field.name, place, value)
+        assert after["cur_iter"] == before["cur_iter"] + 2, (field.name, index, value)
         assert after["skipped_steps"] == before["skipped_steps"] + 1
         assert all(np.isfinite(np.float64(after[name])).all() for name in kind.own_keys())
         assert kind.rule.min_loss_scale <= float(owned.scale_sense) <= kind.rule.max_loss_scale
@@ -255,9 +255,9 @@ def test_a_sidecar_that_holds_something_else_ends_no_training(kind, tmp_path):
     good = json.loads(json.dumps(in_a_state(kind).update_cell.state()))
     del good["loss_scale"]
     for name, value in good.items():
-        others = [[], [1], [[1]], 2**40, 2.5, -(2**31), math.inf, "x", None]
-        others += [value[:-1], [*value, 0.5], [*value[:-1], [1]], 5] if isinstance(value, list) else []
-        for other in others:
+        not_the_value = [[], [1], [[1]], 2**40, 2.5, -(2**31), math.inf, "x", None]
+        not_the_value += [value[:-1], [*value, 0.5], [*value[:-1], [1]], 5] if isinstance(value, list) else []
+        for other in not_the_value:
             resumed = Owned(kind.cell(loss_scale=8.0))
             content = {"format": 1, "loss_scale": 8.0, "state": {**good, name: other}}
             (tmp_path / FILE_NAME).write_text(json_text(content))
@@ -268,7 +268,7 @@ def test_a_sidecar_that_holds_something_else_ends_no_training(kind, tmp_path):
                 resumed.set_train()
             is_such_a_number = isinstance(value, float) and isinstance(other, int | float)
             assert is_such_a_number or caught, (name, other)
-            assert all(re.search("cannot be used|The checkpoint has", str(one.message)) for one in caught)
+            assert all(re.search("cannot be used|The checkpoint has", str(warning.message)) for warning in caught)
             assert len(read_checkpoints(tmp_path, rules=[RULES[-1]])) == 1
 
 
@@ -279,9 +279,9 @@ def test_a_run_without_state_is_warned_of_in_the_words_of_its_rule(kind):
     step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, kind.cell())
     with pytest.warns(UserWarning, match=f"has 1 applied steps but no state of {kind.rule.title}: .* goes") as caught:
         step.set_train()
-    [told] = [str(one.message) for one in caught]
-    assert not any(rule.title in told for rule in RULES if rule.title != kind.rule.title)
-    assert ("fresh ladder" in told) == (kind.rule.name == "adaptive")
+    [message] = [str(warning.message) for warning in caught]
+    assert not any(rule.title in message for rule in RULES if rule.title != kind.rule.title)
+    assert ("fresh ladder" in message) == (kind.rule.name == "adaptive")
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
@@ -326,14 +326,14 @@ def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
 
 
 def test_what_a_state_dict_lacks_stays_or_starts_afresh_with_one_warning(kind):
-    cell, given = kind.cell(), in_a_state(kind).update_cell.state_dict()
+    cell, saved = kind.cell(), in_a_state(kind).update_cell.state_dict()
     before = cell.state()
     for name in kind.own_keys():
-        some = {key: value for key, value in given.items() if not key.startswith(name)}
-        kept = cell.state()[name]
+        some = {key: value for key, value in saved.items() if not key.startswith(name)}
+        present = cell.state()[name]
         with pytest.warns(UserWarning, match=f"has no .*{name}|older form|steps but no|'list_index'") as caught:
             cell.load_state_dict(some)
         assert len(caught) == 1
         if "stays as it is" in str(caught[0].message):
-            assert is_same(cell.state()[name], kept)
-    assert cell.state()["cur_iter"] == given["cur_iter"] > before["cur_iter"]
+            assert is_same(cell.state()[name], present)
+    assert cell.state()["cur_iter"] == saved["cur_iter"] > before["cur_iter"]

@@ -122,13 +122,13 @@ def test_manager_follows_the_model_and_the_record_tells_its_steps(graph_mode, sc
 
     def compare(run_context):
         _, overflow, loss_scale = run_context.original_args().net_outputs
-        told = manager.update_cell.state()
-        states.append(kind.rule.step(states[-1], bool(overflow), told.get("largest_gradient")))
+        state_of_cell = manager.update_cell.state()
+        states.append(kind.rule.step(states[-1], bool(overflow), state_of_cell.get("largest_gradient")))
         assert manager.get_loss_scale() == float(loss_scale) == states[-1].loss_scale
         assert manager.inv_scale == np.float32(1 / states[-1].loss_scale)
         entry = {"step": len(expected) + 1, "next_loss_scale": states[-1].loss_scale, "overflow": bool(overflow)}
         names = ["skipped_steps", *kind.rule.recorded] + ["largest_gradient"] * kind.rule.needs_gradients
-        expected.append(entry | {name: told[name] for name in names})
+        expected.append(entry | {name: state_of_cell[name] for name in names})
 
     model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level="O2", loss_scale_manager=manager)
     callbacks = [LambdaCallback(on_train_step_end=compare), LossScaleMonitor(str(record))]
@@ -249,10 +249,10 @@ def test_is_a_cell_of_mindspore_without_anything_to_train(kind):
     assert cell.trainable_params() == []
     expected = {field.parameter: (field.shape, field.dtype) for field in all_fields(kind.rule)}
     expected |= dict.fromkeys((RUN, FORM), ((), "int32"))
-    found = {
+    values = {
         name: (parameter.shape, str(parameter.dtype).lower()) for name, parameter in cell.parameters_dict().items()
     }
-    assert found == {name: expected[name] for name in found}
-    assert expected.keys() - found.keys() <= {"hysteresis_budget"}
+    assert values == {name: expected[name] for name in values}
+    assert expected.keys() - values.keys() <= {"hysteresis_budget"}
     assert cell.state().keys() >= {*own_keys(kind.rule)} - {"hysteresis_budget"}
     assert {type(value) for value in cell.state().values()} <= {int, float, tuple}

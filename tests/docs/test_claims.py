@@ -39,13 +39,11 @@ def page_of(language, name):
 
 def tasks_by_winner(first, second, measure=worth_report.quality_of):
     """By winner the tasks on which the interval of the difference tells one; "-" for those on which it does not."""
-    found = {first: set(), second: set(), "-": set()}
+    won = {first: set(), second: set(), "-": set()}
     for name, task in figure("worth")["tasks"].items():
         higher = task["higher_is_better"] and measure is worth_report.quality_of
-        found[worth_report.winner(worth_report.difference(task, first, second, measure), first, second, higher)].add(
-            name
-        )
-    return found
+        won[worth_report.winner(worth_report.difference(task, first, second, measure), first, second, higher)].add(name)
+    return won
 
 
 def better_in(kind):
@@ -76,9 +74,9 @@ def worse_without_scaling(key):
     task = figure("formats")["tasks"][key]
     less = {
         name: worth_report.mean_and_interval(
-            formats_training.less_best_fixed(task, one["runs"], formats_training.UNSCALED)
+            formats_training.less_best_fixed(task, of_format["runs"], formats_training.UNSCALED)
         )
-        for name, one in task["formats"].items()
+        for name, of_format in task["formats"].items()
     }
     return {name for name, (middle, half) in less.items() if middle < -half}
 
@@ -202,8 +200,8 @@ def test_the_data_bear_out_what_the_pages_say_in_both_languages(claim):
 
 def numbers_in(language, name, pattern):
     """The numbers in the only place of a page that a pattern finds."""
-    [found] = re.findall(pattern, text(page_of(language, name)))
-    return [int(number) for number in re.findall(r"\d+", " ".join(found) if isinstance(found, tuple) else found)]
+    [numbers] = re.findall(pattern, text(page_of(language, name)))
+    return [int(number) for number in re.findall(r"\d+", " ".join(numbers) if isinstance(numbers, tuple) else numbers)]
 
 
 @pytest.mark.parametrize(
@@ -239,9 +237,10 @@ def test_platforms_of_the_public_names_are_those_that_were_run_or_compiled_for()
         for name, module in places.items()
     }
     lists = [
-        re.search(r"Supported Platforms:\s+((?:``\w+`` ?)+)", inspect.getdoc(one) or "") for one in public.values()
+        re.search(r"Supported Platforms:\s+((?:``\w+`` ?)+)", inspect.getdoc(function) or "")
+        for function in public.values()
     ]
-    named = [set(re.findall(r"\w+", found[1])) for found in lists if found]
+    named = [set(re.findall(r"\w+", match[1])) for match in lists if match]
     assert len(named) > 10
     assert set().union(*named) == {"Ascend", "CPU"}
     [gpu] = re.findall(r"^\| GPU \|(.*)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -251,7 +250,7 @@ def test_platforms_of_the_public_names_are_those_that_were_run_or_compiled_for()
 def test_an_import_makes_the_folder_that_the_page_names_and_no_other(run_python, tmp_path):
     code = "import os; os.environ.pop('LOG_MF_PATH', None); import mindformers_adaptive; print('FOUND', os.listdir()); "
     code += "import mindformers_adaptive.wrapper; print('FOUND', os.listdir())"
-    found = re.findall("FOUND (.*)", run_python("-c", code).stdout)
-    assert found == ["[]", "['output']"]
+    outputs = re.findall("FOUND (.*)", run_python("-c", code).stdout)
+    assert outputs == ["[]", "['output']"]
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["log"]
     assert "MindFormers makes it in the current folder when it is imported" in text(page_of("en", "faq"))

@@ -61,7 +61,7 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
     file = tmp_path / "example.py"
     file.write_text("import mindformers_adaptive\nmindformers_adaptive.no_such_name", encoding="utf-8")
     assert "no attribute 'no_such_name'" in run_forked(file, expect_exit=1).stderr
-    # The page on rules of one's own has it beside the program.
+    # The page on a user's own rules has it beside the program.
     shutil.copy(ROOT / "scripts" / "examples" / "log_max.py", tmp_path)
     for code in codes:
         file.write_text(code, encoding="utf-8")
@@ -93,10 +93,10 @@ def test_lines_of_the_table_are_python_with_names_that_exist():
         ast.parse(line)
 
 
-@pytest.mark.parametrize(("place", "cell"), [(0, AdaptiveLossScaleUpdateCell), (1, GradientGuidedLossScaleUpdateCell)])
-def test_arguments_on_the_page_of_the_rules_are_those_of_their_cells(place, cell):
+@pytest.mark.parametrize(("number", "cell"), [(0, AdaptiveLossScaleUpdateCell), (1, GradientGuidedLossScaleUpdateCell)])
+def test_arguments_on_the_page_of_the_rules_are_those_of_their_cells(number, cell):
     parameters = inspect.signature(cell).parameters
-    rows = [rows[2:] for rows in tables(DOCS / "rule.md") if "`loss_scale_value`" in rows[2][0]][place]
+    rows = [rows[2:] for rows in tables(DOCS / "rule.md") if "`loss_scale_value`" in rows[2][0]][number]
     assert [row[0].strip("`") for row in rows] == list(parameters)
     defaults = ["" if it.default is it.empty else str(it.default).lower() for it in parameters.values()]
     assert [row[1].lower() for row in rows] == defaults
@@ -246,7 +246,7 @@ def check_script(script, words):
         script = "scripts/launch/run_mindformer.py"
     assert (ROOT / script).is_file()
     if options_of(words):
-        subcommand = words[: next(place for place, word in enumerate(words) if word.startswith("--"))]
+        subcommand = words[: next(number for number, word in enumerate(words) if word.startswith("--"))]
         assert with_hyphens(options_of(words)) <= with_hyphens(help_of(sys.executable, script, *subcommand)), words
 
 
@@ -267,9 +267,9 @@ def check_program(words):
 
 
 def check_msrun(words):
-    place = next(place for place, word in enumerate(words) if word.endswith(".py"))
-    assert options_of(words[:place]) <= help_of(Path(sys.executable).parent / "msrun")
-    check_script(words[place], words[place + 1 :])
+    number = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    assert options_of(words[:number]) <= help_of(Path(sys.executable).parent / "msrun")
+    check_script(words[number], words[number + 1 :])
 
 
 def check_pip(words):
@@ -331,7 +331,7 @@ def test_badges_say_what_the_project_says():
 def test_figures_of_the_study_are_those_of_its_script():
     data = figure("study")
     traces = study.traces_by_place(data["steps"], data["seeds"])
-    by_policy = study.study(study.POLICIES, {place: traces[place] for place in traces if place[0] == study.EXACT})
+    by_policy = study.study(study.POLICIES, {key: traces[key] for key in traces if key[0] == study.EXACT})
     repeated = study.tables({**data, "same": by_policy[study.EXACT]})
     assert repeated == study.tables(data)
 

@@ -36,10 +36,10 @@ def test_paths_that_a_page_names_are_there(page):
 
 @pytest.mark.parametrize("pages", [ENGLISH, CHINESE], ids=["english", "chinese"])
 def test_first_page_leads_to_every_other_and_each_leads_back(pages):
-    first, *others = pages
+    first, *more = pages
     linked = {(first.parent / link).resolve() for link in links(first) if "#" not in link}
-    assert set(others) <= linked
-    for page in others:
+    assert set(more) <= linked
+    for page in more:
         assert first in {(page.parent / link).resolve() for link in links(page)}, page
 
 

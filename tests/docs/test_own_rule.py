@@ -1,4 +1,4 @@
-"""The page on rules of one's own: its example is the file, its tables are complete, its messages are the real ones."""
+"""The page on a user's own rules: its example is the file, its tables are complete, its messages are the real ones."""
 
 import math
 import re
@@ -33,7 +33,7 @@ PAGE = ENGLISH_DOCS / "own_rule.md"
 def table_of(heading):
     """The rows of a table of the page below its heading; a code cell may have an escaped bar."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    [first] = [place for place, line in enumerate(lines) if line.startswith(f"| {heading} |")]
+    [first] = [number for number, line in enumerate(lines) if line.startswith(f"| {heading} |")]
     rows = []
     for line in lines[first + 2 :]:
         if not line.startswith("|"):
@@ -90,19 +90,19 @@ def test_names_of_a_rule_and_of_what_its_step_is_given_are_all_of_them():
     named = {code.partition("(")[0] for code in code_of(table_of("name"))}
     attributes = re.search(r"Attributes:\n((?: {8}.*\n)+)", Rule.__doc__)[1]
     attributes = set(re.findall(r"^ {8}(\w+) \(", attributes, re.MULTILINE))
-    given = set()
+    available = set()
 
     class Look(LogMaxRule):
         def next_state(self, state, seen):
             for name in ("gradient_known", "largest_gradient", "max_safe_exponent"):
                 getattr(seen, name)
-            given.update(f"state.{name}" for name in state._values)
-            given.update(f"seen.{name}" for name in vars(seen) if not name.startswith("_"))
+            available.update(f"state.{name}" for name in state._values)
+            available.update(f"seen.{name}" for name in vars(seen) if not name.startswith("_"))
             return super().next_state(state, seen)
 
     Look()
-    given -= {"state.mean", "state.quick_spread", "state.slow_spread"}
-    assert named == attributes | given | {"__init__", "first_state"}
+    available -= {"state.mean", "state.quick_spread", "state.slow_spread"}
+    assert named == attributes | available | {"__init__", "first_state"}
 
 
 def step_of(change, **fields):
@@ -160,8 +160,8 @@ def test_functions_of_vectors_give_what_the_table_says():
         return (x + 10 if flag else x,)
 
     def look_up(state):
-        [found] = tabulate(machine, x=(state.i, 0, 3), flag=state.v[1] == 2.0)
-        return state.replace(i=found)
+        [row] = tabulate(machine, x=(state.i, 0, 3), flag=state.v[1] == 2.0)
+        return state.replace(i=row)
 
     assert step_of(look_up, **vector).i == 13
 

@@ -85,7 +85,7 @@ def test_consecutive_hysteresis_matters_from_2_on(hysteresis, same):
     assert all(first == second for first, second in scales) is same
 
 
-# The default of DeepSpeed's configuration, where it is not that of its class.
+# The default of DeepSpeed's configuration, where its class has another.
 CONFIGURED = {"initial_scale_power": "16", "hysteresis": "2"}
 
 

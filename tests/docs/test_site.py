@@ -139,19 +139,19 @@ class Page(html.parser.HTMLParser):
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        self.anchors.add(given.get("id"))
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
-        elif tag == "link" and given.get("rel") not in ("index", "search", "next", "prev"):
-            self.loaded.append(given["href"])
-        elif "src" in given:
-            self.loaded.append(given["src"])
+        values = dict(attributes)
+        self.anchors.add(values.get("id"))
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag == "link" and values.get("rel") not in ("index", "search", "next", "prev"):
+            self.loaded.append(values["href"])
+        elif "src" in values:
+            self.loaded.append(values["src"])
 
 
 @functools.cache
 def existing(folder, path):
-    """The file or folder to which a link leads, or None; every page of a folder has those of the navigation."""
+    """The file or folder to which a link leads, or None; every page of a folder has the links of the navigation."""
     target = (folder / path).resolve()
     return target if target.exists() else None
 

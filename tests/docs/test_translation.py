@@ -37,7 +37,7 @@ def facts_of_rows(table):
 
 
 def figures(text):
-    """The decimal numbers and those of two and more digits."""
+    """The decimal numbers, and the integers of at least two digits."""
     return set(re.findall(r"\d+\.\d+|\d{2,}", text))
 
 

@@ -40,14 +40,14 @@ def test_tutorial_runs_and_gives_what_it_shows(tmp_path):
     command = [sys.executable, "-m", "jupyter", "execute", "--inplace", copy.name]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, "\n".join([run.stderr[-2000:], (tmp_path / "train.log").read_text()[-2000:]])
-    fresh, kept = outputs(copy), outputs(TUTORIAL)
-    assert [bool(each) for each in fresh] == [bool(each) for each in kept]
+    fresh, saved = outputs(copy), outputs(TUTORIAL)
+    assert [bool(each) for each in fresh] == [bool(each) for each in saved]
     # Losses differ between machines in their last digits.
-    for place in (2, 4, 6):
-        assert fresh[place] == kept[place]
+    for number in (2, 4, 6):
+        assert fresh[number] == saved[number]
     # The keys of a line of the record, and what the lines of analyze begin with.
-    for place, words in ((3, r"'(\w+)'"), (5, r"(?m)^[A-Z]\w+")):
-        assert re.findall(words, fresh[place]) == re.findall(words, kept[place])
+    for number, words in ((3, r"'(\w+)'"), (5, r"(?m)^[A-Z]\w+")):
+        assert re.findall(words, fresh[number]) == re.findall(words, saved[number])
     assert fresh[-1].endswith("True")
 
 

@@ -25,12 +25,12 @@ def test_gradients_are_those_of_calculus_in_their_own_dtype_in_the_order_of_exec
     # The loss is the sum of pair(shared(shared(x))), and every weight is 1: a product with them multiplies by 4.
     expected = {"shared": [16.0] * 4 + [4.0] * 4, "pair": [1.0] * 4, "pair.dense": [1.0] * 4}
     for scale in (2, 64):
-        found = select(ranges, "activation_gradients").parameters(scale)
-        assert list(found) == list(seen[scale]) == list(expected)
+        gradients_of = select(ranges, "activation_gradients").parameters(scale)
+        assert list(gradients_of) == list(seen[scale]) == list(expected)
         for name, gradient in expected.items():
             np.testing.assert_array_equal(seen[scale][name], gradient)
-            assert found[name].histogram == array_statistics(scale * np.array(gradient)).histogram
-            assert (found[name].underflowed, found[name].size) == (0, len(gradient))
+            assert gradients_of[name].histogram == array_statistics(scale * np.array(gradient)).histogram
+            assert (gradients_of[name].underflowed, gradients_of[name].size) == (0, len(gradient))
     assert mindspore.get_context("mode") == before
 
 
@@ -102,12 +102,12 @@ class Sum(nn.Cell):
 def test_passes_leave_the_network_alone_and_are_told_of(mode):
     mindspore.set_seed(1)
     network = OnlyLoss(WithStateAndDropout())
-    call, told = nn.Cell.__call__, []
+    call, done = nn.Cell.__call__, []
     before = {value.name: value.asnumpy().tobytes() for value in network.get_parameters()}
     states = [(cell.training, cell.phase, cell.requires_grad) for _, cell in network.cells_and_names()]
     random = [np.array(state) for state in mindspore.get_rng_state()]
-    ranges = gradient_ranges(network, rows(), [1, 2**10], layers=["*"], progress=told.append)
-    assert told == [1, 2, 3, 4]
+    ranges = gradient_ranges(network, rows(), [1, 2**10], layers=["*"], progress=done.append)
+    assert done == [1, 2, 3, 4]
     assert {value.name: value.asnumpy().tobytes() for value in network.get_parameters()} == before
     assert [(cell.training, cell.phase, cell.requires_grad) for _, cell in network.cells_and_names()] == states
     assert all(np.array_equal(a, b) for a, b in zip(random, mindspore.get_rng_state(), strict=True))
@@ -125,10 +125,10 @@ def test_recomputed_layers_are_measured_once(mode):
     network = Twice()
     plain = select(gradient_ranges(network, Tensor(X), [8], layers=["*"]), "activation_gradients").parameters(8)
     network.pair.recompute()
-    kept, attributes = network.pair._recompute_cell, sorted(vars(network.pair))
+    cell, attributes = network.pair._recompute_cell, sorted(vars(network.pair))
     again = select(gradient_ranges(network, Tensor(X), [8], layers=["*"]), "activation_gradients").parameters(8)
     assert again == plain
-    assert network.pair._recompute_cell is kept is not None
+    assert network.pair._recompute_cell is cell is not None
     assert sorted(vars(network.pair)) == attributes
 
 

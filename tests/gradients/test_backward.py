@@ -63,9 +63,9 @@ def test_norm_is_that_of_the_step_with_one_loss_and_stock_step_and_network_alone
 
 @NEEDS_LOSS_PER_TOKEN
 def test_loss_scale_that_is_found_for_a_loss_per_token_holds_in_training(graph_mode):
-    found = find_loss_scale(train_step_of(PerToken(), calculate_per_token_loss=True), batch(), margin=0)
-    assert found.ceiling < 2.0**32
-    for scale, overflows in ((found.ceiling, False), (found.ceiling * 2, True)):
+    recommendation = find_loss_scale(train_step_of(PerToken(), calculate_per_token_loss=True), batch(), margin=0)
+    assert recommendation.ceiling < 2.0**32
+    for scale, overflows in ((recommendation.ceiling, False), (recommendation.ceiling * 2, True)):
         step = train_step_of(PerToken(), calculate_per_token_loss=True)
         step.scale_sense.set_data(Tensor(scale, mstype.float32))
         assert bool(step(batch())[1]) == overflows

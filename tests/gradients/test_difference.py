@@ -25,17 +25,20 @@ OTHER = {
 
 
 def test_errors_are_those_of_the_arrays_the_worst_first():
-    found = {one.name: one for one in compare_arrays(OTHER, REFERENCE)}
-    assert [*found] == ["lm_head.weight", "model.layers.0.wq.weight", "model.layers.1.wq.weight"]
-    assert (found["lm_head.weight"].relative_error, found["lm_head.weight"].largest_error) == (math.inf, 2.0**-20)
-    assert found["model.layers.0.wq.weight"][1:6] == (4, np.hypot(3, 3.5), 5.0, 0.1, 0.5)
-    assert found["model.layers.1.wq.weight"].relative_error == 0
+    differences = {difference.name: difference for difference in compare_arrays(OTHER, REFERENCE)}
+    assert [*differences] == ["lm_head.weight", "model.layers.0.wq.weight", "model.layers.1.wq.weight"]
+    assert (differences["lm_head.weight"].relative_error, differences["lm_head.weight"].largest_error) == (
+        math.inf,
+        2.0**-20,
+    )
+    assert differences["model.layers.0.wq.weight"][1:6] == (4, np.hypot(3, 3.5), 5.0, 0.1, 0.5)
+    assert differences["model.layers.1.wq.weight"].relative_error == 0
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_what_is_not_finite_comes_first(place):
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_is_not_finite_comes_first(number):
     pair = [dict(REFERENCE), dict(OTHER)]
-    pair[place] |= {"model.layers.1.wq.weight": np.array([np.inf, np.nan], np.float32)}
+    pair[number] |= {"model.layers.1.wq.weight": np.array([np.inf, np.nan], np.float32)}
     worst = compare_arrays(*pair)[0]
     assert worst.name == "model.layers.1.wq.weight"
     assert math.isnan(worst.relative_error)

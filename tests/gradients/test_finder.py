@@ -55,10 +55,10 @@ def find():
 
 @pytest.mark.parametrize("power", [-17, 0, 13, 15])
 def test_recommendation_is_the_largest_power_that_fits_less_the_margin(find, power):
-    found = find(ONES, factor=2.0**power, margin=3)
+    recommendation = find(ONES, factor=2.0**power, margin=3)
     # 2^15 is the largest power of two in FP16.
-    assert found.ceiling == 2.0 ** (15 - power)
-    assert found.loss_scale_value == max(2.0 ** (12 - power), 1.0)
+    assert recommendation.ceiling == 2.0 ** (15 - power)
+    assert recommendation.loss_scale_value == max(2.0 ** (12 - power), 1.0)
 
 
 def test_recommendation_is_the_lowest_of_several_batches(find):
@@ -66,40 +66,55 @@ def test_recommendation_is_the_lowest_of_several_batches(find):
 
 
 def test_overflow_at_scale_1_is_said_and_nothing_recommended(find):
-    found = find(ONES, factor=2.0**16)
-    assert (found.ceiling, found.loss_scale_value, found.needs_scaling, found.yaml) == (None, None, None, "")
-    assert str(found).startswith("No loss scale from 2^0 can help: the gradients overflow even there, in 1 batch.")
+    recommendation = find(ONES, factor=2.0**16)
+    assert (
+        recommendation.ceiling,
+        recommendation.loss_scale_value,
+        recommendation.needs_scaling,
+        recommendation.yaml,
+    ) == (None, None, None, "")
+    assert str(recommendation).startswith(
+        "No loss scale from 2^0 can help: the gradients overflow even there, in 1 batch."
+    )
 
 
 def test_a_loss_that_is_not_finite_is_said(find):
-    found = find(np.full(2, np.nan, np.float32))
-    assert (found.loss_scale_value, found.loss_is_finite) == (None, False)
-    assert str(found).startswith("No loss scale can help: the loss itself is inf or NaN, in 1 batch.")
+    recommendation = find(np.full(2, np.nan, np.float32))
+    assert (recommendation.loss_scale_value, recommendation.loss_is_finite) == (None, False)
+    assert str(recommendation).startswith("No loss scale can help: the loss itself is inf or NaN, in 1 batch.")
 
 
 def test_nothing_that_underflows_is_said():
-    found = find_loss_scale(HalfPrecisionSum(2), ONES)
-    assert (found.ceiling, found.needs_scaling, found.is_in_format) == (2.0**15, False, True)
-    assert "These weights would also train without loss scaling." in str(found)
+    recommendation = find_loss_scale(HalfPrecisionSum(2), ONES)
+    assert (recommendation.ceiling, recommendation.needs_scaling, recommendation.is_in_format) == (2.0**15, False, True)
+    assert "These weights would also train without loss scaling." in str(recommendation)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0**-10, 3e4])
 def test_a_network_in_fp32_needs_no_loss_scaling(factor):
-    found = find_loss_scale(HalfPrecisionSum(2, factor, mstype.float32), ONES)
-    assert (found.loss_scale_value, found.needs_scaling, found.is_in_format) == (1.0, False, False)
-    assert str(found).startswith("No loss scaling is needed: at 2^32 gradients exceed the largest number of FP16")
-    assert "lost at" not in f"{found}{found.details()}".replace("loses", "")
-    assert yaml.safe_load(found.yaml)["runner_wrapper"]["scale_sense"] == 1.0
+    recommendation = find_loss_scale(HalfPrecisionSum(2, factor, mstype.float32), ONES)
+    assert (recommendation.loss_scale_value, recommendation.needs_scaling, recommendation.is_in_format) == (
+        1.0,
+        False,
+        False,
+    )
+    assert str(recommendation).startswith(
+        "No loss scaling is needed: at 2^32 gradients exceed the largest number of FP16"
+    )
+    assert "lost at" not in f"{recommendation}{recommendation.details()}".replace("loses", "")
+    assert yaml.safe_load(recommendation.yaml)["runner_wrapper"]["scale_sense"] == 1.0
 
 
 def test_nothing_is_recommended_if_all_gradients_are_zero(find):
-    found = find(np.zeros(2, np.float32))
-    assert (found.loss_scale_value, found.yaml, found.needs_scaling) == (None, "", None)
-    assert str(found).startswith("No start can be recommended: all gradients are 0 at every loss scale up to 2^32")
+    recommendation = find(np.zeros(2, np.float32))
+    assert (recommendation.loss_scale_value, recommendation.yaml, recommendation.needs_scaling) == (None, "", None)
+    assert str(recommendation).startswith(
+        "No start can be recommended: all gradients are 0 at every loss scale up to 2^32"
+    )
 
 
 class NaNLoss(HalfPrecisionSum):
-    """The loss is NaN, and its gradients are those of the sum."""
+    """The loss is NaN, and its gradients are the gradients of the sum."""
 
     def construct(self, x):
         # A NaN that is a constant is folded away.
@@ -107,17 +122,19 @@ class NaNLoss(HalfPrecisionSum):
 
 
 def test_a_loss_of_nan_with_finite_gradients_is_said():
-    found = find_loss_scale(NaNLoss(2), ONES)
-    assert (found.loss_scale_value, found.loss_is_finite) == (2.0**13, False)
-    assert "\n\nThe loss is inf or NaN, although all gradients are finite." in str(found)
+    recommendation = find_loss_scale(NaNLoss(2), ONES)
+    assert (recommendation.loss_scale_value, recommendation.loss_is_finite) == (2.0**13, False)
+    assert "\n\nThe loss is inf or NaN, although all gradients are finite." in str(recommendation)
 
 
 @pytest.mark.parametrize("micro_batches", [3, 256])
 def test_a_micro_batch_starts_higher_by_their_number(micro_batches):
-    found = find_loss_scale(HalfPrecisionSum(2), ONES, micro_batches=micro_batches)
+    recommendation = find_loss_scale(HalfPrecisionSum(2), ONES, micro_batches=micro_batches)
     # From 65520 on FP16 rounds to inf.
-    assert found.ceiling == 2.0 ** math.floor(math.log2(65519 * micro_batches))
-    assert f"one of {micro_batches} micro-batches, with its loss divided by {micro_batches} before" in str(found)
+    assert recommendation.ceiling == 2.0 ** math.floor(math.log2(65519 * micro_batches))
+    assert f"one of {micro_batches} micro-batches, with its loss divided by {micro_batches} before" in str(
+        recommendation
+    )
     with pytest.raises(ValueError, match="'micro_batches' must be at least 1"):
         find_loss_scale(HalfPrecisionSum(2), ONES, micro_batches=0)
 
@@ -126,53 +143,57 @@ def test_a_micro_batch_starts_higher_by_their_number(micro_batches):
 def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(find, large, lost, needs_scaling):
     # At a scale of 1 the second gradient, 2^-25, is 0: half of the gradients underflow, however small it is.
     gradients = np.array([1.0, 2.0**-25 / large], np.float32)
-    found = find(gradients, factor=large)
-    assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in found.details()
-    assert found.needs_scaling is needs_scaling
-    assert re.search(rf"Without scaling, FP16 loses (at most )?{lost}% of (a|the) gradient", str(found))
-    assert ("needs loss scaling" in str(found)) == ("train without loss scaling" not in str(found)) == needs_scaling
+    recommendation = find(gradients, factor=large)
+    assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in recommendation.details()
+    assert recommendation.needs_scaling is needs_scaling
+    assert re.search(rf"Without scaling, FP16 loses (at most )?{lost}% of (a|the) gradient", str(recommendation))
+    assert (
+        ("needs loss scaling" in str(recommendation))
+        == ("train without loss scaling" not in str(recommendation))
+        == needs_scaling
+    )
 
 
 def test_a_coarse_sweep_serves_as_well(find):
-    found = find(np.array([1.0, 2.0**-5], np.float32), 2.0**-20, margin=2, loss_scales=[1, 2**16, 2**32])
-    assert found.loss_scale_value == 2.0**30
-    assert "50.000% at 2^0, 0.000% at 2^16." in found.details()
+    recommendation = find(np.array([1.0, 2.0**-5], np.float32), 2.0**-20, margin=2, loss_scales=[1, 2**16, 2**32])
+    assert recommendation.loss_scale_value == 2.0**30
+    assert "50.000% at 2^0, 0.000% at 2^16." in recommendation.details()
 
 
 @pytest.mark.parametrize("loss_scales", [[2, 4], [1]])
 def test_a_sweep_that_cannot_tell_of_underflow_does_not_say_that_there_is_none(find, loss_scales):
-    found = find(ONES, loss_scales=loss_scales)
-    assert found.needs_scaling is None
-    assert "without loss scaling" not in str(found)
+    recommendation = find(ONES, loss_scales=loss_scales)
+    assert recommendation.needs_scaling is None
+    assert "without loss scaling" not in str(recommendation)
 
 
 def test_yaml_to_paste_makes_the_update_cell():
-    found = find_loss_scale(HalfPrecisionSum(2), ONES, margin=2)
-    pasted = yaml.safe_load(str(found).split("\n\n")[1])["runner_wrapper"]
+    recommendation = find_loss_scale(HalfPrecisionSum(2), ONES, margin=2)
+    pasted = yaml.safe_load(str(recommendation).split("\n\n")[1])["runner_wrapper"]
     assert pasted["type"] == "MFTrainOneStepCell"
     assert pasted["scale_sense"].pop("type") == "AdaptiveLossScale"
     assert AdaptiveLossScaleUpdateCell(**pasted["scale_sense"]).get_loss_scale() == 2.0**13
-    assert json.loads(json.dumps(found.to_dict()))["loss_scale_value"] == 2.0**13
+    assert json.loads(json.dumps(recommendation.to_dict()))["loss_scale_value"] == 2.0**13
 
 
 def sweep_of(overflows):
     """A sweep over 2^0, 2^1, ... of one batch that overflows as listed."""
     statistics = [ArrayStatistics(size=1, infs_and_nans=int(overflow), underflowed=0) for overflow in overflows]
-    found = [ScaleRanges(2.0**place, 1.0, {"weight": each}) for place, each in enumerate(statistics)]
-    return GradientRanges({"weight": ArrayStatistics(size=1)}, (tuple(found),))
+    at_scales = [ScaleRanges(2.0**exponent, 1.0, {"weight": each}) for exponent, each in enumerate(statistics)]
+    return GradientRanges({"weight": ArrayStatistics(size=1)}, (tuple(at_scales),))
 
 
 @given(overflows=st.lists(st.booleans(), min_size=1, max_size=6), margin=st.integers(0, 8))
 def test_no_scale_up_to_the_recommendation_overflows(overflows, margin):
-    found = recommend_loss_scale(sweep_of(overflows), margin)
+    recommendation = recommend_loss_scale(sweep_of(overflows), margin)
     if overflows[0]:
-        assert found.loss_scale_value is None
+        assert recommendation.loss_scale_value is None
         return
-    ceiling = round(math.log2(found.ceiling))
+    ceiling = round(math.log2(recommendation.ceiling))
     assert not any(overflows[: ceiling + 1])
-    assert found.loss_scale_value == 2.0 ** max(ceiling - margin, 0)
-    assert found.ceiling_is_highest == (ceiling == len(overflows) - 1)
-    assert found.ceiling_is_highest or overflows[ceiling + 1]
+    assert recommendation.loss_scale_value == 2.0 ** max(ceiling - margin, 0)
+    assert recommendation.ceiling_is_highest == (ceiling == len(overflows) - 1)
+    assert recommendation.ceiling_is_highest or overflows[ceiling + 1]
 
 
 def test_a_dtype_that_the_device_lacks_is_named():

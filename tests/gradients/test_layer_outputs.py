@@ -1,4 +1,4 @@
-"""Outputs of layers: those of the network, by name or class, in both modes, and without a trace in the training."""
+"""Outputs of layers: the right ones, by name or class, in both modes, and without a trace in the training."""
 
 import mindspore
 import numpy as np

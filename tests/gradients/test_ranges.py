@@ -29,17 +29,17 @@ FACTOR = 2.0**-6
 
 def test_statistics_are_those_of_the_fp16_gradient(mode):
     scales = [1, 2**10, 2**20, 2**23]
-    found = gradient_ranges(HalfPrecisionSum(SPREAD.size, FACTOR), SPREAD, scales)
-    assert found.to_dict()["batches"][0]["reference_loss_scale"] == 2.0**20
+    sweep = gradient_ranges(HalfPrecisionSum(SPREAD.size, FACTOR), SPREAD, scales)
+    assert sweep.to_dict()["batches"][0]["reference_loss_scale"] == 2.0**20
     reference = gradient_in_fp16(SPREAD, FACTOR, 2.0**20)
-    for ranges in found.batches[0]:
+    for ranges in sweep.batches[0]:
         scale = ranges.loss_scale
         expected = gradient_in_fp16(SPREAD, FACTOR, scale)
         overflow = not np.isfinite(expected).all()
         assert ranges.overflow == overflow
         compared = () if overflow else (reference, scale / 2.0**20, scale)
         assert ranges.parameters == {"weight": array_statistics(expected, *compared)}
-    assert [found.overall(scale).underflowed for scale in scales] == [6, 0, 0, None]
+    assert [sweep.overall(scale).underflowed for scale in scales] == [6, 0, 0, None]
 
 
 def test_loss_in_fp16_overflows_where_the_scale_does_not_fit_it():
@@ -47,16 +47,16 @@ def test_loss_in_fp16_overflows_where_the_scale_does_not_fit_it():
         def construct(self, x):
             return self.cast((self.weight * x).sum(), mstype.float16)
 
-    found = gradient_ranges(HalfPrecisionLoss(1), np.full(1, 2.0**-10, np.float32), [2**15, 2**16])
-    assert [found.overflowed_batches(scale) for scale in found.loss_scales] == [0, 1]
+    sweep = gradient_ranges(HalfPrecisionLoss(1), np.full(1, 2.0**-10, np.float32), [2**15, 2**16])
+    assert [sweep.overflowed_batches(scale) for scale in sweep.loss_scales] == [0, 1]
 
 
 def test_each_batch_has_its_own_reference_and_all_are_put_together():
     batches = [(np.full(2, 1.0, np.float32),), (np.array([4.0, 2.0**-20], np.float32),)]
-    found = gradient_ranges(HalfPrecisionSum(2), batches, [2.0**-6, 2**13, 2**15])
-    assert [batch["reference_loss_scale"] for batch in found.to_dict()["batches"]] == [2.0**15, 2.0**13]
-    assert [found.overflowed_batches(scale) for scale in found.loss_scales] == [0, 0, 1]
-    lowest = found.overall(2.0**-6)
+    sweep = gradient_ranges(HalfPrecisionSum(2), batches, [2.0**-6, 2**13, 2**15])
+    assert [batch["reference_loss_scale"] for batch in sweep.to_dict()["batches"]] == [2.0**15, 2.0**13]
+    assert [sweep.overflowed_batches(scale) for scale in sweep.loss_scales] == [0, 0, 1]
+    lowest = sweep.overall(2.0**-6)
     assert (lowest.size, lowest.underflowed, lowest.largest) == (4, 1, 0.0625)
     # The root mean square of sqrt(1 + 1) and 4, times the scale.
     assert lowest.norm == pytest.approx(2.0**-6 * np.sqrt((2 + 16) / 2))
@@ -121,8 +121,8 @@ def test_nothing_is_changed_by_a_sweep_that_fails():
 
 def test_dropout_cells_are_off_so_that_all_scales_see_one_network(mode):
     mindspore.set_seed(1)
-    found = gradient_ranges(WithStateAndDropout(), rows(), [1, 2, 4])
-    assert len({ranges.loss for ranges in found.batches[0]}) == 1
+    sweep = gradient_ranges(WithStateAndDropout(), rows(), [1, 2, 4])
+    assert len({ranges.loss for ranges in sweep.batches[0]}) == 1
 
 
 def test_a_network_that_stays_random_is_warned_of(graph_mode):

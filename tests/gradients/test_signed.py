@@ -15,19 +15,19 @@ VALUES = st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size
 
 @given(st.lists(VALUES, min_size=1, max_size=4))
 def test_every_value_is_counted_once_between_the_ends(arrays):
-    found = merge_signed(map(signed_histogram, arrays))
+    histogram = merge_signed(map(signed_histogram, arrays))
     together = np.concatenate(arrays)
-    assert sum(found.counts) == together.size
-    assert min(found.counts) >= 0
-    assert (found.lowest, found.highest) == (together.min(), together.max())
+    assert sum(histogram.counts) == together.size
+    assert min(histogram.counts) >= 0
+    assert (histogram.lowest, histogram.highest) == (together.min(), together.max())
 
 
 @given(VALUES)
 def test_quantiles_are_those_of_the_values_to_within_a_bin(values):
-    found = signed_histogram(values)
-    width = np.diff(found.edges).max()
+    histogram = signed_histogram(values)
+    width = np.diff(histogram.edges).max()
     low, high = (np.quantile(values, 0.5, method=method) for method in ("lower", "higher"))
-    assert low - width <= found.quantiles([0.5])[0] <= high + width
+    assert low - width <= histogram.quantiles([0.5])[0] <= high + width
 
 
 @pytest.mark.parametrize("values", [[], [np.nan, np.inf]])

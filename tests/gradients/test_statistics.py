@@ -24,21 +24,21 @@ def test_numbers_are_those_of_a_count_one_by_one(array):
     finite = [value for value in values if math.isfinite(value)]
     nonzero = [value for value in finite if value > 0]
     exponents = [math.frexp(value)[1] - 1 for value in nonzero]
-    found = array_statistics(array)
-    assert found.size == len(values)
-    assert found.zeros == finite.count(0.0)
-    assert found.infs_and_nans == len(values) - len(finite)
-    assert found.largest == max(nonzero, default=0.0)
-    assert found.smallest == min(nonzero, default=None)
-    assert found.norm == pytest.approx(math.hypot(*nonzero), rel=1e-12)
-    assert found.histogram == {exponent: exponents.count(exponent) for exponent in sorted(set(exponents))}
+    statistics = array_statistics(array)
+    assert statistics.size == len(values)
+    assert statistics.zeros == finite.count(0.0)
+    assert statistics.infs_and_nans == len(values) - len(finite)
+    assert statistics.largest == max(nonzero, default=0.0)
+    assert statistics.smallest == min(nonzero, default=None)
+    assert statistics.norm == pytest.approx(math.hypot(*nonzero), rel=1e-12)
+    assert statistics.histogram == {exponent: exponents.count(exponent) for exponent in sorted(set(exponents))}
 
 
 @given(first=ARRAYS, second=ARRAYS)
 def test_merged_statistics_are_those_of_one_array(first, second):
     both = [first.astype(np.float64), second.astype(np.float64)]
     together = array_statistics(np.concatenate(both), np.ones(first.size + second.size), 0.5)
-    merged = merge_statistics(array_statistics(one, np.ones(one.size), 0.5) for one in both)
+    merged = merge_statistics(array_statistics(array, np.ones(array.size), 0.5) for array in both)
     # Of merged parts values are taken to be spread over their bins, see test_signed.py.
     merged = dataclasses.replace(merged, signed=together.signed)
     assert vars(merged) == {
@@ -50,10 +50,10 @@ def test_merged_statistics_are_those_of_one_array(first, second):
 def test_an_array_longer_than_a_piece_is_read_to_its_end(monkeypatch):
     monkeypatch.setattr(statistics, "_PIECE", 4)
     array = np.arange(10, dtype=np.float32).reshape(2, 5)
-    found = array_statistics(array, reference=array + 1)
-    assert found.histogram == {0: 1, 1: 2, 2: 4, 3: 2}
-    assert (found.norm, found.underflowed) == (pytest.approx(math.sqrt(285)), 1)
-    assert (found.lost, found.reference_norm) == pytest.approx((math.sqrt(10), math.sqrt(385)))
+    measured = array_statistics(array, reference=array + 1)
+    assert measured.histogram == {0: 1, 1: 2, 2: 4, 3: 2}
+    assert (measured.norm, measured.underflowed) == (pytest.approx(math.sqrt(285)), 1)
+    assert (measured.lost, measured.reference_norm) == pytest.approx((math.sqrt(10), math.sqrt(385)))
 
 
 def test_underflows_are_zeros_that_were_not_zero_at_the_reference():
@@ -63,9 +63,9 @@ def test_underflows_are_zeros_that_were_not_zero_at_the_reference():
 def test_lost_is_the_norm_of_the_difference_and_unknown_for_what_is_not_finite():
     random = np.random.default_rng(0)
     array, reference = random.normal(size=(3, 5)), random.normal(size=(3, 5))
-    found = array_statistics(array, reference, ratio=0.25, unit=8.0)
-    assert found.lost == pytest.approx(np.linalg.norm(array - 0.25 * reference) / 8)
-    assert found.lost_share == pytest.approx(found.lost * 32 / np.linalg.norm(reference))
+    statistics = array_statistics(array, reference, ratio=0.25, unit=8.0)
+    assert statistics.lost == pytest.approx(np.linalg.norm(array - 0.25 * reference) / 8)
+    assert statistics.lost_share == pytest.approx(statistics.lost * 32 / np.linalg.norm(reference))
     assert array_statistics([0.0], [0.0]).lost_share is None
     overflowed = array_statistics([np.inf, 0.0], [1.0, 1.0])
     assert (overflowed.underflowed, overflowed.lost, overflowed.lost_share) == (1, None, None)
@@ -80,10 +80,14 @@ def test_what_is_unknown_of_one_array_is_unknown_of_all():
 
 
 def test_shares_are_of_all_elements_and_json_holds_them():
-    found = json.loads(
+    statistics = json.loads(
         json.dumps(array_statistics([0.0, 0.0, 1.0, np.nan], [0.0, 1.0, 1.0, 1.0]).to_dict(), allow_nan=False)
     )
-    assert (found["zeros_share"], found["underflowed_share"], found["infs_and_nans_share"]) == (0.5, 0.25, 0.25)
-    assert found["histogram"] == {"0": 1}
+    assert (statistics["zeros_share"], statistics["underflowed_share"], statistics["infs_and_nans_share"]) == (
+        0.5,
+        0.25,
+        0.25,
+    )
+    assert statistics["histogram"] == {"0": 1}
     assert array_statistics([]).to_dict()["zeros_share"] == 0.0
     assert array_statistics([]).to_dict()["underflowed_share"] is None

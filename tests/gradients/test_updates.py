@@ -21,23 +21,23 @@ NUMBERS = np.random.default_rng(0)
 def test_lost_updates_are_those_that_rounding_to_float16_undoes(update):
     size = (NUMBERS.normal(0, 1, 5000) * 2.0 ** NUMBERS.integers(-26, 4, 5000)).astype(np.float16)
     weights = {"all": size, "norm": np.ones(10, np.float16), "small": size[np.abs(size) < 1e-3]}
-    found = lost_updates({name: array_statistics(array) for name, array in weights.items()}, update)
-    # Away from 0, where the distance to the next number is that of the power of two.
+    lost = lost_updates({name: array_statistics(array) for name, array in weights.items()}, update)
+    # Away from 0, where the next number is as far as from the power of two.
     stays = {
         name: (np.abs(w).astype(np.float64) + update).astype(np.float16) == np.abs(w) for name, w in weights.items()
     }
-    assert found.share == np.mean(np.concatenate([*stays.values()]))
+    assert lost.share == np.mean(np.concatenate([*stays.values()]))
     shares = {name: each.mean() for name, each in stays.items()}
-    assert found.parameter_share == shares[found.parameter] == max(shares.values())
+    assert lost.parameter_share == shares[lost.parameter] == max(shares.values())
 
 
 def test_the_finder_says_what_is_lost_if_it_knows_the_learning_rate():
     network, ones = HalfPrecisionSum(2), np.ones(2, np.float32)
     assert find_loss_scale(network, ones, learning_rate=1e-4).lost_updates is None
     network.weight = Parameter(Tensor([1.0, 2.0**-10], mstype.float16), name="weight")
-    found = find_loss_scale(network, ones, learning_rate=1e-4)
-    assert (found.lost_updates.share, found.to_dict()["lost_updates"]["parameter"]) == (0.5, "weight")
-    assert "An update as large as the learning rate, 0.0001, is lost in 50.0% of them" in str(found)
+    recommendation = find_loss_scale(network, ones, learning_rate=1e-4)
+    assert (recommendation.lost_updates.share, recommendation.to_dict()["lost_updates"]["parameter"]) == (0.5, "weight")
+    assert "An update as large as the learning rate, 0.0001, is lost in 50.0% of them" in str(recommendation)
     assert find_loss_scale(network, ones).lost_updates is None
     with pytest.raises(ValueError, match="'learning_rate'"):
         find_loss_scale(network, ones, learning_rate=0.0)

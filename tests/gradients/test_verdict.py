@@ -17,28 +17,28 @@ ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "l
 
 def sweep(*batches):
     """A sweep over 1 and 1024 from what 1 loses in each batch, and the norms of the gradients."""
-    found = []
+    batches = []
     for lost in batches:
         at_1 = {name: ArrayStatistics(1, lost=share, reference_norm=norm) for name, (share, norm) in lost.items()}
         at_1024 = {name: replace(statistics, lost=0.0) for name, statistics in at_1.items()}
-        found.append((ScaleRanges(1.0, 1.0, at_1), ScaleRanges(1024.0, 1.0, at_1024)))
-    return GradientRanges({}, tuple(found))
+        batches.append((ScaleRanges(1.0, 1.0, at_1), ScaleRanges(1024.0, 1.0, at_1024)))
+    return GradientRanges({}, tuple(batches))
 
 
 def test_share_counts_underflow_and_the_rounding_of_subnormals(graph_mode):
     gradients, factor = np.array([1.0, 2.0**-8, 1.25 * 2.0**-4], np.float32), 2.0**-20
-    found = gradient_ranges(HalfPrecisionSum(3, factor), gradients, [1, 2**20, 2**40])
+    sweep = gradient_ranges(HalfPrecisionSum(3, factor), gradients, [1, 2**20, 2**40])
     reference = gradient_in_fp16(gradients, factor, 2.0**20) / 2.0**20
     at_1 = gradient_in_fp16(gradients, factor, 1.0)
     assert (at_1[0], at_1[1], at_1[2] == reference[2]) == (2.0**-20, 0.0, False)
-    assert found.overall(1).lost_share == pytest.approx(np.linalg.norm(at_1 - reference) / np.linalg.norm(reference))
-    assert found.overall(2**20).lost_share == 0.0
-    assert found.overall(2**40).lost_share is None
+    assert sweep.overall(1).lost_share == pytest.approx(np.linalg.norm(at_1 - reference) / np.linalg.norm(reference))
+    assert sweep.overall(2**20).lost_share == 0.0
+    assert sweep.overall(2**40).lost_share is None
     assert (
-        json.loads(json.dumps(found.to_dict()))["loss_scales"][0]["overall"]["lost_share"]
-        == found.overall(1).lost_share
+        json.loads(json.dumps(sweep.to_dict()))["loss_scales"][0]["overall"]["lost_share"]
+        == sweep.overall(1).lost_share
     )
-    assert f"{found.overall(1).lost_share:.3%}" in found.table().splitlines()[1]
+    assert f"{sweep.overall(1).lost_share:.3%}" in sweep.table().splitlines()[1]
 
 
 def test_groups_and_the_worst_parameter_over_batches():
@@ -52,12 +52,12 @@ def test_groups_and_the_worst_parameter_over_batches():
 
 def test_a_format_is_named_by_verdict_texts_and_records():
     ranges = replace(sweep({ATTENTION: (0.5, 1.0)}), gradient_format=FORMATS["hifloat8"])
-    found = recommend_loss_scale(ranges)
-    assert f"HiF8 loses 50.00% of the gradient of {ATTENTION}" in str(found)
-    assert "This training needs loss scaling." in str(found)
-    assert "FP16" not in f"{found}{found.details()}"
-    told = [ranges.to_dict(), found.to_dict(), *found.to_dict()["verdicts"]]
-    assert {json.loads(json.dumps(each))["gradient_format"] for each in told} == {"hifloat8"}
+    recommendation = recommend_loss_scale(ranges)
+    assert f"HiF8 loses 50.00% of the gradient of {ATTENTION}" in str(recommendation)
+    assert "This training needs loss scaling." in str(recommendation)
+    assert "FP16" not in f"{recommendation}{recommendation.details()}"
+    reports = [ranges.to_dict(), recommendation.to_dict(), *recommendation.to_dict()["verdicts"]]
+    assert {json.loads(json.dumps(each))["gradient_format"] for each in reports} == {"hifloat8"}
     assert GradientRanges.from_dict(ranges.to_dict()).gradient_format == FORMATS["hifloat8"]
 
 

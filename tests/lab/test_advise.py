@@ -77,10 +77,10 @@ def test_advice_never_costs_more_than_the_run(seed):
         scale, before = advice.figures.get("scale"), np.arange(len(run)) < advice.figures.get("reached_at", 1) - 1
         assert advice.rule != "start lower" or not (run.overflow & before & (run.loss_scale <= scale)).any()
         assert advice.rule != "start lower" or scale < run.loss_scale[0]
-    told = analysis.to_dict()
-    if told["scale_sense"] is None:
+    values = analysis.to_dict()
+    if values["scale_sense"] is None:
         return
-    section = yaml.safe_load(told["scale_sense"])["scale_sense"]
+    section = yaml.safe_load(values["scale_sense"])["scale_sense"]
     assert section.pop("type") == "AdaptiveLossScale"
     used = np.append(run.loss_scale, run.loss_scale[-1])
     for trace in (raise_ceilings(run.to_trace(), run), *map(run.to_trace, run.assumptions)):
@@ -88,7 +88,7 @@ def test_advice_never_costs_more_than_the_run(seed):
         assert cost(advised) < cost(measure(trace, used))
         assert advised.known_share >= 0.9
     # What is pasted is what the table and the advice say.
-    assert told["certainty"]["known_share"] == told["outcomes"][-1]["known_share"] >= 0.9
+    assert values["certainty"]["known_share"] == values["outcomes"][-1]["known_share"] >= 0.9
     starts = [advice.figures["scale"] for advice in analysis.advice if advice.rule == "start lower"]
     assert section["loss_scale_value"] == (starts or [run.loss_scale[0]])[0]
 
@@ -255,9 +255,9 @@ def test_a_run_without_trouble_has_nothing_to_change():
 def test_sample_logs_start_where_a_scale_held(name, scale, known, inferred):
     analysis = analyze(read_log(LOGS / name))
     assert [advice.figures["scale"] for advice in analysis.advice] == ([] if scale is None else [scale])
-    told = json.loads(json.dumps(analysis.to_dict(), allow_nan=False))
-    assert (told["skipped"]["known"], told["skipped"]["inferred"]) == (known, inferred)
-    assert told["outcomes"][0]["skipped"] == known + inferred
+    values = json.loads(json.dumps(analysis.to_dict(), allow_nan=False))
+    assert (values["skipped"]["known"], values["skipped"]["inferred"]) == (known, inferred)
+    assert values["outcomes"][0]["skipped"] == known + inferred
 
 
 def short_run(steps, window, first_step=1, scales=None):

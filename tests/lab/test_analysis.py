@@ -25,15 +25,15 @@ LOGS = ROOT / "tests" / "record" / "samples"
 
 def recorded(ceilings, name="dynamic", **params):
     """The run that a policy makes of ceilings."""
-    found = replay(make_policy(name, **params), Trace.exact("made", ceilings))
-    return run_of(found.loss_scale, found.overflow)
+    replayed = replay(make_policy(name, **params), Trace.exact("made", ceilings))
+    return run_of(replayed.loss_scale, replayed.overflow)
 
 
 def test_everything_of_a_small_run_is_told():
     run = run_of([8, 4, 2, 2, 4, 2], [1, 1, 0, 0, 1, 0], seconds=np.array([5.0, 1.0, 1.0, 1.0, np.nan, 1.0]))
-    found = analyze(run).to_dict()
-    assert found["steps"] == {"count": 6, "first": 1, "last": 6}
-    assert found["skipped"] == {
+    analysis = analyze(run).to_dict()
+    assert analysis["steps"] == {"count": 6, "first": 1, "last": 6}
+    assert analysis["skipped"] == {
         "count": 3,
         "at_least": 3,
         "at_most": 3,
@@ -47,9 +47,9 @@ def test_everything_of_a_small_run_is_told():
         "steps_with_seconds": 2,
     }
     start_up = {"before_first_applied": 2, "first_steps": 6, "skipped_in_first_steps": 3}
-    assert found["start_up"].items() >= start_up.items()
-    phases_found = found["loss_scale"].pop("phases")
-    assert found["loss_scale"] == {"first": 8.0, "final": 2.0, "smallest": 2.0, "largest": 8.0}
+    assert analysis["start_up"].items() >= start_up.items()
+    phases_found = analysis["loss_scale"].pop("phases")
+    assert analysis["loss_scale"] == {"first": 8.0, "final": 2.0, "smallest": 2.0, "largest": 8.0}
     assert [(row["kind"], row["first_step"], row["last_step"], row["windows"]) for row in phases_found] == [
         ("drop", 1, 2, ()),
         ("raise", 4, 4, ()),
@@ -59,17 +59,17 @@ def test_everything_of_a_small_run_is_told():
 
 def test_skipped_steps_in_the_first_hundred_are_counted():
     overflow = [True] * 3 + [False] * 90 + [True] * 20
-    found = analyze(run_of([4.0] * 113, overflow)).to_dict()["start_up"]
+    start_up = analyze(run_of([4.0] * 113, overflow)).to_dict()["start_up"]
     expected = {"before_first_applied": 3, "before_scale_held": 3, "skipped_in_first_steps": 10}
     bounds = {f"{name}_at_{end}": count for name, count in expected.items() for end in ("least", "most")}
-    assert found == {"first_steps": 100, **expected, **bounds}
+    assert start_up == {"first_steps": 100, **expected, **bounds}
 
 
 def test_before_the_first_applied_step_no_more_are_skipped_than_the_line_has():
     # The first line stands for four steps, of which two at most were skipped, and surely the last.
     run = run_of([8.0] * 5, [0, 0, 0, 1, 0], known=np.arange(5) >= 3, lines=np.array([[4, 1, 2], [5, 1, 2]]))
-    found = analyze(run).to_dict()["start_up"]
-    assert (found["before_first_applied_at_least"], found["before_first_applied_at_most"]) == (0, 2)
+    start_up = analyze(run).to_dict()["start_up"]
+    assert (start_up["before_first_applied_at_least"], start_up["before_first_applied_at_most"]) == (0, 2)
 
 
 @pytest.mark.parametrize(("lines", "lost"), [(None, 7.0), ([[1, 1, 1], [4, 1, 3]], 5.0)], ids=["all", "of the known"])
@@ -98,8 +98,8 @@ def path_of(tmp_path, rows):
     lines = [json.dumps(dict(zip(fields, row, strict=False))) for row in rows]
     (tmp_path / "run.jsonl").write_text("\n".join(lines))
     text = analyze(read_log(tmp_path / "run.jsonl")).text(details=True)
-    found = next(part for part in text.split("\n\n") if "what the loss scale did" in part).splitlines()
-    return [re.split(r"\s{2,}", line.strip()) for line in found]
+    lines = next(part for part in text.split("\n\n") if "what the loss scale did" in part).splitlines()
+    return [re.split(r"\s{2,}", line.strip()) for line in lines]
 
 
 def test_the_path_of_a_record_has_its_windows(tmp_path):
@@ -164,36 +164,36 @@ def test_outcomes_equal_replays_under_each_assumption():
     assert (row["skipped"], row["headroom_lost"]) == (measures[0].skipped, measures[0].headroom_lost)
     assert row["known_share"] == measures[0].known_share < 1
     assert (row["fewest_skipped"], row["most_skipped"]) == (
-        min(one.skipped for one in measures),
-        max(one.skipped for one in measures),
+        min(measured.skipped for measured in measures),
+        max(measured.skipped for measured in measures),
     )
 
 
 def test_problems_of_a_log_are_shown_with_their_line(tmp_path):
     log = tmp_path / "run.jsonl"
     log.write_text('{"step": 1, "overflow": false, "loss_scale": 8}\n{"step": 2, "overflow": fal\n')
-    found = analyze(read_log(log))
-    assert f"{log}:2: looks like a step's line" in found.text(details=True)
-    assert "1 line of the log could not be read: --details" in found.text()
-    assert (found.to_dict()["log"]["lines_used"], found.to_dict()["log"]["lines_ignored"]) == (1, 1)
+    analysis = analyze(read_log(log))
+    assert f"{log}:2: looks like a step's line" in analysis.text(details=True)
+    assert "1 line of the log could not be read: --details" in analysis.text()
+    assert (analysis.to_dict()["log"]["lines_used"], analysis.to_dict()["log"]["lines_ignored"]) == (1, 1)
 
 
 def test_long_lists_are_cut_in_the_text_only():
     overflow = np.arange(400) % 4 == 3
-    found = analyze(run_of(np.where(overflow, 8.0, 4.0), overflow))
-    text = found.text(details=True)
+    analysis = analyze(run_of(np.where(overflow, 8.0, 4.0), overflow))
+    text = analysis.text(details=True)
     assert "and 80 more" in text.replace("\n" + " " * 10, " ")
     assert len(text.splitlines()) < 75
     assert "... 169 rows ..." in text
-    assert len(found.to_dict()["skipped"]["ranges"]) == 100
-    assert len(found.to_dict()["loss_scale"]["phases"]) == 199
+    assert len(analysis.to_dict()["skipped"]["ranges"]) == 100
+    assert len(analysis.to_dict()["loss_scale"]["phases"]) == 199
 
 
 @pytest.mark.parametrize("scale", [[np.inf] * 40, [np.nan, 4.0] * 20, [2.0**-149] * 40])
 def test_scales_that_are_no_usual_numbers_are_analyzed(scale):
-    found = analyze(run_of(scale, [True] * 20 + [False] * 20))
-    json.dumps(found.to_dict(), allow_nan=False)
-    assert found.text(details=True)
+    analysis = analyze(run_of(scale, [True] * 20 + [False] * 20))
+    json.dumps(analysis.to_dict(), allow_nan=False)
+    assert analysis.text(details=True)
 
 
 def test_a_change_by_more_than_float32_is_analyzed(tmp_path):
@@ -225,14 +225,14 @@ def test_a_run_without_steps_or_scales_is_refused():
         analyze(run_of([np.nan], [False]))
 
 
-def guided_run(gradient_format="float16", **others):
+def guided_run(gradient_format="float16", **attributes):
     """What the guided rule makes of a ceiling of 2^16 that its gradients show, from 2^18."""
     trace = with_gradients(Trace.exact("made", [2.0**16] * 300), gradient_format=FORMATS[gradient_format])
-    found = replay(make_policy("guided", loss_scale_value=2.0**18, gradient_format=gradient_format), trace)
-    assert 0 < found.measures.skipped < 6
-    gradients = np.where(found.overflow, np.inf, trace.largest_gradient)
-    others["gradient_format"] = gradient_format
-    return trace, run_of(found.loss_scale, found.overflow, largest_gradient=gradients, **others)
+    replayed = replay(make_policy("guided", loss_scale_value=2.0**18, gradient_format=gradient_format), trace)
+    assert 0 < replayed.measures.skipped < 6
+    gradients = np.where(replayed.overflow, np.inf, trace.largest_gradient)
+    attributes["gradient_format"] = gradient_format
+    return trace, run_of(replayed.loss_scale, replayed.overflow, largest_gradient=gradients, **attributes)
 
 
 @pytest.mark.parametrize("gradient_format", ["float16", "float8_e4m3fn"])

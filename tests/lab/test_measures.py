@@ -39,8 +39,8 @@ INF = math.inf
     ],
 )
 def test_measures_of_hand_made_replays(ceiling, loss_scale, expected):
-    found = dataclasses.asdict(measure(Trace.exact("made", ceiling), loss_scale))
-    assert {name: found[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+    measures = dataclasses.asdict(measure(Trace.exact("made", ceiling), loss_scale))
+    assert {name: measures[name] for name in expected} == pytest.approx(expected, nan_ok=True)
 
 
 def test_window_changes_are_counted_and_a_policy_without_a_window_has_none():
@@ -67,10 +67,10 @@ def test_runs_of_skips_are_counted_across_the_stretches_that_a_accumulator_gets(
     for start, stop in itertools.pairwise([*starts, len(flags)]):
         accumulator.add(start, scales[start : stop + 1], None)
     text = "".join("x" if flag else " " for flag in flags)
-    [found] = accumulator.measures()
-    assert found.longest_skip_run == max(map(len, text.split()), default=0)
-    assert found.steps_to_first_applied == len(text) - len(text.lstrip("x"))
-    assert found.as_dict() == measure(trace, scales[:, 0]).as_dict()
+    [measures] = accumulator.measures()
+    assert measures.longest_skip_run == max(map(len, text.split()), default=0)
+    assert measures.steps_to_first_applied == len(text) - len(text.lstrip("x"))
+    assert measures.as_dict() == measure(trace, scales[:, 0]).as_dict()
 
 
 SCALES = st.one_of(st.sampled_from([0.0, 2.0**-140, 2.0**-126, 1.0, 2.0**16, 1e38, 1e39, INF]), st.floats(1e-3, 1e9))
@@ -80,20 +80,20 @@ SCALES = st.one_of(st.sampled_from([0.0, 2.0**-140, 2.0**-126, 1.0, 2.0**16, 1e3
 def test_no_scales_do_better_than_the_oracle(pairs):
     ceiling, scales = np.array(pairs).T
     trace = Trace.exact("made", ceiling)
-    found = measure(trace, [*scales, 1.0])
+    measures = measure(trace, [*scales, 1.0])
     smallest, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
     oracle = measure(trace, [*np.clip(ceiling, smallest, largest), 1.0])
-    assert oracle.skipped == found.unavoidable == oracle.unavoidable
-    assert oracle.skipped_regret == 0 <= found.skipped_regret <= found.skipped
+    assert oracle.skipped == measures.unavoidable == oracle.unavoidable
+    assert oracle.skipped_regret == 0 <= measures.skipped_regret <= measures.skipped
     assert math.isnan(oracle.headroom_regret) or oracle.headroom_regret == 0
-    assert math.isnan(found.headroom_regret) or found.headroom_regret >= 0
-    assert found.skipped == sum(overflows(scale, limit) for limit, scale in pairs)
+    assert math.isnan(measures.headroom_regret) or measures.headroom_regret >= 0
+    assert measures.skipped == sum(overflows(scale, limit) for limit, scale in pairs)
 
 
 def test_cost_is_skipped_steps_in_a_thousand_and_bits_at_their_rate():
-    found = measure(Trace.exact("made", [8] * 4), [16, 4, 2, 4, 4])
-    assert cost(found, exchange_rate=0.0) == 250.0
-    assert cost(found, exchange_rate=3.0) == pytest.approx(250.0 + 3.0 * 4 / 3)
+    measures = measure(Trace.exact("made", [8] * 4), [16, 4, 2, 4, 4])
+    assert cost(measures, exchange_rate=0.0) == 250.0
+    assert cost(measures, exchange_rate=3.0) == pytest.approx(250.0 + 3.0 * 4 / 3)
     nothing_applied = measure(Trace.exact("made", [8]), [16, 16])
     assert cost(nothing_applied) == 1000.0
 

@@ -16,7 +16,7 @@ from tests.shared.own_rules import Follow
 # What each system calls its scale and its window, to start every policy alike.
 NAMES = {
     name: [
-        next(own for own, one in preset.parameters.items() if one.sets == what)
+        next(name_here for name_here, parameter in preset.parameters.items() if parameter.sets == what)
         for what in ("loss_scale", "scale_window")
     ]
     for name, preset in PRESETS.items()
@@ -24,9 +24,9 @@ NAMES = {
 }
 
 
-def start(name, scale, window, **others):
+def start(name, scale, window, **arguments):
     of_scale, of_window = NAMES[name]
-    return make_policy(name, **{of_scale: scale, of_window: window, **others})
+    return make_policy(name, **{of_scale: scale, of_window: window, **arguments})
 
 
 def replay(policy, steps):

@@ -20,12 +20,12 @@ SMALL = {"loss_scale_value": 16.0, "max_scale_window": 3, "min_scale_window": 2}
 
 def test_replay_shows_the_scale_the_flag_and_the_window_of_each_step():
     trace = Trace.exact("made", [16, 8, 8, 8, 8, 8])
-    found = replay(make_policy("adaptive", **SMALL), trace)
-    assert found.loss_scale.tolist() == [16, 16, 8, 8, 16, 8]
-    assert found.overflow.tolist() == [False, True, False, False, True, False]
-    assert found.scale_window.tolist() == [2] * 6
-    assert (found.final_state["loss_scale"], found.final_state["skipped_steps"]) == (8.0, 2)
-    assert (found.measures.skipped, found.measures.scale_changes, found.measures.headroom_lost) == (2, 3, 0.0)
+    replayed = replay(make_policy("adaptive", **SMALL), trace)
+    assert replayed.loss_scale.tolist() == [16, 16, 8, 8, 16, 8]
+    assert replayed.overflow.tolist() == [False, True, False, False, True, False]
+    assert replayed.scale_window.tolist() == [2] * 6
+    assert (replayed.final_state["loss_scale"], replayed.final_state["skipped_steps"]) == (8.0, 2)
+    assert (replayed.measures.skipped, replayed.measures.scale_changes, replayed.measures.headroom_lost) == (2, 3, 0.0)
 
 
 def test_replay_goes_on_from_the_state_that_the_policy_is_in():
@@ -43,18 +43,18 @@ def fixed(scale):
 
 def test_comparison_has_a_row_for_each_policy_and_trace_and_their_mean():
     traces = [Trace.exact("low", [4.0] * 4), Trace.exact("high", [16.0] * 4), Trace.exact("free", [float("inf")] * 4)]
-    found = compare({"two": fixed(2.0), "eight": fixed(8.0)}, traces)
-    rows = {(row["policy"], row["trace"]): row for row in found.rows()}
+    comparison = compare({"two": fixed(2.0), "eight": fixed(8.0)}, traces)
+    rows = {(row["policy"], row["trace"]): row for row in comparison.rows()}
     assert rows.keys() == {(policy, trace) for policy in ("two", "eight") for trace in ("low", "high", "free", None)}
     assert [rows["two", trace]["headroom_lost"] for trace in ("low", "high", "free", None)] == [1.0, 3.0, None, 2.0]
     assert [rows["eight", trace]["skipped"] for trace in ("low", "high", "free", None)] == [4, 0, 0, 4 / 3]
-    json.dumps(found.rows(), allow_nan=False)
+    json.dumps(comparison.rows(), allow_nan=False)
 
 
 def test_each_trace_begins_with_a_fresh_policy():
     trace = Trace.exact("low", [4.0] * 4)
-    found = compare({"adaptive": partial(make_policy, "adaptive", **SMALL)}, [trace, trace])
-    assert found.measures["adaptive"][0] == found.measures["adaptive"][1]
+    comparison = compare({"adaptive": partial(make_policy, "adaptive", **SMALL)}, [trace, trace])
+    assert comparison.measures["adaptive"][0] == comparison.measures["adaptive"][1]
 
 
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
@@ -62,8 +62,8 @@ def test_comparison_of_a_rule_that_takes_traces_side_by_side_is_that_of_its_repl
     drops = [synthetic_trace("sudden drop", steps, seed=steps) for steps in lengths]
     traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
     done = []
-    found = compare({"guided": partial(make_policy, "guided")}, traces, progress=done.append)
-    for trace, measures in zip(traces, found.measures["guided"], strict=True):
+    comparison = compare({"guided": partial(make_policy, "guided")}, traces, progress=done.append)
+    for trace, measures in zip(traces, comparison.measures["guided"], strict=True):
         expected = replay(make_policy("guided"), trace).measures
         assert measures.as_dict() == pytest.approx(expected.as_dict())
     assert done == [1, 2]
@@ -71,24 +71,28 @@ def test_comparison_of_a_rule_that_takes_traces_side_by_side_is_that_of_its_repl
 
 def test_pareto_front_of_a_comparison_leaves_out_what_another_beats_in_both():
     trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
-    found = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
+    comparison = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
     # "one" loses more headroom than "four" and skips as little; "five" skips as much as "sixteen".
-    assert found.pareto_front() == ["four", "sixteen"]
-    assert [row["policy"] for row in found.rows() if row["on_front"]] == ["four", "sixteen"]
+    assert comparison.pareto_front() == ["four", "sixteen"]
+    assert [row["policy"] for row in comparison.rows() if row["on_front"]] == ["four", "sixteen"]
 
 
 def test_comparison_as_text_is_sorted_and_marks_the_front():
     policies = {"thirty-two": fixed(32.0), "one": fixed(1.0), "sixteen": fixed(16.0)}
-    found = compare(policies, [Trace.exact(name, [16.0] * 4) for name in "ab"])
-    lines = found.text(each_trace=True).splitlines()
+    comparison = compare(policies, [Trace.exact(name, [16.0] * 4) for name in "ab"])
+    lines = comparison.text(each_trace=True).splitlines()
     # Each with the scale that it starts from, without which they cannot be compared.
     assert [line.split()[:2] for line in lines[1:10]] == [
         [name, trace] for name in ("sixteen", "one", "thirty-two") for trace in ("a", "b", "(mean)")
     ]
     assert [line.endswith("*") for line in lines[1:10]] == [True] * 3 + [False] * 6
-    assert {row["policy"]: row["start"] for row in found.rows()} == {"one": 1.0, "sixteen": 16.0, "thirty-two": 32.0}
-    assert len(found.text().splitlines()) == 4 + 2
-    assert "decides" not in found.text()
+    assert {row["policy"]: row["start"] for row in comparison.rows()} == {
+        "one": 1.0,
+        "sixteen": 16.0,
+        "thirty-two": 32.0,
+    }
+    assert len(comparison.text().splitlines()) == 4 + 2
+    assert "decides" not in comparison.text()
 
 
 def test_a_known_share_of_0_is_shown():

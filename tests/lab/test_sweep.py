@@ -78,15 +78,15 @@ def assert_swept(tried, trace):
 
 
 def assert_same(tried, traces, found_of_lanes):
-    """Each configuration's measures and last state are those of its policy on its trace."""
+    """Each configuration has the measures and the last state of its policy on its trace."""
     for configuration, trace, (measures, final_state) in zip(tried, traces, found_of_lanes, strict=True):
         wanted_measures, wanted_state = stepped(configuration.rule, configuration.start, trace)
-        found, wanted = dataclasses.asdict(measures), dataclasses.asdict(wanted_measures)
+        values, wanted = dataclasses.asdict(measures), dataclasses.asdict(wanted_measures)
         exact = wanted.keys() - INEXACT
-        assert {name: found[name] for name in exact} == {name: wanted[name] for name in exact}
+        assert {name: values[name] for name in exact} == {name: wanted[name] for name in exact}
         for name in INEXACT:
             close = wanted[name] and pytest.approx(wanted[name], rel=1e-9, abs=1e-9, nan_ok=True)
-            assert found[name] == close, name
+            assert values[name] == close, name
         assert final_state == wanted_state
 
 
@@ -104,19 +104,19 @@ def stepped(rule, state, trace):
 
 def traces_with_gradients():
     """Gradients that show the ceiling, that hide it, and that are unknown at many steps or at all."""
-    made = list(synthetic_traces(STEPS, seed=0).values())
-    hidden = [with_gradients(trace, offset, 0.4, seed=1) for trace in made for offset in (3.0, -2.0)]
-    own = [independent_ceiling(STEPS, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
-    silent = dataclasses.replace(made[0], largest_gradient=None, seconds=np.ones(STEPS))
-    now_and_then = np.where(np.arange(STEPS) % 3 == 0, made[3].largest_gradient, [np.nan, 0.0] * (STEPS // 2))
-    return [*made, *hidden, *own, silent, dataclasses.replace(made[3], largest_gradient=now_and_then)]
+    synthetic = list(synthetic_traces(STEPS, seed=0).values())
+    hidden = [with_gradients(trace, offset, 0.4, seed=1) for trace in synthetic for offset in (3.0, -2.0)]
+    independent = [independent_ceiling(STEPS, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
+    silent = dataclasses.replace(synthetic[0], largest_gradient=None, seconds=np.ones(STEPS))
+    now_and_then = np.where(np.arange(STEPS) % 3 == 0, synthetic[3].largest_gradient, [np.nan, 0.0] * (STEPS // 2))
+    return [*synthetic, *hidden, *independent, silent, dataclasses.replace(synthetic[3], largest_gradient=now_and_then)]
 
 
 @pytest.mark.parametrize(("rate", "scale"), [(1.0, 2.0**32), (1000.0, 1.0)])
 def test_every_lane_may_have_a_trace_of_its_own(rate, scale):
     lanes = traces_with_gradients()
     tried = [Configuration("guided", loss_scale_value=scale, exchange_rate=rate)] * len(lanes)
-    rules, states = [one.rule for one in tried], [one.start for one in tried]
+    rules, states = [configuration.rule for configuration in tried], [configuration.start for configuration in tried]
     assert_same(tried, lanes, replay_side_by_side(rules, states, lanes))
 
 
@@ -134,7 +134,7 @@ def test_rules_of_all_kinds_keep_their_order_and_do_not_disturb_each_other():
     ]
     trace = with_gradients(synthetic_traces(STEPS, seed=1)["random walk"], 1.0, 0.5, seed=2)
     result = assert_swept(tried, trace)
-    assert len({one.headroom_lost for one in result.measures}) == len(tried)
+    assert len({measured.headroom_lost for measured in result.measures}) == len(tried)
 
 
 def test_column_is_one_measure_of_all_configurations():

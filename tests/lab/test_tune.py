@@ -26,15 +26,15 @@ RISING = Trace.exact("rising", 2.0 ** np.linspace(16, 66, 2000))
 
 def test_costs_are_those_of_replaying_each_configuration():
     tried = grid("adaptive", min_scale_window=[5, 50], max_scale_window=[50, 500], scale_factor=[2, 3])
-    found = tune([CALM, RISING], tried, exchange_rate=2.5)
-    for place, configuration in enumerate(tried):
+    tuning = tune([CALM, RISING], tried, exchange_rate=2.5)
+    for number, configuration in enumerate(tried):
         expected = [
             cost(replay(make_policy("adaptive", **configuration.arguments), trace).measures, 2.5)
             for trace in (CALM, RISING)
         ]
-        assert found.costs[place].tolist() == pytest.approx(expected)
-    assert found.recommended == tried[int(np.argmin(found.costs.mean(axis=1)))]
-    assert [row["cost"] for row in found.rows(3)] == sorted(found.costs.mean(axis=1).tolist())[:3]
+        assert tuning.costs[number].tolist() == pytest.approx(expected)
+    assert tuning.recommended == tried[int(np.argmin(tuning.costs.mean(axis=1)))]
+    assert [row["cost"] for row in tuning.rows(3)] == sorted(tuning.costs.mean(axis=1).tolist())[:3]
 
 
 def test_of_equals_the_first_is_recommended():
@@ -50,9 +50,9 @@ def test_certainty_tells_how_much_the_trace_knows(lower_bound, upper_bound, know
     steps = 1000
     trace = Trace("log", np.full(steps, 2.0**16), np.full(steps, lower_bound), np.full(steps, upper_bound))
     # At 2**16 but for the step after each full window, at 2**17.
-    told = tune([trace], [Configuration.dynamic(9)]).certainty()
-    assert (told["known_share"], told["verdict"]) == (pytest.approx(known), verdict)
-    json.dumps(told, allow_nan=False)
+    certainty = tune([trace], [Configuration.dynamic(9)]).certainty()
+    assert (certainty["known_share"], certainty["verdict"]) == (pytest.approx(known), verdict)
+    json.dumps(certainty, allow_nan=False)
 
 
 def test_the_known_share_counts_each_step_of_all_traces():
@@ -63,61 +63,61 @@ def test_the_known_share_counts_each_step_of_all_traces():
 def test_certainty_shows_costs_at_the_lowest_and_the_highest_ceilings():
     trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 2.0**15), np.full(1000, 2.0**20))
     tried = [Configuration.dynamic(9), Configuration.dynamic(99)]
-    told = tune([trace], tried).certainty()["assumed"]
+    assumed = tune([trace], tried).certainty()["assumed"]
     for name, ceiling in (("lowest", 2.0**15), ("highest", np.nextafter(2.0**20, 0))):
         costs = [
-            cost(replay(make_policy("adaptive", **one.arguments), Trace.exact("", [ceiling] * 1000)).measures)
-            for one in tried
+            cost(replay(make_policy("adaptive", **configuration.arguments), Trace.exact("", [ceiling] * 1000)).measures)
+            for configuration in tried
         ]
-        found = told[f"the {name} possible ceilings"]
-        assert (found["cost"], found["smallest"]) == pytest.approx((costs[1], min(costs)))
-        assert found["best"] == tried[int(np.argmin(costs))].label
+        rates = assumed[f"the {name} possible ceilings"]
+        assert (rates["cost"], rates["smallest"]) == pytest.approx((costs[1], min(costs)))
+        assert rates["best"] == tried[int(np.argmin(costs))].label
 
 
 def test_assumptions_of_ones_own_replace_the_bounds():
     trace = Trace("log", np.full(100, 2.0**16), np.zeros(100), np.full(100, np.inf))
     higher = dataclasses.replace(trace, ceiling=np.full(100, 2.0**20))
-    found = tune([trace], [Configuration.dynamic(9)], assumptions={"four bits more": [higher]})
-    assert found.certainty()["assumed"].keys() == {"four bits more"}
-    assert found.assumed["four bits more"][0, 0] != found.costs[0, 0]
+    tuning = tune([trace], [Configuration.dynamic(9)], assumptions={"four bits more": [higher]})
+    assert tuning.certainty()["assumed"].keys() == {"four bits more"}
+    assert tuning.assumed["four bits more"][0, 0] != tuning.costs[0, 0]
 
 
 def test_leaving_a_trace_out_shows_what_the_others_would_have_recommended_for_it():
     tried = [Configuration.dynamic(window) for window in (10, 1000)]
-    found = tune([CALM, RISING], tried, exchange_rate=20.0)
-    by_trace = {row["trace"]: row for row in found.certainty()["left_out"]}
+    tuning = tune([CALM, RISING], tried, exchange_rate=20.0)
+    by_trace = {row["trace"]: row for row in tuning.certainty()["left_out"]}
     assert by_trace["calm"]["recommended"] == "dynamic 10"
-    assert by_trace["calm"]["above_smallest"] == pytest.approx(found.costs[0, 0] - found.costs[1, 0])
+    assert by_trace["calm"]["above_smallest"] == pytest.approx(tuning.costs[0, 0] - tuning.costs[1, 0])
     assert by_trace["rising"]["recommended"] == "dynamic 1000"
     assert tune([CALM], tried).certainty()["left_out"] == []
 
 
 def test_text_holds_the_table_the_section_and_how_sure_it_is():
-    found = tune([CALM, RISING], [Configuration.dynamic(10), Configuration("adaptive", hysteresis=2)])
-    text = found.text(2)
-    assert found.recommended.scale_sense().rstrip() in text
+    tuning = tune([CALM, RISING], [Configuration.dynamic(10), Configuration("adaptive", hysteresis=2)])
+    text = tuning.text(2)
+    assert tuning.recommended.scale_sense().rstrip() in text
     assert "adaptive 20-1000 hysteresis=2" in text
     assert "Without trace 'calm': " in text
     assert "possible ceilings" not in text
-    assert len(found.text().splitlines()) <= 15
+    assert len(tuning.text().splitlines()) <= 15
 
 
 def test_settings_are_pasted_only_where_they_beat_the_run():
     tried, of_run = [Configuration.dynamic(1000)], replay(make_policy("fixed", loss_scale=2.0**16), CALM).measures
     assert tune([CALM], tried).settings_to_paste is not None
-    found = tune([CALM], tried, recorded=[of_run])
-    assert (of_run.skipped, found.settings_to_paste) == (0, None)
-    assert "The run itself: 0 skipped, 0.0 bits" in found.text()
-    assert "did at least as well" in found.text()
+    tuning = tune([CALM], tried, recorded=[of_run])
+    assert (of_run.skipped, tuning.settings_to_paste) == (0, None)
+    assert "The run itself: 0 skipped, 0.0 bits" in tuning.text()
+    assert "did at least as well" in tuning.text()
 
 
 def test_what_the_traces_decide_is_recommended_before_what_costs_less():
     # The climb to the assumed ceilings is not decided, to stay at the known scale is.
     trace = Trace("log", np.full(1000, 2.0**20), np.full(1000, 2.0**16), np.full(1000, np.inf))
-    found = tune([trace], [Configuration.dynamic(250), Configuration.dynamic(2000)])
-    assert found.costs[0, 0] < found.costs[1, 0]
-    assert found.recommended.label == found.rows(1)[0]["configuration"] == "dynamic 2000"
-    assert found.certainty()["verdict"] == "known"
+    tuning = tune([trace], [Configuration.dynamic(250), Configuration.dynamic(2000)])
+    assert tuning.costs[0, 0] < tuning.costs[1, 0]
+    assert tuning.recommended.label == tuning.rows(1)[0]["configuration"] == "dynamic 2000"
+    assert tuning.certainty()["verdict"] == "known"
 
 
 def test_text_shows_other_assumptions_where_they_matter():
@@ -167,14 +167,14 @@ def test_a_configuration_can_be_pickled(policy):
 def test_default_grid_has_dynamic_and_adaptive_configurations_once_each():
     tried = grid("adaptive", **default_grid("adaptive"))
     assert len(tried) == 900
-    assert {one.label.split()[0] for one in tried} == {"dynamic", "adaptive"}
-    assert len({one.label for one in tried}) == len(tried)
+    assert {configuration.label.split()[0] for configuration in tried} == {"dynamic", "adaptive"}
+    assert len({configuration.label for configuration in tried}) == len(tried)
 
 
 def test_grid_leaves_out_windows_that_do_not_fit():
     tried = grid("adaptive", min_scale_window=[20, 100], max_scale_window=[50, 100], scale_window=[20, 100])
     names = ("min_scale_window", "max_scale_window", "scale_window")
-    windows = [tuple(one.arguments[name] for name in names) for one in tried]
+    windows = [tuple(configuration.arguments[name] for name in names) for configuration in tried]
     assert windows == [(20, 50, 20), (20, 100, 20), (20, 100, 100), (100, 100, 100)]
 
 
@@ -210,8 +210,8 @@ def test_of_exchange_rates_that_which_is_asked_for_is_near_the_best():
     trace = with_gradients(synthetic_trace("random walk", 5000, seed=1))
     costs = {}
     for rate in (0.5, 20.0):
-        found = tune([trace], grid("guided", exchange_rate=[0.5, 20.0]), exchange_rate=rate)
-        costs[rate] = found.recommended.rule.exchange_rate
+        tuning = tune([trace], grid("guided", exchange_rate=[0.5, 20.0]), exchange_rate=rate)
+        costs[rate] = tuning.recommended.rule.exchange_rate
     assert costs == {0.5: 0.5, 20.0: 20.0}
 
 
@@ -259,7 +259,7 @@ def test_section_of_other_rules(configuration, section):
 def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scales():
     tried = grid("tests.shared.own_rules.Follow", **default_grid("tests.shared.own_rules.Follow"))
     assert len(tried) == 15
-    assert {one.rule.margin for one in tried} == {1, 2, 4}
+    assert {configuration.rule.margin for configuration in tried} == {1, 2, 4}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scale
 )
 def test_a_rule_made_from_one_of_this_package_has_its_own_arguments(name, cap):
     tried = grid(name, **default_grid(name), cap=[cap])
-    assert {one.rule.cap for one in tried} == {cap}
+    assert {configuration.rule.cap for configuration in tried} == {cap}
     section = yaml.safe_load(tried[0].scale_sense())["scale_sense"]
     assert RuleLossScaleUpdateCell(**{key: section[key] for key in section if key != "type"}).rule.cap == cap
     assert {"exchange_rate", "max_scale_window", "scale_window"}.isdisjoint(section)
@@ -277,5 +277,5 @@ def test_a_rule_made_from_one_of_this_package_has_its_own_arguments(name, cap):
 def test_a_vector_that_is_called_scale_window_is_no_window():
     policy = make_policy("tests.shared.own_rules.Windows")
     assert Lanes([policy.rule], [policy.current]).scale_window is None
-    found = replay(policy, CALM)
-    assert (found.scale_window, found.measures.window_changes) == (None, 0)
+    replayed = replay(policy, CALM)
+    assert (replayed.scale_window, replayed.measures.window_changes) == (None, 0)

@@ -76,4 +76,4 @@ def _complete_mindspore():
     autograd.enable_mindspore_backward_compat = enable
     mindspore.mint.stack = lambda tensors, dim=0: ops.stack(tensors, dim)
     mindspore.mint.ones_like = ops.ones_like
-    mindspore.mint.addcmul = lambda x, one, other, value=1: x + value * one * other
+    mindspore.mint.addcmul = lambda x, first, other, value=1: x + value * first * other

@@ -66,8 +66,8 @@ STAND_INS = (
 @contextlib.contextmanager
 def mcore_on_cpu(monkeypatch):
     """Make MindFormers use its mcore classes, with the stand-ins."""
-    for place, operator, stand_in in STAND_INS:
-        monkeypatch.setattr(place, operator, stand_in)
+    for module, operator, stand_in in STAND_INS:
+        monkeypatch.setattr(module, operator, stand_in)
     if MFContextOperator.get_mf_ctx_instance() is None:
         MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}}))
     context = MFContextOperator.get_mf_ctx_instance()

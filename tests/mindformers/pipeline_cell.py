@@ -56,11 +56,11 @@ def sharded(micro_batches):
     network = HalfPrecisionSum(SIZE, factor=1 / BATCH)
     control = build(MFTrainOneStepCell, MeanOverMicroBatches(network, micro_batches)).set_train()
     record = []
-    for place in OVERFLOWS:
+    for index in OVERFLOWS:
         features = np.random.default_rng(0).uniform(0.5, 1.0, (BATCH, SIZE)).astype(np.float32)
-        if place is not None:
+        if index is not None:
             # One sample of the first or the last micro batch.
-            features[place] = LARGE * 8
+            features[index] = LARGE * 8
         record.append(take(step, features))
         control(Tensor(features))
         record[-1]["control"] = control.weights[0].asnumpy().tolist()
@@ -70,10 +70,10 @@ def sharded(micro_batches):
 def plain():
     step = build_pipeline(False, 2)
     record = []
-    for place in OVERFLOWS:
+    for index in OVERFLOWS:
         gradient = np.linspace(1.0, 2.0, SIZE, dtype=np.float32) * float(step.scale_sense.asnumpy())
-        if place is not None:
-            gradient[place] = np.inf
+        if index is not None:
+            gradient[index] = np.inf
         step.accu_grads[0].set_data(Tensor(gradient))
         record.append(take(step, np.ones((BATCH, SIZE), np.float32)))
     return record

@@ -155,14 +155,18 @@ def train(folder, section, dtype=mindspore.float16, auxiliary=False, callbacks=(
         callbacks=[seen, *callbacks],
     )
     trainer.train()
-    found = {"steps": np.array(seen.steps), "updates": int(optimizer.global_step.asnumpy()[0]), **weights_of(model)}
+    seen_and_weights = {
+        "steps": np.array(seen.steps),
+        "updates": int(optimizer.global_step.asnumpy()[0]),
+        **weights_of(model),
+    }
     if section is not None:
-        found |= {"decisions": trainer.scaler.state()["cur_iter"] - 1, "state": trainer.state.save_to_dict()}
-    return found
+        seen_and_weights |= {"decisions": trainer.scaler.state()["cur_iter"] - 1, "state": trainer.state.save_to_dict()}
+    return seen_and_weights
 
 
 def batches(config):
-    """The data as the trainer takes them: that of 2.0.0 cuts a batch into micro-batches itself."""
+    """The data as the trainer takes them: the trainer of 2.0.0 cuts a batch into micro-batches itself."""
     cuts_itself = hasattr(StockTrainer, "_split_micro_batch")
     return make_data(config["training"]["global_batch_size" if cuts_itself else "local_batch_size"])
 
@@ -260,7 +264,7 @@ def launch(folder):
     writer = FileWriter(str(folder / "samples.mindrecord"))
     writer.add_schema(columns)
     [batch] = samples
-    writer.write_raw_data([{name: batch[name][place] for name in columns} for place in range(SAMPLES)])
+    writer.write_raw_data([{name: batch[name][number] for name in columns} for number in range(SAMPLES)])
     writer.commit()
     config = make_config(folder, ADAPTIVE)
     config["model"]["architectures"] = "Built"
@@ -279,10 +283,10 @@ def main(folder, task):
         (folder / task).mkdir()
         sys.exit(launch(folder / task))
     if task == "resumed":
-        found = {"resumed": train(folder / "killed", ADAPTIVE, load_path=str(folder / "killed" / "checkpoint"))}
+        trainings = {"resumed": train(folder / "killed", ADAPTIVE, load_path=str(folder / "killed" / "checkpoint"))}
     else:
-        found = dict(all_trainings(folder))
-    (folder / f"{task}.pickle").write_bytes(pickle.dumps(found))
+        trainings = dict(all_trainings(folder))
+    (folder / f"{task}.pickle").write_bytes(pickle.dumps(trainings))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Train with MindFormers' PyNative trainer in two processes, started by ``msrun`` with a folder as the argument.
 
-Only the second process gets an inf, in step 3. There are two stand-ins beside those of ``pynative_runs``. The group of
-processes is that of a CPU, which MindFormers does not ask for. Gradients are added up by an all-reduce, as the real
-library does in the backward pass, or they stay in their process, as those of weights that are shared out do.
+Only the second process gets an inf, in step 3. There are two stand-ins beside the ones of ``pynative_runs``. The
+processes form a group on the CPU, which MindFormers does not ask for. Gradients are added up by an all-reduce, as the
+real library does in the backward pass, or they stay in their process, as do the gradients of weights that are shared
+out.
 """
 
 import pickle
@@ -74,12 +75,12 @@ def main(folder):
     communication.init()
     stock.init_process_group = stock.destroy_process_group = lambda: None
     folder = Path(folder)
-    found = {
+    results = {
         f"{kind} {'added up' if adds_up else 'own'}": train(folder / f"{kind}{adds_up}", section, adds_up)
         for kind, section in (("adaptive", pynative_runs.ADAPTIVE), ("guided", pynative_runs.GUIDED))
         for adds_up in (True, False)
     }
-    (folder / f"rank_{get_rank()}.pickle").write_bytes(pickle.dumps(found))
+    (folder / f"rank_{get_rank()}.pickle").write_bytes(pickle.dumps(results))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_what_mindformers_leaves_at_its_start_in_several_processes_comes_from_th
     if not hasattr(layouts, "complete_optimizer_layout_index"):
         pytest.skip("this version of MindFormers leaves no state of an optimizer out")
     known = {each.name: [None, each.dtype, each.shape] for each in step.network.get_parameters()}
-    # What the compiled graph has no layout for, it restores where the name ends in that of a weight.
+    # What the compiled graph has no layout for, it restores where the name ends in a weight's name.
     completed, _ = layouts.complete_optimizer_layout_index(dict(known), {0: [*known]}, step.optimizer)
     assert completed.keys() >= {f"moments.{name}" for name in known}
     assert not completed.keys() & step.loss_scaling_manager.parameters_dict().keys()

@@ -139,7 +139,7 @@ def test_a_key_that_is_a_number_in_the_file_is_refused_like_others():
         {PER_TOKEN: True, f"{SCALE_SENSE}.loss_scale_value": 2**22},
         {PER_TOKEN: True, "resume_training": True},
         {PER_TOKEN: True, SCALE_SENSE: GUIDED},
-        # These run on a CPU. MindFormers reads those of the last but one in a parallel run only.
+        # These run on a CPU. MindFormers reads the pipeline stage in a parallel run only.
         {"monitor_config": {"monitor_on": True, "dump_path": "", "local_norm_format": ["log"]}},
         {"monitor_config": {"monitor_on": False, "dump_path": "./dump"}},
         {"parallel.parallel_mode": 1, "parallel_config.pipeline_stage": 2},
@@ -332,7 +332,7 @@ def test_trainer_makes_the_same_checks(arguments, error, message):
         ({}, 20),
         ({"min_scale_window": 5, "max_scale_window": 300}, 5),
         ({"loss_scale_window": 50}, 50),
-        # The window of another cell is that of the arguments.
+        # The window of another cell comes from the arguments.
         ({"scale_sense": "DynamicLossScaleUpdateCell"}, 1000),
     ],
 )

@@ -51,17 +51,17 @@ def test_a_sidecar_alone_tells_which_rule_its_state_is_of(tmp_path):
         state = cell(2.0**12, 2, 20).state() if name == "adaptive" else cell(2.0**12).state()
         (folder := tmp_path / name / "iteration_00000008").mkdir(parents=True)
         write_sidecar(folder, state.pop("loss_scale"), state)
-        [found] = read_checkpoints(folder)
-        assert (found.kind, found.values["scale_window"]) == (name, state["scale_window"])
+        [checkpoint] = read_checkpoints(folder)
+        assert (checkpoint.kind, checkpoint.values["scale_window"]) == (name, state["scale_window"])
 
 
 def test_of_files_whose_steps_nobody_knows_the_newest_has_the_largest_numbers_in_its_name(tmp_path):
     # By epoch and step within the epoch.
     for name in ("net-2_10", "net-10_1", "net-2_9"):
         save_file({"weight": np.ones(1, np.float32)}, tmp_path / f"{name}.safetensors")
-    found = read_checkpoints(tmp_path)
-    assert [one.path.stem for one in found] == ["net-2_9", "net-2_10", "net-10_1"]
-    assert {one.step for one in found} == {None}
+    checkpoints = read_checkpoints(tmp_path)
+    assert [checkpoint.path.stem for checkpoint in checkpoints] == ["net-2_9", "net-2_10", "net-10_1"]
+    assert {checkpoint.step for checkpoint in checkpoints} == {None}
 
 
 @pytest.mark.parametrize("file_format", FORMATS)

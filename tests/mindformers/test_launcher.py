@@ -241,8 +241,8 @@ FILES = [
 
 @pytest.mark.parametrize(("content", "message"), FILES, ids=[str(content)[:30] for content, _ in FILES])
 def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp_path, monkeypatch, content, message):
-    others = {"other": "base_config: run.yaml", "list": "[1]"}
-    for name, text in {**others, "run": content}.items():
+    not_runs = {"other": "base_config: run.yaml", "list": "[1]"}
+    for name, text in {**not_runs, "run": content}.items():
         (tmp_path / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("nothing may be built"))
     code, printed, errors = run_program("train", "--config", "run.yaml")

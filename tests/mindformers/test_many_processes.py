@@ -57,25 +57,25 @@ def without_loss(record):
 
 
 def test_an_overflow_of_one_of_four_is_skipped_by_all(four_processes):
-    first, *others = records(four_processes, 4)
+    first, *more = records(four_processes, 4)
     assert [line["step"] for line in first] == list(range(1, STEPS + 1))
     assert {line["step"] for line in first if line["overflow"]} > PLANTED
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
     assert_follows(rule, rule.start(2.0**20), first)
-    for record in others:
+    for record in more:
         assert without_loss(record) == without_loss(first)
         # Each has data of its own.
         assert [line["loss"] for line in record] != [line["loss"] for line in first]
 
 
 def test_four_processes_hold_the_same_weights_and_state(four_processes):
-    first, *others = (FORM.last_saved(four_processes, rank) for rank in range(4))
+    first, *more = (FORM.last_saved(four_processes, rank) for rank in range(4))
     assert first["step_num"] == STEPS
     assert len(first) > 40
-    for saved in (first, *others):
+    for saved in (first, *more):
         # Each process writes records of its own.
         assert saved.pop(RUN) > 0
-    assert others == [first] * 3
+    assert more == [first] * 3
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +111,10 @@ def test_each_process_records_the_ranges_of_its_own_gradients(two_processes):
         assert [line["step"] for line in of_both] == [step, step]
         assert of_both[0]["weights"] == of_both[1]["weights"]
         assert of_both[0]["loss_scale"] == of_both[1]["loss_scale"]
-        own = [line["batches"][0]["loss_scales"][0] for line in of_both]
+        at_scale = [line["batches"][0]["loss_scales"][0] for line in of_both]
         # Each has data of its own; a step is skipped when one of the two overflows.
-        assert own[0]["loss"] != own[1]["loss"]
-        assert resumed.steps()[step].overflow == (own[0]["overflow"] or own[1]["overflow"])
+        assert at_scale[0]["loss"] != at_scale[1]["loss"]
+        assert resumed.steps()[step].overflow == (at_scale[0]["overflow"] or at_scale[1]["overflow"])
 
 
 def test_launch_many_on_several_machines():

@@ -79,7 +79,7 @@ def test_qwen3_learns_in_fp16_by_the_rule(run):
     rule = AdaptiveRule(**WINDOWS)
     assert_follows(rule, rule.start(START, 2), lines)
     assert len(lines) == STEPS
-    # Those of the start, and later ones after a raise.
+    # Skipped steps of the start, and later ones after a raise.
     assert lines[-1]["skipped_steps"] >= 6
     assert any(line["overflow"] for line in lines[15:])
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
@@ -87,10 +87,10 @@ def test_qwen3_learns_in_fp16_by_the_rule(run):
 
 def test_a_skipped_step_of_qwen3_changes_nothing_but_loss_scaling(run):
     train_step, states, lines = run
-    own = {*train_step.loss_scaling_manager.parameters_dict(), "scale_sense"}
+    of_cell = {*train_step.loss_scaling_manager.parameters_dict(), "scale_sense"}
     for before, after, line in zip(states[:-1], states[1:], lines, strict=True):
         changed = {name for name in before if not np.array_equal(before[name], after[name])}
-        assert (changed - own == set()) is line["overflow"]
+        assert (changed - of_cell == set()) is line["overflow"]
     assert int(states[-1]["global_step"][0]) == STEPS - lines[-1]["skipped_steps"]
 
 
@@ -112,8 +112,8 @@ def test_find_agrees_with_the_training_of_qwen3_and_a_loss_per_token_lowers_the_
     first_applied = next(line for line in lines if not line["overflow"])
     batch = rows(STEPS)[first_applied["step"] - 1]
     mean, per_token = (
-        find_loss_scale(build_train_step(build_qwen3(given), calculate_per_token_loss=given), batch)
-        for given in (False, True)
+        find_loss_scale(build_train_step(build_qwen3(is_given), calculate_per_token_loss=is_given), batch)
+        for is_given in (False, True)
     )
     assert mean.ceiling in (first_applied["loss_scale"], 2 * first_applied["loss_scale"])
     assert mean.ceiling / per_token.ceiling == batch[0].size

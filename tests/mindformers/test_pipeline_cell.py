@@ -29,9 +29,9 @@ KINDS = ["sharded 1", "sharded 2", "sharded 4", "plain"]
 def test_an_overflow_in_one_micro_batch_skips_the_step_and_scale_and_window_follow_the_rule(seen, kind):
     rule = AdaptiveRule(max_scale_window=2, min_scale_window=2)
     state = rule.start(SCALE)
-    for place, step in zip(OVERFLOWS, seen[kind], strict=True):
-        state = rule.step(state, place is not None)
-        assert (step["overflow"], step["loss_scale"]) == (place is not None, state.loss_scale)
+    for index, step in zip(OVERFLOWS, seen[kind], strict=True):
+        state = rule.step(state, index is not None)
+        assert (step["overflow"], step["loss_scale"]) == (index is not None, state.loss_scale)
         assert step["unchanged"] is step["overflow"]
     assert {step["overflow"] for step in seen[kind]} == {True, False}
 

@@ -41,17 +41,17 @@ def network(corpus):
 
 
 def test_every_weight_of_the_model_is_probed_at_every_scale(corpus, network):
-    told = []
+    done = []
     scales = [2.0**4, 2.0**12, 2.0**30]
-    fresh = probe(CONFIG, None, corpus, scales, 2, overrides=SMALL_MODEL, progress=told.append).to_dict()
+    fresh = probe(CONFIG, None, corpus, scales, 2, overrides=SMALL_MODEL, progress=done.append).to_dict()
     names = fresh["weights"]["parameters"].keys()
     assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < names
     for scale in fresh["loss_scales"]:
         assert scale["parameters"].keys() == names
     assert [scale["overflowed_batches"] for scale in fresh["loss_scales"]] == [0, 0, 2]
     assert fresh["loss_scales"][1]["overall"]["largest"] > 0
-    assert told == [1, 2, 3, 4, 5, 6]
-    # The loss is that of an untrained model, and the batches differ.
+    assert done == [1, 2, 3, 4, 5, 6]
+    # The model is untrained, by its loss, and the batches differ.
     losses = [batch["loss_scales"][0]["loss"] for batch in fresh["batches"]]
     assert losses == pytest.approx([5.55, 5.55], abs=0.1)
     assert losses[0] != losses[1]

@@ -90,17 +90,17 @@ def first_scale(scale_sense):
 
 
 @pytest.mark.parametrize(("scale_sense", "others"), TRAINED, ids=str)
-def test_what_mindformers_trains_is_trained(scale_sense, others):
-    section = {"type": TRAIN_STEP, "scale_sense": scale_sense, **others}
+def test_what_mindformers_trains_is_trained(scale_sense, keys):
+    section = {"type": TRAIN_STEP, "scale_sense": scale_sense, **keys}
     factor = scale_sense.get("scale_factor", 1) if isinstance(scale_sense, dict) else 1
     assert scale_after_a_step(load(section)) == max(first_scale(scale_sense) / factor, 1)
 
 
 @pytest.mark.parametrize(("scale_sense", "others"), TRAINED, ids=str)
-def test_only_the_type_has_to_be_changed(scale_sense, others):
+def test_only_the_type_has_to_be_changed(scale_sense, keys):
     if not isinstance(scale_sense, dict):
         pytest.skip("a number has no type")
-    section = {"type": TRAIN_STEP, "scale_sense": {**scale_sense, "type": "AdaptiveLossScale"}, **others}
+    section = {"type": TRAIN_STEP, "scale_sense": {**scale_sense, "type": "AdaptiveLossScale"}, **keys}
     if "scale_window" not in scale_sense:
         with pytest.raises(TypeError, match=r"lacks scale_factor, scale_window.*'scale_factor: 2'.*'scale_window: 20'"):
             load(section)
@@ -112,10 +112,10 @@ def test_only_the_type_has_to_be_changed(scale_sense, others):
         assert scale_after_a_step(load(section)) == max(first_scale(scale_sense) / 2, 1)
 
 
-@pytest.mark.parametrize(("scale_sense", "others", "message"), WARNED, ids=str)
-def test_what_mindformers_ignores_is_trained_with_a_warning(scale_sense, others, message):
+@pytest.mark.parametrize(("scale_sense", "keys", "message"), WARNED, ids=str)
+def test_what_mindformers_ignores_is_trained_with_a_warning(scale_sense, keys, message):
     with pytest.warns(UserWarning, match=message):
-        config = load({"type": TRAIN_STEP, "scale_sense": scale_sense, **others})
+        config = load({"type": TRAIN_STEP, "scale_sense": scale_sense, **keys})
     factor = 2 if isinstance(scale_sense, dict) else 1
     assert scale_after_a_step(config) == max(first_scale(scale_sense) / factor, 1)
 

@@ -41,6 +41,6 @@ def test_an_inf_of_one_process_skips_the_step_in_both_and_the_scale_is_the_same(
     assert first["state"] == second["state"]
     names = [name for name in first if name.startswith("weight ")]
     assert len(names) == 8
-    assert all(np.isfinite(one[name]).all() for one in (first, second) for name in names)
+    assert all(np.isfinite(process[name]).all() for process in (first, second) for name in names)
     same = all((first[name] == second[name]).all() for name in names)
     assert same is (gradients == "added up")

@@ -35,9 +35,9 @@ ADAPTIVE = {"type": "AdaptiveLossScale", "loss_scale_value": 4096, "scale_window
     ],
 )
 def test_a_section_becomes_the_scaler_of_its_rule(section, scaler, expected):
-    made = make_scaler(section)
-    assert isinstance(made, scaler)
-    assert made.state().items() >= expected.items()
+    scaler_made = make_scaler(section)
+    assert isinstance(scaler_made, scaler)
+    assert scaler_made.state().items() >= expected.items()
 
 
 def test_a_number_is_a_scale_that_stays():
@@ -114,9 +114,9 @@ def test_a_file_for_both_trainers_or_in_the_wrong_mode_is_refused(content, mode,
 
 
 def test_the_section_is_taken_out_of_what_mindformers_reads_and_the_given_dict_stays_as_it_is():
-    given = {"training": {"steps": 3, "loss_scale": ADAPTIVE}, "model": {}}
-    assert read_config(given) == ({"training": {"steps": 3}, "model": {}}, ADAPTIVE)
-    assert given["training"]["loss_scale"] is ADAPTIVE
+    config = {"training": {"steps": 3, "loss_scale": ADAPTIVE}, "model": {}}
+    assert read_config(config) == ({"training": {"steps": 3}, "model": {}}, ADAPTIVE)
+    assert config["training"]["loss_scale"] is ADAPTIVE
 
 
 @pytest.mark.parametrize(("config", "error"), [([], TypeError), ({"training": 3}, TypeError), (None, TypeError)])

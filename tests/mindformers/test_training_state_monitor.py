@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 STOCK = mindformers.core.callback.TrainingStateMonitor
 # The gradient of the weight is the value of the step times the scale, in FP16. With the value of a spike 2^32 to 2^14
-# overflow and 2^13 does not, and from there its norm, 4 for each of 4 elements, is that of the threshold.
+# overflow and 2^13 does not, and from there its norm, 4 for each of 4 elements, is the threshold.
 START, OVERFLOWS_AT_START = 2.0**32, 19
 THRESHOLD = 8.0
 SPIKE = 4.0

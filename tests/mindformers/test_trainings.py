@@ -54,12 +54,12 @@ def seen(folder):
     return pickle.loads((folder / "all.pickle").read_bytes()) | {"printed": printed}
 
 
-def assert_same_weights(one, other):
-    names = [name for name in one if name.startswith("weight ")]
+def assert_same_weights(first, other):
+    names = [name for name in first if name.startswith("weight ")]
     assert len(names) == 8
     for name in names:
-        assert np.isfinite(one[name]).all()
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+        assert np.isfinite(first[name]).all()
+        np.testing.assert_array_equal(first[name], other[name], err_msg=name)
 
 
 def overflows_of(training):
@@ -81,7 +81,7 @@ def test_a_step_that_overflows_does_not_count_for_the_optimizer_and_others_do(se
     trained = seen[name]
     overflows = overflows_of(trained)
     assert trained["updates"] == STEPS - overflows.sum()
-    # By its norm; another inf or NaN than that of an overflow there is none.
+    # By its norm: only an overflow makes it inf or NaN.
     np.testing.assert_array_equal(np.isfinite(trained["steps"][:, 1]), ~overflows)
 
 

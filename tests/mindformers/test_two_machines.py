@@ -53,9 +53,11 @@ def training(machines, output, corpus, compiled, options, hold_after=None):
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(
-                TrainingRun(output, corpus, options, 200, machine=one, compiled=compiled / str(one.number), **how)
+                TrainingRun(
+                    output, corpus, options, 200, machine=machine, compiled=compiled / str(machine.number), **how
+                )
             )
-            for one in machines
+            for machine in machines
         ]
 
 

@@ -67,11 +67,11 @@ def test_json_has_every_layer_in_the_order_of_execution(corpus, run_program):
     model = ["--options", *(f"{key}={value}" for key, value in SMALL_MODEL.items())]
     command = ["why", "--config", CONFIG, "--train-dataset-dir", corpus, "--loss-scale", 1, "--batches", 1, "--json"]
     code, printed, _ = run_program(*command, *model)
-    found = json.loads(printed)
-    assert (code, found["overflow"], found["tried"]) == (0, False, [])
-    layers = [layer["layer"] for layer in found["layers"]]
+    explanation = json.loads(printed)
+    assert (code, explanation["overflow"], explanation["tried"]) == (0, False, [])
+    layers = [layer["layer"] for layer in explanation["layers"]]
     assert layers.index("model.tok_embeddings") < layers.index("model.layers.0.attention.wo") < layers.index("lm_head")
-    assert found["measured"].startswith("new weights")
+    assert explanation["measured"].startswith("new weights")
 
 
 def test_all_measure_the_weights_that_the_training_would_start_from(corpus, checkpoint):
@@ -133,10 +133,10 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
     steps = [{"step": 1, "loss": 2.0, "loss_scale": 8.0}, {"step": 2, "loss": "nan", "loss_scale": 4.0}]
     (other / "record.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (other / "overflow_batch.npz").touch()
-    found = read_run(run)
-    assert found.pop("failure") == "the loss of step 2 was nan in the training"
+    inputs = read_run(run)
+    assert inputs.pop("failure") == "the loss of step 2 was nan in the training"
     expected = {"checkpoint": saved / "model-1_2.ckpt", "batch": other / "overflow_batch.npz", "config_path": written}
-    assert found == {**{name: str(path) for name, path in expected.items()}, "loss_scale": 4.0}
+    assert inputs == {**{name: str(path) for name, path in expected.items()}, "loss_scale": 4.0}
     # What an earlier training left in the same folder is not of this one.
     os.utime(written, (later := written.stat().st_mtime + 60, later))
     assert read_run(run) == {"config_path": str(written)}

@@ -132,8 +132,10 @@ def test_a_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, d
     assert chosen(folder) is True
     newest = ckpt_folders[-1] / f"a_rank_{processes - 1}-1_60.ckpt"
     newest.write_bytes(DAMAGES[damage](newest.read_bytes()))
-    told = "names 'a_rank_0-1_60.ckpt', which is not a whole file: training resumes from .* whole file, a_rank_0-1_40"
-    with pytest.warns(UserWarning, match=told):
+    message = (
+        "names 'a_rank_0-1_60.ckpt', which is not a whole file: training resumes from .* whole file, a_rank_0-1_40"
+    )
+    with pytest.warns(UserWarning, match=message):
         assert chosen(folder) == "a_rank_0-1_40.ckpt"
     # Without a note MindFormers would take the newest of each process, and one that is named it takes as it is.
     (ckpt_folders[0] / "meta.json").unlink()

@@ -43,7 +43,7 @@ def training_arguments(**changes):
 
 
 class Step(NamedTuple):
-    """What MindFormers prints of a step, as it prints it; the loss scale is that of the next step."""
+    """What MindFormers prints of a step, as it prints it; the loss scale is the next step's."""
 
     loss: str
     overflow: bool
@@ -135,7 +135,7 @@ class CheckpointSection:
         return int(text) if text else None
 
     def last_saved(self, output, rank=0):
-        """Return all Parameters of the last checkpoint of a finished run, those of ``loss_scale.json`` among them."""
+        """Return all Parameters of the last checkpoint of a finished run, with the values of ``loss_scale.json``."""
         folder = output / "saved" / f"iteration_{self.newest_complete(output):08d}"
         saved = {}
         for file in folder.glob("*.safetensors"):

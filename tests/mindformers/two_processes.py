@@ -62,7 +62,7 @@ def five_steps(step):
 
 
 def fixed_scale():
-    """The weights after three steps with a fixed scale, and those of the stock cell without one."""
+    """The weights after three steps with a fixed scale, and the weights of the stock cell without a scale."""
     mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     steps = [FixedScaleTrainOneStepCell(*network_and_optimizer(), loss_scale=1024)]
     steps.append(nn.TrainOneStepCell(*network_and_optimizer()))

@@ -8,8 +8,8 @@ def read_scalars(folder):
     scalars = {}
     for event in _events(folder):
         for value in event.summary.value:
-            found = value.histo if value.HasField("histo") else value.simple_value
-            scalars.setdefault(value.tag, {})[event.step] = found
+            content = value.histo if value.HasField("histo") else value.simple_value
+            scalars.setdefault(value.tag, {})[event.step] = content
     return scalars
 
 

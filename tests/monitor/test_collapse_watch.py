@@ -29,15 +29,15 @@ def train(value, steps, callbacks, cell=AdaptiveLossScaleUpdateCell):
 @pytest.mark.parametrize("cell", [AdaptiveLossScaleUpdateCell, nn.DynamicLossScaleUpdateCell])
 def test_a_bad_loss_and_a_collapse_are_told_without_the_monitor(cell, mindformers_log):
     train(np.inf, 55, [CollapseWatch()], cell)
-    told = [record.getMessage() for record in mindformers_log.records if record.filename == "collapse_watch.py"]
-    assert [line.partition(",")[0].partition(":")[0] for line in told] == [
-        "The loss of step 1 is nan" if "is nan" in told[0] else "The loss of step 1 is inf",
+    lines = [record.getMessage() for record in mindformers_log.records if record.filename == "collapse_watch.py"]
+    assert [line.partition(",")[0].partition(":")[0] for line in lines] == [
+        "The loss of step 1 is nan" if "is nan" in lines[0] else "The loss of step 1 is inf",
         "Loss scaling has collapsed",
         "Loss scaling",
     ]
-    assert "50 steps in a row have overflowed up to step 50" in told[1]
-    assert "all 55 steps of this training overflowed" in told[2]
-    assert all("adaptive-loss-scale why --config" in line for line in told)
+    assert "50 steps in a row have overflowed up to step 50" in lines[1]
+    assert "all 55 steps of this training overflowed" in lines[2]
+    assert all("adaptive-loss-scale why --config" in line for line in lines)
 
 
 def test_nothing_is_told_of_a_training_that_goes_well_or_has_the_monitor(mindformers_log):

@@ -156,10 +156,10 @@ def test_looking_every_7th_step_records_every_step_and_loss_and_reads_the_device
 @pytest.mark.parametrize("history_size", [0, 3])
 def test_steps_beyond_the_history_are_counted_as_missing(path, history_size):
     train(build_again(history_size), [LossScaleMonitor(path, every_n_steps=7)], OVERFLOWS[:16])
-    kept, expected = max(history_size, 1), replay(OVERFLOWS[:16])
+    size, expected = max(history_size, 1), replay(OVERFLOWS[:16])
     lines = [
-        *(missing(1, 7 - kept), *expected[7 - kept : 7]),
-        *(missing(8, 14 - kept), *expected[14 - kept : 14]),
+        *(missing(1, 7 - size), *expected[7 - size : 7]),
+        *(missing(8, 14 - size), *expected[14 - size : 14]),
         *(expected[14:] if history_size > 1 else [missing(15, 15), expected[15]]),
     ]
     if not history_size:
@@ -178,8 +178,8 @@ class SevenSteps(nn.Cell):
 
     def construct(self, features, target):
         outputs = self.train_step(features[0], target[0])
-        for place in range(1, 7):
-            outputs = self.train_step(features[place], target[place])
+        for number in range(1, 7):
+            outputs = self.train_step(features[number], target[number])
         return outputs
 
 
@@ -301,14 +301,14 @@ def test_epochs_and_trainings_with_one_monitor_go_on(path):
 def test_steps_that_are_taken_again_in_one_training_replace_those_before(path, history_size):
     network = build_again(history_size)
 
-    kept = {}
+    saved = {}
 
     def set_back(run_context):
         """Keep the state after step 3 and put it back after step 6."""
         if run_context.original_args().cur_step_num == 3:
-            kept.update(network.loss_scaling_manager.state_dict())
+            saved.update(network.loss_scaling_manager.state_dict())
         if run_context.original_args().cur_step_num == 6:
-            network.loss_scaling_manager.load_state_dict(kept)
+            network.loss_scaling_manager.load_state_dict(saved)
 
     flags = [True, False, False, False, True, True, False, True]
     train(network, [LossScaleMonitor(path), LambdaCallback(on_train_step_end=set_back)], flags)
@@ -511,13 +511,13 @@ COLLAPSE = [False, False, *[True] * 9]
 def test_a_collapse_is_warned_of_and_again_when_it_is_twice_as_long(path, messages, every_n_steps):
     monitor = LossScaleMonitor(path, max_consecutive_overflows=4, every_n_steps=every_n_steps)
     train(build(adaptive(history_size=3, min_loss_scale=2.0**7)), [monitor], COLLAPSE)
-    told = [message for message in messages() if "collapsed" in message]
-    assert [message.partition(", the last")[0] for message in told] == [
+    collapses = [message for message in messages() if "collapsed" in message]
+    assert [message.partition(", the last")[0] for message in collapses] == [
         f"Loss scaling has collapsed: {count} steps in a row have overflowed up to step {count + 2}" for count in (4, 8)
     ]
-    assert "at loss scale 512.0." in told[0]
-    assert "at loss scale 128.0." in told[1]
-    assert all("The loss itself is inf" in message for message in told)
+    assert "at loss scale 512.0." in collapses[0]
+    assert "at loss scale 128.0." in collapses[1]
+    assert all("The loss itself is inf" in message for message in collapses)
     assert len(read_record(path)) == len(COLLAPSE)
 
 
@@ -574,8 +574,8 @@ def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, 
         for file in (path, beside(path)):
             assert without_loss(read_record(file)) == replay(OVERFLOWS[: last + len(flags)])
     assert len(list(tmp_path.iterdir())) == 2
-    told = {message for message in messages() if "is being written" in message}
-    assert told == {f"{path} is being written by another run: this run is recorded in {file.name}."}
+    notes = {message for message in messages() if "is being written" in message}
+    assert notes == {f"{path} is being written by another run: this run is recorded in {file.name}."}
 
 
 @pytest.mark.parametrize(

@@ -33,23 +33,23 @@ def train(steps, **arguments):
 
 def test_columns_keep_their_order_however_many_they_are(tmp_path):
     # As text, column_10 would come before column_2.
-    save_batch(tmp_path / "batch.npz", [np.full(2, place) for place in range(12)])
+    save_batch(tmp_path / "batch.npz", [np.full(2, number) for number in range(12)])
     assert [column[0] for column in read_batch(tmp_path / "batch.npz")] == list(range(12))
 
 
 def test_the_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, tmp_path):
     train_step = train(7, explain=True)
-    told = [line for line in mindformers_log.text.splitlines() if "Why it overflows" in line]
-    assert len(told) == 1
-    found = json.loads((tmp_path / "overflow_explanation.json").read_text())
-    assert found["origin"]["phase"] == "forward"
-    assert found["origin"]["layer"] == "1"
+    lines = [line for line in mindformers_log.text.splitlines() if "Why it overflows" in line]
+    assert len(lines) == 1
+    explanation = json.loads((tmp_path / "overflow_explanation.json").read_text())
+    assert explanation["origin"]["phase"] == "forward"
+    assert explanation["origin"]["layer"] == "1"
     # The first batch whose loss is inf; the training collapsed later.
     batch = read_batch(tmp_path / "overflow_batch.npz")
     np.testing.assert_array_equal(batch[0], np.full((1, 4), 6000, np.float32))
     assert batch[1].shape == (1, 1)
     again = explain_overflow(train_step, [tuple(map(Tensor, batch))], 256.0)
-    assert again.origin.to_dict() == found["origin"]
+    assert again.origin.to_dict() == explanation["origin"]
 
 
 def test_nothing_is_explained_unless_asked_for(mindformers_log, tmp_path):

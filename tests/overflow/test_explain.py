@@ -73,12 +73,12 @@ def test_a_run_takes_the_same_steps_with_a_look_in_between():
 
     def losses(look_at):
         train_step = seeded_train_step()
-        found = []
+        losses = []
         for number, batch in enumerate(batches):
             if number == look_at:
                 explain_overflow(train_step, [batch], 2.0**30)
-            found.append(train_step(*batch)[0].asnumpy().tobytes())
-        return found
+            losses.append(train_step(*batch)[0].asnumpy().tobytes())
+        return losses
 
     assert losses(2) == losses(None)
 
@@ -92,10 +92,10 @@ def test_gradients_that_are_watched_are_those_that_are_not():
         _, gradients, _ = backward(Tensor(2.0**10, mstype.float32), *tokens())
         plain = {w.name: np.abs(to_numpy(g)).max() for w, g in zip(backward.weights, gradients, strict=True)}
     with watched_passes(network) as passes:
-        [one] = passes([tokens()], 2.0**10)
-    assert {name: np.float32(reading.largest) for name, reading in one.weights.items()} == plain
+        [reading] = passes([tokens()], 2.0**10)
+    assert {name: np.float32(weight.largest) for name, weight in reading.weights.items()} == plain
     # Forward values too go in the order of execution, each layer after those before it.
-    layers = [call.layer for call in one.calls if not call.operator]
+    layers = [call.layer for call in reading.calls if not call.operator]
     assert layers.index("model.layers.0.attention.wq") < layers.index("model.layers.1.attention_norm")
     assert layers.index("model.layers.1.feed_forward.w1") < layers.index("lm_head")
 
@@ -103,10 +103,10 @@ def test_gradients_that_are_watched_are_those_that_are_not():
 def test_passes_are_at_most_three_of_a_batch_before_anything_is_tried():
     network = Residuals()
     for scale in (1.0, 2.0**8, 2.0**16, 2.0**30):
-        told = []
-        explain_overflow(network, [(Tensor(values(2, 4)),)] * 2, scale, remedies=False, progress=told.append)
-        assert told == list(range(1, len(told) + 1))
-        assert len(told) <= 6
+        done = []
+        explain_overflow(network, [(Tensor(values(2, 4)),)] * 2, scale, remedies=False, progress=done.append)
+        assert done == list(range(1, len(done) + 1))
+        assert len(done) <= 6
 
 
 def test_the_largest_scale_without_overflow_is_that_of_the_sweep():
@@ -134,7 +134,7 @@ def test_what_is_tried_is_said_with_what_happened_and_only_what_helps_comes_firs
         )
     text = str(explanation).splitlines()
     assert text[0].startswith("The forward pass overflows, whatever the loss scale: in model.layers.0.feed_forward (")
-    tried = {one.setting: one for one in explanation.tried}
+    tried = {trial.setting: trial for trial in explanation.tried}
     assert not tried["a lower loss_scale_value"].helps
     assert tried["model.layers.0.feed_forward in float32 (dtype)"].helps
     assert tried["as it is"].origin.layer == "model.layers.0.feed_forward"
@@ -155,7 +155,7 @@ def test_a_setting_helps_from_twice_the_scale_on():
         2.0**30,
         settings={f"{part} of the loss": lambda part=part: Residuals(part) for part in (1.0, 0.5)},
     ).tried[-2:]
-    assert [(one.setting, one.helps) for one in tried] == [
+    assert [(trial.setting, trial.helps) for trial in tried] == [
         ("1.0 of the loss", False),
         ("0.5 of the loss", True),
     ]
@@ -226,7 +226,7 @@ def test_a_network_that_does_not_overflow_gets_the_layers_next_to_it():
     assert bits == sorted(bits)
     assert bits[0] > 8
     # As many bits as are left in the backward pass, so many more powers of two the loss scale may have.
-    left = min(one.backward.headroom for one in explanation.layers if one.backward is not None)
+    left = min(layer.backward.headroom for layer in explanation.layers if layer.backward is not None)
     assert math.floor(left) == math.log2(explanation.safe_scale) - 4
 
 

@@ -3,13 +3,13 @@
 
 def artist(axes, gid):
     """The only artist of a panel that goes by a name."""
-    [found] = artists(axes, gid)
-    return found
+    [artist] = artists(axes, gid)
+    return artist
 
 
 def artists(axes, gid):
     """All artists of a panel that go by a name."""
-    return [one for one in axes.get_children() if one.get_gid() == gid]
+    return [artist for artist in axes.get_children() if artist.get_gid() == gid]
 
 
 def points(axes, gid):
@@ -28,6 +28,6 @@ def legend(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def overlap(one, other):
+def overlap(first, other):
     """Whether two boxes share any area."""
-    return one.x0 < other.x1 and other.x0 < one.x1 and one.y0 < other.y1 and other.y0 < one.y1
+    return first.x0 < other.x1 and other.x0 < first.x1 and first.y0 < other.y1 and other.y0 < first.y1

@@ -2,7 +2,7 @@
 
 The figures of docs/en/monitoring.md are drawn from it, in tests/plots/test_figures_of_runs.py. The runs are real ones,
 of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32; some Parameters and steps of them are left out.
-Those of gradient_ranges.jsonl have 32 tokens a sample, and ``layers: ["*.feed_forward"]``.
+The batches of gradient_ranges.jsonl have 32 tokens a sample, and ``layers: ["*.feed_forward"]``.
 """
 
 import json
@@ -34,7 +34,9 @@ def text(sweep):
     for part in (sweep["weights"], *sweep["loss_scales"]):
         del part["overall"]
         part["parameters"] = {
-            name: each for name, each in part["parameters"].items() if any(one in name for one in KEPT)
+            name: each
+            for name, each in part["parameters"].items()
+            if any(part_of_name in name for part_of_name in KEPT)
         }
     return json.dumps(sweep, separators=(",", ":"))
 

@@ -59,7 +59,7 @@ def test_picture_that_cannot_be_drawn_leaves_the_old_file(tmp_path):
     figure.text(0, 0, r"$\nonsense{$")
     with pytest.raises(ValueError, match="nonsense"):
         save(figure, file)
-    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("a.png", b"old")]
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.png", b"old")]
 
 
 @pytest.mark.parametrize("words", [5, 40])
@@ -97,23 +97,23 @@ def test_drawing_leaves_global_state_alone(run_python):
 
 def test_missing_matplotlib_is_told_with_the_extra(run_python):
     code = f"import sys; sys.modules['matplotlib'] = None; {DRAW}"
-    told = run_python("-c", code, expect_exit=1).stderr.splitlines()[-1]
-    assert told.startswith("ImportError: Pictures need matplotlib, which cannot be imported (")
-    assert told.endswith("Install it with the extra 'plot': pip install '.[plot]' in the clone of this package")
+    message = run_python("-c", code, expect_exit=1).stderr.splitlines()[-1]
+    assert message.startswith("ImportError: Pictures need matplotlib, which cannot be imported (")
+    assert message.endswith("Install it with the extra 'plot': pip install '.[plot]' in the clone of this package")
 
 
 @given(st.sets(st.integers(0, 10**6), max_size=200), st.integers(1, 30))
 def test_every_mark_has_one_near_it_that_is_drawn(places, columns):
     x = np.array(sorted(places), float)
-    kept = one_per_column(x, columns)
-    assert (np.diff(kept) > 0).all()
-    assert set(kept) <= places
+    thinned_x = one_per_column(x, columns)
+    assert (np.diff(thinned_x) > 0).all()
+    assert set(thinned_x) <= places
     if len(x) <= columns:
-        assert len(kept) == len(x)
+        assert len(thinned_x) == len(x)
         return
-    assert len(kept) <= columns + 1
+    assert len(thinned_x) <= columns + 1
     width = (x[-1] - x[0]) / columns
-    assert all(np.abs(kept - one).min() <= width for one in x)
+    assert all(np.abs(thinned_x - value).min() <= width for value in x)
 
 
 @given(VALUES, st.data())
@@ -136,7 +136,7 @@ def test_blocks_have_the_extremes_and_medians_of_their_points(values, data):
 def test_a_line_of_many_points_keeps_its_single_extremes():
     y = np.zeros(200_000)
     y[[12_345, 123_456]] = 1.0, -1.0
-    x, kept = thinned(np.arange(200_000.0), y)
+    x, thinned_y = thinned(np.arange(200_000.0), y)
     assert len(x) < 10_000
-    assert (x[kept.argmax()], x[kept.argmin()]) == (12_345, 123_456)
-    assert (kept.max(), kept.min()) == (1.0, -1.0)
+    assert (x[thinned_y.argmax()], x[thinned_y.argmin()]) == (12_345, 123_456)
+    assert (thinned_y.max(), thinned_y.min()) == (1.0, -1.0)

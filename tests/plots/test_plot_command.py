@@ -38,7 +38,7 @@ def picture_of(tmp_path):
 
 def write(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_runs(folder):
@@ -92,7 +92,7 @@ def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path, pictur
         write(tmp_path / f"gradients_{name}.jsonl", GRADIENTS[name])
     runs = {f"{name}.jsonl": record for name, record in RUNS.items()}
     gradients = {f"{name}.jsonl": record for name, record in GRADIENTS.items()}
-    # One file that is beside both is that of neither.
+    # A file that lies beside both belongs to neither.
     write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"])
     assert plot("64.jsonl", "512.jsonl", "out.png")[1] == picture_of(draw_runs(runs))
     code, picture, _ = plot("64.jsonl", "512.jsonl", "gradients_64.jsonl", "gradients_512.jsonl", "out.png")

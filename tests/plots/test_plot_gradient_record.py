@@ -22,7 +22,7 @@ def record():
 
 def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
     series = series_of_gradients(record, lambda name: name)
-    for place, step in enumerate(STEPS):
+    for number, step in enumerate(STEPS):
         for name in NAMES:
             # What the training had; where that overflowed, what fitted.
             scale = 64.0 if STEPS[step] == 64.0 else REFERENCE
@@ -32,9 +32,9 @@ def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
             # Histograms count by powers of two; within one, gradients are taken to be spread evenly. Of the smallest
             # subnormal numbers there is one in a power of two, or there are two.
             few = expected < np.log2(2.0**-22 / scale)
-            error = np.abs(series.groups[name].bands[:, place] - expected)
+            error = np.abs(series.groups[name].bands[:, number] - expected)
             assert (error <= np.where(few, 1.0, 0.25)).all(), (name, step, error)
-            assert series.groups[name].largest[place] == pytest.approx(np.log2(nonzero.max()))
+            assert series.groups[name].largest[number] == pytest.approx(np.log2(nonzero.max()))
 
 
 def test_losses_are_those_at_the_scale_of_the_training(record):
@@ -42,10 +42,10 @@ def test_losses_are_those_at_the_scale_of_the_training(record):
     assert series.loss_scale.tolist() == list(STEPS.values())
     assert series.overflow.tolist() == [False, False, True]
     for name in NAMES:
-        for place, step in enumerate((10, 20)):
+        for number, step in enumerate((10, 20)):
             at_64, at_512 = in_fp16(step, 64.0)[name], in_fp16(step, 512.0)[name]
-            assert series.groups[name].underflowed[place] == np.mean((at_64 == 0) & (at_512 != 0))
-            assert series.groups[name].subnormal[place] == np.mean((at_64 != 0) & (np.abs(at_64) < 2.0**-14))
+            assert series.groups[name].underflowed[number] == np.mean((at_64 == 0) & (at_512 != 0))
+            assert series.groups[name].subnormal[number] == np.mean((at_64 != 0) & (np.abs(at_64) < 2.0**-14))
         assert np.isnan([series.groups[name].underflowed[2], series.groups[name].subnormal[2]]).all()
     assert series.groups[NAMES[0]].underflowed[0] > 0.01
 
@@ -85,8 +85,8 @@ def test_each_panel_says_what_its_group_loses_in_the_worst_step(record):
         at_64, at_512 = (in_fp16(step, scale)[NAMES[2]] for scale in (64.0, 512.0))
         lost.append([np.mean((at_64 == 0) & (at_512 != 0)), np.mean((at_64 != 0) & (np.abs(at_64) < 2.0**-14))])
     underflow, subnormal = 100 * np.max(lost, axis=0)
-    told = draw_gradient_records({"run": record}).axes[1].get_title("right")
-    assert told == f"at most {underflow:.2g} % underflow, {subnormal:.2g} % are subnormal"
+    title = draw_gradient_records({"run": record}).axes[1].get_title("right")
+    assert title == f"at most {underflow:.2g} % underflow, {subnormal:.2g} % are subnormal"
 
 
 def test_runs_have_columns_on_one_axis(record):
@@ -128,7 +128,7 @@ def test_other_records_are_refused():
 
 
 def line_of(step, **kinds):
-    """A line with these weights and outputs; the gradients are those of ``gradient_line``."""
+    """A line with these weights and outputs; the gradients are as in ``gradient_line``."""
     statistics = {
         kind: {name: array_statistics(array) for name, array in arrays.items()} for kind, arrays in kinds.items()
     }

@@ -27,7 +27,7 @@ def at_scale(scale, names=NAMES):
 
 
 def bars(axes):
-    """By left edge the heights of the bars of a histogram, without those of no height."""
+    """By left edge the heights of the bars of a histogram, without the bars of no height."""
     return {round(bar.get_x()): bar.get_height() for bar in axes.patches if bar.get_height()}
 
 
@@ -77,14 +77,14 @@ def test_lowest_and_highest_scale_without_overflow_are_compared_by_default(sweep
 
 
 def test_gradients_beyond_fp16_count_at_the_ends():
-    found = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], np.ones(4))
-    ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
+    statistics = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], np.ones(4))
+    ranges = GradientRanges({"a": statistics}, ((ScaleRanges(1.0, 1.0, {"a": statistics}),),))
     assert bars(draw_histograms(ranges).axes[0]) == {-30: 50.0, 0: 25.0, 19: 25.0}
 
 
 def test_subnormals_are_those_below_the_smallest_normal_number():
-    found = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], np.ones(5))
-    ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
+    statistics = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], np.ones(5))
+    ranges = GradientRanges({"a": statistics}, ((ScaleRanges(1.0, 1.0, {"a": statistics}),),))
     axes = draw_histograms(ranges).axes[0]
     assert artist(axes, "lost").get_text() == "underflow 0 %, subnormal 60 %"
     colours = {round(bar.get_x()): bar.get_facecolor() for bar in axes.patches}
@@ -118,11 +118,13 @@ def test_scale_that_was_not_tried_is_refused(sweep):
         draw_histograms(sweep, [64, 100])
 
 
-@pytest.mark.parametrize("given", [{}, {"loss_scales": [], "batches": []}, [], "ranges.json", {"loss_scales": [1]}])
-def test_what_is_no_sweep_is_refused(given):
+@pytest.mark.parametrize(
+    "not_a_sweep", [{}, {"loss_scales": [], "batches": []}, [], "ranges.json", {"loss_scales": [1]}]
+)
+def test_what_is_no_sweep_is_refused(not_a_sweep):
     for draw in (draw_histograms, draw_underflow):
         with pytest.raises(TypeError, match=r"'sweep' must be what GradientRanges\.to_dict\(\) returns"):
-            draw(given)
+            draw(not_a_sweep)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,12 @@ def test_a_sweep_of_several_batches_is_drawn_as_its_file_is(tmp_path):
     batches = tuple(tuple(at(step, scale) for scale in SCALES) for step in (1, 2))
     sweep = GradientRanges({name: array_statistics([1.0, 2.0**-20]) for name in NAMES}, batches)
     file = json.loads(json.dumps(sweep.to_dict()))
-    for draw in (draw_histograms, draw_underflow, lambda one: draw_histograms(one, kind="weights", modules=NAMES[:1])):
-        drawn, expected = (save(draw(one), tmp_path / "picture.png").read_bytes() for one in (sweep, file))
+    for draw in (
+        draw_histograms,
+        draw_underflow,
+        lambda source: draw_histograms(source, kind="weights", modules=NAMES[:1]),
+    ):
+        drawn, expected = (save(draw(source), tmp_path / "picture.png").read_bytes() for source in (sweep, file))
         assert drawn == expected
 
 
@@ -244,4 +250,4 @@ def test_columns_of_several_sweeps_are_at_the_highest_scale_that_fits_each(sweep
     figure = draw_sweeps({"a": sweep, "b": sweep})
     titles = {axes.get_title("left") for axes in figure.axes} - {""}
     highest = GradientRanges.from_dict(sweep).fitting_scales[-1]
-    assert {one.rpartition(" = ")[2] for one in titles} == {f"{highest:,.10g}"}
+    assert {title.rpartition(" = ")[2] for title in titles} == {f"{highest:,.10g}"}

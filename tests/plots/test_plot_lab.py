@@ -26,24 +26,26 @@ def test_scales_and_ceiling_are_drawn_as_they_are_and_every_skipped_step_in_the_
     replays = replays_on(trace)
     upper, lower = draw_replays(trace, replays).axes
     assert points(upper, "ceiling") == (list(range(1, 501)), list(trace.ceiling))
-    for name, found in replays.items():
-        assert points(upper, name) == (list(range(1, 501)), list(found.loss_scale))
+    for name, replayed in replays.items():
+        assert points(upper, name) == (list(range(1, 501)), list(replayed.loss_scale))
     assert legend(upper) == ["ceiling", "overflows", *NAMES]
     assert (upper.get_yscale(), upper.get_ylabel()) == ("log", "loss scale, log2")
     low, high = upper.get_ylim()
-    assert low < min(found.loss_scale.min() for found in replays.values())
-    assert high > max(found.loss_scale.max() for found in replays.values())
-    for row, (name, found) in enumerate(replays.items()):
-        skipped = [int(step) + 1 for step in np.flatnonzero(found.overflow)]
+    assert low < min(replayed.loss_scale.min() for replayed in replays.values())
+    assert high > max(replayed.loss_scale.max() for replayed in replays.values())
+    for row, (name, replayed) in enumerate(replays.items()):
+        skipped = [int(step) + 1 for step in np.flatnonzero(replayed.overflow)]
         assert points(lower, name) == (skipped, [row] * len(skipped))
     rows = [label.get_text() for label in lower.get_yticklabels()]
-    assert rows == [f"{name} ({found.measures.skipped})" for name, found in replays.items()]
+    assert rows == [f"{name} ({replayed.measures.skipped})" for name, replayed in replays.items()]
     assert lower.get_xlabel() == "step"
 
 
 def test_long_names_leave_the_panels_their_room():
     trace = synthetic_trace("sudden drop", 50, seed=0)
-    policies = {f"dynamic:scale_window={one}": make_policy("dynamic", scale_window=one) for one in range(20, 27)}
+    policies = {
+        f"dynamic:scale_window={window}": make_policy("dynamic", scale_window=window) for window in range(20, 27)
+    }
     figure = draw_replays(trace, {name: replay(policy, trace) for name, policy in policies.items()})
     figure.canvas.draw()
     upper, box = figure.axes[0].get_window_extent(), figure.axes[0].get_legend().get_window_extent()
@@ -69,16 +71,16 @@ def test_ceiling_that_is_not_known_is_called_assumed(bounds):
 
 def test_long_trace_is_drawn_as_medians_within_a_band():
     trace = synthetic_trace("spikes", 20_000, seed=0)
-    found = replays_on(trace, ["dynamic"])
-    upper, lower = draw_replays(trace, found).axes
+    replays = replays_on(trace, ["dynamic"])
+    upper, lower = draw_replays(trace, replays).axes
     x, y = points(upper, "ceiling")
     assert x == [50 * block + 25.5 for block in range(400)]
     assert y == list(np.median(trace.ceiling.reshape(400, 50), axis=1))
     low, high = upper.get_ylim()
-    [band] = [one for one in upper.collections if one.get_gid() == "overflows"]
+    [band] = [artist for artist in upper.collections if artist.get_gid() == "overflows"]
     assert band.get_datalim(upper.transData).y0 == pytest.approx(trace.ceiling.reshape(400, 50).max(axis=1).min())
     assert low < trace.ceiling.min() < high
-    skipped = set(np.flatnonzero(found["dynamic"].overflow) + 1)
+    skipped = set(np.flatnonzero(replays["dynamic"].overflow) + 1)
     assert set(points(lower, "dynamic")[0]) == skipped
 
 
@@ -92,7 +94,7 @@ def test_replays_of_another_trace_are_refused(steps):
 def test_front_and_beaten_results_are_told_apart():
     figure = draw_pareto_front([1, 5, 9, 5], [3.0, 1.0, 2.0, 1.0], ["a", "b", "c", "d"], "x")
     [axes] = figure.axes
-    assert [(*one.get_xdata(), *one.get_ydata()) for one in artists(axes, "front")] == [(1, 3.0), (5, 1.0)]
+    assert [(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(axes, "front")] == [(1, 3.0), (5, 1.0)]
     assert points(axes, "beaten") == ([9], [2.0])
     # The line has a corner where the next result takes over.
     assert points(axes, "front line") == ([1, 5, 5, 5, 5], [3.0, 3.0, 1.0, 1.0, 1.0])
@@ -121,7 +123,7 @@ def test_comparison_is_drawn_by_its_means():
     comparison = compare(policies, list(synthetic_traces(300, seed=0).values()))
     figure = draw_comparison(comparison)
     means = comparison.means()
-    drawn = {(*one.get_xdata(), *one.get_ydata()) for one in artists(figure.axes[0], "front")}
+    drawn = {(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(figure.axes[0], "front")}
     assert drawn == {(means[name]["skipped"], means[name]["headroom_lost"]) for name in comparison.pareto_front()}
     assert title(figure).startswith("mean of 8 traces: ")
 

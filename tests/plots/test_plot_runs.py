@@ -96,8 +96,10 @@ def test_legends_and_titles_lie_beside_the_data_and_each_other(adaptive):
     figure = draw_one(adaptive, "a name that is rather long, of a run that went on for some time, as runs often do")
     figure.canvas.draw()
     for axes in figure.axes[:2]:
-        beside = [one.get_window_extent() for one in (axes.get_legend(), axes, figure._suptitle, axes._left_title)]
-        assert not any(overlap(one, other) for one, other in combinations(beside, 2))
+        beside = [
+            artist.get_window_extent() for artist in (axes.get_legend(), axes, figure._suptitle, axes._left_title)
+        ]
+        assert not any(overlap(artist, other) for artist, other in combinations(beside, 2))
 
 
 def test_what_the_monitor_wrote_is_drawn(adaptive, tmp_path):
@@ -236,8 +238,8 @@ def test_what_is_no_record_is_refused(record, error, message):
 GUIDED_SCALES = [64.0, 32.0, 8.0, 8.0, 16.0]
 
 
-def guided_record(gradients, **others):
-    return record_of(GUIDED_SCALES, [1, 2], largest_gradient=gradients, **others)
+def guided_record(gradients, **values):
+    return record_of(GUIDED_SCALES, [1, 2], largest_gradient=gradients, **values)
 
 
 def test_ceilings_that_gradients_show_are_drawn_above_the_scale():
@@ -285,8 +287,8 @@ def runs():
     }
 
 
-def gradients_at(scale, *others):
-    return [{**gradient_line(step, scale, *others), "loss_scale": scale} for step in (10, 20)]
+def gradients_at(scale, *scales):
+    return [{**gradient_line(step, scale, *scales), "loss_scale": scale} for step in (10, 20)]
 
 
 def test_each_run_has_its_lines_and_marks(runs):
@@ -297,7 +299,7 @@ def test_each_run_has_its_lines_and_marks(runs):
     assert [list(marks.get_xdata()) for marks in artists(scale, "skipped steps")] == [[], [5, 6]]
     assert legend(scale) == ["64: skipped step (0)", "512: skipped step (2)"]
     assert scale.get_ylim()[0] < 64 < 512 < scale.get_ylim()[1]
-    colours = {axes: [one.get_color() for one in axes.lines if len(one.get_xdata())] for axes in (loss, scale)}
+    colours = {axes: [line.get_color() for line in axes.lines if len(line.get_xdata())] for axes in (loss, scale)}
     assert colours[loss][0] != colours[loss][1]
     assert set(colours[loss]) == set(colours[scale])
 
@@ -318,7 +320,7 @@ def test_underflow_is_drawn_where_it_is_known(runs):
     for name in runs:
         steps, shares = points(axes, name)
         assert steps == [10, 20]
-        [at_scale] = [one for one in gradients[name][0]["loss_scales"] if one["loss_scale"] == float(name)]
+        [at_scale] = [entry for entry in gradients[name][0]["loss_scales"] if entry["loss_scale"] == float(name)]
         assert shares[0] == pytest.approx(100 * at_scale["overall"]["underflowed_share"])
     most = max(points(axes, "64")[1])
     assert most > 1
@@ -347,7 +349,7 @@ def test_logs_and_records_are_drawn_together(runs):
 def test_many_runs_are_drawn_but_the_title_names_the_ends():
     runs = {f"run {number}": record_of([8.0] * 3, loss=[number, number]) for number in range(13)}
     figure = draw_runs(runs)
-    assert len({(one.get_color(), one.get_linestyle()) for one in figure.axes[0].lines}) == 13
+    assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 13
     assert title(figure).startswith("Loss at the end: 0.00 (run 0), ..., 12.00 (run 12)")
 
 
@@ -357,7 +359,7 @@ def test_many_skipped_steps_become_a_strip_for_each_run():
     for strip, height in zip(artists(scale, "skipped steps"), (0.96, 0.89), strict=True):
         assert set(strip.get_xdata()) <= skipped
         assert 1000 < len(strip.get_xdata()) <= 2001
-        assert {round(place, 2) for place in strip.get_ydata()} == {height}
+        assert {round(height_of_point, 2) for height_of_point in strip.get_ydata()} == {height}
     assert legend(scale) == ["a: skipped step (10,000)", "b: skipped step (10,000)"]
 
 
@@ -432,7 +434,7 @@ def test_a_run_whose_norm_nobody_knows_has_no_panel_for_it():
 
 
 def test_a_scale_that_is_skipped_to_the_end_at_its_floor_has_collapsed_and_not_settled():
-    scales = [2.0**place for place in range(6, 0, -1)] + [1.0] * 41
+    scales = [2.0**exponent for exponent in range(6, 0, -1)] + [1.0] * 41
     finding = title(draw_one(record_of(scales, range(3, 47))))
     assert (
         finding

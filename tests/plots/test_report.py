@@ -30,7 +30,7 @@ def write(folder, record=RECORD, gradients=None):
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in (("loss_scale_record", record), ("gradient_ranges", gradients or [])):
         if lines:
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(folder)
 
 
@@ -49,8 +49,8 @@ def page_of(tmp_path, run_program):
 
 def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path):
     page = page_of(write(tmp_path / "run", gradients=GRADIENTS))
-    found = analyze(run_of_record(RECORD))
-    for text in (*found.to_dict()["verdict"], found.advice[0].change, "skipped</dt><dd>12, 20.00%"):
+    analysis = analyze(run_of_record(RECORD))
+    for text in (*analysis.to_dict()["verdict"], analysis.advice[0].change, "skipped</dt><dd>12, 20.00%"):
         assert (text if "<" in text else html.escape(text)) in page
     # Loss, norm, scale; and the gradients that lie beside. Each wide, and narrow.
     assert page.count("data:image/svg+xml;base64,") == 4
@@ -90,11 +90,11 @@ def test_what_comes_from_files_is_text(page_of, tmp_path):
 
 
 def test_names_of_rules_and_settings_are_text():
-    told = analyze(run_of_record(RECORD)).to_dict()
-    told["advice"][0] |= {"change": EVIL, "reason": f"'\"{EVIL}"}
-    told["scale_sense"], told["certainty"], told["verdict"] = f"type: {EVIL}", {"known_share": 1.0}, [EVIL]
-    told["loss_scale"]["first"] = EVIL
-    page = render([RunTold(EVIL, EVIL, told, EVIL, EVIL)], [], written=EVIL, versions=EVIL)
+    values = analyze(run_of_record(RECORD)).to_dict()
+    values["advice"][0] |= {"change": EVIL, "reason": f"'\"{EVIL}"}
+    values["scale_sense"], values["certainty"], values["verdict"] = f"type: {EVIL}", {"known_share": 1.0}, [EVIL]
+    values["loss_scale"]["first"] = EVIL
+    page = render([RunTold(EVIL, EVIL, values, EVIL, EVIL)], [], written=EVIL, versions=EVIL)
     assert "<script" not in page
     assert page.count(html.escape(EVIL)) == 13
 
@@ -104,11 +104,11 @@ def test_what_is_known_within_bounds_only_is_told_so_and_advice_may_have_no_sett
     overflow = np.arange(40) >= 20
     lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
     run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
-    found = analyze(run)
-    page = render([RunTold("run", "run.log", found.to_dict(), found.text(), "")], [], written="", versions="")
+    analysis = analyze(run)
+    page = render([RunTold("run", "run.log", analysis.to_dict(), analysis.text(), "")], [], written="", versions="")
     assert "<dt>skipped</dt><dd>at least 20, at least 50.00%</dd>" in page
     assert "<dd>unknown at first, 2^0 at the end" in page
-    assert f"<ol><li>{found.advice[0].change.partition(':')[0]}" in page
+    assert f"<ol><li>{analysis.advice[0].change.partition(':')[0]}" in page
     assert "runner_wrapper" not in page
 
 
@@ -195,8 +195,8 @@ def seen(tmp_path):
             shown = subprocess.run(
                 [chromium, *options, "--dump-dom", address], capture_output=True, text=True, check=True
             )
-            found = json.loads(html.unescape(re.search(r'<p id="seen">(.*?)</p>', shown.stdout)[1]))
-            return found, [line for line in shown.stderr.splitlines() if ":CONSOLE" in line]
+            sizes = json.loads(html.unescape(re.search(r'<p id="seen">(.*?)</p>', shown.stdout)[1]))
+            return sizes, [line for line in shown.stderr.splitlines() if ":CONSOLE" in line]
 
         yield look
         server.shutdown()
@@ -205,13 +205,13 @@ def seen(tmp_path):
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (400, True)])
 def test_a_browser_shows_the_page_in_its_width_and_colours(page_of, seen, tmp_path, width, dark):
     page_of(write(tmp_path / EVIL.replace("/", "") / "a", gradients=GRADIENTS), write(tmp_path / "b"))
-    found, console = seen(width, dark)
+    sizes, console = seen(width, dark)
     assert console == []
     # Nothing sticks out, the picture is the one for this width, and nothing ran.
-    assert found["width"] <= width
-    assert (found["image"] > 0, 0.5 * width < found["shown"] <= width) == (True, True)
-    assert (found["narrow"], found["scripts"], found["title"].startswith("Loss scaling of ")) == (width == 400, 0, True)
+    assert sizes["width"] <= width
+    assert (sizes["image"] > 0, 0.5 * width < sizes["shown"] <= width) == (True, True)
+    assert (sizes["narrow"], sizes["scripts"], sizes["title"].startswith("Loss scaling of ")) == (width == 400, 0, True)
     dark_page, dark_picture = "rgb(20, 23, 26)", "invert(0.92) hue-rotate(180deg)"
-    assert (found["background"], found["filter"]) == (
+    assert (sizes["background"], sizes["filter"]) == (
         (dark_page, dark_picture) if dark else ("rgb(255, 255, 255)", "none")
     )

@@ -96,7 +96,7 @@ def progress_line(step, skipped):
 
 
 def deepspeed(run, every=10, ranks=1, iterations=0, totals=True):
-    """The lines of DeepSpeed, and those of Megatron-DeepSpeed after every few iterations."""
+    """The lines of DeepSpeed, and the lines of Megatron-DeepSpeed after every few iterations."""
     lines = []
     for step, (flag, used, after) in enumerate(zip(*run, strict=True), start=1):
         if flag:
@@ -108,9 +108,9 @@ def deepspeed(run, every=10, ranks=1, iterations=0, totals=True):
     return lines
 
 
-def record_line(step, overflow=False, loss_scale=1024.0, **others):
+def record_line(step, overflow=False, loss_scale=1024.0, **changes):
     values = {"step": step, "loss": 2.5, "overflow": overflow, "loss_scale": loss_scale, "skipped_steps": None}
-    return json.dumps({**values, "next_loss_scale": loss_scale / (2 if overflow else 1), **others}) + "\n"
+    return json.dumps({**values, "next_loss_scale": loss_scale / (2 if overflow else 1), **changes}) + "\n"
 
 
 def record(run, every=1, history=1, counted=True):

@@ -75,7 +75,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
 
 def damaged(random, lines):
     """Lines that are missing, cut or doubled, as by other ranks; the first and the last with a number are whole."""
-    start = next((place for place, line in enumerate(lines) if "OVERFLOW" not in line), 0) + 1
+    start = next((number for number, line in enumerate(lines) if "OVERFLOW" not in line), 0) + 1
     result, lines, end = lines[:start], lines[start:-2], lines[-2:]
     for line in lines:
         luck = random.random()

@@ -71,7 +71,7 @@ def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
     assert (run.loss_scale[-1], run.final_loss_scale, run.loss[-1]) == (65536.0, 32768.0, 2.5)
-    # Until 0.7 the time is that of the whole call.
+    # Until 0.7 the time is of the whole call.
     assert run.seconds is None if "507.205" in MINDFORMERS[version] else run.seconds[-1] == 0.507
 
 

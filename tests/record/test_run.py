@@ -11,8 +11,8 @@ from mindformers_adaptive.record.run import ASSUMPTIONS, bound_shares
 from tests.shared import records
 
 
-def run_of(scales, overflow, **others):
-    return records.run_of(scales, [mark == "!" for mark in overflow], **others)
+def run_of(scales, overflow, **values):
+    return records.run_of(scales, [mark == "!" for mark in overflow], **values)
 
 
 def exponents(ceiling):
@@ -135,7 +135,7 @@ def test_gradients_that_show_more_than_what_overflowed_are_lowered_by_it():
 
 
 def test_the_trace_has_the_gradients_of_applied_steps_only():
-    # One that is inf in an applied step is none that a policy can be given.
+    # A policy cannot use a gradient that is inf in an applied step.
     gradients = np.array([np.inf, 2.0, 0.0, np.nan, np.inf, 8.0])
     trace = run_of([8, 4, 4, 4, 4, 4], "!....!", known=[True] * 6, largest_gradient=gradients).to_trace()
     np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan, np.nan])

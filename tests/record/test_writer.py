@@ -68,12 +68,12 @@ def test_a_step_that_cannot_follow_is_refused(path, step):
 def test_steps_that_are_taken_again_are_replaced(path, run):
     write(path, entries(1, 27), run=run)
     [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20, run=run)
-    told = f"{path} went on to step 27: the steps after 20 are taken out, because the run takes them again."
+    message = f"{path} went on to step 27: the steps after 20 are taken out, because the run takes them again."
     assert read_record(path) == [*entries(1, 20), {"step": 21, "loss": 0.5}]
-    # Without a number they may be those of another run.
-    kept = beside(path)
-    assert note == told + ("" if run else f" They are kept as {kept[0].name}.")
-    assert [*map(read_record, kept)] == ([] if run else [entries(21, 27)])
+    # Without a number the lines may be of another run.
+    saved = beside(path)
+    assert note == message + ("" if run else f" They are kept as {saved[0].name}.")
+    assert [*map(read_record, saved)] == ([] if run else [entries(21, 27)])
 
 
 def test_steps_that_are_kept_aside_are_kept_whole_however_many_they_are(path):
@@ -246,10 +246,10 @@ def test_any_lines_are_continued(path, last_step):
     path.write_text("".join(json_text(line) + "\n" for line in [{"run": 5, **lines[0]}, *lines[1:]]))
     notes = write(path, [{"step": 10}], last_step=last_step, run=5)
     assert len(notes) == (last_step < 9)
-    kept = [line for line in lines if line.get("last_step", line.get("step")) <= last_step]
-    first = (kept[-1].get("last_step") or kept[-1]["step"]) + 1 if kept else 1 + last_step
+    left = [line for line in lines if line.get("last_step", line.get("step")) <= last_step]
+    first = (left[-1].get("last_step") or left[-1]["step"]) + 1 if left else 1 + last_step
     gap = [missing(first, 9)] if first < 10 else []
-    assert read_record(path) == [*kept, *gap, {"step": 10}]
+    assert read_record(path) == [*left, *gap, {"step": 10}]
 
 
 def test_a_last_line_of_zeros_is_taken_out(path):
@@ -286,12 +286,12 @@ def test_any_row_of_resumes_leaves_each_step_once(tmp_path_factory, runs):
         looked_at = [entries(step, step) for step in range(last_step + 1, last_step + steps + 1, every)]
         write(path, *looked_at, last_step=last_step)
         end = last_step + len(range(0, steps, every)) * every - every + 1
-        told = [
+        steps_told = [
             step
             for line in read_record(path)
             for step in range(line.get("first_step", line.get("step")), line.get("last_step", line.get("step")) + 1)
         ]
-        assert told == list(range(1, end + 1))
+        assert steps_told == list(range(1, end + 1))
 
 
 WRITER = """
@@ -365,11 +365,11 @@ def test_of_two_runs_from_one_checkpoint_each_goes_on_in_its_own_record(path):
         second.close()
         assert (first.name, note.partition(": ")[0]) == ("record.jsonl", f"{path} is being written by another run")
     assert second.run not in (0, 5)
-    own = path.with_name(f"record_{second.run}.jsonl")
+    of_second = path.with_name(f"record_{second.run}.jsonl")
     assert write(path, entries(8, 9), last_step=7, run=second.run) == [
-        f"{own} went on to step 8: the steps after 7 are taken out, because the run takes them again."
+        f"{of_second} went on to step 8: the steps after 7 are taken out, because the run takes them again."
     ]
-    assert (read_record(path), read_record(own)) == ([*entries(1, 5), {"step": 6}], entries(6, 9))
+    assert (read_record(path), read_record(of_second)) == ([*entries(1, 5), {"step": 6}], entries(6, 9))
 
 
 def test_the_lock_of_a_killed_run_does_not_count(path):

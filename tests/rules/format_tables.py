@@ -5,20 +5,20 @@ OWN = {"name": "mine", "largest": 28.0, "smallest_normal": 0.25, "smallest_subno
 
 def numbers_of_hifloat8():
     """All finite numbers above 0 of HiF8, code by code: a prefix says how many bits the exponent has; 0x6F is inf."""
-    found = []
+    values = []
     for code in {*range(1, 0x80)} - {0x6F}:
         bits = f"{code:07b}"
         for prefix, width in (("11", 4), ("10", 3), ("01", 2), ("001", 1), ("0001", 0), ("0000", None)):
             if not bits.startswith(prefix):
                 continue
-            rest = bits[len(prefix) :]
+            bits_left = bits[len(prefix) :]
             if width is None:
-                found.append(2.0 ** (int(rest, 2) - 23))
+                values.append(2.0 ** (int(bits_left, 2) - 23))
                 break
             # A sign, and a magnitude whose first bit is 1 and not written.
-            magnitude = int("1" + rest[1:width], 2) if width else 0
-            exponent = -magnitude if rest[:1] == "1" and width else magnitude
-            fraction = rest[width:]
-            found.append(2.0**exponent * (1 + int(fraction, 2) / 2 ** len(fraction)))
+            magnitude = int("1" + bits_left[1:width], 2) if width else 0
+            exponent = -magnitude if bits_left[:1] == "1" and width else magnitude
+            fraction = bits_left[width:]
+            values.append(2.0**exponent * (1 + int(fraction, 2) / 2 ** len(fraction)))
             break
-    return sorted(found)
+    return sorted(values)

@@ -34,7 +34,7 @@ class ReadableGuided:
         self.lowest, self.highest = lowest, highest
 
     def start(self, exponent):
-        rates = tuple(2.0 ** -(place + 1) for place in range(16))
+        rates = tuple(2.0 ** -(number + 1) for number in range(16))
         third = float(np.float32(1 / 3))
         counts = (self.small, exponent - 1, 0, 0, 0, 0, exponent)
         return State(2.0**exponent, *counts, third, 1024.0, -1024.0, rates, 0, 0)

@@ -78,8 +78,8 @@ def test_the_window_counts_at_the_bounds_as_without_them(events):
 
 
 RULES = st.builds(
-    lambda smallest, span, **others: AdaptiveRule(
-        max_scale_window=smallest + span, min_scale_window=smallest, **others
+    lambda smallest, span, **arguments: AdaptiveRule(
+        max_scale_window=smallest + span, min_scale_window=smallest, **arguments
     ),
     smallest=st.integers(1, 5),
     span=st.integers(0, 20),

@@ -11,27 +11,27 @@ from mindformers_adaptive.rules.formats import FLOAT16, FORMATS, Format, find_fo
 from tests.rules.format_tables import OWN, numbers_of_hifloat8
 
 
-def numbers_of(one):
+def numbers_of(number_format):
     """All numbers above 0 of a format, by the distances that it tells."""
-    lowest, _, highest = map(math.floor, one.exponents)
-    found = []
+    lowest, _, highest = map(math.floor, number_format.exponents)
+    values = []
     for exponent in range(lowest, highest + 1):
-        found += np.arange(2.0**exponent, 2.0 ** (exponent + 1), one.quantum(exponent)).tolist()
-    return [number for number in found if number <= one.largest]
+        values += np.arange(2.0**exponent, 2.0 ** (exponent + 1), number_format.quantum(exponent)).tolist()
+    return [number for number in values if number <= number_format.largest]
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
 def test_numbers_are_those_of_ml_dtypes(name):
     dtype = np.dtype(getattr(ml_dtypes, name, name))
-    info, one = ml_dtypes.finfo(dtype), FORMATS[name]
-    assert one.largest == float(info.max)
-    assert one.smallest_normal == float(info.smallest_normal)
-    assert one.smallest_subnormal == float(info.smallest_subnormal)
+    info, number_format = ml_dtypes.finfo(dtype), FORMATS[name]
+    assert number_format.largest == float(info.max)
+    assert number_format.smallest_normal == float(info.smallest_normal)
+    assert number_format.smallest_subnormal == float(info.smallest_subnormal)
     with np.errstate(all="ignore"):
         codes = np.arange(2 ** (8 * dtype.itemsize - 1), dtype=f"u{dtype.itemsize}").view(dtype).astype(np.float64)
-        beyond = float(np.float64(2 * one.largest).astype(dtype))
-    assert numbers_of(one) == codes[np.isfinite(codes) & (codes > 0)].tolist()
-    assert repr(beyond) == one.overflow
+        beyond = float(np.float64(2 * number_format.largest).astype(dtype))
+    assert numbers_of(number_format) == codes[np.isfinite(codes) & (codes > 0)].tolist()
+    assert repr(beyond) == number_format.overflow
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_numbers_are_those_of_ml_dtypes(name):
 )
 def test_a_format_by_its_bits_has_the_numbers_of_ml_dtypes(name, exponent, mantissa, overflow):
     info = ml_dtypes.finfo(getattr(ml_dtypes, name, name))
-    one = Format.from_bits(exponent, mantissa, overflow)
-    assert (one.name, one.overflow) == (f"e{exponent}m{mantissa}", overflow)
-    assert one.largest == float(info.max)
-    assert one.smallest_normal == float(info.smallest_normal)
-    assert one.smallest_subnormal == float(info.smallest_subnormal)
+    number_format = Format.from_bits(exponent, mantissa, overflow)
+    assert (number_format.name, number_format.overflow) == (f"e{exponent}m{mantissa}", overflow)
+    assert number_format.largest == float(info.max)
+    assert number_format.smallest_normal == float(info.smallest_normal)
+    assert number_format.smallest_subnormal == float(info.smallest_subnormal)
     if exponent + mantissa < 8:
         codes = np.arange(2 ** (exponent + mantissa), dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(np.float64)
-        assert numbers_of(one) == codes[np.isfinite(codes) & (codes > 0)].tolist()
+        assert numbers_of(number_format) == codes[np.isfinite(codes) & (codes > 0)].tolist()
     if name in FORMATS:
         assert Format.from_bits(exponent, mantissa, overflow, name=name) == FORMATS[name]
 
@@ -90,16 +90,16 @@ def test_hifloat8_has_the_numbers_of_its_codes():
     assert numbers_of(FORMATS["hifloat8"]) == numbers_of_hifloat8()
 
 
-@pytest.mark.parametrize("one", [*FORMATS.values(), Format(**OWN), Format(**{**OWN, "name": "float16"})])
-def test_what_is_written_for_a_format_is_read_as_the_same(one):
-    assert find_format(json.loads(json.dumps(one.to_config()))) == find_format(one) == one
-    assert (one.to_config() == one.name) is (one in FORMATS.values())
+@pytest.mark.parametrize("number_format", [*FORMATS.values(), Format(**OWN), Format(**{**OWN, "name": "float16"})])
+def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
+    assert find_format(json.loads(json.dumps(number_format.to_config()))) == find_format(number_format) == number_format
+    assert (number_format.to_config() == number_format.name) is (number_format in FORMATS.values())
     # The name of before.
-    assert one.given == one.to_config()
+    assert number_format.given == number_format.to_config()
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("value", "error", "message"),
     [
         ("fp8", ValueError, "'gradient_format' must be one of float16, .*hifloat8, but got 'fp8'"),
         (8, TypeError, "the numbers of a format by name, but got 8 of type int. The default is float16."),
@@ -111,8 +111,8 @@ def test_what_is_written_for_a_format_is_read_as_the_same(one):
         ({**OWN, "bits": 3}, TypeError, "'bits' is unknown"),
         ({**OWN, "name": [1]}, TypeError, r"'name' must be text, but got \[1\] of type list"),
         *(
-            ({**OWN, "precision": given}, TypeError, "'precision' must be a list of pairs of integers, but got")
-            for given in (5, "ab", {1: 2}, [1], [[1, 2, 3]], None)
+            ({**OWN, "precision": value}, TypeError, "'precision' must be a list of pairs of integers, but got")
+            for value in (5, "ab", {1: 2}, [1], [[1, 2, 3]], None)
         ),
         *(
             ({**OWN, "precision": [[0, bits]]}, TypeError, "'precision' must be an integer")
@@ -127,10 +127,10 @@ def test_what_is_written_for_a_format_is_read_as_the_same(one):
         ({**OWN, "overflow": "wrap"}, ValueError, r"'overflow' must be one of \('inf', 'nan', 'saturate'\)"),
     ],
 )
-def test_what_is_no_format_is_refused(given, error, message):
+def test_what_is_no_format_is_refused(value, error, message):
     with pytest.raises(error, match=message):
-        find_format(given)
+        find_format(value)
 
 
 def test_titles_are_for_texts():
-    assert [one.title for one in (FLOAT16, Format(**OWN))] == ["FP16", "mine"]
+    assert [number_format.title for number_format in (FLOAT16, Format(**OWN))] == ["FP16", "mine"]

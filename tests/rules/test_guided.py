@@ -82,14 +82,14 @@ def test_text_equals_the_form_with_branches_at_every_step(start):
     readable = [ReadableGuided(*arguments) for arguments in lanes_of]
     exponents = [max(start, lowest) for _, lowest, _ in lanes_of]
     lanes = Lanes(rules, [rule.start(2.0**exponent) for rule, exponent in zip(rules, exponents, strict=True)])
-    states = [one.start(exponent) for one, exponent in zip(readable, exponents, strict=True)]
+    states = [rule.start(exponent) for rule, exponent in zip(readable, exponents, strict=True)]
     seen = set()
     for limits, shown in zip(ceiling, gradients, strict=True):
         overflow = lanes.loss_scale > 2.0**limits
         lanes.step(overflow, shown)
         flags = overflow.tolist()
         each = zip(readable, states, flags, shown.tolist(), strict=True)
-        states = [one.step(state, over, None if over else value) for one, state, over, value in each]
+        states = [rule.step(state, over, None if over else value) for rule, state, over, value in each]
         assert lanes.states() == states
         seen |= {(state.trial, state.contradictions > 0, state.limit > 0, state.low == 1024) for state in states}
     assert len(seen) >= 8
@@ -108,8 +108,8 @@ def test_shown_is_the_largest_scale_without_overflow_as_a_device_counts_it(value
     assert known
     shown = int(exponent)
     assert Fraction(value) * Fraction(2) ** shown <= largest < Fraction(value) * Fraction(2) ** (shown + 1)
-    lowest, *others = possible_exponents(largest)
-    thresholds = (largest * 2.0 ** -np.array(others, np.float64)).astype(np.float32)
+    lowest, *more = possible_exponents(largest)
+    thresholds = (largest * 2.0 ** -np.array(more, np.float64)).astype(np.float32)
     assert shown == int((np.float32(value) <= thresholds).sum()) + lowest
 
 
@@ -121,11 +121,11 @@ def test_float16_shows_what_it_always_did():
 def test_a_format_moves_what_gradients_show_and_nothing_else(name):
     """A gradient of the same share of the largest number is the same step in every format."""
     rule, steps = GuidedRule(exchange_rate=10, gradient_format=name), []
-    for one, largest in ((RULE, 65504.0), (rule, FORMATS[name].largest)):
-        state = one.start(2.0**20)
+    for guided, largest in ((RULE, 65504.0), (rule, FORMATS[name].largest)):
+        state = guided.start(2.0**20)
         for bits in (18, 12.5, 13, 9, 16):
             ceiling = 2.0**bits
-            state = one.step(state, state.loss_scale > ceiling, largest / ceiling)
+            state = guided.step(state, state.loss_scale > ceiling, largest / ceiling)
             steps.append(state)
     assert steps[:5] == steps[5:]
     lanes = Lanes([RULE, rule], [RULE.start(2.0**20), rule.start(2.0**20)])

@@ -85,16 +85,16 @@ def test_constant_scale_becomes_a_fixed_scale(arguments, loss_scale):
 
 
 @pytest.mark.parametrize(
-    ("option", "given", "near"),
+    ("option", "value", "near"),
     [
-        *(("--loss-scale", given, near) for given, near in (("1000", 1024), ("1024.5", 1024), ("3", 4), ("0.5", 1))),
+        *(("--loss-scale", value, near) for value, near in (("1000", 1024), ("1024.5", 1024), ("3", 4), ("0.5", 1))),
         ("--initial-loss-scale", "65535", 65536),
     ],
 )
-def test_a_scale_that_is_no_power_of_two_is_warned_of(option, given, near):
-    with pytest.warns(UserWarning, match=f"'{option}' must be a power of two.* got {float(given)}: .* is {near}"):
-        section = scale_sense_from_megatron(f"--fp16 {option} {given}")
-    assert section["loss_scale_value"] == float(given)
+def test_a_scale_that_is_no_power_of_two_is_warned_of(option, value, near):
+    with pytest.warns(UserWarning, match=f"'{option}' must be a power of two.* got {float(value)}: .* is {near}"):
+        section = scale_sense_from_megatron(f"--fp16 {option} {value}")
+    assert section["loss_scale_value"] == float(value)
 
 
 def test_the_program_prints_the_warning_beside_the_section(run_program):

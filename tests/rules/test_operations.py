@@ -117,7 +117,7 @@ def rounded(function):
         number = x.number
         if not math.isfinite(number):
             return x
-        # The sign of 0 is that of the number.
+        # 0 has the sign of the number.
         return Plain(
             math.copysign(abs(function(number)), number) if function(number) == 0 else function(number), "float32"
         )
@@ -154,17 +154,17 @@ def test_a_table_has_a_row_for_each_number_that_int32_has():
         sizes = [numbers.randint(1, 8) for _ in range(numbers.randint(1, 4))]
         lowest = [numbers.choice((1 - 2**31, -(2**30), 0, 2**31 - 8, numbers.randrange(2**31 - 8))) for _ in sizes]
         rows = np.arange(math.prod(sizes), dtype=np.int32).reshape(*sizes, 1)
-        place = tuple(numbers.randrange(size) for size in sizes)
-        index = np.array([[low + at] for low, at in zip(lowest, place, strict=True)], np.int32)
-        assert operations.Table([(rows, np.array(lowest, np.int32))])(index) == rows[place]
+        offset = tuple(numbers.randrange(size) for size in sizes)
+        index = np.array([[low + at] for low, at in zip(lowest, offset, strict=True)], np.int32)
+        assert operations.Table([(rows, np.array(lowest, np.int32))])(index) == rows[offset]
 
 
 def plain_tabulate(function, **arguments):
-    given = {}
-    for name, one in arguments.items():
-        value, *bounds = one if isinstance(one, tuple) else (one,)
-        given[name] = min(max(value.number, bounds[0]), bounds[1]) if bounds else value.number
-    return tuple(Plain(one, "int32") for one in function(**given))
+    arguments_of_rule = {}
+    for name, number in arguments.items():
+        value, *bounds = number if isinstance(number, tuple) else (number,)
+        arguments_of_rule[name] = min(max(value.number, bounds[0]), bounds[1]) if bounds else value.number
+    return tuple(Plain(number, "int32") for number in function(**arguments_of_rule))
 
 
 PLAIN = SimpleNamespace(
@@ -207,7 +207,7 @@ maximum(x, -2147483648); maximum(0, minimum(x, 3)); minimum(x, x); int32(float32
 int32(float32(x) * float32(y)); x < 2147483647; where(x < 0, -x, x); abs(x) - x; -x - y; x * x; x * y + x
 """
 
-# What is computed from which numbers: the dtype of the numbers, that of the results, and the expressions.
+# What is computed from which numbers: the dtype of the numbers, the dtype of the results, and the expressions.
 TABLES = {
     "floats_of_floats": ("float32", "float32", FLOATS_OF_FLOATS),
     "integers_of_floats": ("float32", "int32", INTEGERS_OF_FLOATS),
@@ -220,8 +220,8 @@ def results_of(table, x, y, of):
     _, dtype, expressions = TABLES[table]
     results = {}
     for expression in expressions.strip().replace("\n", "; ").split("; "):
-        found = eval(expression, {**vars(of), "LARGEST": LARGEST, "INF": math.inf, "x": x, "y": y})
-        results[expression] = of.int32(found) if dtype == "int32" else found
+        value = eval(expression, {**vars(of), "LARGEST": LARGEST, "INF": math.inf, "x": x, "y": y})
+        results[expression] = of.int32(value) if dtype == "int32" else value
     return results
 
 
@@ -243,8 +243,8 @@ class OfVectors(Rule):
         self.state = {}
         for name, dtype in DTYPES.items():
             self.state |= dict.fromkeys((f"x_{name}", f"y_{name}"), dtype[len(pairs_of(name))])
-        for name, (taken, given, _) in TABLES.items():
-            self.state |= dict.fromkeys(self.fields_of(name), DTYPES[given][len(pairs_of(taken))])
+        for name, (taken, dtype, _) in TABLES.items():
+            self.state |= dict.fromkeys(self.fields_of(name), DTYPES[dtype][len(pairs_of(taken))])
 
     def fields_of(self, table):
         """Return the names of the results of a table."""
@@ -254,15 +254,15 @@ class OfVectors(Rule):
     def next_state(self, state, seen):
         results = {}
         for name, (taken, _, _) in TABLES.items():
-            found = results_of(name, getattr(state, f"x_{taken}"), getattr(state, f"y_{taken}"), rules)
-            results |= dict(zip(self.fields_of(name), found.values(), strict=True))
+            values = results_of(name, getattr(state, f"x_{taken}"), getattr(state, f"y_{taken}"), rules)
+            results |= dict(zip(self.fields_of(name), values.values(), strict=True))
         return state.replace(**results)
 
     def starts(self):
         """Return the one state that has all pairs."""
         columns = {dtype: list(zip(*pairs_of(dtype), strict=True)) for dtype in DTYPES}
-        given = {f"{side}_{dtype}": columns[dtype][n] for dtype in columns for n, side in enumerate("xy")}
-        return [self.start(1.0)._replace(**given)]
+        fields = {f"{side}_{dtype}": columns[dtype][n] for dtype in columns for n, side in enumerate("xy")}
+        return [self.start(1.0)._replace(**fields)]
 
     def results(self, ends):
         """Return the results of each expression by table, one for each pair, from the states after the step."""
@@ -277,13 +277,13 @@ class OfNumbers(OfVectors):
     def __init__(self):
         super().__init__()
         self.state = {f"{side}_{name}": dtype for name, dtype in DTYPES.items() for side in "xy"}
-        self.state |= {name: DTYPES[given][len(self.fields_of(name))] for name, (_, given, _) in TABLES.items()}
+        self.state |= {name: DTYPES[dtype][len(self.fields_of(name))] for name, (_, dtype, _) in TABLES.items()}
 
     def next_state(self, state, seen):
         results = {}
         for name, (taken, _, _) in TABLES.items():
-            found = results_of(name, getattr(state, f"x_{taken}"), getattr(state, f"y_{taken}"), rules)
-            results[name] = rules.stack(list(found.values()))
+            values = results_of(name, getattr(state, f"x_{taken}"), getattr(state, f"y_{taken}"), rules)
+            results[name] = rules.stack(list(values.values()))
         return state.replace(**results)
 
     def starts(self):
@@ -301,19 +301,19 @@ class OfNumbers(OfVectors):
 @pytest.fixture(scope="module")
 def expected():
     """The results by table and expression, one for each pair."""
-    found = {}
+    by_name = {}
     for name, (taken, _, _) in TABLES.items():
         rows = [results_of(name, Plain(x, taken), Plain(y, taken), PLAIN) for x, y in pairs_of(taken)]
-        found[name] = {expression: [row[expression].number for row in rows] for expression in rows[0]}
-    return found
+        by_name[name] = {expression: [row[expression].number for row in rows] for expression in rows[0]}
+    return by_name
 
 
-def assert_results(expected, found):
+def assert_results(expected, results):
     """Compare results bit for bit; NaN equals NaN."""
     wrong = []
     for name, expressions in expected.items():
         pairs = pairs_of(TABLES[name][0])
-        for (expression, numbers), ours in zip(expressions.items(), found[name], strict=True):
+        for (expression, numbers), ours in zip(expressions.items(), results[name], strict=True):
             for pair, number, our in zip(pairs, numbers, ours[: len(pairs)], strict=True):
                 is_undefined = number == number and 0 < abs(number) < 2.0**-126
                 if not is_undefined and not is_equal(number, our):
@@ -408,7 +408,9 @@ class OfPlaces(Rule):
 
     def next_state(self, state, seen):
         integers, floats = of_vectors(state.vector, state.index, rules)
-        results = {f"i{n}": one for n, one in enumerate(integers)} | {f"f{n}": one for n, one in enumerate(floats)}
+        results = {f"i{n}": value for n, value in enumerate(integers)} | {
+            f"f{n}": value for n, value in enumerate(floats)
+        }
         return state.replace(**results)
 
 
@@ -456,15 +458,15 @@ def test_vectors_are_reduced_and_taken_from_in_one_way():
     for (vector, index), state, in_lane in zip(cases, states, in_lanes(rule, states), strict=True):
         plain = [Plain(number, "float32") for number in vector]
         integers, floats = of_vectors(plain, Plain(index, "int32"), PLAIN)
-        wanted = [one.number for one in (*integers, *floats)]
-        found = {"lanes": in_lane, "one run": rule.step(state, False)}
+        wanted = [value.number for value in (*integers, *floats)]
+        states = {"lanes": in_lane, "one run": rule.step(state, False)}
         for mode, owned in cells:
             with mindspore_mode(mode):
                 owned.update_cell.vector.set_data(Tensor(np.float32(vector)))
                 owned.update_cell.index.set_data(Tensor(np.int32(index)))
                 owned.step(False)
-                found[mode] = rule.State(**{**state._asdict(), **owned.update_cell.rule_state()._asdict()})
-        for way, after in found.items():
+                states[mode] = rule.State(**{**state._asdict(), **owned.update_cell.rule_state()._asdict()})
+        for way, after in states.items():
             ours = [getattr(after, f"i{n}") for n in range(8)] + [getattr(after, f"f{n}") for n in range(5)]
             assert all(map(is_equal, wanted, ours)), (way, vector, index, ours, wanted)
 

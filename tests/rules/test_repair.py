@@ -126,8 +126,8 @@ def test_a_state_that_the_guided_rule_cannot_have_starts_afresh(damage):
     repaired, [problem] = repair(GUIDED, {**values, **damage}, SCALE)
     assert re.search(r"that this cell cannot have: it starts afresh at loss scale 1024\.", problem)
     fresh = to_values(GUIDED, GUIDED.start(SCALE), 0)
-    own = {name: fresh[name] for name in own_keys(GuidedRule)}
-    assert repaired == {**values, **own, "last_overflow_iter": 30}
+    fresh_values = {name: fresh[name] for name in own_keys(GuidedRule)}
+    assert repaired == {**values, **fresh_values, "last_overflow_iter": 30}
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_another_exchange_rate_keeps_the_guided_record_and_is_named(exchange_rat
     repaired, problems = repair(rule, values, state.loss_scale)
     expected = {name: after for name, (_, after) in changes.items()}
     assert repaired == {**values, **{name: type(values[name])(np.float32(new)) for name, new in expected.items()}}
-    told = ", ".join(f"{name} {old:g} becomes {new:g}" for name, (old, new) in changes.items())
+    changed = ", ".join(f"{name} {old:g} becomes {new:g}" for name, (old, new) in changes.items())
     assert problems == [
         f"The checkpoint has a state of gradient-guided scaling with another 'exchange_rate' than {exchange_rate:g}: "
-        f"{told}, and the overflow histogram is kept."
+        f"{changed}, and the overflow histogram is kept."
     ] * bool(changes)
     # It goes on at once from what it has seen.
     assert rule.step(from_values(rule, state.loss_scale, repaired), False, 2.0**-3).base == state.base
@@ -219,8 +219,8 @@ RULES = [GUIDED] + [
 @pytest.mark.parametrize("rule", RULES)
 @given(data=st.data())
 def test_whatever_was_restored_the_rule_can_go_on_and_a_second_look_finds_nothing(rule, data):
-    kept = to_values(rule, rule.start(SCALE), 0) | {"largest_gradient": 0.5}
-    repaired, _ = repair(rule, {name: data.draw(anything_like(value)) for name, value in kept.items()}, SCALE)
+    values = to_values(rule, rule.start(SCALE), 0) | {"largest_gradient": 0.5}
+    repaired, _ = repair(rule, {name: data.draw(anything_like(value)) for name, value in values.items()}, SCALE)
     assert repair(rule, repaired, SCALE) == (repaired, [])
     state = from_values(rule, SCALE, repaired)
     for overflow, gradient in data.draw(st.lists(st.tuples(st.booleans(), st.sampled_from([None, 1.0])), max_size=10)):

@@ -1,4 +1,4 @@
-"""What a rule of one's own may be written like, what it gives, and that its cell does what NumPy does."""
+"""What a user's own rule may be written like, what it gives, and that its cell does what NumPy does."""
 
 import copy
 import dataclasses
@@ -76,8 +76,8 @@ def run(rule, flags=FLAGS, loss_scale=2.0**16, gradients=(None,) * 99):
     return states[1:]
 
 
-def scales(rule, flags=FLAGS, **others):
-    return [state.loss_scale for state in run(rule, flags, **others)]
+def scales(rule, flags=FLAGS, **arguments):
+    return [state.loss_scale for state in run(rule, flags, **arguments)]
 
 
 def halved(self, state, seen):
@@ -269,8 +269,8 @@ class Further(Bounded):
 
     name = "further"
 
-    def __init__(self, window=2, **others):
-        super().__init__(**others)
+    def __init__(self, window=2, **arguments):
+        super().__init__(**arguments)
         self.window = window
 
     def next_state(self, state, seen):
@@ -313,9 +313,9 @@ def halving(by):
 
 def by_loops(self, state, seen):
     candidates, scale = [state.loss_scale / 2**n for n in (1, 0)], state.loss_scale
-    for n, (flag, one) in enumerate(zip((seen.overflow, ~seen.overflow), candidates, strict=True)):
+    for n, (flag, candidate) in enumerate(zip((seen.overflow, ~seen.overflow), candidates, strict=True)):
         assert n < TWO
-        scale = where(flag, one, scale)
+        scale = where(flag, candidate, scale)
     return state.replace(loss_scale=scale)
 
 
@@ -444,7 +444,7 @@ class Listed(Rule):
 
 
 @pytest.mark.parametrize(
-    ("given", "change"),
+    ("value", "change"),
     [
         ([2.0, 3.0], lambda factors: factors.insert(0, 8.0)),
         ([2.0, 3.0], lambda factors: factors.__setitem__(0, 8.0)),
@@ -455,17 +455,17 @@ class Listed(Rule):
         (np.array([2.0, 3.0]), lambda factors: factors.__setitem__(0, 8.0)),
     ],
 )
-def test_an_attribute_stays_as_it_was_when_the_rule_was_made(given, change):
-    rule, shown = Listed(given), repr(Listed(copy.deepcopy(given)).arguments)
-    change(given)
+def test_an_attribute_stays_as_it_was_when_the_rule_was_made(value, change):
+    rule, shown = Listed(value), repr(Listed(copy.deepcopy(value)).arguments)
+    change(value)
     with pytest.raises((AttributeError, TypeError, ValueError)):
         change(rule.factors)
     restored = pickle.loads(pickle.dumps(rule))
     with pytest.raises((AttributeError, TypeError, ValueError)):
         change(restored.factors)
     assert repr(rule.arguments) == repr(restored.arguments) == shown
-    for kept in (rule, restored):
-        assert kept.step(kept.start(2.0**16), True).loss_scale == 2.0**15
+    for each in (rule, restored):
+        assert each.step(each.start(2.0**16), True).loss_scale == 2.0**15
 
 
 # Lanes.
@@ -513,7 +513,7 @@ def test_lanes_of_rules_with_other_numbers_equal_their_runs(rules):
 
 def assert_lanes_equal_runs(rules):
     numbers = np.random.default_rng(1)
-    states = [rule.start(2.0 ** (12 + place)) for place, rule in enumerate(rules)]
+    states = [rule.start(2.0 ** (12 + number)) for number, rule in enumerate(rules)]
     lanes = Lanes(rules, states)
     for _ in range(60):
         flags, gradients = numbers.random(len(rules)) < 0.3, numbers.choice(EXCHANGED, len(rules))
@@ -531,8 +531,8 @@ class Numbers(Rule):
     state: ClassVar = {"n": int32, "v": float32[3], "places": int32[2]}
     needs_gradients = True
 
-    def __init__(self, k=1.0, m=2, **others):
-        super().__init__(**others)
+    def __init__(self, k=1.0, m=2, **arguments):
+        super().__init__(**arguments)
         self.k, self.m = k, m
 
     def next_state(self, state, seen):
@@ -550,14 +550,14 @@ class Numbers(Rule):
 
 
 def test_lanes_have_numbers_of_their_own_in_every_place():
-    given = [
+    cases = [
         (1.0, 2, "float16"),
         (3.0, 5, "bfloat16"),
         (2.5, 3, "float16"),
         (7.0, 2, "float8_e4m3fn"),
         (3.0, 5, "float16"),
     ]
-    assert_lanes_equal_runs([Numbers(k, m, gradient_format=name) for k, m, name in given])
+    assert_lanes_equal_runs([Numbers(k, m, gradient_format=name) for k, m, name in cases])
 
 
 def test_lanes_of_rules_that_compute_otherwise_are_refused():
@@ -679,7 +679,7 @@ def test_a_first_state_that_is_none_is_refused_at_the_start(state, first, messag
 
 
 @pytest.mark.parametrize(
-    ("state", "first", "kept"),
+    ("state", "first", "expected"),
     [
         (SCALAR, {"x": math.nan}, math.nan),
         (SCALAR, {"x": -math.inf}, -math.inf),
@@ -693,11 +693,11 @@ def test_a_first_state_that_is_none_is_refused_at_the_start(state, first, messag
         (VECTOR, {}, (0.0, 0.0)),
     ],
 )
-def test_a_first_state_has_the_dtypes_of_its_fields(state, first, kept):
+def test_a_first_state_has_the_dtypes_of_its_fields(state, first, expected):
     rule = rule_of(lambda self, state, seen: state, state=state, first=first)
     start = rule.start(2.0**16)
-    assert is_same(start.x, kept)
-    assert is_same(rule.step(start, False).x, kept)
+    assert is_same(start.x, expected)
+    assert is_same(rule.step(start, False).x, expected)
 
 
 # The cell, where it once did something else than NumPy.
@@ -773,8 +773,8 @@ def test_constants_that_the_compiler_multiplies_leave_a_value_that_is_handed_on(
     state = {"a": int32} | {f"before_{n}": int32 for n in range(len(before))}
 
     def step(self, state, seen):
-        found = {f"before_{n}": function(state.a) for n, function in enumerate(before)}
-        return state.replace(a=state.a + 1, **found)
+        called = {f"before_{n}": function(state.a) for n, function in enumerate(before)}
+        return state.replace(a=state.a + 1, **called)
 
     states = assert_cell_equals(rule_of(step, state=state), steps=3)
     assert states[-1][1:5] == (3, 2, 2, 2)
@@ -809,7 +809,7 @@ class FarGuided(GuidedRule):
 
 
 class FarAdaptive(AdaptiveRule):
-    """Likewise, and remembers something more."""
+    """The same rule, which remembers something more."""
 
     name = "far_adaptive"
     state: ClassVar = {**AdaptiveRule.state, "raises": float32}
@@ -930,10 +930,10 @@ def test_two_modules_of_one_name_have_their_own_constants(graph_mode, tmp_path, 
         text += '    name = "twin"\n\n    def next_state(self, state, seen):\n'
         text += "        return state.replace(loss_scale=state.loss_scale * FACTOR)\n"
         file.write_text(text)
-        found = importlib.util.spec_from_file_location("twin", file)
-        module = importlib.util.module_from_spec(found)
+        spec = importlib.util.spec_from_file_location("twin", file)
+        module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "twin", module)
-        found.loader.exec_module(module)
+        spec.loader.exec_module(module)
         return Owned(RuleLossScaleUpdateCell(1024.0, module.Twin)), module.Twin()
 
     both = [cell(2.0), cell(3.0)]

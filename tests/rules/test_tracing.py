@@ -51,10 +51,10 @@ def refusal(folder, statement, after="return state"):
     return str(refused.value), folder / "strange_rule.py", HEAD.count("\n") + 1
 
 
-def assert_says(message, problem, remedy, place):
+def assert_says(message, problem, remedy, where_it_is):
     assert re.match(f"The step of the rule 'own' ({problem})", message, re.DOTALL), message
     assert re.search(remedy, message), message
-    assert re.search(rf"{re.escape(place)}\.$", message), message
+    assert re.search(rf"{re.escape(where_it_is)}\.$", message), message
     assert len(message) < 600
 
 
@@ -341,14 +341,14 @@ REFUSED = {
         x = Own() ;; x = Own().next_state(state, seen) ;; x = self.start(1.0) ;; x = self.step(None, False)
     """,
 }
-# What is at fault only when the step has returned, of which the line is that of the function.
+# What is at fault only when the step has returned, where the line is the line of the function.
 OF_THE_STEP = ("moves loss_scale", "must return", "returns the state", "differs")
 
 CASES = [
-    pytest.param(problem, remedy, one.strip(), id=one.strip().replace("@", "at"))
+    pytest.param(problem, remedy, part.strip(), id=part.strip().replace("@", "at"))
     for (problem, remedy), lines in REFUSED.items()
     for line in lines.strip().splitlines()
-    for one in line.split(" ;; ")
+    for part in line.split(" ;; ")
 ]
 
 
@@ -388,8 +388,8 @@ def test_an_error_in_a_step_is_told_with_the_line_of_the_rule(tmp_path, statemen
     message, file, line = refusal(tmp_path, statement)
     # A recursion is somewhere in its own lines.
     line = rf"({line}|{line - 1})" if "next_state" in statement else line
-    place = rf", in line {line} of {re.escape(str(file))}\.$"
-    assert re.search(rf"^The step of the rule 'own' raises {error}.*{place}", message), message
+    where_it_is = rf", in line {line} of {re.escape(str(file))}\.$"
+    assert re.search(rf"^The step of the rule 'own' raises {error}.*{where_it_is}", message), message
 
 
 @pytest.mark.parametrize(
@@ -414,26 +414,32 @@ def test_a_signal_that_is_not_declared_is_refused(tmp_path):
     for name in ("largest_gradient", "gradient_known", "max_safe_exponent"):
         with pytest.raises(RuleError) as refused:
             made(tmp_path, source + f"        x = seen.{name}\n        return state\n")
-        place = f", in line {HEAD.count(chr(10)) + 1} of {tmp_path / 'strange_rule.py'}"
-        assert_says(str(refused.value), f"takes '{name}'", "It needs needs_gradients = True", place)
+        where_it_is = f", in line {HEAD.count(chr(10)) + 1} of {tmp_path / 'strange_rule.py'}"
+        assert_says(str(refused.value), f"takes '{name}'", "It needs needs_gradients = True", where_it_is)
 
 
 def test_values_work_within_a_step_only():
-    kept = []
+    saved = []
 
     class Keeps(Rule):
         name = "keeps"
 
         def next_state(self, state, seen):
-            kept.append(state.loss_scale)
+            saved.append(state.loss_scale)
             return state
 
     Keeps()
-    uses = (lambda: kept[0] + 1, lambda: kept[0] > 1, lambda: abs(kept[0]), lambda: stack([1.0]), lambda: count([True]))
+    uses = (
+        lambda: saved[0] + 1,
+        lambda: saved[0] > 1,
+        lambda: abs(saved[0]),
+        lambda: stack([1.0]),
+        lambda: count([True]),
+    )
     for use in (
         *uses,
-        lambda: where(kept[0] > 1, 1, 2),
-        lambda: int32(kept[0]),
+        lambda: where(saved[0] > 1, 1, 2),
+        lambda: int32(saved[0]),
         lambda: float32(3),
         lambda: minimum(1, 2),
     ):
@@ -596,8 +602,8 @@ NAMES = [
 
 def mixed_up(self, state, seen):
     values = {name: getattr(state, name) for name in NAMES}
-    others = dict(zip(NAMES, [*list(values.values())[1:], values["v0"] + 1], strict=True))
-    raised = state.replace(loss_scale=state.loss_scale * 1.5, **others)
+    values_of_rest = dict(zip(NAMES, [*list(values.values())[1:], values["v0"] + 1], strict=True))
+    raised = state.replace(loss_scale=state.loss_scale * 1.5, **values_of_rest)
     return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 3, v0=state.index), raised)
 
 
@@ -640,10 +646,10 @@ STATES = f"""
 
 def test_statements_that_nobody_chose_are_right_where_they_are_accepted(graph_mode, tmp_path):
     head = re.sub(r"\n    state = .*\n", STATES, HEAD)
-    found = "".join(f"            {one},\n" for one in ACCEPTED)
+    lines = "".join(f"            {line},\n" for line in ACCEPTED)
     after = "vec=stack([v[1] + 1, v[2] * 0.5, v[0] + float32(n)])"
     scale = "loss_scale=where(o, s / 3, s * 1.7), clean=where(o, n - 4, n + 1)"
-    body = f"        found = stack([\n{found}        ])\n        return state.replace(found=found, {scale}, {after})\n"
+    body = f"        found = stack([\n{lines}        ])\n        return state.replace(found=found, {scale}, {after})\n"
     assert_equal_steps(made(tmp_path, head + body), 60)
 
 

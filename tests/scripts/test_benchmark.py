@@ -64,9 +64,9 @@ def test_copies_take_turns_in_random_order():
     taken = take_turns(dict.fromkeys("abc", build), copies=2, rounds=20)
     assert {name: [len(copy) for copy in each] for name, each in taken.items()} == {name: [20, 20] for name in "abc"}
     # Each is called twice before it is timed.
-    rounds = [called[place : place + 6] for place in range(12, len(called), 6)]
-    assert [{count for _, count in one} for one in rounds] == [{number} for number in range(20)]
-    orders = [[copy for copy, _ in one] for one in rounds]
+    rounds = [called[first : first + 6] for first in range(12, len(called), 6)]
+    assert [{count for _, count in of_round} for of_round in rounds] == [{number} for number in range(20)]
+    orders = [[copy for copy, _ in of_round] for of_round in rounds]
     assert all(sorted(order) == list(range(6)) for order in orders)
     assert len(set(map(tuple, orders))) > 10
 

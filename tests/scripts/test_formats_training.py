@@ -57,8 +57,8 @@ def test_the_formats_in_which_each_task_needs_scaling_are_those_of_the_page():
 
 def test_what_is_worse_with_scaling_is_as_the_page_says():
     dynamic = script.COMPARED["MindSpore's dynamic"]
-    found = {(key, method): worse(key, method) for key in WORSE_WITHOUT_SCALING for method in (dynamic, *FOUND)}
-    assert {place: formats for place, formats in found.items() if formats} == {
+    worse_formats = {(key, method): worse(key, method) for key in WORSE_WITHOUT_SCALING for method in (dynamic, *FOUND)}
+    assert {key: formats for key, formats in worse_formats.items() if formats} == {
         ("damped", dynamic): {"HiF8"},
         ("damped", FOUND[0]): {"HiF8"},
         ("auxiliary", dynamic): {script.FP16},
@@ -84,7 +84,7 @@ def test_from_the_found_scale_at_most_one_of_100_steps_is_skipped_but_by_lora_in
         for name, of_format in task["formats"].items()
         for method in FOUND
     }
-    assert {place: skipped for place, skipped in most.items() if skipped > 1} == {
+    assert {key: skipped for key, skipped in most.items() if skipped > 1} == {
         ("lora", script.FP16, method): 3 for method in FOUND
     }
 
@@ -140,8 +140,8 @@ def test_a_training_in_simulated_fp8_is_as_the_data_say():
     measured = figure("formats")["tasks"]["damped"]["formats"][FP8]["runs"]
     with mindspore_mode("graph"):
         trainings, methods = script.trainings_in("damped", FP8)
-        found = {method: script.summary(trainings.run(methods[method], 0)) for method in ("2^0", FOUND[0])}
-    for method, run in found.items():
+        runs = {method: script.summary(trainings.run(methods[method], 0)) for method in ("2^0", FOUND[0])}
+    for method, run in runs.items():
         assert (run["start"], run["skipped_early"]) == tuple(
             measured[method][0][key] for key in ("start", "skipped_early")
         )

@@ -34,11 +34,11 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path):
     resumed.go_on(STEPS)
     assert resumed.seen == whole.seen
     assert [look["step"] for look in resumed.seen["looks"]] == [0, 4, 8, 10]
-    expected, found = parameters_of(whole), parameters_of(resumed)
-    assert {"scale_sense", "guided_counts", "global_step"} <= set(found)
-    assert list(found) == list(expected)
+    expected, values = parameters_of(whole), parameters_of(resumed)
+    assert {"scale_sense", "guided_counts", "global_step"} <= set(values)
+    assert list(values) == list(expected)
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(values[name], value, err_msg=name)
     # Of what was kept only the last is left, and in the end nothing.
     assert sorted(file.name for file in (tmp_path / "stopped").iterdir()) == ["whole-10.ckpt", "whole.json"]
     resumed.forget()
@@ -60,20 +60,20 @@ def test_table_says_what_whole_runs_showed(tmp_path):
     runs.append({**run("adaptive", 2, (5.5, 3.0, 9.0)), "steps": 50})
     for each in runs:
         long_training.file_of(tmp_path, each["way"], each["seed"]).write_text(json.dumps(each))
-    found = long_training.whole_runs(tmp_path, 100)
-    result = {"steps": 100, "ways": {way: list(map(long_training.summary, each)) for way, each in found.items()}}
+    runs = long_training.whole_runs(tmp_path, 100)
+    result = {"steps": 100, "ways": {way: list(map(long_training.summary, each)) for way, each in runs.items()}}
     assert long_training.tables(result)["ways"][1:] == [
         ["FP32", "2", "0, 0", "0, 0", "-", "2.5000", "-"],
         ["adaptive", "2", "2, 2", "1, 1", "3.0", "3.0000", "+0.5000 ± 0.0000"],
     ]
-    losses, scales = long_training.draw(found).axes
+    losses, scales = long_training.draw(runs).axes
     assert [line.get_label() for line in losses.lines] == ["FP32", "adaptive"]
     assert len(scales.patches) == 1
 
 
 def test_what_is_whole_is_not_trained_again(tmp_path, monkeypatch):
-    kept = {"steps": 100, "piece": 50, "results": tmp_path, "unfinished": tmp_path / "unfinished"}
-    arguments = type("Arguments", (), kept)
+    attributes = {"steps": 100, "piece": 50, "results": tmp_path, "unfinished": tmp_path / "unfinished"}
+    arguments = type("Arguments", (), attributes)
     commands = []
 
     def train(command, **_):

@@ -1,4 +1,4 @@
-"""The study of policies: its figures are those of the lab, its verdicts follow from them, and it repeats itself."""
+"""The study of policies: its figures come from the lab, its verdicts follow from them, and it repeats itself."""
 
 import dataclasses
 import math
@@ -42,8 +42,8 @@ def test_study_prints_the_figures_of_direct_calls(run_python, tmp_path):
         (7, "torch", {"init_scale": 65536}),
     ]:
         measures = [replay(make_policy(name, **params), trace).measures for trace in traces]
-        skipped = np.mean([one.skipped for one in measures]) / 0.3
-        assert row[column] == f"{skipped:.1f} / {np.mean([one.headroom_lost for one in measures]):.2f}"
+        skipped = np.mean([measured.skipped for measured in measures]) / 0.3
+        assert row[column] == f"{skipped:.1f} / {np.mean([measured.headroom_lost for measured in measures]):.2f}"
 
 
 def on_kind(**points):
@@ -70,7 +70,7 @@ def test_figures_of_the_page_are_those_of_the_present_rules():
     data = figure("study")
     steps, seeds = data["steps"], data["seeds"]
     assert (steps, seeds, list(data["same"][study.ADAPTIVE])) == (10_000, 5, [*KINDS, study.MEAN])
-    traces = {place: each for place, each in study.traces_by_place(steps, seeds).items() if place[1] in REPEATED}
+    traces = {key: each for key, each in study.traces_by_place(steps, seeds).items() if key[1] in REPEATED}
     spikes = (study.EXACT, "spikes")
     adaptive = {study.ADAPTIVE: study.POLICIES[study.ADAPTIVE]}
     repeated = study.study(adaptive, {spikes: traces[spikes]})[study.EXACT][study.ADAPTIVE]["spikes"]
@@ -90,7 +90,7 @@ def test_page_says_what_its_data_say():
     )
     shown = study.tables(data)
     assert len(shown["prices"]) == 1 + 3
-    assert all(float(row[place]) < 1 for row in shown["guided"][1:] for place in (3, 7))
+    assert all(float(row[column]) < 1 for row in shown["guided"][1:] for column in (3, 7))
 
 
 def test_most_skips_of_the_adaptive_rule_are_failed_raises_below_a_window_of_500():
@@ -113,8 +113,8 @@ def guided():
 def test_figures_of_the_guided_study_are_those_of_direct_calls(guided):
     traces = [with_gradients(synthetic_trace("spikes", 600, seed), 3.0, 0.4, seed) for seed in (0, 1)]
     measures = [replay(make_policy("guided", exchange_rate=5.0), trace).measures for trace in traces]
-    skipped = np.mean([one.skipped for one in measures]) / 0.6
-    bits = np.mean([one.headroom_lost for one in measures])
+    skipped = np.mean([measured.skipped for measured in measures]) / 0.6
+    bits = np.mean([measured.headroom_lost for measured in measures])
     compared = compare(
         {
             window: partial(make_policy, "dynamic", init_loss_scale=65536, scale_window=window)
@@ -122,7 +122,9 @@ def test_figures_of_the_guided_study_are_those_of_direct_calls(guided):
         },
         traces,
     )
-    windows = {window: np.mean([cost(one, 5.0) for one in each]) for window, each in compared.measures.items()}
+    windows = {
+        window: np.mean([cost(measured, 5.0) for measured in each]) for window, each in compared.measures.items()
+    }
     best = min(windows, key=windows.get)
     [row] = [row for row in study.guided_rows(guided) if row[:2] == ["hidden by 3 bits", "spikes"]]
     assert (row[5], row[7]) == (f"{skipped:.1f} / {bits:.2f}", f"{(skipped + 5 * bits) / windows[best]:.2f}")
@@ -140,22 +142,22 @@ def test_means_are_against_the_window_that_is_best_for_all_kinds(guided):
     assert row[3] == f"{study.cost(on_mean['guided 1'], 1.0) / min(costs.values()):.2f}"
 
 
-def in_format(trace, one):
+def in_format(trace, number_format):
     """A trace of the same ceilings whose gradients are what an 8-bit format makes of those that just overflow there."""
-    top = math.frexp(one.largest)[1] - 1
+    top = math.frexp(number_format.largest)[1] - 1
     # A number of the format stands for all below the middle to the next.
-    middle = one.largest + one.quantum(top) / 2
-    mantissa, exponent = np.frexp(trace.largest_gradient * middle / one.largest * (1 - 1e-9))
-    quantum = one.quantum(top) / 2.0 ** (top + 1)
+    middle = number_format.largest + number_format.quantum(top) / 2
+    mantissa, exponent = np.frexp(trace.largest_gradient * middle / number_format.largest * (1 - 1e-9))
+    quantum = number_format.quantum(top) / 2.0 ** (top + 1)
     return dataclasses.replace(trace, largest_gradient=np.ldexp(np.round(mantissa / quantum) * quantum, exponent))
 
 
 @pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn", "hifloat8"])
 def test_the_guided_rule_costs_no_more_of_its_best_window_in_an_8_bit_format(guided_in_float16, name):
-    one = FORMATS[name]
+    number_format = FORMATS[name]
     traces = {
-        place: [in_format(with_gradients(trace, gradient_format=one), one) for trace in each]
-        for place, each in guided_in_float16[1].items()
+        key: [in_format(with_gradients(trace, gradient_format=number_format), number_format) for trace in each]
+        for key, each in guided_in_float16[1].items()
     }
     guided = {
         policy: Configuration("guided", exchange_rate=rate, gradient_format=name)
@@ -176,7 +178,7 @@ def test_the_guided_rule_costs_no_more_of_its_best_window_in_an_8_bit_format(gui
 def guided_in_float16():
     """The study of the guided rule on a few traces, and these."""
     traces = {(study.EXACT, kind): [synthetic_trace(kind, 1000, seed) for seed in (0, 1)] for kind in REPEATED}
-    shown = {place: [with_gradients(trace) for trace in each] for place, each in traces.items()}
+    shown = {key: [with_gradients(trace) for trace in each] for key, each in traces.items()}
     return study.study(study.GUIDED_AND_FIXED, shown), traces
 
 
@@ -186,9 +188,9 @@ def test_regimes_are_left_and_entered_as_one_replay_does():
     replayed = replay(make_policy("guided"), trace)
     np.testing.assert_array_equal(scales[0], replayed.loss_scale)
     np.testing.assert_array_equal(overflows[0], replayed.overflow)
-    found = study.regime_study(1500, seeds=1)
-    assert list(found) == list(study.CHANGES)
-    assert all(list(rows) == list(found["at once"]) for rows in found.values())
+    regimes = study.regime_study(1500, seeds=1)
+    assert list(regimes) == list(study.CHANGES)
+    assert all(list(rows) == list(regimes["at once"]) for rows in regimes.values())
     assert set().union(*study.CHANGES.values()) == {kind for kind in REGIMES if "spikes" not in kind}
     rows = study.regime_table({"at once": {"one": {"recovery": [3, None], "skips": [1.25, 2]}}})
     assert rows[1] == ["at once", "one", "3", "not in time", "1.2", "2"]
@@ -219,8 +221,8 @@ def test_guided_costs_keep_within_what_was_aimed_at():
     exact = [study.against_best(data[study.EXACT], kind, 1.0)[1] for kind in KINDS]
     assert max(exact) <= 1.01
     # What LoRA and trainings of one layer showed, each at most a tenth above the best window, and a bit of noise.
-    own = data[study.OWN]
+    of_kinds = data[study.OWN]
     for kind in ("1.4 bits above, memory 0.95", "5.4 bits above, memory 0.3", "14.4 bits above, memory 0.5"):
         for rate in study.GUIDED_RATES:
-            best = min(study.cost(own[str(window)][kind], rate) for window in study.FIXED_WINDOWS)
-            assert study.cost(own[f"guided {rate:g}"][kind], rate) <= 1.1 * best + 0.2, (kind, rate)
+            best = min(study.cost(of_kinds[str(window)][kind], rate) for window in study.FIXED_WINDOWS)
+            assert study.cost(of_kinds[f"guided {rate:g}"][kind], rate) <= 1.1 * best + 0.2, (kind, rate)

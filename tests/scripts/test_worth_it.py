@@ -107,8 +107,16 @@ def test_interval_is_that_of_a_paired_t_test():
 
 
 def test_a_method_is_better_only_where_the_interval_does_not_reach_0():
-    assert [worth.winner(found, "a", "b", True) for found in ((0.2, 0.1), (-0.2, 0.1), (0.1, 0.2))] == ["a", "b", "-"]
-    assert [worth.winner(found, "a", "b") for found in ((0.2, 0.1), (-0.2, 0.1), (0.1, math.nan))] == ["b", "a", "-"]
+    assert [worth.winner(difference, "a", "b", True) for difference in ((0.2, 0.1), (-0.2, 0.1), (0.1, 0.2))] == [
+        "a",
+        "b",
+        "-",
+    ]
+    assert [worth.winner(difference, "a", "b") for difference in ((0.2, 0.1), (-0.2, 0.1), (0.1, math.nan))] == [
+        "b",
+        "a",
+        "-",
+    ]
     assert worth.winner(of_qualities([0.5, 0.5], [0.5, 0.5]), "a", "b") == "-"
 
 

@@ -57,8 +57,8 @@ class ListedDropout(nn.Cell):
 
     def __init__(self, size, masks=32, p=0.3):
         super().__init__()
-        kept = np.random.default_rng(0).random((masks, size)) >= p
-        self.masks = Tensor(kept / (1 - p), mstype.float32)
+        is_kept = np.random.default_rng(0).random((masks, size)) >= p
+        self.masks = Tensor(is_kept / (1 - p), mstype.float32)
         self.used = Parameter(Tensor(0, mstype.int32), name="used", requires_grad=False)
         self.one = Tensor(1, mstype.int32)
         self.gather = ops.Gather()
@@ -186,7 +186,7 @@ class Dense:
 
 
 def batches(count, overflows=()):
-    """Return a dataset of so many batches; those of the given numbers overflow at every loss scale."""
+    """Return a dataset of so many batches; the batches with the given numbers overflow at every loss scale."""
     both = [Dense.batch(number in overflows) for number in range(count)]
-    rows = [np.concatenate([one.asnumpy() for one in each]) for each in zip(*both, strict=True)]
+    rows = [np.concatenate([tensor.asnumpy() for tensor in each]) for each in zip(*both, strict=True)]
     return dataset.NumpySlicesDataset(tuple(rows), shuffle=False).batch(3)

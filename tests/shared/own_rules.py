@@ -41,7 +41,7 @@ class Weigh(Rule):
         self.state = {"weights": float32[length]}
 
     def next_state(self, state, seen):
-        places = [float(self.length - place) for place in range(self.length)]
+        places = [float(self.length - number) for number in range(self.length)]
         raised = where(argmin(state.weights) > 0, state.loss_scale * self.growth, state.loss_scale)
         return where(
             seen.overflow,
@@ -83,7 +83,7 @@ class CappedGuided(GuidedRule):
 
 
 class CappedAdaptive(AdaptiveRule):
-    """Likewise."""
+    """The same rule with another state."""
 
     name = "capped_adaptive"
 

@@ -65,5 +65,5 @@ def links(page):
 
 def tables(page):
     """Each table as a list of rows, each row as a list of cells."""
-    found = re.findall(r"(?:^\|.*\|\n)+", prose(page) + "\n", re.MULTILINE)
-    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in found]
+    blocks = re.findall(r"(?:^\|.*\|\n)+", prose(page) + "\n", re.MULTILINE)
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in blocks]

@@ -1,0 +1,91 @@
+"""Names and phrases that a reader has to decode, in the code, its comments, its messages and the docs.
+
+python -m tests.docs.test_words [FOLDER ...]    # list each of them with file and line
+"""
+
+import ast
+import functools
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+ROOMS = ("mindformers_adaptive", "tests", "scripts", "docs/en", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+NAMES = {"one", "place", "given", "found", "told", "made", "kept", "others", "own", "rest"}
+# "there is none" and "is None" are plain English and Python.
+_PHRASE = re.compile(r"\b(?:[Ll]ikewise|(?<!there )(?:is|are) none|of one's own|[Tt]hat of|[Tt]hose of)\b")
+# Where no other word fits: file, and how often.
+ALLOWED = {
+    # The attribute of a Format in 1.0.0.
+    "mindformers_adaptive/rules/formats.py": 1,
+}
+
+
+def names_in(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each variable or argument whose name does not say what it is."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMES:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg) and node.arg in NAMES:
+            yield node.lineno, node.arg
+
+
+def phrases_in(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the words of each phrase, also where a line break is inside it."""
+    for match in _PHRASE.finditer(text):
+        yield text.count("\n", 0, match.start()) + 1, match.group()
+
+
+def prose_in(source: str) -> str:
+    """Return the comments and strings of a Python file, each on its line."""
+    lines = [""] * (source.count("\n") + 2)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
+            for offset, line in enumerate(token.string.split("\n")):
+                lines[token.start[0] - 1 + offset] += " " + line
+    return "\n".join(lines)
+
+
+@functools.cache
+def decoded(room: str) -> tuple[str, ...]:
+    """Return what is to be said in other words in a file or folder, as ``file:line: words``."""
+    path, entries = ROOT / room, []
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        if file == Path(__file__) or file.suffix not in (".py", ".md", ".ipynb", ".sh", ".yaml"):
+            continue
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".ipynb":
+            text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+        entries += [(file, *entry) for entry in phrases_in(prose_in(text) if file.suffix == ".py" else text)]
+        if file.suffix == ".py":
+            entries += [(file, *entry) for entry in names_in(text)]
+    return tuple(f"{file.relative_to(ROOT)}:{line}: {words}" for file, line, words in entries)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_nothing_has_to_be_decoded(room):
+    counts = dict.fromkeys(ALLOWED, 0)
+    left = []
+    for entry in decoded(room):
+        file = entry.partition(":")[0]
+        counts[file] = counts.get(file, 0) + 1
+        if counts[file] > ALLOWED.get(file, 0):
+            left.append(entry)
+    assert left == []
+
+
+def main() -> None:
+    for room in sys.argv[1:] or ROOMS:
+        print(*decoded(room), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
