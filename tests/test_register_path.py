@@ -73,9 +73,7 @@ print(state["skipped_steps"], state.get("largest_gradient"))
         (GUIDED, {}, "1 4.0"),
     ],
 )
-def test_auto_register_gives_the_installed_class_and_the_train_step_cell_around_it(
-    run_python, register_path, cell, arguments, printed
-):
+def test_auto_register_gives_the_installed_class_and_train_step(run_python, register_path, cell, arguments, printed):
     arguments = json.dumps({"loss_scale_value": 2**20, **arguments})
     finished = run_python("-c", BUILD_AND_TRAIN, cell, arguments, REGISTER_PATH=register_path)
     assert finished.stdout.splitlines()[-1] == printed

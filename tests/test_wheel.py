@@ -80,7 +80,7 @@ def test_source_distribution_runs_its_own_tests(unpacked):
     with_exit_code(0, subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True))
 
 
-def test_source_distribution_installs_and_has_the_version_of_the_changelog(sdist, tmp_path):
+def test_source_distribution_installs_in_its_version(sdist, tmp_path):
     pip("install", "--no-deps", "--no-build-isolation", "--target", tmp_path, sdist[0])
     printed = subprocess.run(
         [tmp_path / "bin" / "adaptive-loss-scale", "--version"],

@@ -26,7 +26,7 @@ FLOAT16_TOLERANCE = 2.0**-8
 
 @pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
 @pytest.mark.parametrize("optimizer", ["Momentum", "Adam"])
-def test_skipped_step_changes_nothing_and_applied_step_is_that_of_fp32(mode, cell, optimizer):
+def test_skipped_step_changes_nothing_applied_one_is_as_in_fp32(mode, cell, optimizer):
     half, full = Dense(fp16=True), Dense()
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
     step = cell(half.network, half.optimizer(optimizer), scale_sense=update_cell)
@@ -54,7 +54,7 @@ def test_skipped_step_changes_nothing_and_applied_step_is_that_of_fp32(mode, cel
 
 
 @pytest.mark.parametrize("base", TRAIN_STEP_CELLS)
-def test_subclass_with_arguments_of_its_own_trains_through_real_overflows(mode, base):
+def test_subclass_with_arguments_trains_through_overflows(mode, base):
     class CountedTrainStep(base):
         """Counts its steps from a number that is given; a user's own subclass."""
 
@@ -124,7 +124,7 @@ def test_what_is_no_update_cell_is_named_with_its_remedy(cell, scale_sense, reme
 
 
 @pytest.mark.parametrize("name", ["TrainOneStepWithLossScaleCell", "MFTrainOneStepCell", "MFPipelineWithLossScaleCell"])
-def test_arguments_that_are_written_out_have_the_place_and_the_default_of_the_stock_cell(name):
+def test_arguments_have_the_order_and_defaults_of_the_stock(name):
     stock = getattr(mindformers.wrapper, name, None) or getattr(nn, name)
     parameters = inspect.signature(getattr(wrapper, name)).parameters.values()
     written = [
@@ -138,7 +138,7 @@ def test_arguments_that_are_written_out_have_the_place_and_the_default_of_the_st
     assert "scale_sense" in dict(written)
 
 
-def test_a_loss_per_token_needs_the_mixin_that_keeps_the_number_of_tokens():
+def test_loss_per_token_needs_the_mixin_that_keeps_token_counts():
     class Mixed(train_step.LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepCell):
         pass
 
@@ -150,7 +150,7 @@ def test_a_loss_per_token_needs_the_mixin_that_keeps_the_number_of_tokens():
             Mixed(dense.network, dense.optimizer(), **options)
 
 
-def test_arguments_that_only_mindformers_cell_takes_are_answered_with_its_name():
+def test_arguments_of_mindformers_cell_name_the_cell():
     """MindFormers' trainer gives them to every class that a YAML file names."""
     register()
     dense = Dense()

@@ -44,7 +44,7 @@ def test_an_operator_that_an_ascend_has_compiles(results):
 
 
 @pytest.mark.parametrize("control", ["control/FloatStatus", "control/AvgPool_int32"])
-def test_an_operator_or_a_dtype_that_an_ascend_has_not_is_refused(results, control):
+def test_operator_or_dtype_that_ascend_lacks_is_refused(results, control):
     assert verdict(results[control]) == "refused"
     assert f"/{CONTROLS[control]}-op" in problem(results[control])
     assert "Ascend operator selection failed" in problem(results[control])
@@ -95,13 +95,13 @@ def operators_of(result):
 
 
 @pytest.mark.parametrize("name", ["step/910A/guided", "mf_step/guided", "per_token/guided"])
-def test_the_largest_gradient_of_each_of_the_four_weights_is_measured_beside_the_stock_detection(results, name):
+def test_largest_gradient_of_all_four_weights_is_measured(results, name):
     assert count(results[name], "ReduceMax") >= 4
     assert count(results[name], "AllFinite" if "910A" not in name else "NPUGetFloatStatusV2") == 1
 
 
 @pytest.mark.parametrize("name", ["semi_auto_2/guided", "pipeline_2/rank_1/guided"])
-def test_the_largest_gradients_are_those_of_all_slices_and_stages(results, name):
+def test_largest_gradients_cover_all_slices_and_stages(results, name):
     collectives = results[name]["collectives"]
     largest = {text: number for text, number in collectives.items() if " max " in text}
     assert largest == {"AllReduce max of 4 bytes by all": 1}
@@ -117,7 +117,7 @@ def test_every_case_is_on_the_pages_and_has_no_problem():
 # Stand-ins
 
 
-def test_a_stand_in_without_an_answer_ends_the_process_and_names_itself():
+def test_stand_in_without_an_answer_ends_the_process():
     library = stand_ins.folder_of_stand_ins(CACHE) / "latest" / "lib64" / "libascendcl.so"
     call = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).aclrtMalloc()"
     finished = subprocess.run([sys.executable, "-c", call, library], capture_output=True, text=True)

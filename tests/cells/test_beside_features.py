@@ -66,7 +66,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("feature", NAMES)
-def test_losses_and_weights_are_those_of_the_stock_cell_at_the_same_scales(graph_mode, feature):
+def test_losses_and_weights_equal_the_stock_cells_at_each_scale(graph_mode, feature):
     seen = train_both(**FEATURES[feature])
     assert sum(seen.overflows) >= 2
     assert any(seen.overflows[15:]), "no overflow after a raise"
@@ -91,7 +91,7 @@ def test_the_same_holds_in_pynative_mode(feature):
     assert False in seen.overflows
 
 
-def test_steps_dropped_by_their_norm_are_those_of_the_stock_cell_and_no_overflows(graph_mode):
+def test_steps_dropped_by_norm_equal_the_stock_cells(graph_mode):
     seen = train_both(Layers, **DROPPING)
     norms = [float(outputs[4].item()) for outputs in seen.outputs]
     dropped = [norm >= 3.5 for norm, overflow in zip(norms, seen.overflows, strict=True) if not overflow]

@@ -26,7 +26,7 @@ REFUSED = r"already scales the loss of another train step.*Make an update cell f
 
 @pytest.mark.parametrize("kind", CELLS)
 @pytest.mark.parametrize("second", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
-def test_a_second_train_step_is_refused_and_the_first_keeps_its_scale(kind, second):
+def test_second_train_step_is_refused_first_keeps_its_scale(kind, second):
     cell = CELLS[kind]()
     first = Dense().train_step(cell)
     with pytest.raises(ValueError, match=REFUSED):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode")
 ARGUMENTS = {"loss_scale_value": 2**16, "scale_factor": 2, "scale_window": 20}
 
 
-def test_the_stock_cell_documented_for_ascend_passes_the_check_of_primitives():
+def test_stock_cell_for_ascend_passes_the_check_of_primitives():
     assert "``Ascend``" in nn.DynamicLossScaleUpdateCell.__doc__
     assert undocumented_on_ascend(export_update_cell(nn.DynamicLossScaleUpdateCell(**ARGUMENTS))) == set()
 

@@ -157,7 +157,7 @@ def test_planted_infs_cost_themselves_and_no_other_step(layers):
     assert skipped(record) == planted
 
 
-def test_adapters_of_frozen_layers_skip_hardly_more_than_with_a_window_of_1000_after_the_start():
+def test_adapters_of_frozen_layers_skip_hardly_more_steps():
     def make_dynamic(start):
         return nn.DynamicLossScaleUpdateCell(start, 2, 1000)
 

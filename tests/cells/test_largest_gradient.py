@@ -74,7 +74,7 @@ def test_training_follows_the_gradients(mode, train_step_class):
 
 @NEEDS_LOSS_PER_TOKEN
 @pytest.mark.parametrize("clip", [False, True])
-def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, clip):
+def test_overflowing_gradient_is_measured_with_a_loss_per_token(mode, clip):
     network = PerToken()
     optimizer = nn.SGD(network.trainable_params(), learning_rate=0.01)
     cell = GradientGuidedLossScaleUpdateCell(2.0**8)
@@ -95,7 +95,7 @@ class WithItsOwnDetection(TrainOneStepWithLossScaleCell):
         return self.get_overflow_status_on_cpu(status, compute_output)
 
 
-def test_the_largest_gradient_is_measured_beside_a_detection_of_its_own(mode):
+def test_largest_gradient_is_measured_beside_its_own_detection(mode):
     cell = GradientGuidedLossScaleUpdateCell(2.0**8)
     step = Dense().train_step(cell, WithItsOwnDetection).set_train()
     for overflow in (False, True):
@@ -116,7 +116,7 @@ def kernels_of(train_step_class, update_cell):
     return collections.Counter(export_graph(step, *Dense.batch()).kernels)
 
 
-def test_the_graph_of_a_train_step_with_another_cell_is_what_it_was(graph_mode):
+def test_graph_with_another_cell_is_what_it_was(graph_mode):
     adaptive, guided = (
         kernels_of(TrainOneStepWithLossScaleCell, cell)
         for cell in (AdaptiveLossScaleUpdateCell(2**8, 2, 20), GradientGuidedLossScaleUpdateCell(2**8))

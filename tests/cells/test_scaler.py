@@ -28,7 +28,7 @@ def test_with_one_window_it_is_the_dynamic_loss_scaler(graph_mode, scale_window)
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", ["adaptive", "guided", "log_max"])
-def test_training_skips_overflows_and_takes_the_other_steps_as_fp32_does(mode, compiled, name):
+def test_overflows_are_skipped_and_other_steps_are_as_in_fp32(mode, compiled, name):
     kind, dense, reference = KINDS[name], Dense(), Dense()
     scaler = kind.scaler(loss_scale=2.0**16)
     scaled = functional_step(dense, scaler, compiled)
@@ -134,7 +134,7 @@ def test_state_goes_into_one_file_with_the_network(graph_mode, tmp_path):
     assert resumed.state()["loss_scale"] == 2**19
 
 
-def test_scale_beyond_its_bounds_and_window_off_the_ladder_are_moved_with_a_warning():
+def test_scale_and_window_out_of_bounds_move_with_a_warning():
     saved = AdaptiveLossScaler(2**20, 2, 500)
     scaler = AdaptiveLossScaler(1024, 2, 20, 100, 20, max_loss_scale=2048)
     with (

@@ -57,7 +57,7 @@ def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling
         assert manager.get_loss_scale() == state.loss_scale
 
 
-def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, scaling_on_cpu):
+def test_fixed_scale_without_skipping_divides_in_the_optimizer(graph_mode, scaling_on_cpu):
     scaled, plain = Dense(), Dense()
     manager, optimizer = amp.FixedLossScaleManager(1024.0, False), scaled.optimizer(loss_scale=1024.0)
     model = Model(scaled.layer, scaled.loss_fn, optimizer, loss_scale_manager=manager)
@@ -132,7 +132,7 @@ def test_enabling_again_changes_nothing(scaling_on_cpu):
     assert mindspore.amp.build_train_network is mindspore.train.amp.build_train_network is build_train_network
 
 
-def test_defaults_are_those_of_the_dynamic_manager_and_of_the_ladder():
+def test_defaults_equal_the_dynamic_managers_and_the_ladders():
     manager, dynamic = AdaptiveLossScaleManager(), amp.DynamicLossScaleManager()
     assert manager.get_loss_scale() == dynamic.get_loss_scale()
     assert manager.get_drop_overflow_update() is dynamic.get_drop_overflow_update() is True

@@ -55,7 +55,7 @@ def without_loss_of_skipped(record):
 
 @pytest.mark.parametrize("train_step", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
 @pytest.mark.parametrize("file_format", ["ckpt", "safetensors"])
-def test_a_resumed_run_takes_the_steps_of_one_that_never_stopped(
+def test_resumed_run_takes_the_steps_of_one_that_never_stopped(
     mode, train_step, file_format, tmp_path, mindformers_log
 ):
     whole = train(build_step(train_step, hysteresis=2), OVERFLOWS)
@@ -92,7 +92,7 @@ def test_model_and_its_checkpoint_callback_keep_the_state(graph_mode, tmp_path):
         np.testing.assert_array_equal(resumed.parameters_dict()[name].asnumpy(), value.asnumpy())
 
 
-def test_a_checkpoint_of_mindformers_own_cell_resumes_at_its_place_on_the_ladder(graph_mode):
+def test_mindformers_own_checkpoint_resumes_on_its_ladder(graph_mode):
     theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 2, 4, 2)
     before = build_step(update_cell=theirs)
     for overflow in [False] * 9 + [True, False]:
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_mindformers_own_cell_resumes_at_its_place_on_the_ladder
     assert float(resumed.scale_sense) == float(before.scale_sense)
 
 
-def test_a_checkpoint_of_mindformers_own_cell_back_from_the_hidden_window_keeps_its_counters(graph_mode):
+def test_mindformers_checkpoint_after_window_1_keeps_counters(graph_mode):
     """By its values it could be one of dynamic scaling; there the next raise would come after 20 steps."""
     theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20)
     loss_scale = Parameter(Tensor(1024.0, mindspore.float32), name="loss_scale")
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_mindformers_own_cell_back_from_the_hidden_window_keeps_
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "none"])
-def test_a_checkpoint_without_a_window_starts_the_ladder_afresh_at_its_scale_with_one_warning(graph_mode, scaling):
+def test_checkpoint_without_a_window_starts_the_ladder_afresh(graph_mode, scaling):
     update_cell = nn.DynamicLossScaleUpdateCell(4096, 2, 3)
     before = build_step(update_cell=update_cell)
     for overflow in [False, True, False, False]:
@@ -249,7 +249,7 @@ def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindform
         (lambda: Tensor(8.0), "a fixed scale: loss_scale 8.0\n"),
     ],
 )
-def test_the_log_says_once_which_cell_of_which_package_scales_the_loss(mindformers_log, scale_sense, line):
+def test_log_says_once_which_cell_scales_the_loss(mindformers_log, scale_sense, line):
     step = Dense().train_step(scale_sense())
     for _ in range(2):
         step.set_train()

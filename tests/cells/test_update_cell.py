@@ -13,7 +13,7 @@ from tests.shared.networks import Dense
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
-def test_parameters_have_the_names_of_mindformers_own_cell_and_some_more(hysteresis):
+def test_parameters_have_the_names_of_mindformers_own_cell(hysteresis):
     from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 
     stock = set(MindFormersUpdateCell(1024, 2, 20).parameters_dict())
@@ -54,7 +54,7 @@ def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
     assert update_cell.state_dict()["scale"] == 512.0
 
 
-def test_the_state_has_no_loss_scale_that_a_train_step_cell_of_another_package_keeps():
+def test_state_lacks_a_loss_scale_kept_by_another_train_step():
     cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
     assert cell.state()["loss_scale"] == 1024
     cell(Parameter(Tensor(1024.0), name="kept_elsewhere"), Tensor(True))

@@ -60,7 +60,7 @@ def without_counters(state):
         ((3, 2), 3, 1000),
     ],
 )
-def test_equals_mindformers_own_cell_where_its_ladder_is_well_formed(graph_mode, bounds, factor, steps):
+def test_equals_mindformers_own_cell_where_its_ladder_is_right(graph_mode, bounds, factor, steps):
     largest, smallest = bounds
     theirs = MindFormersUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
     assert tuple(theirs.window_list_num) == window_ladder(largest, smallest)
@@ -70,7 +70,7 @@ def test_equals_mindformers_own_cell_where_its_ladder_is_well_formed(graph_mode,
     assert windows >= {1, *window_ladder(largest, smallest)} - {1000}
 
 
-def test_counters_of_mindformers_go_on_where_ours_stay_and_no_step_differs(graph_mode):
+def test_counters_of_mindformers_go_on_and_no_step_differs(graph_mode):
     theirs, ours = MindFormersUpdateCell(1.0, 2, 2, 3, 2), AdaptiveLossScaleUpdateCell(1.0, 2, 2, 3, 2)
     cells, counts = [Owned(theirs), Owned(ours)], {"up": [], "down": []}
     for overflow in [False] * 30 + [True] * 9:
@@ -88,7 +88,7 @@ def test_counters_of_mindformers_go_on_where_ours_stay_and_no_step_differs(graph
 
 
 @pytest.mark.parametrize(("window", "taken"), [(20.0, 20), (0.5, 20), ("20", 20), (25, 20), (50.0, 50)])
-def test_mindformers_takes_any_window_and_this_package_integers_only(window, taken):
+def test_mindformers_takes_any_window_and_we_take_integers(window, taken):
     assert MindFormersUpdateCell(INITIAL_SCALE, 2, window).scale_window.asnumpy() == taken
     if isinstance(window, int):
         with pytest.warns(UserWarning, match="must be one of the ladder"):
@@ -99,7 +99,7 @@ def test_mindformers_takes_any_window_and_this_package_integers_only(window, tak
 
 
 @pytest.mark.parametrize(("hysteresis", "more"), [(1, 4), (2, 5)])
-def test_checkpoints_have_the_parameters_of_mindformers_and_a_few_more(hysteresis, more):
+def test_checkpoints_have_mindformers_parameters_and_more(hysteresis, more):
     theirs = set(MindFormersUpdateCell(INITIAL_SCALE, 2, 20).parameters_dict())
     ours = set(AdaptiveLossScaleUpdateCell(INITIAL_SCALE, 2, 20, hysteresis=hysteresis).parameters_dict())
     assert (len(theirs), len(ours - theirs), theirs <= ours) == (6, more, True)

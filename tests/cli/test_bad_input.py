@@ -205,7 +205,7 @@ def test_a_pipe_is_no_log(run_program, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", ["analyze", "plot"])
-def test_a_format_of_gradients_that_is_none_is_refused_with_its_line(run_program, tmp_path, command):
+def test_wrong_format_of_gradients_is_refused_with_its_line(run_program, tmp_path, command):
     (tmp_path / "run.jsonl").write_text(line(1, 8.0, gradient_format="float17"))
     code, said = answer(run_program, command, tmp_path / "run.jsonl", *[tmp_path / "a.png"] * (command == "plot"))
     assert (code, bool(re.search("run.jsonl:(1| line 1): 'gradient_format' must be one of", said))) == (1, True)
@@ -234,7 +234,7 @@ def test_losses_and_norms_beyond_float32_are_drawn_at_its_edge(run_program, tmp_
     assert answer(run_program, "report", tmp_path / "run.jsonl", "--output", tmp_path / "a.html") == (0, "")
 
 
-def test_an_error_that_nobody_foresaw_is_named_and_traced_on_request(run_program, in_a_folder_of_its_own, tmp_path):
+def test_unforeseen_error_is_named_and_traced_on_request(run_program, in_a_folder_of_its_own, tmp_path):
     rule = """\
 from mindformers_adaptive.rules import Rule
 
@@ -252,7 +252,7 @@ class Mine(Rule):
         run_program(*arguments, "--traceback")
 
 
-def test_names_of_files_are_printed_with_control_characters_escaped(run_program, tmp_path):
+def test_control_characters_in_file_names_are_escaped(run_program, tmp_path):
     names = ["red\x1b[31m.log", "new\nline.log", "bell\x07\u202e.txt", os.fsdecode(b"latin\xff.log"), "c1\x9b31m.jsonl"]
     for name in names:
         shutil.copy(LOG, tmp_path / name)
@@ -281,7 +281,7 @@ def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_p
         run_program("compare", *SPIKES, "--traceback", "--policies", "impatient.Rule")
 
 
-def test_an_interrupt_of_the_programs_own_imports_is_no_traceback(run_python, tmp_path):
+def test_interrupt_during_imports_prints_no_traceback(run_python, tmp_path):
     # Found before NumPy itself, as if Ctrl-C were pressed while that is imported.
     (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
     for arguments in (["--help"], ["analyze", LOG]):
@@ -289,7 +289,7 @@ def test_an_interrupt_of_the_programs_own_imports_is_no_traceback(run_python, tm
         assert (finished.stdout, finished.stderr) == ("", "adaptive-loss-scale: interrupted\n")
 
 
-def test_without_an_error_output_results_are_printed_and_messages_are_not(run_program, monkeypatch):
+def test_results_are_printed_where_standard_error_is_closed(run_program, monkeypatch):
     # As Python leaves it where a shell closed it, with 2>&-.
     for arguments, expected, start in ((["analyze", LOG], 0, "11 o"), (["analyze", "nowhere"], 1, ""), (["x"], 2, "")):
         monkeypatch.setattr("sys.stderr", None)

@@ -58,7 +58,7 @@ def test_versions_are_those_of_what_is_installed(
     assert ("Python 3" in printed) == (command == "versions")
 
 
-def test_where_mindformers_cannot_be_imported_without_hyper_parallel_that_is_said():
+def test_import_error_without_hyper_parallel_names_it():
     message = "'train' needs hyper_parallel, .*MindFormers 2.0.0 cannot .* pip install mindformers==1.9.0"
     with pytest.raises(ImportError, match=message), install_hint("'train'"):
         importlib.import_module("hyper_parallel")
@@ -202,7 +202,7 @@ FORMATS = [("float16", 65504), ("float8_e4m3fn", 448)]
 
 
 @pytest.mark.parametrize("guided_record", FORMATS, indirect=True, ids=["float16", "float8"])
-def test_a_record_with_gradients_is_compared_with_the_guided_rule(run_program, guided_record, tmp_path):
+def test_record_with_gradients_is_compared_with_the_guided_rule(run_program, guided_record, tmp_path):
     code, printed, error = run_program("compare", "--json", guided_record, "--plot", str(tmp_path / "policies.png"))
     assert (code, error) == (0, "")
     comparison = json.loads(printed)
@@ -218,7 +218,7 @@ def test_a_record_with_gradients_is_compared_with_the_guided_rule(run_program, g
 
 
 @pytest.mark.parametrize("guided_record", FORMATS[1:], indirect=True, ids=["float8"])
-def test_a_policy_that_takes_gradients_for_another_format_is_a_warning(run_program, guided_record):
+def test_policy_for_another_gradient_format_warns(run_program, guided_record):
     right = "gradient_format=float8_e4m3fn"
     code, _, error = run_program("compare", guided_record, "--policies", "guided")
     assert code == 0

@@ -29,7 +29,7 @@ def test_a_train_step_that_measures_no_gradients_is_refused(name):
         step.set_train()
 
 
-def test_mindspores_own_train_step_on_a_cpu_is_refused_with_the_call_that_is_missing(kind):
+def test_mindspores_train_step_is_refused_with_the_missing_call(kind):
     assert mindspore.train.amp.build_train_network is not build_train_network
     dense = Dense()
     arguments = {"loss_fn": dense.loss_fn, "optimizer": dense.optimizer(), "loss_scale_manager": kind.manager()}
@@ -116,7 +116,7 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
 
 @pytest.mark.parametrize("type_", [Parameter, Tensor])
 @pytest.mark.parametrize("value", [4096.0, [4096.0]])
-def test_an_initial_scale_from_a_checkpoint_is_read_and_not_kept(kind, type_, value):
+def test_initial_scale_from_a_checkpoint_is_read_and_not_saved(kind, type_, value):
     cell = kind.cell(loss_scale=type_(Tensor(value, mindspore.float32)))
     assert cell.get_loss_scale() == 4096.0
     assert cell.parameters_dict().keys() == kind.cell().parameters_dict().keys()
@@ -149,7 +149,7 @@ def test_arguments_that_the_rule_does_not_take_are_refused():
         assert RuleLossScaleUpdateCell(2**10, rule).rule.margin == (4.0 if isinstance(rule, LogMaxRule) else 3.0)
 
 
-def test_a_field_named_as_something_of_mindspores_cell_is_refused():
+def test_field_named_as_an_attribute_of_the_cell_is_refused():
     class Keep(Rule):
         name = "keep"
         state: ClassVar = {"select": float32}

@@ -194,7 +194,7 @@ def test_a_state_of_another_form_starts_afresh_with_a_warning(change, form, tmp_
 
 
 @pytest.mark.parametrize("form", ["ckpt", "ckpt after set_train", "state_dict", "sidecar"])
-def test_the_order_in_which_a_state_is_written_makes_no_difference(form, tmp_path):
+def test_order_of_a_saved_state_makes_no_difference(form, tmp_path):
     first = {"bad": 10, "good": 20, "level": 0.5, "window": [7, 8, 9]}
     reordered = {"window": int32[3], "counts": {"good": int32, "bad": int32}, "level": float32}
     restore, state = saved(rule_with(BEFORE, first=first), tmp_path, form.removesuffix(" after set_train"))
@@ -269,7 +269,7 @@ def stock(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("loads_into", ["train step", "optimizer"])
-def test_mindformers_own_state_goes_on_at_its_place_on_the_ladder(stock, loads_into):
+def test_mindformers_own_state_goes_on_on_its_ladder(stock, loads_into):
     checkpoint, counters = stock
     cell = AdaptiveLossScaleUpdateCell(2.0**16, 2, 20, **LADDER)
     dense = Dense()
@@ -287,7 +287,7 @@ def test_mindformers_own_state_goes_on_at_its_place_on_the_ladder(stock, loads_i
     assert not {"cur_iter", "window_up_count"} & set(step.parameters_dict())
 
 
-def test_a_checkpoint_without_windows_starts_the_ladder_afresh_where_its_counters_fit_none():
+def test_checkpoint_without_windows_starts_the_ladder_afresh():
     for last_event, is_afresh in ((480, False), (300, True)):
         owned = Owned(AdaptiveLossScaleUpdateCell(2.0**16, 2, 100, min_scale_window=100))
         counters = {"current_iterator_step": 501, "last_overflow_iterator_step": last_event}
@@ -303,7 +303,7 @@ def test_a_checkpoint_without_windows_starts_the_ladder_afresh_where_its_counter
 
 @pytest.mark.parametrize("moment", ["before set_train", "after set_train"])
 @pytest.mark.parametrize("name", ["guided", "smallest"])
-def test_a_checkpoint_of_dynamic_scaling_starts_the_state_of_another_rule_afresh(name, moment):
+def test_dynamic_checkpoint_starts_another_rules_state_afresh(name, moment):
     dense, cell = Dense(), CELLS[name]()
     step = dense.train_step(cell)
     if moment == "after set_train":

@@ -104,7 +104,7 @@ def test_each_goes_on_from_the_state_of_each(kind, source):
             assert is_same(manager_cell.state_dict(), resumed.state_owner.state_dict())
 
 
-def test_a_cell_goes_on_from_the_parameters_that_load_checkpoint_returns(kind, tmp_path):
+def test_cell_goes_on_from_loaded_parameters(kind, tmp_path):
     owned, file, resumed = in_a_state(kind), str(tmp_path / "all.ckpt"), kind.cell(loss_scale=8.0)
     # A network may call its own Parameters as a rule calls a part of its state.
     network = {name: Tensor(np.ones((2, 3), np.float32)) for name in kind.own_keys() if name not in named(owned)}
@@ -226,7 +226,7 @@ def damages(kind):
                 yield field, index, value
 
 
-def test_a_damaged_state_is_repaired_with_a_warning_and_the_cell_goes_on(kind):
+def test_damaged_state_is_repaired_with_a_warning(kind):
     owned, good = in_a_state(kind), kind.path(30)[-1].state
     cell = owned.update_cell
     for field, index, value in damages(kind):
@@ -272,7 +272,7 @@ def test_a_sidecar_that_holds_something_else_ends_no_training(kind, tmp_path):
             assert len(read_checkpoints(tmp_path, rules=[RULES[-1]])) == 1
 
 
-def test_a_run_without_state_is_warned_of_in_the_words_of_its_rule(kind):
+def test_run_without_state_is_warned_of_in_its_rules_words(kind):
     network = nn.Dense(3, 2)
     optimizer = nn.SGD(network.trainable_params(), learning_rate=0.1)
     optimizer.global_step.set_data(Tensor([1], mindspore.int32))
@@ -325,7 +325,7 @@ def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
     assert is_same(state_owner.state_dict(), before)
 
 
-def test_what_a_state_dict_lacks_stays_or_starts_afresh_with_one_warning(kind):
+def test_missing_parts_of_a_state_warn_once(kind):
     cell, saved = kind.cell(), in_a_state(kind).update_cell.state_dict()
     before = cell.state()
     for name in kind.own_keys():

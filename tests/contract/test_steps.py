@@ -50,7 +50,7 @@ def assert_cell_takes(owned, path, rule, before):
 
 
 @pytest.mark.parametrize("mode", ["graph", "pynative", "asynchronous"])
-def test_cell_equals_the_rule_in_every_step_and_remembers_the_last(kind, mode):
+def test_cell_equals_the_rule_in_every_step(kind, mode):
     steps = {"graph": 400, "pynative": 60, "asynchronous": 20}[mode]
     with mindspore_mode(mode):
         assert_cell_takes(Owned(kind.cell(history_size=HISTORY)), kind.path(steps), kind.rule, kind.start())
@@ -70,9 +70,7 @@ SMALLEST_RATE = 2.0**-100
 
 @pytest.mark.filterwarnings("ignore:The rule 'guided' has computed a number nearer to 0")
 @pytest.mark.parametrize(("exchange_rate", "first_rate"), [(500.0, None), (1.0, 2.0**-125.9)])
-def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_may(
-    graph_mode, exchange_rate, first_rate
-):
+def test_guided_cell_equals_numpy_at_the_smallest_rates(graph_mode, exchange_rate, first_rate):
     arguments, steps = (
         {"exchange_rate": exchange_rate, "gradient_format": "float8_e4m3fn"},
         2100 if first_rate is None else 800,
@@ -113,7 +111,7 @@ def test_scaler_equals_the_rule(kind, mode):
         assert all(is_same(state[name], values[name]) for name in kind.own_keys()), number
 
 
-def test_manager_follows_the_model_and_the_record_tells_its_steps(graph_mode, scaling_on_cpu, kind, tmp_path):
+def test_manager_follows_the_model_and_the_record_has_its_steps(graph_mode, scaling_on_cpu, kind, tmp_path):
     from mindformers_adaptive import LossScaleMonitor
     from mindformers_adaptive.record.writer import read_record
 
@@ -187,7 +185,7 @@ def test_a_subclass_that_adds_to_construct_updates_once(kind, mode):
     assert float(owned.scale_sense) == path[-1].state.loss_scale
 
 
-def test_no_counter_wraps_after_the_most_steps_that_a_saved_state_can_have(graph_mode, kind):
+def test_no_counter_wraps_after_the_most_steps(graph_mode, kind):
     owned, path = Owned(kind.cell()), kind.path(40)
     owned.update_cell.write_rule_state(kind.start(), STEP_LIMIT)
     assert owned.update_cell.state()["cur_iter"] == STEP_LIMIT

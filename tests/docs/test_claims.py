@@ -212,7 +212,7 @@ def numbers_in(language, name, pattern):
     ],
     ids=["en", "zh"],
 )
-def test_the_first_steps_of_the_guided_rule_are_those_of_the_page(language, start, steps):
+def test_first_steps_of_the_guided_rule_are_as_on_the_page(language, start, steps):
     assert numbers_in(language, "choose", start) == start_and_next()
     assert numbers_in(language, "choose", steps) == doublings()
     assert scales_of_the_guided_rule_at_its_ceiling()[-1] == 2.0**16
@@ -230,7 +230,7 @@ def test_numbers_of_steps_are_those_that_trainings_take(language, steps):
     assert numbers_in(language, "compatibility", steps) == [STEPS, PYNATIVE_STEPS]
 
 
-def test_platforms_of_the_public_names_are_those_that_were_run_or_compiled_for():
+def test_platforms_of_public_names_are_proved():
     places = {name: module for names in PUBLIC.values() for name, module in names.items()}
     public = {
         name: getattr(importlib.import_module(f"mindformers_adaptive.{module}"), name.rpartition(".")[2])
@@ -247,7 +247,7 @@ def test_platforms_of_the_public_names_are_those_that_were_run_or_compiled_for()
     assert "not run" in gpu
 
 
-def test_an_import_makes_the_folder_that_the_page_names_and_no_other(run_python, tmp_path):
+def test_import_makes_only_the_folder_that_the_page_names(run_python, tmp_path):
     code = "import os; os.environ.pop('LOG_MF_PATH', None); import mindformers_adaptive; print('FOUND', os.listdir()); "
     code += "import mindformers_adaptive.wrapper; print('FOUND', os.listdir())"
     outputs = re.findall("FOUND (.*)", run_python("-c", code).stdout)

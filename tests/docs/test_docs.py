@@ -94,7 +94,7 @@ def test_lines_of_the_table_are_python_with_names_that_exist():
 
 
 @pytest.mark.parametrize(("number", "cell"), [(0, AdaptiveLossScaleUpdateCell), (1, GradientGuidedLossScaleUpdateCell)])
-def test_arguments_on_the_page_of_the_rules_are_those_of_their_cells(number, cell):
+def test_arguments_on_the_page_of_the_rules_are_the_cells(number, cell):
     parameters = inspect.signature(cell).parameters
     rows = [rows[2:] for rows in tables(DOCS / "rule.md") if "`loss_scale_value`" in rows[2][0]][number]
     assert [row[0].strip("`") for row in rows] == list(parameters)

@@ -43,7 +43,7 @@ def test_every_table_is_on_a_page_of_each_language():
     assert {shown for page in ENGLISH for shown in shown_on(page)} == tables
 
 
-def test_data_are_of_the_present_commands_and_the_pinned_versions():
+def test_data_are_of_the_present_commands_and_versions():
     assert {file.stem for file in DATA.iterdir()} == {*FIGURES, "chinese"}
     pinned = dict(re.findall(r"^(mind\w+)==(.+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     for name, measured in FIGURES.items():

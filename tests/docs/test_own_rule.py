@@ -86,7 +86,7 @@ def test_table_of_operations_has_all_of_them():
     assert {re.match(r"\w+", code)[0] for code in written if "(" in code} == {*functions, "abs"}
 
 
-def test_names_of_a_rule_and_of_what_its_step_is_given_are_all_of_them():
+def test_names_of_a_rule_and_of_its_step_are_complete():
     named = {code.partition("(")[0] for code in code_of(table_of("name"))}
     attributes = re.search(r"Attributes:\n((?: {8}.*\n)+)", Rule.__doc__)[1]
     attributes = set(re.findall(r"^ {8}(\w+) \(", attributes, re.MULTILINE))
@@ -166,7 +166,7 @@ def test_functions_of_vectors_give_what_the_table_says():
     assert step_of(look_up, **vector).i == 13
 
 
-def test_a_number_nearer_to_0_than_the_table_allows_gives_a_warning():
+def test_number_nearer_to_0_than_the_table_allows_warns():
     with pytest.warns(UserWarning, match="nearer to 0 than 2\\^-126"):
         step_of(lambda s: s.replace(x=s.x * 0.5), x=2.0**-126)
 

@@ -64,14 +64,14 @@ def test_both_take_the_same_steps(system, row, value):
     assert len(set(scales)) > 5
 
 
-def test_a_factor_that_is_none_of_float32_is_rounded_as_the_page_says():
+def test_factor_beyond_float32_is_rounded_as_on_the_page():
     its, ours = SHORT["torch"]
     scales = list(paths("torch", its | {"backoff_factor": 0.7}, ours | {"backoff_factor": 0.7}))
     assert any(first != second for first, second in scales)
     assert [ours for _, ours in scales] == pytest.approx([its for its, _ in scales], rel=1e-5)
 
 
-def test_a_scale_of_torch_falls_below_the_default_bound_of_the_cell():
+def test_scale_of_torch_falls_below_the_default_bound():
     its, ours = SHORT["torch"]
     policies = make_policy("torch", **its), make_policy("adaptive", **ours | {"loss_scale_value": 2.0**16})
     assert [[policy.step(True) for _ in range(60)] for policy in policies] == [[2.0 ** (15 - n) for n in range(60)]] * 2

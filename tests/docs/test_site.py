@@ -218,7 +218,7 @@ def text_of(page):
     return html.unescape(re.sub("<[^>]+>", "", page))
 
 
-def test_no_chinese_is_left_of_what_the_docstrings_no_longer_say():
+def test_no_chinese_is_left_of_removed_docstrings():
     catalog = (ROOT / "docs/site/locale/zh_CN/LC_MESSAGES/reference.po").read_text(encoding="utf-8")
     english = [ast.literal_eval(text) for text in re.findall('^msgid (".+")$', catalog, re.MULTILINE)]
     assert len(english) == len(set(english)) > 600
@@ -437,7 +437,7 @@ def found_pages(browse, language, words):
     return [link.partition("?")[0].partition("#")[0] for link in re.findall('href="([^"]+)"', results)]
 
 
-def test_search_shows_guides_before_symbols_but_for_a_symbol_of_just_this_name(browse):
+def test_search_shows_guides_before_symbols(browse):
     both, symbol = SYMBOLS
     is_guide = ["/" not in page for page in found_pages(browse, "en", both)]
     assert is_guide == sorted(is_guide, reverse=True)
@@ -445,7 +445,7 @@ def test_search_shows_guides_before_symbols_but_for_a_symbol_of_just_this_name(b
     assert found_pages(browse, "en", symbol)[0] == "reference/GuidedRule.html"
 
 
-def test_what_can_be_pasted_has_a_button_to_copy_it_and_outputs_have_none(browse):
+def test_what_can_be_pasted_has_a_button_to_copy_it(browse):
     shown, _ = browse(TUTORIAL)
     blocks = re.findall(r'<div class="(output )?highlight-\w+ .*?</pre>(<button class="copybtn)?', shown, re.DOTALL)
     assert {(bool(is_output), bool(button)) for is_output, button in blocks} == {(True, False), (False, True)}

@@ -21,6 +21,7 @@ ROOMS = ("mindformers_adaptive", "tests", "scripts", "docs/en", "README.md", "CO
 NAMES = {"one", "place", "given", "found", "told", "made", "kept", "others", "own", "rest"}
 # "there is none" and "is None" are plain English and Python.
 _PHRASE = re.compile(r"\b(?:[Ll]ikewise|(?<!there )(?:is|are) none|of one's own|[Tt]hat of|[Tt]hose of)\b")
+_TEST = re.compile(r"def (test_\w+)")
 # Where no other word fits: file, and how often.
 ALLOWED = {
     # The attribute of a Format in 1.0.0.
@@ -80,6 +81,12 @@ def test_nothing_has_to_be_decoded(room):
         if counts[file] > ALLOWED.get(file, 0):
             left.append(entry)
     assert left == []
+
+
+def test_names_of_tests_have_less_than_60_letters():
+    names = {name for file in (ROOT / "tests").rglob("test_*.py") for name in _TEST.findall(file.read_text("utf-8"))}
+    assert names
+    assert max(map(len, names)) < 60, max(names, key=len)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from tests.shared.networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropou
 X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)
 
 
-def test_gradients_are_those_of_calculus_in_their_own_dtype_in_the_order_of_execution(mode):
+def test_gradients_are_right_in_their_dtype_and_order(mode):
     before = mindspore.get_context("mode")
     seen = {}
     sweep = GradientSweep(Twice(), ["pair", "shared", "*Dense"])
@@ -69,7 +69,7 @@ class Half(nn.Cell):
         return x.astype(mstype.float16)
 
 
-def test_cells_with_a_bprop_of_their_own_have_them_and_frozen_ones_before_all_weights_have_none():
+def test_cells_with_a_bprop_have_gradients_and_frozen_ones_none():
     # Before MindSpore 2.8 a network that has run keeps to what was frozen then.
     frozen, network = (
         nn.SequentialCell(nn.Dense(4, 4, has_bias=False), nn.ReLU(), Tripled(), nn.Dense(4, 4, "ones"), Sum())
@@ -132,7 +132,7 @@ def test_recomputed_layers_are_measured_once(mode):
     assert sorted(vars(network.pair)) == attributes
 
 
-def test_without_layers_there_are_none_and_it_is_said_how_to_measure_them(graph_mode):
+def test_without_layers_it_is_said_how_to_measure_them(graph_mode):
     ranges = gradient_ranges(GraphOnly(), Tensor(X), [1])
     content = ranges.to_dict()
     assert (ranges.activation_gradients, content.pop("activation_gradients")) == ((), [])
@@ -142,7 +142,7 @@ def test_without_layers_there_are_none_and_it_is_said_how_to_measure_them(graph_
             select(old, "activation_gradients")
 
 
-def test_a_network_without_a_backward_pass_in_pynative_mode_is_reported(graph_mode):
+def test_network_without_a_backward_pass_is_reported(graph_mode):
     network, call = nn.SequentialCell(nn.Dense(4, 4), Sum()), nn.Cell.__call__
 
     def fail():

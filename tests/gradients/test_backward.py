@@ -48,7 +48,7 @@ def test_norm_is_that_of_the_step_with_a_loss_per_token(mode):
     assert float(norm_in_the_table) == pytest.approx(unscaled.norm, rel=1e-2)
 
 
-def test_norm_is_that_of_the_step_with_one_loss_and_stock_step_and_network_alone_give_the_same_ranges(mode):
+def test_norm_of_one_loss_is_the_steps_and_all_ways_agree(mode):
     network = nn.WithLossCell(nn.Dense(8, 2).to_float(mstype.float16), nn.MSELoss())
     inputs = batch(), Tensor(np.ones((TOKENS, 2)), mstype.float32)
     step = train_step_of(network)
@@ -62,7 +62,7 @@ def test_norm_is_that_of_the_step_with_one_loss_and_stock_step_and_network_alone
 
 
 @NEEDS_LOSS_PER_TOKEN
-def test_loss_scale_that_is_found_for_a_loss_per_token_holds_in_training(graph_mode):
+def test_scale_found_for_a_loss_per_token_holds_in_training(graph_mode):
     recommendation = find_loss_scale(train_step_of(PerToken(), calculate_per_token_loss=True), batch(), margin=0)
     assert recommendation.ceiling < 2.0**32
     for scale, overflows in ((recommendation.ceiling, False), (recommendation.ceiling * 2, True)):

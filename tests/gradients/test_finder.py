@@ -54,7 +54,7 @@ def find():
 
 
 @pytest.mark.parametrize("power", [-17, 0, 13, 15])
-def test_recommendation_is_the_largest_power_that_fits_less_the_margin(find, power):
+def test_recommendation_is_the_largest_power_minus_margin(find, power):
     recommendation = find(ONES, factor=2.0**power, margin=3)
     # 2^15 is the largest power of two in FP16.
     assert recommendation.ceiling == 2.0 ** (15 - power)
@@ -140,7 +140,7 @@ def test_a_micro_batch_starts_higher_by_their_number(micro_batches):
 
 
 @pytest.mark.parametrize(("large", "lost", "needs_scaling"), [(2.0**-20, "3.12", False), (2.0**-23, "24.25", True)])
-def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(find, large, lost, needs_scaling):
+def test_underflow_needs_scaling_if_much_of_the_norm_is_lost(find, large, lost, needs_scaling):
     # At a scale of 1 the second gradient, 2^-25, is 0: half of the gradients underflow, however small it is.
     gradients = np.array([1.0, 2.0**-25 / large], np.float32)
     recommendation = find(gradients, factor=large)
@@ -161,7 +161,7 @@ def test_a_coarse_sweep_serves_as_well(find):
 
 
 @pytest.mark.parametrize("loss_scales", [[2, 4], [1]])
-def test_a_sweep_that_cannot_tell_of_underflow_does_not_say_that_there_is_none(find, loss_scales):
+def test_sweep_that_cannot_see_underflow_does_not_deny_it(find, loss_scales):
     recommendation = find(ONES, loss_scales=loss_scales)
     assert recommendation.needs_scaling is None
     assert "without loss scaling" not in str(recommendation)
@@ -215,7 +215,7 @@ def without_numbers(lines):
 
 
 @pytest.mark.slow
-def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_forked, tmp_path):
+def test_demo_from_the_found_scale_skips_at_most_1_of_100_steps(run_forked, tmp_path):
     # On samples a quarter as long, cut off after 100 of its 400 steps.
     corpus = write_corpus(tmp_path / "corpus", samples=800)
     training = ["--config", CONFIG, "--train-dataset-dir", corpus]

@@ -49,7 +49,7 @@ def test_layers_are_chosen_by_name_or_class(layers, names):
         assert ranges.output_table().splitlines()[1].split()[:2] == ["shared", "8.00e+00"]
 
 
-def test_forward_pass_sees_no_dropout_and_leaves_the_network_alone(mode):
+def test_forward_pass_has_no_dropout_and_changes_nothing(mode):
     mindspore.set_seed(1)
     network = OnlyLoss(WithStateAndDropout())
     before = {value.name: value.asnumpy().tobytes() for value in network.get_parameters()}
@@ -97,14 +97,14 @@ class Around(nn.Cell):
 
 
 @pytest.mark.parametrize("asked", ["pair.dense", "network.pair.dense"])
-def test_layers_are_named_as_their_parameters_whatever_is_around_the_network(asked):
+def test_layers_are_named_as_their_parameters(asked):
     ranges = gradient_ranges(Around(Twice()), [(Tensor(X),)], [1], layers=[asked, "shared"])
     assert {f"{name}.weight" for name in ranges.outputs} == set(ranges.weights)
     assert ranges.outputs.keys() == ranges.to_dict()["outputs"].keys() == {"pair.dense", "shared"}
     assert [line.split()[0] for line in ranges.output_table().splitlines()[1:]] == ["shared", "pair.dense"]
 
 
-def test_layers_are_in_the_order_of_execution_and_one_without_a_number_has_none():
+def test_layers_come_in_order_of_execution():
     network = nn.SequentialCell(nn.ReLU(), nn.Sigmoid(), nn.Sigmoid())
     listed = nn.CellList([nn.Tanh(), nn.Sigmoid()])
     network.listed = listed

@@ -51,7 +51,7 @@ def test_loss_in_fp16_overflows_where_the_scale_does_not_fit_it():
     assert [sweep.overflowed_batches(scale) for scale in sweep.loss_scales] == [0, 1]
 
 
-def test_each_batch_has_its_own_reference_and_all_are_put_together():
+def test_each_batch_has_its_own_reference():
     batches = [(np.full(2, 1.0, np.float32),), (np.array([4.0, 2.0**-20], np.float32),)]
     sweep = gradient_ranges(HalfPrecisionSum(2), batches, [2.0**-6, 2**13, 2**15])
     assert [batch["reference_loss_scale"] for batch in sweep.to_dict()["batches"]] == [2.0**15, 2.0**13]
@@ -119,7 +119,7 @@ def test_nothing_is_changed_by_a_sweep_that_fails():
     assert everything(step) == before
 
 
-def test_dropout_cells_are_off_so_that_all_scales_see_one_network(mode):
+def test_dropout_is_off_so_that_all_scales_see_one_network(mode):
     mindspore.set_seed(1)
     sweep = gradient_ranges(WithStateAndDropout(), rows(), [1, 2, 4])
     assert len({ranges.loss for ranges in sweep.batches[0]}) == 1

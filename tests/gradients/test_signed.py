@@ -36,7 +36,7 @@ def test_of_no_finite_value_there_is_none(values):
     assert array_statistics(values).signed is None
 
 
-def test_statistics_hold_it_through_a_file_a_merge_and_a_division():
+def test_statistics_survive_a_file_a_merge_and_a_division():
     first, second = array_statistics([-1.0, 0.5]), array_statistics([3.0, np.inf])
     together = merge_statistics([first, second])
     assert (together.signed.lowest, together.signed.highest, sum(together.signed.counts)) == (-1.0, 3.0, 3)

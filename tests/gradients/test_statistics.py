@@ -56,11 +56,11 @@ def test_an_array_longer_than_a_piece_is_read_to_its_end(monkeypatch):
     assert (measured.lost, measured.reference_norm) == pytest.approx((math.sqrt(10), math.sqrt(385)))
 
 
-def test_underflows_are_zeros_that_were_not_zero_at_the_reference():
+def test_underflows_are_zeros_that_the_reference_has_not():
     assert array_statistics([0.0, 0.0, 2.0, -0.0], reference=[0.0, 1.0, 2.0, 3.0]).underflowed == 2
 
 
-def test_lost_is_the_norm_of_the_difference_and_unknown_for_what_is_not_finite():
+def test_lost_is_the_norm_of_the_difference():
     random = np.random.default_rng(0)
     array, reference = random.normal(size=(3, 5)), random.normal(size=(3, 5))
     statistics = array_statistics(array, reference, ratio=0.25, unit=8.0)

@@ -31,7 +31,7 @@ def test_lost_updates_are_those_that_rounding_to_float16_undoes(update):
     assert lost.parameter_share == shares[lost.parameter] == max(shares.values())
 
 
-def test_the_finder_says_what_is_lost_if_it_knows_the_learning_rate():
+def test_finder_says_what_is_lost_with_a_learning_rate():
     network, ones = HalfPrecisionSum(2), np.ones(2, np.float32)
     assert find_loss_scale(network, ones, learning_rate=1e-4).lost_updates is None
     network.weight = Parameter(Tensor([1.0, 2.0**-10], mstype.float16), name="weight")
@@ -51,5 +51,5 @@ def test_the_finder_says_what_is_lost_if_it_knows_the_learning_rate():
         (["lr_schedule.learning_rate=high", "optimizer.learning_rate=0.1"], 0.1),
     ],
 )
-def test_the_program_takes_the_learning_rate_of_the_file_or_the_options(options, expected):
+def test_program_takes_the_learning_rate_of_file_or_options(options, expected):
     assert read_learning_rate(argparse.Namespace(config=str(CONFIG), options=options)) == expected

@@ -75,7 +75,7 @@ def test_a_parameter_without_gradient_is_named():
     assert f"1 Parameter, such as {SILENT}, had a gradient of 0 at every scale" in str(verdict)
 
 
-def test_a_start_leaves_more_room_where_a_parameter_has_no_gradient_yet():
+def test_start_leaves_room_where_a_parameter_has_no_gradient():
     known = recommend_loss_scale(sweep({OUTPUT: (0.01, 1.0)}), margin=1)
     not_all_known = recommend_loss_scale(sweep({OUTPUT: (0.01, 1.0), SILENT: (0.0, 0.0)}), margin=1)
     assert (known.loss_scale_value, not_all_known.loss_scale_value) == (2.0**9, 2.0**7)

@@ -184,7 +184,7 @@ def test_room_is_named_without_a_setting():
         assert (f"there is room for {room} bits more" in " ".join(analysis.text().split())) == bool(room)
 
 
-def test_overflows_at_the_floor_lead_to_the_model_and_to_no_settings():
+def test_overflows_at_the_floor_lead_to_the_model():
     analysis = analyze(recorded([2.0**16] * 100 + [0.0] * 40, init_loss_scale=2.0**16))
     [advice] = analysis.advice
     assert advice.rule == "collapse"
@@ -228,7 +228,7 @@ def test_a_run_at_a_scale_of_1_may_be_one_in_bf16():
     assert rules(run_of([1.0] * 20 + [2.0] * 20, [False] * 40)) == []
 
 
-def test_settings_of_the_adaptive_rule_are_not_for_one_that_follows_gradients():
+def test_adaptive_settings_are_not_for_a_guided_run():
     run = run_of([2.0**32] * 5 + [2.0**16] * 95, [1] * 5 + [0] * 95)
     gradients = np.append(np.full(5, np.inf), np.full(95, 65504 / 2.0**16.5))
     analysis = analyze(dataclasses.replace(run, largest_gradient=gradients))

@@ -65,7 +65,7 @@ def test_skipped_steps_in_the_first_hundred_are_counted():
     assert start_up == {"first_steps": 100, **expected, **bounds}
 
 
-def test_before_the_first_applied_step_no_more_are_skipped_than_the_line_has():
+def test_steps_before_the_first_applied_one_are_bounded():
     # The first line stands for four steps, of which two at most were skipped, and surely the last.
     run = run_of([8.0] * 5, [0, 0, 0, 1, 0], known=np.arange(5) >= 3, lines=np.array([[4, 1, 2], [5, 1, 2]]))
     start_up = analyze(run).to_dict()["start_up"]
@@ -73,7 +73,7 @@ def test_before_the_first_applied_step_no_more_are_skipped_than_the_line_has():
 
 
 @pytest.mark.parametrize(("lines", "lost"), [(None, 7.0), ([[1, 1, 1], [4, 1, 3]], 5.0)], ids=["all", "of the known"])
-def test_time_is_lost_by_all_skipped_steps_where_their_number_is_known(lines, lost):
+def test_time_is_lost_by_all_skipped_steps_where_known(lines, lost):
     lines = None if lines is None else np.array(lines)
     seconds = np.array([5.0, 2.0, 1.0, 1.0])
     run = run_of([8, 4, 2, 2], [1, 1, 0, 0], known=[True, False, False, True], seconds=seconds, lines=lines)
@@ -113,7 +113,7 @@ def test_the_path_of_a_record_has_its_windows(tmp_path):
     ]
 
 
-def test_what_the_steps_of_a_record_did_is_no_jump_whatever_the_rule(tmp_path):
+def test_steps_of_a_record_are_no_jump_whatever_the_rule(tmp_path):
     rows = [(1, True, 1024, 4), (2, False, 4, 64), (3, False, 64, 32), (4, True, 32, 64), (5, True, 64, 64)]
     # Restarted at another scale, and once more after steps that are not in the record.
     rows += [(6, False, 256, 256), (9, False, 256, 512), (10, False, 1024, 1024)]
@@ -131,7 +131,7 @@ def test_what_the_steps_of_a_record_did_is_no_jump_whatever_the_rule(tmp_path):
     assert path[7][0].startswith("A jump is a change of the scale that no step explains")
 
 
-def test_the_window_of_a_raise_is_unknown_where_a_place_is_inferred_or_the_log_began_later():
+def test_window_of_a_raise_is_unknown_where_a_step_is_inferred():
     scale, overflow = [4, 4, 8, 8, 8, 16], [0] * 6
     assert [change.clean_steps for change in changes_of(run_of(scale, overflow))] == [2, 3]
     assert [change.clean_steps for change in changes_of(run_of(scale, overflow, first_step=7))] == [None, 3]
@@ -146,7 +146,7 @@ def test_the_window_of_a_raise_is_unknown_after_a_gap_or_a_jump():
     assert [change.clean_steps for change in changes_of(run_of([2, 8, 8, 16, 16, 32], [0] * 6))] == [None, None, 2]
 
 
-def test_the_window_of_a_raise_is_unknown_after_a_rise_at_an_unknown_step():
+def test_window_of_a_raise_is_unknown_after_an_unknown_rise():
     # The first line of the log stands for four steps.
     known, lines = np.arange(8) >= 3, np.array([[step, 0, 0] for step in (4, 5, 6, 7, 8)])
     changes = changes_of(run_of([4, 4, 4, 4, 8, 8, 8, 16], [0] * 8, known=known, lines=lines))
@@ -236,7 +236,7 @@ def guided_run(gradient_format="float16", **attributes):
 
 
 @pytest.mark.parametrize("gradient_format", ["float16", "float8_e4m3fn"])
-def test_a_run_with_gradients_is_judged_by_the_ceilings_that_they_show(gradient_format):
+def test_run_with_gradients_is_judged_by_their_ceilings(gradient_format):
     trace, run = guided_run(gradient_format)
     outcomes = {row["policy"]: row for row in analyze(run).outcomes}
     applied = ~run.overflow
@@ -250,7 +250,7 @@ def test_a_run_with_gradients_is_judged_by_the_ceilings_that_they_show(gradient_
 
 
 @pytest.mark.parametrize(("known", "is_replayed"), [(2, False), (3, True)])
-def test_a_rule_that_follows_gradients_is_replayed_where_a_step_in_a_hundred_has_them(known, is_replayed):
+def test_rule_that_follows_gradients_is_replayed_with_1_percent(known, is_replayed):
     _, run = guided_run()
     gradients = np.where(np.arange(len(run)) < len(run) - known, np.nan, run.largest_gradient)
     outcomes = analyze(dataclasses.replace(run, largest_gradient=gradients)).outcomes

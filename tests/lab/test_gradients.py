@@ -62,7 +62,7 @@ def sweep_line(step, *batches):
     return json.dumps({"step": step, "batches": [{"loss_scales": batch} for batch in tried]})
 
 
-def test_a_sweep_bounds_the_ceiling_between_what_fits_and_what_overflows(tmp_path):
+def test_sweep_bounds_the_ceiling(tmp_path):
     file = tmp_path / "gradient_ranges.jsonl"
     lines = [
         sweep_line(100, [(64, "."), (512, "."), (4096, "!")]),
@@ -80,7 +80,7 @@ def test_a_sweep_bounds_the_ceiling_between_what_fits_and_what_overflows(tmp_pat
     assert trace.upper_bound.tolist() == [4096, 512, 64, np.inf, 512]
 
 
-def test_a_sweep_has_the_largest_gradient_of_the_largest_scale_that_fits(tmp_path):
+def test_sweep_has_the_largest_gradient_that_fits(tmp_path):
     file = tmp_path / "gradient_ranges.jsonl"
     lines = [gradient_line(10, 64.0, 4096.0, 2.0**40), gradient_line(20, 64.0, 2.0**40)]
     file.write_text("\n".join(map(json.dumps, lines)))

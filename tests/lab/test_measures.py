@@ -43,7 +43,7 @@ def test_measures_of_hand_made_replays(ceiling, loss_scale, expected):
     assert {name: measures[name] for name in expected} == pytest.approx(expected, nan_ok=True)
 
 
-def test_window_changes_are_counted_and_a_policy_without_a_window_has_none():
+def test_window_changes_are_counted():
     trace = Trace.exact("made", [8, 8, 8])
     assert measure(trace, [8, 8, 8, 8], [20, 1, 1, 20]).window_changes == 2
     assert measure(trace, [8, 8, 8, 8]).window_changes == 0
@@ -61,7 +61,7 @@ def test_known_share_counts_the_outcomes_that_the_bounds_decide():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.lists(st.integers(1, 30), max_size=3))
-def test_runs_of_skips_are_counted_across_the_stretches_that_a_accumulator_gets(flags, cuts):
+def test_runs_of_skips_are_counted_across_stretches(flags, cuts):
     trace, scales = Trace.exact("made", [4.0] * len(flags)), np.where([*flags, False], 8.0, 4.0)[:, np.newaxis]
     accumulator, starts = MeasureAccumulator([trace], 1), sorted({0, *(cut for cut in cuts if cut < len(flags))})
     for start, stop in itertools.pairwise([*starts, len(flags)]):
@@ -90,7 +90,7 @@ def test_no_scales_do_better_than_the_oracle(pairs):
     assert measures.skipped == sum(overflows(scale, limit) for limit, scale in pairs)
 
 
-def test_cost_is_skipped_steps_in_a_thousand_and_bits_at_their_rate():
+def test_cost_is_skipped_steps_and_bits_at_their_rate():
     measures = measure(Trace.exact("made", [8] * 4), [16, 4, 2, 4, 4])
     assert cost(measures, exchange_rate=0.0) == 250.0
     assert cost(measures, exchange_rate=3.0) == pytest.approx(250.0 + 3.0 * 4 / 3)
@@ -110,7 +110,7 @@ def test_arrays_that_do_not_fit_are_refused(ceiling, loss_scale, message):
         measure(Trace.exact("made", ceiling), loss_scale)
 
 
-def test_recovery_counts_from_the_end_of_a_rise_to_2_bits_below_the_largest_power_of_two():
+def test_recovery_counts_up_to_2_bits_below_the_largest_power():
     levels = [10.9, 10.9, 4.0, 4.0, 7.0, 10.9, 10.9, 10.9, 10.9]
     scales = np.exp2([10, 10, 3, 3, 3, 7, 7, 8, 9])
     assert recovery_steps(levels, scales).tolist() == [2.0]
@@ -120,7 +120,7 @@ def test_recovery_counts_from_the_end_of_a_rise_to_2_bits_below_the_largest_powe
     assert recovery_steps([8.0] * 3, [1.0] * 3).tolist() == []
 
 
-def test_skips_of_an_entry_are_those_of_the_fall_and_of_20_steps():
+def test_skips_of_an_entry_are_in_the_fall_and_20_steps():
     levels = np.array([9.0] * 5 + [6.0, 3.0] + [3.0] * 30 + [9.0] * 3 + [5.0])
     overflow = np.zeros(len(levels), bool)
     overflow[[4, 5, 6, 25, 26, 40]] = True

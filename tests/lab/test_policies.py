@@ -55,7 +55,7 @@ def test_defaults_are_those_of_the_system(name, scale, window, scale_after_a_dro
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_clean_steps_before_the_first_raise_the_next_one_and_one_after_an_overflow(name):
+def test_clean_steps_before_raises(name):
     policy = start(name, 1024.0, 3)
     assert replay(policy, "." * 5) == [1024.0] * 2 + [2048.0] * 3
     policy.step(True)
@@ -120,7 +120,7 @@ def test_many_clean_steps_end_at_the_cap_or_at_inf(name):
 
 
 @pytest.mark.parametrize("name", ["dynamic", "megatron", "deepspeed"])
-def test_a_scale_that_nothing_caps_is_inf_beyond_float32_but_as_a_python_number(name):
+def test_scale_without_a_cap_is_inf_beyond_float32(name):
     python_number = name == "deepspeed"
     assert replay(start(name, 2.0**125, 1), "...")[1:] == [2.0**127, 2.0**128 if python_number else math.inf]
 
@@ -163,7 +163,7 @@ def test_arithmetic_of_deepspeed_is_that_of_python_numbers():
         assert policy.step(True) == expected
 
 
-def test_deepspeed_would_stop_at_its_smallest_scale_and_the_replay_goes_on():
+def test_replay_goes_on_where_deepspeed_would_stop():
     policy = make_policy("deepspeed", init_scale=2.0, scale_window=2)
     seen = [(policy.step(overflow), policy.stopped) for overflow in (True, True, False, False)]
     assert seen == [(1.0, False), (1.0, True), (1.0, True), (2.0, True)]

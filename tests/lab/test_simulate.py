@@ -18,7 +18,7 @@ from mindformers_adaptive.record.trace import Trace
 SMALL = {"loss_scale_value": 16.0, "max_scale_window": 3, "min_scale_window": 2}
 
 
-def test_replay_shows_the_scale_the_flag_and_the_window_of_each_step():
+def test_replay_shows_scale_flag_and_window_of_each_step():
     trace = Trace.exact("made", [16, 8, 8, 8, 8, 8])
     replayed = replay(make_policy("adaptive", **SMALL), trace)
     assert replayed.loss_scale.tolist() == [16, 16, 8, 8, 16, 8]
@@ -41,7 +41,7 @@ def fixed(scale):
     return partial(make_policy, "fixed", loss_scale_value=scale)
 
 
-def test_comparison_has_a_row_for_each_policy_and_trace_and_their_mean():
+def test_comparison_has_a_row_for_each_policy_and_trace():
     traces = [Trace.exact("low", [4.0] * 4), Trace.exact("high", [16.0] * 4), Trace.exact("free", [float("inf")] * 4)]
     comparison = compare({"two": fixed(2.0), "eight": fixed(8.0)}, traces)
     rows = {(row["policy"], row["trace"]): row for row in comparison.rows()}
@@ -58,7 +58,7 @@ def test_each_trace_begins_with_a_fresh_policy():
 
 
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
-def test_comparison_of_a_rule_that_takes_traces_side_by_side_is_that_of_its_replays(lengths):
+def test_comparison_side_by_side_equals_single_replays(lengths):
     drops = [synthetic_trace("sudden drop", steps, seed=steps) for steps in lengths]
     traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
     done = []
@@ -69,7 +69,7 @@ def test_comparison_of_a_rule_that_takes_traces_side_by_side_is_that_of_its_repl
     assert done == [1, 2]
 
 
-def test_pareto_front_of_a_comparison_leaves_out_what_another_beats_in_both():
+def test_pareto_front_leaves_out_what_another_beats_in_both():
     trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
     comparison = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
     # "one" loses more headroom than "four" and skips as little; "five" skips as much as "sixteen".
@@ -148,7 +148,7 @@ class Listener:
         return {}
 
 
-def test_a_policy_is_given_the_largest_gradient_of_applied_steps_only():
+def test_policy_gets_the_largest_gradient_of_applied_steps_only():
     trace = Trace.exact("made", [16.0, 4.0, 8.0])
     listener = Listener()
     replay(listener, trace)

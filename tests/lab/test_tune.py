@@ -60,7 +60,7 @@ def test_the_known_share_counts_each_step_of_all_traces():
     assert tune([known, unknown], [Configuration.dynamic(500, loss_scale_value=2.0)]).known_share(0) == 0.75
 
 
-def test_certainty_shows_costs_at_the_lowest_and_the_highest_ceilings():
+def test_certainty_shows_costs_at_lowest_and_highest_ceilings():
     trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 2.0**15), np.full(1000, 2.0**20))
     tried = [Configuration.dynamic(9), Configuration.dynamic(99)]
     assumed = tune([trace], tried).certainty()["assumed"]
@@ -82,7 +82,7 @@ def test_assumptions_of_ones_own_replace_the_bounds():
     assert tuning.assumed["four bits more"][0, 0] != tuning.costs[0, 0]
 
 
-def test_leaving_a_trace_out_shows_what_the_others_would_have_recommended_for_it():
+def test_leaving_a_trace_out_shows_what_the_rest_recommends():
     tried = [Configuration.dynamic(window) for window in (10, 1000)]
     tuning = tune([CALM, RISING], tried, exchange_rate=20.0)
     by_trace = {row["trace"]: row for row in tuning.certainty()["left_out"]}
@@ -111,7 +111,7 @@ def test_settings_are_pasted_only_where_they_beat_the_run():
     assert "did at least as well" in tuning.text()
 
 
-def test_what_the_traces_decide_is_recommended_before_what_costs_less():
+def test_what_the_traces_decide_comes_before_what_costs_less():
     # The climb to the assumed ceilings is not decided, to stay at the known scale is.
     trace = Trace("log", np.full(1000, 2.0**20), np.full(1000, 2.0**16), np.full(1000, np.inf))
     tuning = tune([trace], [Configuration.dynamic(250), Configuration.dynamic(2000)])
@@ -129,7 +129,7 @@ def test_text_shows_other_assumptions_where_they_matter():
     assert "With the highest possible ceilings: " in text
 
 
-def test_a_configuration_that_applies_nothing_is_not_on_the_front():
+def test_configuration_that_applies_nothing_is_not_on_the_front():
     stuck = Configuration("adaptive", min_loss_scale=2.0**16)
     rows = tune([Trace.exact("low", [2.0**10] * 50)], [stuck, Configuration("adaptive")]).rows()
     assert [(row["on_front"], row["headroom_lost"]) for row in rows] == [(True, pytest.approx(0.0)), (False, None)]
@@ -164,7 +164,7 @@ def test_a_configuration_can_be_pickled(policy):
     assert copied.rule.step(copied.start, True) == configuration.rule.step(configuration.start, True)
 
 
-def test_default_grid_has_dynamic_and_adaptive_configurations_once_each():
+def test_default_grid_has_each_configuration_once():
     tried = grid("adaptive", **default_grid("adaptive"))
     assert len(tried) == 900
     assert {configuration.label.split()[0] for configuration in tried} == {"dynamic", "adaptive"}
@@ -205,7 +205,7 @@ def test_bad_arguments_are_refused(make, error, message):
         make()
 
 
-def test_of_exchange_rates_that_which_is_asked_for_is_near_the_best():
+def test_exchange_rate_that_is_asked_for_is_near_the_best():
     """The rule's own exchange rate is what it is tuned for."""
     trace = with_gradients(synthetic_trace("random walk", 5000, seed=1))
     costs = {}
@@ -256,7 +256,7 @@ def test_section_of_other_rules(configuration, section):
     assert yaml.safe_load(configuration.scale_sense())["scale_sense"] == section
 
 
-def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scales():
+def test_default_grid_of_a_users_rule_has_its_values():
     tried = grid("tests.shared.own_rules.Follow", **default_grid("tests.shared.own_rules.Follow"))
     assert len(tried) == 15
     assert {configuration.rule.margin for configuration in tried} == {1, 2, 4}
@@ -265,7 +265,7 @@ def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scale
 @pytest.mark.parametrize(
     ("name", "cap"), [("tests.shared.own_rules.CappedGuided", 10), ("tests.shared.own_rules.CappedAdaptive", 1024)]
 )
-def test_a_rule_made_from_one_of_this_package_has_its_own_arguments(name, cap):
+def test_users_rule_made_from_ours_has_its_own_arguments(name, cap):
     tried = grid(name, **default_grid(name), cap=[cap])
     assert {configuration.rule.cap for configuration in tried} == {cap}
     section = yaml.safe_load(tried[0].scale_sense())["scale_sense"]

@@ -82,7 +82,7 @@ def test_trainer_takes_the_steps_of_the_large_batch():
     assert losses[0][0] - losses[0][-1] > 20 * ACCURACY * losses[0][0]
 
 
-def test_batches_that_cannot_be_cut_are_refused_before_anything_compiles():
+def test_batches_that_cannot_be_cut_are_refused_at_once():
     with pytest.raises(ValueError, match=r"cut into 3 micro batches.* but its batches have 4 samples"):
         trainer(3, model=build_model()).train()
 

@@ -81,7 +81,7 @@ def assert_follows_the_rule(lines):
 )
 # By MindFormers' metric.
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-def test_evaluation_monitors_tensorboard_and_recompute_change_no_step(run, tmp_path, caplog):
+def test_evaluation_monitors_and_recompute_change_no_step(run, tmp_path, caplog):
     plain, plain_weights = run("plain.jsonl")
     assert_follows_the_rule(plain)
     # Only now, because a launch makes MindFormers' log anew.
@@ -127,7 +127,7 @@ def test_evaluation_monitors_tensorboard_and_recompute_change_no_step(run, tmp_p
     assert "weight_norm" in scalars
 
 
-def test_lora_trains_its_own_weights_only_and_skipped_steps_change_none(run):
+def test_lora_trains_its_own_weights_only(run):
     pet = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ".*wq|.*wv"}
     lines, weights = run("lora.jsonl", model__model_config__pet_config=pet)
     assert_follows_the_rule(lines)

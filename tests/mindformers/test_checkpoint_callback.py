@@ -24,7 +24,7 @@ def step():
     return Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
 
 
-def test_the_sidecar_is_written_with_common_json_which_stays_as_mindformers_writes_it(step, tmp_path):
+def test_sidecar_is_beside_an_unchanged_common_json(step, tmp_path):
     step(*Dense.batch(overflow=True))
     info = CommonInfoWithLossScale(step)
     info.step_num = 1
@@ -50,7 +50,7 @@ def load_nothing(checkpoint, network, optimizer=None):
     """As MindFormers' function where a checkpoint has no optimizer state."""
 
 
-def test_the_sidecar_does_not_replace_what_came_with_the_optimizer(graph_mode, step, tmp_path):
+def test_sidecar_does_not_replace_the_optimizers_state(graph_mode, step, tmp_path):
     write_sidecar(tmp_path, 2.0**15, {"scale_window": 100, "window_index": 4, "cur_iter": 50, RUN: 7})
 
     def load_optimizer(checkpoint, network, optimizer=None):
@@ -68,7 +68,7 @@ def test_the_sidecar_does_not_replace_what_came_with_the_optimizer(graph_mode, s
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
 
 
-def test_what_mindformers_leaves_at_its_start_in_several_processes_comes_from_the_sidecar(graph_mode, step, tmp_path):
+def test_several_processes_get_the_scale_from_the_sidecar(graph_mode, step, tmp_path):
     layouts = pytest.importorskip("mindformers.checkpoint.sharded_tensor")
     if not hasattr(layouts, "complete_optimizer_layout_index"):
         pytest.skip("this version of MindFormers leaves no state of an optimizer out")
@@ -114,7 +114,7 @@ def folders_of(row):
 
 
 @pytest.mark.parametrize("async_save", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_a_failed_async_save_is_warned_of_at_once_and_the_complete_folders_stay(run_forked, tmp_path, async_save):
+def test_failed_async_save_warns_and_complete_folders_stay(run_forked, tmp_path, async_save):
     rows = rows_on_a_full_disk(run_forked, tmp_path, False, async_save)
     for saved_at in (6, 8, 10):
         warned = [
@@ -130,7 +130,7 @@ def test_a_failed_async_save_is_warned_of_at_once_and_the_complete_folders_stay(
     assert rows[14]["note"] == "12"
 
 
-def test_a_failed_async_save_of_a_file_is_warned_of_and_not_noted(run_forked, tmp_path):
+def test_failed_async_save_of_a_file_warns_and_is_not_noted(run_forked, tmp_path):
     rows = rows_on_a_full_disk(run_forked, tmp_path, True, "thread")
     warned = "".join(text for step in rows for text in rows[step]["warnings"])
     for saved_at in (6, 8, 10):

@@ -113,7 +113,7 @@ def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message)
         load(changes)
 
 
-def test_a_key_that_is_a_number_in_the_file_is_refused_like_others():
+def test_numeric_key_in_the_file_is_refused():
     config = load({})
     config.runner_wrapper.scale_sense[7] = 8
     with pytest.raises(TypeError, match=f"'{SCALE_SENSE}' must have keys that Adaptive.* takes, but got '7'"):
@@ -152,7 +152,7 @@ def test_what_mindformers_accepts_is_accepted(changes, monkeypatch):
     load(changes)
 
 
-def test_the_checkpoint_section_in_pynative_mode_is_refused_where_it_needs_hyper_parallel():
+def test_checkpoint_section_in_pynative_needs_hyper_parallel():
     message = "'context.mode' must be 0 .* MindFormers needs hyper-parallel, which is not installed"
     with contextlib.nullcontext() if BEFORE_2 else pytest.raises(ValueError, match=message):
         load({"context.mode": 1, "checkpoint.save_path": "saved"})
@@ -218,7 +218,7 @@ def test_float16_without_loss_scaling_gets_one_warning(dtype):
     assert len(caught) == 1
 
 
-def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
+def test_launcher_and_trainer_warn_of_unscaled_float16():
     with pytest.warns(UserWarning, match="the loss is not scaled"):
         config = load_config(CONFIG, {"runner_wrapper": {"type": "MFTrainOneStepCell"}})
     with pytest.warns(UserWarning, match="the loss is not scaled"):
@@ -282,7 +282,7 @@ class MyTrainStep(MFTrainOneStepCell):
         super().__init__(network, optimizer, **kwargs)
 
 
-def test_classes_of_users_keep_working_and_a_doubtful_key_is_warned_of():
+def test_users_classes_work_and_a_doubtful_key_warns():
     load({})
     for cls in (MyUpdateCell, MyTrainStep):
         MindFormerRegister.register_cls(cls, MindFormerModuleType.WRAPPER)
@@ -292,7 +292,7 @@ def test_classes_of_users_keep_working_and_a_doubtful_key_is_warned_of():
         load({**mine, "runner_wrapper.use_clip_gard": True})
 
 
-def test_an_unknown_key_of_another_section_is_named_with_the_file(tmp_path):
+def test_unknown_key_of_another_section_is_named_with_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     content = yaml.safe_load(CONFIG.read_text())
     content["runner_config"]["epoks"] = 2
@@ -336,7 +336,7 @@ def test_trainer_makes_the_same_checks(arguments, error, message):
         ({"scale_sense": "DynamicLossScaleUpdateCell"}, 1000),
     ],
 )
-def test_training_starts_at_the_smallest_window_if_the_user_gave_none(arguments, expected):
+def test_training_starts_at_the_smallest_window_by_default(arguments, expected):
     config = trainer(**{"scale_sense": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 2**24, **arguments}).config
     section = dict(config.runner_wrapper.scale_sense)
     assert (section["scale_window"], section["loss_scale_value"]) == (expected, 2**24)
@@ -374,7 +374,7 @@ REFUSED_ON_CPU = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED_ON_CPU, ids=[[*row[0]][-1] for row in REFUSED_ON_CPU])
-def test_what_a_cpu_cannot_do_is_refused_there_and_left_to_mindformers_on_an_ascend(changes, message):
+def test_what_a_cpu_cannot_do_is_refused_only_there(changes, message):
     with pytest.raises(ValueError, match=rf"^This cannot be trained on a CPU:\n- '.*{message.lstrip(chr(39))}"):
         load(changes)
     load({"context.device_target": "Ascend", **changes})
@@ -385,7 +385,7 @@ def test_all_that_a_cpu_cannot_do_is_named_at_once():
         load({f"{MODEL}.use_flash_attention": True, f"{MODEL}.compute_dtype": "bfloat16", **DUMP})
 
 
-def test_a_key_that_is_not_in_the_file_has_the_default_of_the_model(tmp_path):
+def test_key_missing_in_the_file_has_the_models_default(tmp_path):
     text = CONFIG.read_text(encoding="utf-8").replace("    fused_rms_norm: False\n", "")
     (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="fused_rms_norm' must be False, but is True"):

@@ -63,7 +63,7 @@ def test_mindformers_knows_every_key_and_every_class(file, mindformers_log):
 
 
 @pytest.mark.parametrize("file", sorted(name for name in FILES if name.startswith("ascend/")))
-def test_ascend_file_is_for_graph_mode_fp16_flash_attention_and_data_sinking(file):
+def test_ascend_file_has_graph_mode_fp16_and_flash_attention(file):
     config = load(file)
     assert (config.context.device_target, config.context.mode) == ("Ascend", 0)
     assert (config.model.model_config.compute_dtype, config.model.model_config.use_flash_attention) == ("float16", True)
@@ -93,7 +93,7 @@ def test_mindformers_checks_of_the_parallel_sizes_of_a_cluster(devices, monkeypa
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_cells_are_this_packages_and_have_the_values_of_the_file(file):
+def test_cells_are_this_packages_with_the_values_of_the_file(file):
     config = load(file)
     section = config.runner_wrapper.scale_sense
     train_step = build_train_step(config)

@@ -55,7 +55,7 @@ def test_a_sidecar_alone_tells_which_rule_its_state_is_of(tmp_path):
         assert (checkpoint.kind, checkpoint.values["scale_window"]) == (name, state["scale_window"])
 
 
-def test_of_files_whose_steps_nobody_knows_the_newest_has_the_largest_numbers_in_its_name(tmp_path):
+def test_newest_file_of_unknown_steps_has_the_largest_numbers(tmp_path):
     # By epoch and step within the epoch.
     for name in ("net-2_10", "net-10_1", "net-2_9"):
         save_file({"weight": np.ones(1, np.float32)}, tmp_path / f"{name}.safetensors")
@@ -172,7 +172,7 @@ def test_of_several_ranks_the_first_is_shown(tmp_path, inspect_json):
 
 
 @pytest.mark.parametrize("torn", FORMATS)
-def test_a_torn_newest_file_is_named_and_the_one_before_is_shown(tmp_path, inspect, inspect_json, torn):
+def test_torn_newest_file_is_named_and_the_one_before_is_shown(tmp_path, inspect, inspect_json, torn):
     legacy(tmp_path / "rank_0" / "x-1_20", 20, scale_window=20)
     newest = legacy(tmp_path / "rank_0" / "x-1_40", 40, torn, scale_window=20)
     tear(newest)
@@ -217,7 +217,7 @@ def test_files_of_an_iteration_that_disagree_are_reported(tmp_path, inspect_json
 
 
 @pytest.mark.parametrize("name", ["common.json", "loss_scale.json", "llama-opt-0000000-0000001.safetensors"])
-def test_a_torn_file_of_an_iteration_is_named_and_the_rest_is_shown(tmp_path, inspect_json, name):
+def test_torn_file_of_an_iteration_is_named(tmp_path, inspect_json, name):
     optimizer = {"scale_window": 20, "list_index": 0}
     folder = iteration(tmp_path, 20, optimizer=optimizer, sidecar={"scale_window": 20, "window_index": 0})
     tear(folder / name)

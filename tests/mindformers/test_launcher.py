@@ -129,14 +129,14 @@ def test_options_set_nested_keys_and_places_in_lists():
     assert config.optimizer.eps == 1e-6
 
 
-def test_num_samples_limits_the_evaluation_data_too_if_there_are_any():
+def test_num_samples_limits_the_evaluation_data_too():
     assert load("--num-samples=64").eval_dataset is None
     config = load("--num-samples=64", "--eval-dataset-dir=corpus")
     assert config.eval_dataset.data_loader == {"dataset_dir": "corpus", "num_samples": 64}
 
 
 @pytest.mark.parametrize("arguments", [["--run-mode=eval"], ["--run-mode=train", "--options", "run_mode=eval"]])
-def test_mindformers_fills_in_what_the_run_mode_of_the_command_line_needs(arguments):
+def test_mindformers_fills_in_what_the_run_mode_needs(arguments):
     assert "eval_callbacks" in load(*arguments)
     assert "eval_callbacks" not in load()
 
@@ -146,7 +146,7 @@ def test_options_have_the_last_word():
     assert (config.runner_config.epochs, config.run_mode) == (3, "finetune")
 
 
-def test_a_key_that_the_yaml_file_lacks_is_added_with_a_warning_that_names_it():
+def test_key_missing_in_the_yaml_file_is_added_with_a_warning():
     key = "runner_wrapper.scale_sense.hysteresis"
     with pytest.warns(UserWarning, match=rf"'{key}' was not in .*tiny_llama_cpu_fp16.yaml; it is added, as 2\."):
         config = load("--options", f"{key}=2")
@@ -276,7 +276,7 @@ def test_register_path_is_known_to_auto_register_and_to_import(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_run_in_pynative_mode_prints_every_step_follows_the_rule_and_saves_its_state(long_corpus, tmp_path):
+def test_pynative_run_follows_the_rule_and_saves_its_state(long_corpus, tmp_path):
     output, form = tmp_path / "output", LegacyFormat("ckpt")
     options = {"context.mode": 1, "runner_wrapper.scale_sense.hysteresis": 2}
     run = TrainingRun(output, long_corpus, options | form.save_options(output, every=16, keep=1), steps=16).wait()

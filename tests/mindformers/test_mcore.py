@@ -85,7 +85,7 @@ def test_qwen3_learns_in_fp16_by_the_rule(run):
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
 
 
-def test_a_skipped_step_of_qwen3_changes_nothing_but_loss_scaling(run):
+def test_skipped_step_of_qwen3_changes_only_loss_scaling(run):
     train_step, states, lines = run
     of_cell = {*train_step.loss_scaling_manager.parameters_dict(), "scale_sense"}
     for before, after, line in zip(states[:-1], states[1:], lines, strict=True):
@@ -106,7 +106,7 @@ def test_qwen3_resumes_as_if_it_had_never_stopped(run, tmp_path):
         np.testing.assert_array_equal(later[-1][name], value)
 
 
-def test_find_agrees_with_the_training_of_qwen3_and_a_loss_per_token_lowers_the_ceiling_by_the_tokens(run):
+def test_find_agrees_with_qwen3_and_tokens_lower_the_ceiling(run):
     _, _, lines = run
     # All steps before were skipped, so this one came at the weights of the start.
     first_applied = next(line for line in lines if not line["overflow"])
@@ -157,7 +157,7 @@ def test_the_guided_cell_sees_the_gradient_that_overflows(per_token):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_sweep_measures_the_norm_of_the_step_and_leaves_what_mindformers_prints_alone(per_token):
+def test_sweep_measures_the_steps_norm_and_leaves_prints_alone(per_token):
     forget_printed(LOSSES)
     arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
     train_step = build_train_step(FourLosses(per_token), 2.0**6, **arguments).set_train()

@@ -34,7 +34,7 @@ def seen(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["adaptive", "guided"])
 @pytest.mark.parametrize("gradients", ["added up", "own"])
-def test_an_inf_of_one_process_skips_the_step_in_both_and_the_scale_is_the_same(seen, kind, gradients):
+def test_inf_in_one_process_skips_the_step_in_both(seen, kind, gradients):
     first, second = (of_process[f"{kind} {gradients}"] for of_process in seen)
     np.testing.assert_array_equal(first["steps"][:, 2:], second["steps"][:, 2:])
     assert [*np.diff(first["steps"][:, 3], prepend=0)] == [0, 0, 1, 0, 0, 0]

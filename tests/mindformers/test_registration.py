@@ -44,7 +44,7 @@ def full_name(cell):
     return f"{cell.__module__}.{cell.__qualname__}"
 
 
-def test_register_alone_replaces_each_stock_class_under_all_its_names(run_python):
+def test_register_alone_replaces_each_stock_class(run_python):
     output = run_python("-c", WATCH_THE_REGISTRY).stdout
     stock, imported, once = json.loads(output.partition("SNAPSHOTS")[2])
     ours = {full_name(cell): full_name(getattr(wrapper, name)) for name, cell in STOCK.items()}
@@ -58,7 +58,7 @@ def test_register_alone_replaces_each_stock_class_under_all_its_names(run_python
 
 
 @pytest.mark.parametrize("name", ["MFPipelineWithLossScaleCell", "MFTrainOneStepCell", "TrainOneStepWithLossScaleCell"])
-def test_a_wrapper_is_a_subclass_of_the_stock_one_with_the_same_arguments(name):
+def test_wrapper_is_a_subclass_with_the_same_arguments(name):
     ours, stock = getattr(wrapper, name), STOCK[name]
     assert issubclass(ours, stock)
     assert ours is not stock
@@ -71,7 +71,7 @@ def test_a_wrapper_is_a_subclass_of_the_stock_one_with_the_same_arguments(name):
     assert inspect.signature(ours.construct) == inspect.signature(stock.construct)
 
 
-def test_the_update_cell_takes_the_arguments_of_the_stock_one_and_further_ones_by_keyword():
+def test_update_cell_takes_the_stock_arguments_and_more():
     ours = list(inspect.signature(wrapper.AdaptiveLossScaleUpdateCell).parameters.values())
     stock = list(inspect.signature(STOCK["AdaptiveLossScaleUpdateCell"]).parameters.values())
     # Which has no types.

@@ -76,7 +76,7 @@ def uninterrupted(long_corpus, compiled, tmp_path_factory):
         pytest.param(LegacyFormat("ckpt"), 2, id="ckpt, two processes", marks=TWO_PROCESSES),
     ],
 )
-def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
+def test_killed_and_resumed_run_takes_the_same_steps(
     uninterrupted, long_corpus, compiled, tmp_path, form, processes, request
 ):
     in_a_save = processes == 1 and not form.async_save and form.optimizer_state
@@ -217,9 +217,7 @@ def unfinished(output):
 
 
 @ONE_PROCESS
-def test_past_a_torn_checkpoint_and_with_a_shorter_ladder_a_run_goes_on_at_the_nearest_window(
-    uninterrupted, long_corpus, tmp_path
-):
+def test_run_past_a_torn_checkpoint_takes_the_nearest_window(uninterrupted, long_corpus, tmp_path):
     reference, reference_output, form = uninterrupted(LAST, 1, True)
     saved_at = 2 * SAVED_AT
     before = replay([step.overflow for step in reference.steps().values()])[saved_at]

@@ -107,7 +107,7 @@ def replay(rule, record):
         pytest.param("guided", CKPT, 2, id="ckpt, two processes"),
     ],
 )
-def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
+def test_stopped_and_resumed_run_takes_the_same_steps(
     uninterrupted, long_corpus, compiled, tmp_path, name, form, processes
 ):
     shared = form if form in (CKPT, WITHOUT_OPTIMIZER) else CKPT

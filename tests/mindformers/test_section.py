@@ -74,7 +74,7 @@ def test_a_number_is_a_scale_that_stays():
         ({"type": "GradientGuidedLossScaleUpdateCell", "scale_factor": 4}, ValueError, "'training.loss_scale': .*must"),
     ],
 )
-def test_a_wrong_section_is_refused_with_key_constraint_value_and_remedy(section, error, message):
+def test_wrong_section_is_refused_with_key_and_remedy(section, error, message):
     with pytest.raises(error, match=message):
         read_section(section)
 
@@ -108,12 +108,12 @@ def test_the_sections_say_which_trainer_a_file_is_for(content, mode, expected):
         ({"training": {"steps": 3}}, 0, "'context.mode' must be 1 .* but is 0"),
     ],
 )
-def test_a_file_for_both_trainers_or_in_the_wrong_mode_is_refused(content, mode, message):
+def test_file_for_the_wrong_trainer_or_mode_is_refused(content, mode, message):
     with pytest.raises(ValueError, match=message):
         is_for_pynative_trainer(content, mode)
 
 
-def test_the_section_is_taken_out_of_what_mindformers_reads_and_the_given_dict_stays_as_it_is():
+def test_section_is_taken_out_and_the_dict_stays():
     config = {"training": {"steps": 3, "loss_scale": ADAPTIVE}, "model": {}}
     assert read_config(config) == ({"training": {"steps": 3}, "model": {}}, ADAPTIVE)
     assert config["training"]["loss_scale"] is ADAPTIVE
@@ -191,7 +191,7 @@ def test_what_does_not_go_with_the_section_is_refused(config, message):
         ({"training": {"loss_scale": "x"}}, None, TypeError, "'training.loss_scale' must be a section or a number"),
     ],
 )
-def test_the_trainer_checks_where_its_scale_comes_from_before_anything_is_built(config, scaler, error, message):
+def test_trainer_checks_where_its_scale_comes_from_first(config, scaler, error, message):
     with pytest.raises(error, match=message):
         LossScaledTraining(config, loss_scaler=scaler)
 
@@ -220,7 +220,7 @@ def test_the_launcher_loads_a_file_and_sets_keys_of_the_section(file):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*it is added")
-def test_the_launcher_refuses_keys_of_the_other_trainer_and_bad_values(file, overrides, message):
+def test_launcher_refuses_keys_of_the_other_trainer(file, overrides, message):
     with pytest.raises(ValueError, match=message):
         pynative_launcher.load_config(file, overrides, may_add=["runner_config.batch_size", "do_eval", "run_mode"])
 

@@ -52,13 +52,13 @@ def assert_follows_the_rule(rows):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_example_follows_the_rule_on_the_overflows_that_happened(run_forked):
+def test_example_follows_the_rule_on_real_overflows(run_forked):
     rows = rows_of(run_forked(EXAMPLES / "mindformers_trainer.py").stdout)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert_follows_the_rule(rows)
 
 
-def test_trainer_with_a_wrapper_follows_the_rule_and_resumes_as_if_it_had_never_stopped(run_forked):
+def test_trainer_with_a_wrapper_follows_the_rule_and_resumes(run_forked):
     example = EXAMPLES / "mindformers_trainer_wrapper.py"
     rows = rows_of(run_forked(example).stdout)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -78,7 +78,7 @@ def build_train_step(model, cell=MFTrainOneStepCell, max_grad_norm=1.0):
 
 
 @pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
-def test_exactly_the_given_cell_is_trained_with_its_own_optimizer_and_clipping():
+def test_the_cell_itself_is_trained_with_optimizer_and_clipping():
     train_step = build_train_step(build_model(), max_grad_norm=0.01)
     cells, weights = [], []
 
@@ -106,7 +106,7 @@ def test_exactly_the_given_cell_is_trained_with_its_own_optimizer_and_clipping()
 
 
 @pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
-def test_arguments_that_name_the_gradient_guided_cell_train_by_its_rule():
+def test_arguments_that_name_the_guided_cell_train_by_its_rule():
     arguments = training_arguments(
         scale_sense="GradientGuidedLossScaleUpdateCell", loss_scale_value=2**24, loss_scale_window=50
     )
@@ -149,7 +149,7 @@ def test_a_wrapper_that_is_no_train_step_cell_is_refused():
 
 
 @pytest.mark.usefixtures("in_a_folder_of_its_own")
-def test_a_wrapper_that_conflicts_with_other_arguments_is_refused():
+def test_wrapper_that_conflicts_with_arguments_is_refused():
     model, other = build_model(), build_model()
     train_step = build_train_step(model)
     for arguments, message in (

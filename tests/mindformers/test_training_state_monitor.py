@@ -84,25 +84,25 @@ def test_the_overflows_of_the_start_are_no_anomaly(kind, make_monitor, stock_end
         assert (len(seen), error) == (20, None)
 
 
-def test_a_loss_that_is_nan_at_a_scale_that_held_for_a_window_ends_the_training():
+def test_nan_loss_at_a_scale_that_held_ends_the_training():
     clean = [*SEARCH, *[1.0] * 22]
     seen, error = train([*clean, np.nan, 1.0], nan_monitor(TrainingStateMonitor))
     assert len(seen) == len(clean) + 1
     assert error.startswith(f"The loss of step {len(seen)} is nan. No loss scale causes that")
 
 
-def test_ten_spikes_of_the_norm_still_end_the_training_with_overflows_among_them():
+def test_ten_spikes_of_the_norm_still_end_the_training():
     values = [*SEARCH, *[SPIKE] * 5, np.inf, *[SPIKE] * 6]
     seen, error = train(values, spike_monitor(TrainingStateMonitor), drops=True)
     assert (len(seen), "10 consecutive" in error) == (OVERFLOWS_AT_START + 11, True)
 
 
-def test_an_overflow_does_not_end_a_training_that_a_large_norm_should_end():
+def test_overflow_does_not_end_what_a_norm_should_end():
     seen, error = train([*SEARCH, 1.0, SPIKE], spike_monitor(TrainingStateMonitor, check_for_global_norm=True))
     assert (len(seen), "TREError" in error) == (21, True)
 
 
-def test_steps_dropped_by_norm_are_in_record_and_analysis_and_leave_the_scale_alone():
+def test_steps_dropped_by_norm_leave_the_scale_alone():
     values = [*SEARCH, 1.0, SPIKE, SPIKE, *[1.0] * 15, SPIKE, 1.0, SPIKE, 1.0]
     dropped, overflowed_again = [21, 22, 38], 40
     seen, _ = train(values, TrainingStateMonitor(100), "record.jsonl", drops=True)

@@ -68,7 +68,7 @@ def overflows_of(training):
 
 
 @pytest.mark.parametrize("name", ["adaptive", "guided", "own", "accumulated"])
-def test_losses_scales_and_weights_are_those_of_a_plain_loop_through_overflows(seen, name):
+def test_losses_scales_and_weights_equal_a_plain_loop(seen, name):
     trained, loop = seen[name], seen[f"{name} loop"]
     np.testing.assert_array_equal(trained["steps"][:, [0, 2, 3]], loop["steps"][:, [0, 2, 3]])
     assert_same_weights(trained, loop)
@@ -77,7 +77,7 @@ def test_losses_scales_and_weights_are_those_of_a_plain_loop_through_overflows(s
 
 
 @pytest.mark.parametrize("name", ["adaptive", "guided", "own", "accumulated"])
-def test_a_step_that_overflows_does_not_count_for_the_optimizer_and_others_do(seen, name):
+def test_step_that_overflows_does_not_count_for_the_optimizer(seen, name):
     trained = seen[name]
     overflows = overflows_of(trained)
     assert trained["updates"] == STEPS - overflows.sum()
@@ -95,7 +95,7 @@ def test_the_state_of_the_trainer_has_scale_and_count(seen):
 
 
 @pytest.mark.parametrize("name", ["one", "scaled"])
-def test_in_float32_the_unchanged_trainer_takes_the_same_steps_with_an_auxiliary_loss(seen, name):
+def test_unchanged_trainer_takes_the_same_steps_in_float32(seen, name):
     stock, trained = seen["stock float32"], seen[f"{name} float32"]
     np.testing.assert_array_equal(trained["steps"][:, :2], stock["steps"][:, :2])
     assert_same_weights(trained, stock)
@@ -133,7 +133,7 @@ def test_checkpoints_hold_the_state_and_inspect_shows_it(seen, folder):
     assert (state["loss_scale"], state["skipped_steps"]) == (scale, skipped)
 
 
-def test_a_run_that_is_killed_takes_the_same_steps_after_a_resume(seen, folder):
+def test_killed_run_takes_the_same_steps_after_a_resume(seen, folder):
     run(folder, "killed", expect_exit=-signal.SIGKILL)
     [*_, last] = read_record(folder / "killed" / "record.jsonl")
     assert last["step"] == 10

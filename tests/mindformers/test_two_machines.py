@@ -66,7 +66,7 @@ def steps_of(runs):
     return [run.steps(rank) for rank, run in enumerate(runs)]
 
 
-def test_a_cut_cable_ends_both_and_both_go_on_from_the_last_checkpoint(machines, long_corpus, tmp_path):
+def test_cut_cable_ends_both_and_both_resume(machines, long_corpus, tmp_path):
     output, compiled = tmp_path / "output", tmp_path / "compiled"
     # After some steps that are not saved, which the resumed run takes again.
     cut_after = SAVED_EVERY + 3

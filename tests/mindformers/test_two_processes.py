@@ -61,14 +61,14 @@ def assert_both_are_guided_by_the_largest_gradient_of_all(kind, first, second):
     assert first["steps"][0]["largest"] == pytest.approx(largest)
 
 
-def test_fixed_scale_gives_the_weights_of_unscaled_data_parallel_training(two_processes):
+def test_fixed_scale_gives_the_weights_of_unscaled_training(two_processes):
     first, second = (seen["fixed_scale"] for seen in two_processes)
     # Had the gradients not been averaged, the two would differ, as their batches do.
     assert first["weight"] == second["weight"] == first["plain"] == second["plain"]
 
 
 @NEEDS_SECTION
-def test_mindformers_cannot_save_its_checkpoint_section_from_two_processes_on_cpu(two_processes):
+def test_mindformers_cannot_save_from_two_processes_on_cpu(two_processes):
     # When this fails, the table of formats can promise one more.
     for seen in two_processes:
         assert seen["data_parallel"]["shards"].startswith("RuntimeError: `get_strategy_metadata` returns `None`")

@@ -44,7 +44,7 @@ def checkpoint(corpus):
 
 
 @pytest.mark.slow
-def test_the_layer_is_named_and_the_settings_of_the_file_are_tried(corpus, checkpoint, run_program):
+def test_layer_is_named_and_settings_of_the_file_are_tried(corpus, checkpoint, run_program):
     options = ["--options", *(f"{key}={value}" for key, value in MODEL.items()), f"load_checkpoint={checkpoint}"]
     command = ["why", "--config", CONFIG, "--train-dataset-dir", corpus, "--loss-scale", "2^10", "--batches", 1]
     code, printed, _ = run_program(*command, "--details", "--plot", "layers.svg", *options)
@@ -74,7 +74,7 @@ def test_json_has_every_layer_in_the_order_of_execution(corpus, run_program):
     assert explanation["measured"].startswith("new weights")
 
 
-def test_all_measure_the_weights_that_the_training_would_start_from(corpus, checkpoint):
+def test_all_ways_measure_the_weights_of_the_trainings_start(corpus, checkpoint):
     named = {"load_checkpoint": checkpoint}
     training = build_training_at_start(CONFIG, None, corpus, {**MODEL, **named})
     assert training.weights == f"weights of {Path.cwd() / checkpoint} (load_checkpoint)"
@@ -143,7 +143,7 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
 
 
 @pytest.mark.slow
-def test_a_training_without_the_monitor_that_skips_every_step_says_so(corpus, checkpoint, run_forked, tmp_path):
+def test_training_without_monitor_that_skips_every_step_says_so(corpus, checkpoint, run_forked, tmp_path):
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     config["callbacks"] = [{"type": "MFLossMonitor", "per_print_times": 1}]
     config["load_checkpoint"] = str(Path.cwd() / checkpoint)

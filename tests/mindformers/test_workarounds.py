@@ -71,7 +71,7 @@ def test_the_file_that_meta_json_names_is_read(rank_folder):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_where_meta_json_is_of_no_use_the_newest_whole_file_is_read(rank_folder, tmp_path, meta, problem):
+def test_newest_whole_file_is_read_without_meta_json(rank_folder, tmp_path, meta, problem):
     outside = tmp_path / "other.safetensors"
     save_file({"weight": np.ones(8, np.float32)}, outside)
     if meta is not None:
@@ -124,7 +124,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, damage, processes):
+def test_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, damage, processes):
     if processes == 1:
         shutil.rmtree(ckpt_folders.pop())
     folder = ckpt_folders[0].parent
@@ -182,7 +182,7 @@ def save_iteration(folder, step, torn=False):
     ],
 )
 @pytest.mark.parametrize("torn", ["weights", "common.json"])
-def test_a_note_that_names_no_complete_iteration_gives_way_to_the_newest(tmp_path, note, problem, torn):
+def test_note_of_no_complete_iteration_gives_way_to_the_newest(tmp_path, note, problem, torn):
     complete = [save_iteration(tmp_path, step) for step in (20, 40)]
     newest = save_iteration(tmp_path, 60, torn=torn == "weights")
     if torn == "common.json":
@@ -215,7 +215,7 @@ def test_a_note_that_mindformers_can_use_is_left_to_it(tmp_path, note):
 
 
 @NEEDS_SECTION
-def test_resume_training_with_a_load_path_alone_loads_the_optimizer_too(tmp_path, monkeypatch):
+def test_resume_training_with_a_load_path_loads_the_optimizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "saved" / "iteration_00000004").mkdir(parents=True)
     trainer = Trainer(TrainingArguments(output_dir="output", sink_mode=False), model=build_model())

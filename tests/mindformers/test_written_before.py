@@ -218,7 +218,7 @@ def test_a_launched_run_goes_on_by_the_rule(long_corpus, tmp_path):
 
 @NEEDS_SECTION
 @pytest.mark.slow
-def test_a_launched_run_goes_on_at_a_fixed_scale_where_the_file_has_one(long_corpus, tmp_path):
+def test_launched_run_goes_on_at_a_fixed_scale(long_corpus, tmp_path):
     scale_sense = "{type: FixedLossScaleUpdateCell, loss_scale_value: 1024}"
     resumed = resumed_run("adaptive_launched", long_corpus, tmp_path / "output", scale_sense)
     restored = EXPECTED["adaptive_launched"]["loss_scale"]
@@ -230,7 +230,7 @@ def test_a_launched_run_goes_on_at_a_fixed_scale_where_the_file_has_one(long_cor
 
 @NEEDS_SECTION
 @pytest.mark.slow
-def test_a_launched_run_of_an_older_form_goes_on_at_its_loss_scale_and_step(long_corpus, tmp_path):
+def test_launched_run_of_an_older_form_keeps_scale_and_step(long_corpus, tmp_path):
     expected = EXPECTED["guided_launched"]
     resumed = resumed_run("guided_launched", long_corpus, tmp_path / "output")
     restored = resumed.restored_state()

@@ -40,7 +40,7 @@ def test_a_bad_loss_and_a_collapse_are_told_without_the_monitor(cell, mindformer
     assert all("adaptive-loss-scale why --config" in line for line in lines)
 
 
-def test_nothing_is_told_of_a_training_that_goes_well_or_has_the_monitor(mindformers_log):
+def test_good_training_or_one_with_a_monitor_is_not_told_of(mindformers_log):
     train(0.5, 12, [CollapseWatch()])
     train(np.inf, 3, [LossScaleMonitor("record.jsonl"), CollapseWatch()])
     assert not [record for record in mindformers_log.records if record.filename == "collapse_watch.py"]

@@ -91,7 +91,7 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
 
 
 @NEEDS_LOSS_PER_TOKEN
-def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode, tmp_path):
+def test_norm_in_tensorboard_equals_mindformers(graph_mode, tmp_path):
     norms = []
     keeping = LambdaCallback(on_train_step_end=lambda run: norms.append(float(run.original_args().net_outputs[4])))
     network = PerToken()
@@ -112,7 +112,7 @@ def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode,
         assert at_scale["overall"]["norm"] == pytest.approx(norm * 2**6 * batch["grad_scale_factor"], rel=1e-5)
 
 
-def test_outputs_of_layers_have_the_names_of_their_parameters_in_the_record_and_in_tensorboard(graph_mode, tmp_path):
+def test_outputs_of_layers_are_named_as_their_parameters(graph_mode, tmp_path):
     network = nn.SequentialCell(nn.Dense(8, 2, "ones", has_bias=False))
     model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
     data = dataset.NumpySlicesDataset((np.ones((8, 8), np.float32), np.zeros((8, 2), np.float32))).batch(4)
@@ -168,7 +168,7 @@ def test_histograms_of_large_arrays_are_finite(graph_mode, tmp_path, caplog, dty
     assert histogram.sum_squares == pytest.approx(histogram.num * large**2, rel=1e-3)
 
 
-def test_layers_that_cannot_be_measured_do_not_stop_the_training(graph_mode, tmp_path, mindformers_log):
+def test_layers_without_a_measure_do_not_stop_the_training(graph_mode, tmp_path, mindformers_log):
     network = GraphOnly()
     step = TrainOneStepWithLossScaleCell(network, nn.SGD(network.trainable_params(), 0.1), Tensor(4.0, mstype.float32))
     lines = watch(tmp_path, step, dataset.NumpySlicesDataset(np.ones((3, 4), np.float32)).batch(1), layers=["Dense"])
@@ -198,7 +198,7 @@ def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
     assert len(read_record(next(tmp_path.glob("record_*.jsonl")))) == 8
 
 
-def test_tensorboard_has_histograms_and_norms_of_weights_and_gradients_without_the_scale(graph_mode, tmp_path):
+def test_tensorboard_has_histograms_and_norms_without_the_scale(graph_mode, tmp_path):
     sum_training(tmp_path, np.array([[3.0, 4.0], [3.0, 2.0**-30]], np.float32), loss_scales=[1])
     events = read_scalars(tmp_path)
     assert events.keys() == {
@@ -214,7 +214,7 @@ def test_tensorboard_has_histograms_and_norms_of_weights_and_gradients_without_t
     assert (events["weight"][1].min, events["weight"][2].max) == (1, 0.25)
 
 
-def test_gradients_that_overflow_are_reported_and_left_out_of_the_histogram(graph_mode, tmp_path):
+def test_gradients_that_overflow_are_left_out_of_the_histogram(graph_mode, tmp_path):
     lines = sum_training(tmp_path, np.array([[1.0, np.inf], [np.inf, np.inf]], np.float32))
     events = read_scalars(tmp_path)
     assert [events["gradients/infs_and_nans_share"][step] for step in (1, 2)] == [0.5, 1]
@@ -274,7 +274,7 @@ def test_bad_input_is_refused(arguments, error, message):
 
 
 @pytest.mark.slow
-def test_it_works_from_the_yaml_file_and_writes_where_mindformers_does(corpus, tmp_path):
+def test_yaml_file_writes_where_mindformers_does(corpus, tmp_path):
     monitor = "{type: GradientRangeMonitor, every_n_steps: 4, loss_scales: [1, 65536]}"
     options = {"callbacks.1": monitor, "tensorboard.tensorboard_dir": tmp_path / "board"}
     with TrainingRun(tmp_path / "run", corpus, options, steps=8) as run:

@@ -143,7 +143,7 @@ def test_record_is_the_rule_in_pynative_mode(path):
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:9])
 
 
-def test_looking_every_7th_step_records_every_step_and_loss_and_reads_the_device_at_no_other(path):
+def test_looking_every_7th_step_records_every_step(path):
     losses, recorded = Losses(), []
     lines = LambdaCallback(on_train_step_end=lambda _: recorded.append(len(path.read_text().splitlines())))
     train(build_again(history_size=7), [LossScaleMonitor(path, every_n_steps=7), losses, lines], OVERFLOWS[:25])
@@ -184,7 +184,7 @@ class SevenSteps(nn.Cell):
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 2])
-def test_a_graph_that_takes_seven_steps_a_call_leaves_every_step(path, every_n_steps):
+def test_graph_with_seven_steps_a_call_leaves_every_step(path, every_n_steps):
     losses, monitor = Losses(), LossScaleMonitor(path, every_n_steps=every_n_steps)
     network = SevenSteps(build(adaptive(history_size=7 * every_n_steps)))
     Model(network).train(1, data_of().batch(7), callbacks=[monitor, losses])
@@ -251,7 +251,7 @@ def test_each_of_two_runs_in_a_folder_goes_on_in_its_own_record(path, tmp_path, 
     assert len(list(tmp_path.glob("*.jsonl*"))) == 4
 
 
-def test_a_run_goes_on_in_a_record_that_a_later_run_has_put_aside(path, tmp_path):
+def test_run_goes_on_in_a_record_that_was_put_aside(path, tmp_path):
     network = build()
     train(network, [LossScaleMonitor(path)], OVERFLOWS[:6])
     save(network, tmp_path, "ckpt")
@@ -298,7 +298,7 @@ def test_epochs_and_trainings_with_one_monitor_go_on(path):
 
 
 @pytest.mark.parametrize("history_size", [0, 5])
-def test_steps_that_are_taken_again_in_one_training_replace_those_before(path, history_size):
+def test_steps_taken_again_replace_those_before(path, history_size):
     network = build_again(history_size)
 
     saved = {}
@@ -319,7 +319,7 @@ def test_steps_that_are_taken_again_in_one_training_replace_those_before(path, h
     assert lines == expected
 
 
-def test_with_mindspores_dynamic_cell_all_is_recorded_that_there_is(path):
+def test_all_of_mindspores_dynamic_cell_is_recorded(path):
     network = build(nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3))
     train(network, [LossScaleMonitor(path)], OVERFLOWS[:10])
     train(network, [LossScaleMonitor(path)], OVERFLOWS[10:])
@@ -344,7 +344,7 @@ def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, scale_sense):
     ]
 
 
-def test_with_mindformers_own_cells_all_is_recorded_that_there_is(path):
+def test_all_of_mindformers_own_cells_is_recorded(path):
     cell = MindFormersUpdateCell(INITIAL_SCALE, 2, 20, max_scale_window=1000, min_scale_window=20)
     train(build(cell, StockMFTrainOneStepCell), [LossScaleMonitor(path)], OVERFLOWS)
     lines, expected = without_loss(read_record(path)), replay(max_scale_window=1000, min_scale_window=20)
@@ -389,7 +389,7 @@ def test_with_a_users_update_cell_every_step_is_recorded(path, cell, every_n_ste
 
 
 @pytest.mark.parametrize("count", [2**31 - 3, 2**31 - 1, 0, -(2**31), -5])
-def test_a_count_that_is_full_or_damaged_leaves_steps_that_go_on(path, count):
+def test_full_or_damaged_count_leaves_steps_that_go_on(path, count):
     cell = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3)
     cell.cur_iter.set_data(Tensor(count, mindspore.int32))
     train(build(cell), [LossScaleMonitor(path)], OVERFLOWS[:6])
@@ -399,7 +399,7 @@ def test_a_count_that_is_full_or_damaged_leaves_steps_that_go_on(path, count):
 
 
 @pytest.mark.parametrize("cell", [adaptive, lambda: GradientGuidedLossScaleUpdateCell(INITIAL_SCALE)])
-def test_after_a_damaged_count_steps_skips_and_a_collapse_are_seen(path, messages, cell):
+def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, cell):
     network = build(cell())
     network.loss_scaling_manager.cur_iter.set_data(Tensor(2**31 - 1, mindspore.int32))
     with pytest.warns(UserWarning, match="'current_iterator_step' 2147483647, which must lie between .*: 1 is used"):
@@ -508,7 +508,7 @@ COLLAPSE = [False, False, *[True] * 9]
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 3])
-def test_a_collapse_is_warned_of_and_again_when_it_is_twice_as_long(path, messages, every_n_steps):
+def test_collapse_warns_and_again_when_twice_as_long(path, messages, every_n_steps):
     monitor = LossScaleMonitor(path, max_consecutive_overflows=4, every_n_steps=every_n_steps)
     train(build(adaptive(history_size=3, min_loss_scale=2.0**7)), [monitor], COLLAPSE)
     collapses = [message for message in messages() if "collapsed" in message]
@@ -529,7 +529,7 @@ def test_a_collapse_stops_the_training_if_asked_to(path, messages):
 
 
 @pytest.mark.parametrize("cell", [None, nn.FixedLossScaleUpdateCell(8.0), nn.DynamicLossScaleUpdateCell(8.0, 2, 20)])
-def test_a_collapse_raises_if_asked_to_with_any_cell_and_the_record_has_its_step(path, cell):
+def test_collapse_raises_if_asked_to_and_is_recorded(path, cell):
     monitor = LossScaleMonitor(path, max_consecutive_overflows=4, on_collapse="raise")
     with pytest.raises(RuntimeError, match=r"Loss scaling has collapsed: 4 steps in a row .* up to step 6"):
         train(build(cell), [monitor], COLLAPSE)
@@ -567,7 +567,7 @@ def test_two_monitors_of_one_training_write_both(path, tmp_path, monkeypatch, re
     assert "_check_save_ckpt" not in vars(saver)
 
 
-def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, tmp_path, messages):
+def test_two_monitors_with_one_path_write_a_file_each(path, tmp_path, messages):
     network = build_again()
     for last, flags in ((0, OVERFLOWS[:5]), (5, OVERFLOWS[5:8])):
         train(network, [LossScaleMonitor(path), LossScaleMonitor(path)], flags)
@@ -599,7 +599,7 @@ def test_bad_arguments_are_refused(argument, value, error, message):
 
 
 @pytest.mark.parametrize(("norm", "dropped"), [(7.5, False), (8.0, True), (math.inf, True), (math.nan, True)])
-def test_a_step_is_dropped_unless_its_norm_is_below_the_threshold(norm, dropped):
+def test_step_is_dropped_unless_its_norm_is_below_the_threshold(norm, dropped):
     arguments = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 8.0}
     reader = StepReader(build(train_step_class=functools.partial(MFTrainOneStepCell, **arguments)))
     assert reader.dropped_by_norm(False, norm) is dropped
@@ -624,7 +624,7 @@ def test_norm_of_the_gradients_is_what_mindformers_cells_return(outputs, expecte
     assert StepReader(build()).gradient_norm(outputs) is None
 
 
-def test_squared_norms_of_one_process_are_not_taken_for_those_of_all():
+def test_squared_norms_of_one_process_are_not_the_norm_of_all():
     reader = StepReader(train_step := build(train_step_class=MFTrainOneStepCell))
     train_step.is_distributed = True
     assert reader.gradient_norm((0.5, False, 8.0, 0.1, None, Tensor([9.0], mindspore.float32), (2,))) is None

@@ -52,7 +52,7 @@ def stop_after_saving(run, form, output, step):
     assert form.newest_complete(output) == step
 
 
-def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with_every_step_once(corpus, tmp_path):
+def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     output, record, form = tmp_path / "output", tmp_path / "it.jsonl", LegacyFormat("ckpt")
     options = form.save_options(output, SAVED_EVERY, keep=2)
     options["callbacks.2"] = f"{{type: LossScaleMonitor, every_n_steps: 3, record_path: {record}}}"

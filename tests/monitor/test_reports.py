@@ -50,7 +50,7 @@ def test_the_message_says_where_and_what_helps(entry, sentence):
         assert advice in message
 
 
-def test_a_step_whose_own_scale_is_unknown_is_told_with_the_next():
+def test_step_of_unknown_scale_is_told_with_the_next():
     message = CollapseDetector(2).check(step(2, loss_scale=None))
     assert "the last of them at loss scale 4.0." in message
     assert "falls no further" not in message

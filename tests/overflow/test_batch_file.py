@@ -37,7 +37,7 @@ def test_columns_keep_their_order_however_many_they_are(tmp_path):
     assert [column[0] for column in read_batch(tmp_path / "batch.npz")] == list(range(12))
 
 
-def test_the_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, tmp_path):
+def test_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, tmp_path):
     train_step = train(7, explain=True)
     lines = [line for line in mindformers_log.text.splitlines() if "Why it overflows" in line]
     assert len(lines) == 1
@@ -65,7 +65,7 @@ class Harmful:
         return (open, ("harmed", "w"))
 
 
-def test_files_that_are_no_batch_are_refused_and_nothing_in_them_is_run(tmp_path):
+def test_files_without_a_batch_are_refused_and_nothing_is_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no 'none.npz'"):
         read_batch("none.npz")
     save_batch("whole.npz", [np.arange(1000)])

@@ -100,7 +100,7 @@ def test_gradients_that_are_watched_are_those_that_are_not():
     assert layers.index("model.layers.1.feed_forward.w1") < layers.index("lm_head")
 
 
-def test_passes_are_at_most_three_of_a_batch_before_anything_is_tried():
+def test_passes_are_at_most_three_of_a_batch_before_trials():
     network = Residuals()
     for scale in (1.0, 2.0**8, 2.0**16, 2.0**30):
         done = []
@@ -109,7 +109,7 @@ def test_passes_are_at_most_three_of_a_batch_before_anything_is_tried():
         assert len(done) <= 6
 
 
-def test_the_largest_scale_without_overflow_is_that_of_the_sweep():
+def test_largest_scale_without_overflow_equals_the_sweeps():
     network = Residuals()
     batch = (Tensor(values(2, 4)),)
     for scale in (1.0, 2.0**30):
@@ -123,7 +123,7 @@ def test_the_largest_scale_without_overflow_is_that_of_the_sweep():
         assert explanation.overflow is (scale > safe)
 
 
-def test_what_is_tried_is_said_with_what_happened_and_only_what_helps_comes_first():
+def test_trials_are_said_and_what_helps_comes_first():
     network = llama()
     with planted(network, {"layers.0.feed_forward.w1": 2e4, "layers.0.feed_forward.w3": 2e4}):
         explanation = explain_overflow(
@@ -215,7 +215,7 @@ def test_weights_that_do_not_fit_are_counted():
     assert explain_overflow(network, [tokens()], 1.0, remedies=False).weights is None
 
 
-def test_a_network_that_does_not_overflow_gets_the_layers_next_to_it():
+def test_network_without_overflow_gets_the_layers_next_to_it():
     explanation = explain_overflow(llama(), [tokens()], 2.0**4)
     assert explanation.headline.startswith("No overflow at a loss scale of 2^4, nor up to 2^")
     assert not explanation.tried
@@ -242,7 +242,7 @@ def test_where_nothing_was_seen_to_overflow_no_layer_is_named():
     assert "so none is named" in str(explanation)
 
 
-def test_a_finite_loss_does_not_explain_a_training_whose_loss_was_not():
+def test_finite_loss_does_not_explain_a_nan_in_training():
     explanation = Explanation(8.0, 1, (1.0,), {8.0: False}, failure="the loss of step 3 was nan in the training")
     assert explanation.headline.startswith("This is not the cause: the loss of step 3 was nan")
     assert all(name in str(explanation) for name in ("--checkpoint", "save_checkpoint_steps", "--batch", "explain"))
@@ -341,7 +341,7 @@ def test_functions_of_mint_are_seen():
     assert explanation.origin.largest_input == 1000
 
 
-def test_a_backward_pass_that_overflows_at_every_scale_is_said_to_and_no_scale_is_recommended():
+def test_overflow_at_every_scale_recommends_no_scale():
     def steep(x, weight):
         near = (x.astype(HALF) * weight.astype(HALF)).abs()
         return (near + 1) / (near * 1e-4 + 1e-3)

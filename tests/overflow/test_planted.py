@@ -405,7 +405,7 @@ def test_what_overflows_only_in_a_later_batch():
     assert (origin.phase, origin.layer) == ("forward", "layers.0.dense")
 
 
-def test_values_that_overflow_though_the_loss_is_finite_are_said_to():
+def test_values_that_overflow_with_a_finite_loss_are_named():
     with mindspore_mode("pynative"):
         explanation = explain_overflow(Stack(Calls(normed_in_half)), [(Tensor(np.full((2, 4), 300, np.float32)),)], 1.0)
         masked = Stack(Attention(mask=np.triu(np.ones((6, 6), bool), 1)))

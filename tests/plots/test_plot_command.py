@@ -65,7 +65,7 @@ def test_records_of_gradients_are_drawn_side_by_side(plot, tmp_path, picture_of)
     assert picture == picture_of(draw_gradient_records(GRADIENTS))
 
 
-def test_one_run_is_drawn_alone_and_with_the_gradients_that_are_given(plot, tmp_path, picture_of):
+def test_one_run_is_drawn_with_the_gradients_that_are_passed(plot, tmp_path, picture_of):
     write_runs(tmp_path)
     name = "loss_scale_record.jsonl"
     assert plot(f"64/{name}", "out.png")[1] == picture_of(draw_runs({"": RUNS["64"]}))
@@ -73,7 +73,7 @@ def test_one_run_is_drawn_alone_and_with_the_gradients_that_are_given(plot, tmp_
     assert picture == picture_of(draw_runs({name: RUNS["64"]}, {name: GRADIENTS["64"]}))
 
 
-def test_runs_are_drawn_side_by_side_with_the_gradients_that_lie_beside_them(plot, tmp_path, picture_of):
+def test_runs_are_drawn_with_the_gradients_beside_them(plot, tmp_path, picture_of):
     write_runs(tmp_path / "runs")
     files = ["runs/64/loss_scale_record.jsonl", "runs/512/loss_scale_record.jsonl"]
     code, picture, _ = plot(*files, "out.png")

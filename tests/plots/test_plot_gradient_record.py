@@ -50,7 +50,7 @@ def test_losses_are_those_at_the_scale_of_the_training(record):
     assert series.groups[NAMES[0]].underflowed[0] > 0.01
 
 
-def test_rows_are_groups_with_medians_and_largest_over_the_steps(record):
+def test_rows_are_groups_with_medians_and_largest(record):
     figure = draw_gradient_records({"run": record})
     series = series_of_gradients(record, lambda name: "attention" if "attention" in name else "output")
     assert [axes.get_ylabel() for axes in figure.axes] == ["attention\nmagnitude", "output\nmagnitude"]
@@ -97,7 +97,7 @@ def test_runs_have_columns_on_one_axis(record):
     assert points(grid[0, 1], "median")[0] == [30]
 
 
-def test_of_steps_of_unknown_scale_the_magnitudes_alone_are_drawn(record):
+def test_magnitudes_alone_are_drawn_for_an_unknown_scale(record):
     lines = [{**line, "loss_scale": None} for line in record]
     assert np.isfinite(series_of_gradients(lines, lambda name: name).overall.bands).all()
     figure = draw_gradient_records({"run": lines})
@@ -149,7 +149,7 @@ def values():
     ]
 
 
-def test_weights_and_outputs_are_drawn_without_a_scale_and_its_limits(values):
+def test_weights_and_outputs_are_drawn_without_a_scale(values):
     figure = draw_gradient_records({"run": values}, kind="weights")
     assert [axes.get_ylabel() for axes in figure.axes] == ["attention\nmagnitude", "output\nmagnitude"]
     first, second = points(figure.axes[0], "median")[1]
@@ -167,7 +167,7 @@ def test_weights_and_outputs_are_drawn_without_a_scale_and_its_limits(values):
     ]
 
 
-def test_gradients_of_outputs_are_drawn_over_the_steps_without_the_scale_and_with_its_limits():
+def test_gradients_of_outputs_have_limits_and_no_scale():
     random = np.random.default_rng(1).normal(0, 1, 1000)
     lines = []
     for step, scale in ((10, 64.0), (20, 128.0)):
@@ -210,7 +210,7 @@ def test_what_is_not_there_is_not_drawn(record, how, message):
         draw_gradient_records({"run": record}, **how)
 
 
-def test_values_with_their_signs_show_a_drift_of_weights_around_1():
+def test_signed_values_show_a_drift_of_weights():
     def record_around(*middles):
         return [
             line_of(step, weights={"norm.gamma": np.linspace(middle - 0.01, middle + 0.01, 999)}, outputs={})
@@ -226,7 +226,7 @@ def test_values_with_their_signs_show_a_drift_of_weights_around_1():
         assert axes.get_yscale() == "linear"
 
 
-def test_gradients_on_a_linear_axis_are_those_without_the_loss_scale(record):
+def test_gradients_on_a_linear_axis_have_no_loss_scale(record):
     series = series_of_gradients(record, lambda name: name, axis="linear")
     at_64 = in_fp16(10, 64.0)[NAMES[2]].astype(np.float64) / 64.0
     np.testing.assert_allclose(

@@ -71,7 +71,7 @@ def test_overflowed_scale_says_so(sweep):
     assert bars(figure.axes[1])[22] == pytest.approx(share)
 
 
-def test_lowest_and_highest_scale_without_overflow_are_compared_by_default(sweep):
+def test_lowest_and_highest_fitting_scales_are_compared(sweep):
     titles = [axes.get_title("left") for axes in draw_histograms(sweep).axes[:2]]
     assert titles == ["loss scale $2^{0}$ = 1", "loss scale $2^{9}$ = 512"]
 
@@ -147,7 +147,7 @@ def test_group_is_told_from_the_name(group, names):
     assert {name: parameter_group(name) for name in names} == dict.fromkeys(names, group)
 
 
-def test_names_that_tell_nothing_go_by_the_first_component_that_differs():
+def test_names_that_say_nothing_go_by_their_differing_component():
     names = ("net.conv1.weight", "net.conv1.bias", "net.fc.weight", "net.bn1.gamma")
     assert group_parameters(dict.fromkeys(names, 1)) == {
         "norm": ["net.bn1.gamma"],
@@ -205,7 +205,7 @@ def test_weights_and_outputs_have_one_column_and_no_scale():
     assert bars(axes) == {-30: 50, -2: 50}
 
 
-def test_gradients_of_outputs_are_drawn_at_the_scale_at_which_they_were_measured(sweep):
+def test_gradients_of_outputs_are_drawn_at_their_measured_scale(sweep):
     layers = {"layers.0.attention": array_statistics([0.25, 0.0, 0.0, -8.0], reference=[1.0, 1.0, 0.0, -8.0])}
     weights = {NAMES[0]: array_statistics([1.0])}
     scales = ScaleRanges(64.0, 1.0, layers), ScaleRanges(128.0, 1.0, {"layers.0.attention": array_statistics([np.inf])})
@@ -229,7 +229,7 @@ def test_gradients_of_outputs_are_drawn_at_the_scale_at_which_they_were_measured
         draw_histograms(sweep, kind="activation_gradients")
 
 
-def test_several_sweeps_share_their_axes_and_a_row_that_one_lacks_says_so():
+def test_several_sweeps_share_their_axes():
     def sweep_of(**weights):
         statistics = {name: array_statistics(values) for name, values in weights.items()}
         return GradientRanges(statistics, ((ScaleRanges(8.0, 1.0, statistics),),)).to_dict()
@@ -246,7 +246,7 @@ def test_several_sweeps_share_their_axes_and_a_row_that_one_lacks_says_so():
     assert (values.sum(), edges[0], edges[-1]) == (100.0, -1.0, 2.0)
 
 
-def test_columns_of_several_sweeps_are_at_the_highest_scale_that_fits_each(sweep):
+def test_columns_of_sweeps_are_at_the_highest_fitting_scales(sweep):
     figure = draw_sweeps({"a": sweep, "b": sweep})
     titles = {axes.get_title("left") for axes in figure.axes} - {""}
     highest = GradientRanges.from_dict(sweep).fitting_scales[-1]

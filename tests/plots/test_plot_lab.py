@@ -21,7 +21,7 @@ def replays_on(trace, names=NAMES):
     return {name: replay(make_policy(name), trace) for name in names}
 
 
-def test_scales_and_ceiling_are_drawn_as_they_are_and_every_skipped_step_in_the_row_of_its_policy():
+def test_scales_ceiling_and_every_skipped_step_are_drawn():
     trace = synthetic_trace("sudden drop", 500, seed=1)
     replays = replays_on(trace)
     upper, lower = draw_replays(trace, replays).axes
@@ -140,7 +140,7 @@ def test_results_without_any_headroom_are_refused(skipped):
         draw_pareto_front(skipped, [math.nan for _ in skipped], ["a" for _ in skipped], "x")
 
 
-def test_what_the_gradients_show_has_a_line_where_it_is_not_the_ceiling():
+def test_what_the_gradients_show_has_its_own_line():
     trace = with_gradients(synthetic_trace("sudden drop", 300, seed=1), offset=3.0)
     upper = draw_replays(trace, replays_on(trace, ["guided"])).axes[0]
     assert points(upper, "shown")[1] == pytest.approx(trace.ceiling * 8.0)

@@ -75,7 +75,7 @@ def test_title_says_what_was_found(scales, skipped, finding):
     assert title(draw_one(record_of(scales, skipped))) == finding
 
 
-def test_lines_and_marks_are_those_of_the_record_on_axes_with_units(adaptive):
+def test_lines_and_marks_are_the_records_on_axes_with_units(adaptive):
     loss, scale, window = draw_one(adaptive).axes
     labels = tuple(axes.get_ylabel() for axes in (loss, scale, window))
     assert labels == ("loss, unscaled", "loss scale, log2", "scale window, steps")
@@ -123,12 +123,12 @@ def test_what_the_monitor_wrote_is_drawn(adaptive, tmp_path):
         assert np.isnan(y[x.index(201)])
 
 
-def test_skips_in_a_gap_are_not_counted_where_the_record_does_not_tell():
+def test_skips_in_a_gap_are_not_counted():
     record = [*record_of([8.0] * 11, [3]), {"missing_steps": 5, "first_step": 11, "last_step": 15}]
     assert title(draw_one(record)) == "1 of 10 recorded steps skipped; loss scale stayed at $2^{3}$"
 
 
-def test_a_record_with_gaps_is_told_alike_by_the_picture_and_by_the_analysis(tmp_path):
+def test_picture_and_analysis_agree_on_a_record_with_gaps(tmp_path):
     flags = [step % 16 == 0 for step in range(1, 701)]
     skipped = [step for step, flag in enumerate(flags, start=1) if flag]
     lines = record_of([2.0**16] * 701, skipped, skipped_steps=np.cumsum(flags).tolist())
@@ -256,7 +256,7 @@ def test_ceilings_that_gradients_show_are_drawn_above_the_scale():
 
 
 @pytest.mark.parametrize("gradients", [[None] * 4, [0.0] * 4, ["inf", 1.0, "nan", None], [NAN] * 4])
-def test_without_gradients_that_show_anything_the_picture_is_as_before(gradients):
+def test_picture_is_as_before_without_telling_gradients(gradients):
     figure, before = draw_one(guided_record(gradients)), draw_one(record_of(GUIDED_SCALES, [1, 2]))
     assert title(figure) == title(before)
     assert len(figure.axes) == 2
@@ -270,7 +270,7 @@ def test_one_tiny_gradient_does_not_squeeze_the_picture():
     assert points(scale, "ceiling")[1] == [scale.get_ylim()[1], 32.0]
 
 
-def test_the_run_that_was_read_from_its_record_has_the_ceilings_too():
+def test_run_read_from_its_record_has_the_ceilings_too():
     overflow = [True, True, False, False]
     gradients = np.array([math.inf, math.inf, 65504.0 / 32, 65504.0 / 64])
     figure = draw_one(run_of(GUIDED_SCALES[:4], overflow, largest_gradient=gradients))
@@ -327,7 +327,7 @@ def test_underflow_is_drawn_where_it_is_known(runs):
     assert title(figure) == f"Loss at the end: 2.00 (512), 3.00 (64); underflow at most 0 % (512), {most:.2g} % (64)"
 
 
-def test_subnormal_numbers_are_drawn_where_no_other_scale_was_measured(runs):
+def test_subnormal_numbers_are_drawn_at_a_single_scale(runs):
     figure = draw_runs(runs, {"64": gradients_at(64.0), "512": gradients_at(512.0, 512.0, 1024.0)})
     assert figure.axes[3].get_title("left") == "subnormal gradients, share of all gradients"
     assert all(share > 1 for share in points(figure.axes[3], "64")[1])
@@ -381,7 +381,7 @@ def test_the_ceiling_of_the_one_run_that_shows_it_is_shaded(runs):
     assert artists(draw_runs(both).axes[1], "ceiling") == []
 
 
-def test_two_runs_have_a_panel_with_the_difference_of_their_losses():
+def test_two_runs_have_a_panel_with_the_difference_of_losses():
     first = record_of([8.0] * 6)
     second = [{**line, "loss": line["loss"] + 0.5 * line["step"]} for line in first[1:]]
     second[1]["loss"] = None
@@ -408,13 +408,13 @@ def test_of_many_steps_the_difference_has_a_line_of_medians():
 
 
 @pytest.mark.parametrize("runs", [{"a": [1, 2], "b": [3, 4]}, {"a": [1], "b": [1], "c": [1]}])
-def test_without_a_step_of_both_or_with_a_third_run_there_is_no_difference(runs):
+def test_difference_needs_two_runs_with_common_steps(runs):
     line = {"loss": 1.0, "overflow": False, "loss_scale": 8.0, "next_loss_scale": 8.0}
     figure = draw_runs({name: [{**line, "step": step} for step in steps] for name, steps in runs.items()})
     assert len(figure.axes) == 2
 
 
-def test_norms_of_several_runs_lie_over_each_other_without_those_of_skipped_steps():
+def test_norms_of_several_runs_leave_out_skipped_steps():
     few = record_of([8.0] * 5, [2], gradient_norm=[0.5, NAN, 0.25, None])
     many = record_of([8.0] * 5, gradient_norm=[5.0, 4.0, 3.0, math.inf])
     figure = draw_runs({"1 device": few, "4 devices": many})
@@ -433,7 +433,7 @@ def test_a_run_whose_norm_nobody_knows_has_no_panel_for_it():
     assert labels == ["loss, unscaled", "loss scale, log2"]
 
 
-def test_a_scale_that_is_skipped_to_the_end_at_its_floor_has_collapsed_and_not_settled():
+def test_scale_skipped_to_the_end_at_its_floor_has_collapsed():
     scales = [2.0**exponent for exponent in range(6, 0, -1)] + [1.0] * 41
     finding = title(draw_one(record_of(scales, range(3, 47))))
     assert (

@@ -60,7 +60,7 @@ def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path)
     assert re.search(r"mindformers_adaptive \d+\.\d+", page)
 
 
-def test_runs_in_one_folder_share_no_gradients_and_a_broken_loss_is_counted(page_of, tmp_path):
+def test_runs_in_one_folder_share_no_gradients(page_of, tmp_path):
     record = [{**line, "loss": "nan" if line["step"] == 4 else 2.5} for line in RECORD[:5]]
     write(tmp_path / "run", record, GRADIENTS)
     other = tmp_path / "run" / "other.jsonl"
@@ -99,7 +99,7 @@ def test_names_of_rules_and_settings_are_text():
     assert page.count(html.escape(EVIL)) == 13
 
 
-def test_what_is_known_within_bounds_only_is_told_so_and_advice_may_have_no_settings():
+def test_bounds_are_told_as_bounds_and_advice_may_lack_settings():
     """A log whose first line stands for ten steps, and whose last twenty overflow at the smallest scale."""
     overflow = np.arange(40) >= 20
     lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
@@ -118,7 +118,7 @@ def test_the_title_of_a_picture_is_text():
     assert f"({html.escape(EVIL)} $1)" in page
 
 
-def test_powers_and_dollars_in_the_title_of_a_picture_are_written_for_html():
+def test_powers_and_dollars_in_a_title_are_written_for_html():
     def draw():
         figure = Figure()
         figure.suptitle(r"$2^{-3}$ to $2^{4.5}$ for \$1")

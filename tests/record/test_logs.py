@@ -196,7 +196,7 @@ def test_a_log_that_begins_late_does_not_count_old_skips(tmp_path):
     assert (run.skipped_bounds(10), run.skipped_bounds()) == ((0, 10), (1, 11))
 
 
-def test_overflows_after_the_last_number_leave_their_number_open(tmp_path):
+def test_overflows_after_the_last_number_leave_their_count_open(tmp_path):
     run = read(tmp_path, overflow_line(8, 4), progress_line(10, 1), overflow_line(4, 2), overflow_line(2, 1))
     assert (run.skipped_bounds(10), run.skipped_bounds()[0], run.is_numbered) == ((1, 1), 3, False)
     assert run.skipped_bounds()[1] > len(run)
@@ -258,7 +258,7 @@ def test_a_restart_supersedes_the_steps_of_the_earlier_attempt(tmp_path):
     assert "The run goes back 29 times in all." in run.notes
 
 
-def test_a_long_log_is_restarted_where_its_lines_were_already_put_away(tmp_path):
+def test_long_log_is_restarted_where_lines_were_put_away(tmp_path):
     lines = [record_line(step) for step in range(1, 10_001)]
     again = [record_line(step, step == 300, 4.0) for step in range(300, 310)]
     run = read(tmp_path, *lines, *again)
@@ -320,7 +320,7 @@ def test_a_log_may_end_anywhere_in_a_line(tmp_path, name):
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "no step here\n" * 3, '{"json": 1}\n'])
-def test_a_file_without_steps_is_refused_with_what_was_looked_for(tmp_path, content):
+def test_file_without_steps_is_refused_with_what_was_looked_for(tmp_path, content):
     with pytest.raises(ValueError, match=r"must have lines of steps, but in .*run\.log \(\d lines?\)") as error:
         read(tmp_path, content)
     assert all(f"{name}: " in str(error.value) for name in FORMATS)
@@ -397,7 +397,7 @@ def test_what_the_package_writes_is_read(tmp_path):
     assert run.loss[0] == np.inf
 
 
-def test_every_field_of_the_schema_has_a_meaning_and_most_reach_the_run(tmp_path):
+def test_every_field_of_the_schema_has_a_meaning(tmp_path):
     descriptions = field_descriptions()
     assert list(descriptions) == list(Step.__struct_fields__)
     assert all(descriptions.values())
@@ -463,7 +463,7 @@ def test_a_count_that_cannot_be_is_not_relied_on(tmp_path, counts, bounds):
     assert (len(run), run.skipped_bounds()) == (6, bounds)
 
 
-def test_a_record_that_begins_at_a_resume_and_one_that_ends_in_a_gap(tmp_path):
+def test_record_begins_at_a_resume_and_ends_in_a_gap(tmp_path):
     late = '{"missing_steps": 6, "first_step": 101, "last_step": 106}\n', record_line(107, skipped_steps=12)
     run = read(tmp_path, *late)
     # Nobody knows the count before them.

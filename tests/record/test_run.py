@@ -19,7 +19,7 @@ def exponents(ceiling):
     return np.log2(ceiling).round(6).tolist()
 
 
-def test_interpolated_ceilings_lie_between_the_rows_of_skipped_steps():
+def test_interpolated_ceilings_lie_between_skipped_steps():
     # Rows of skipped steps at places 0-1 (down from 16 to 8, then 4 is applied) and 6 (at 16, then 8).
     run = run_of([16, 8, 4, 4, 4, 4, 16, 8], "!!....!.")
     # log2: row one (3 + 2) / 2 = 2.5, row two (4 + 3) / 2 = 3.5; linear between places 1 and 6; then constant.
@@ -35,31 +35,31 @@ def test_interpolated_ceilings_are_moved_into_the_bounds():
     assert exponents(run_of([4, 8], ".!").to_trace().ceiling) == [2.5, 2.5]
 
 
-def test_without_skips_the_largest_applied_scale_is_assumed_and_nothing_bounds_from_above():
+def test_largest_applied_scale_is_assumed_without_skips():
     run = run_of([4, 8, 4], "...")
     assert exponents(run.to_trace().ceiling) == [3, 3, 3]
     assert run.to_trace("lower_bound").ceiling.tolist() == [4, 8, 4]
     assert np.isinf(run.to_trace("upper_bound").ceiling).all()
 
 
-def test_lower_bound_takes_the_applied_scale_and_for_skips_what_the_neighbours_bore():
+def test_lower_bound_takes_the_applied_scale_or_the_neighbours():
     run = run_of([4, 16, 8, 2, 16, 8], ".!!.!.")
     assert run.to_trace("lower_bound").ceiling.tolist() == [4, 2, 2, 2, 2, 8]
 
 
 @pytest.mark.parametrize("assume", ASSUMPTIONS)
-def test_a_scale_that_collapsed_to_zero_has_a_ceiling_below_every_float32(assume):
+def test_scale_of_zero_has_a_ceiling_below_every_float32(assume):
     trace = run_of([2.0**-148, 2.0**-149, 0, 0], "!!!!").to_trace(assume)
     assert (trace.ceiling[2:] < 2.0**-149).all()
 
 
-def test_upper_bound_is_just_below_what_the_neighbours_did_not_bear():
+def test_upper_bound_is_just_below_what_neighbours_did_not_bear():
     run = run_of([4, 16, 8, 2, 32, 8], ".!!.!.")
     expected = [np.nextafter(scale, 0) for scale in (16, 16, 8, 32, 32, 32)]
     assert run.to_trace("upper_bound").ceiling.tolist() == expected
 
 
-def test_bounds_come_only_from_steps_whose_place_and_scale_are_known():
+def test_bounds_come_from_steps_of_known_number_and_scale():
     run = run_of([16, 8, 4, np.nan], "!.!.", known=[True, True, False, True])
     trace = run.to_trace()
     assert trace.lower_bound.tolist() == [0, 8, 0, 0]
@@ -82,7 +82,7 @@ def test_the_trace_carries_what_the_run_recorded():
         max_size=60,
     )
 )
-def test_every_assumption_agrees_with_every_step_and_lower_is_below_upper(steps):
+def test_every_assumption_agrees_with_every_step(steps):
     exponent, overflow, known, gradients = zip(*steps, strict=True)
     flags = "".join("!" if over else "." for over in overflow)
     run = run_of([2.0**k for k in exponent], flags, known=known, largest_gradient=np.array(gradients))
@@ -116,7 +116,7 @@ def shown(exponents):
     return np.array([np.nan if exponent is None else 65504.0 / 2.0**exponent for exponent in exponents])
 
 
-def test_known_gradients_show_the_ceilings_and_the_rest_lies_between_them():
+def test_known_gradients_show_the_ceilings():
     run = run_of([4, 4, 4, 16, 4, 4], "...!..", largest_gradient=shown([5, None, 3, None, 4, 1]))
     # Place 1 lies between 5 and 3; the skip between 3 and 4, below its own scale; the last bore 2^2 all the same.
     assert run.assumptions[0] == "gradients"
@@ -124,7 +124,7 @@ def test_known_gradients_show_the_ceilings_and_the_rest_lies_between_them():
     assert exponents(run.to_trace("interpolated").ceiling) == [3] * 6
 
 
-def test_gradients_that_show_more_than_what_overflowed_are_lowered_by_it():
+def test_gradients_above_an_overflow_are_lowered():
     # Skipped at 2^4, twice, where the next steps show 2^7 and 2^8: 3.5 bits too much.
     gradients = shown([7, None, 7, 7, None, 8])
     trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()

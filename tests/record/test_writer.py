@@ -76,7 +76,7 @@ def test_steps_that_are_taken_again_are_replaced(path, run):
     assert [*map(read_record, saved)] == ([] if run else [entries(21, 27)])
 
 
-def test_steps_that_are_kept_aside_are_kept_whole_however_many_they_are(path):
+def test_steps_put_aside_are_whole_however_many(path):
     # More than is copied at once.
     later = [{"step": step, "note": "w" * 2**20} for step in (2, 3)]
     write(path, [{"step": 1}, *later])
@@ -85,7 +85,7 @@ def test_steps_that_are_kept_aside_are_kept_whole_however_many_they_are(path):
     assert [*map(read_record, beside(path))] == [later]
 
 
-def test_the_first_line_has_the_number_of_the_run_whatever_is_cut(path):
+def test_first_line_has_the_number_of_the_run_after_a_cut(path):
     write(path, [{"step": 3}], entries(4, 9), run=5)
     lines = path.read_text().splitlines()
     assert json.loads(lines[0]) == {"run": 5, **missing(1, 2)}
@@ -125,7 +125,7 @@ def test_a_resumed_run_says_which_steps_the_record_had_not_seen(path):
 
 
 @pytest.mark.parametrize(("last_step", "known"), [(3, 2), (2, 1), (4, None), (0, None)])
-def test_the_skipped_steps_are_those_of_the_step_that_a_run_is_resumed_from(path, last_step, known):
+def test_skipped_steps_count_from_the_resumed_step(path, last_step, known):
     # Of later steps than those in the record nobody has counted the skipped ones.
     write(path, [{"step": step, "skipped_steps": step - 1} for step in (1, 2, 3)])
     record = RunRecord(path)
@@ -163,7 +163,7 @@ def test_the_record_of_an_earlier_run_is_renamed(path, run):
         assert (read_record(path), read_record(earlier)) == (entries(1, 2), entries(1, 6))
 
 
-def test_a_line_that_could_neither_be_finished_nor_removed_is_passed_over(path, monkeypatch):
+def test_line_that_was_torn_for_good_is_passed_over(path, monkeypatch):
     lines = [{**line, "loss_scale": 8.0} for line in entries(1, 5)]
     write(path, lines[:2])
     record, real_write = RunRecord(path), os.write
@@ -356,7 +356,7 @@ def test_another_process_takes_another_file_and_says_so(path):
     assert [*map(read_record, [path, *beside(path)])] == [[{"step": 1}]] * 3
 
 
-def test_of_two_runs_from_one_checkpoint_each_goes_on_in_its_own_record(path):
+def test_two_runs_from_one_checkpoint_have_a_record_each(path):
     write(path, entries(1, 5), run=5)
     with holder(path, last_step=5, run=5) as first:
         second = RunRecord(path)
@@ -396,7 +396,7 @@ def test_a_lock_that_was_let_go_leaves_no_file(path):
     assert record.path.name != "record.jsonl"
 
 
-def test_a_lock_whose_file_another_run_deletes_meanwhile_is_taken_on_a_new_one(path, monkeypatch):
+def test_lock_whose_file_was_deleted_is_taken_on_a_new_one(path, monkeypatch):
     hidden, flock = path.with_name(".record.jsonl.lock"), fcntl.flock
 
     def lock_after_release_of_another(file, how):
@@ -418,7 +418,7 @@ def test_a_record_without_references_lets_its_lock_go(path):
         assert other.name == "record.jsonl"
 
 
-def test_a_process_that_was_forked_does_not_take_the_lock_with_it(path):
+def test_forked_process_does_not_take_the_lock_with_it(path):
     record = RunRecord(path)
     record.resume(0)
     child = os.fork()

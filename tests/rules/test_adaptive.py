@@ -54,13 +54,13 @@ def test_scale_and_window_follow_the_rule(events, expected):
         ("!!..!", 1024, 1),
     ],
 )
-def test_hysteresis_budget_is_spent_by_overflows_and_refilled_by_a_raise_only(events, scale, budget):
+def test_overflows_spend_the_hysteresis_and_raises_refill_it(events, scale, budget):
     rule = AdaptiveRule(**LADDER_2_3_4, hysteresis=2)
     state = replay(rule, rule.start(1024.0), events)
     assert (state.loss_scale, state.hysteresis_budget) == (scale, budget)
 
 
-def test_three_drops_from_the_smallest_window_lead_to_the_hidden_one_only_if_asked_for():
+def test_three_drops_lead_to_window_1_only_if_asked_for():
     for shrink, expected in ((False, (2, 0, 3)), (True, (1, -1, 0))):
         rule = AdaptiveRule(**LADDER_2_3_4, shrink_from_min_window=shrink)
         state = replay(rule, rule.start(1024.0), "!!!")
@@ -125,7 +125,7 @@ def test_bad_arguments_are_refused(arguments, error, message):
         AdaptiveRule(**arguments)
 
 
-def test_initial_window_off_the_ladder_warns_and_starts_at_the_smallest():
+def test_initial_window_off_the_ladder_warns():
     with pytest.warns(UserWarning, match=r"'scale_window' must be one of the ladder \(20, 30.* but got 25: .* 20"):
         state = AdaptiveRule().start(1024.0, scale_window=25)
     assert (state.scale_window, state.window_index) == (20, 0)

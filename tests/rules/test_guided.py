@@ -102,7 +102,7 @@ def test_what_is_no_positive_number_of_a_device_shows_nothing(value):
 
 
 @given(value=st.floats(min_value=2.0**-126, width=32, allow_infinity=False), name=st.sampled_from([*FORMATS]))
-def test_shown_is_the_largest_scale_without_overflow_as_a_device_counts_it(value, name):
+def test_shown_is_the_largest_scale_as_a_device_counts_it(value, name):
     largest = FORMATS[name].largest
     known, exponent = safe_exponents(value, largest)
     assert known
@@ -140,7 +140,7 @@ def test_every_overflow_drops_ten_bits(overflows, expected):
     assert (state.skipped_steps, state.consecutive_overflows, state.first_exponent) == (overflows, overflows, 32)
 
 
-def test_scale_comes_to_rest_at_a_ceiling_that_does_not_move_and_stays_below_one_that_does():
+def test_scale_rests_at_a_fixed_ceiling_and_below_a_moving_one():
     assert bits_of(settled()) == 18
     noise = np.random.default_rng(0).normal(18.5, 0.5, 4000)
     state, overflow = train(GuidedRule(), GuidedRule().start(2.0**10), noise)
@@ -180,7 +180,7 @@ def limited():
     return run(RULE, settled(), ["!", 18, "!", 18])
 
 
-def test_two_unexplained_overflows_close_together_set_a_limit_with_an_anchor():
+def test_two_unexplained_overflows_set_a_limit_with_an_anchor():
     state = limited()
     assert (bits_of(state), state.limit, state.trial) == (17, state.base + 1 - 17, ANCHORED)
     assert (state.scale_window, state.clean_steps) == (50, 0)
@@ -191,7 +191,7 @@ def test_two_unexplained_overflows_close_together_set_a_limit_with_an_anchor():
     assert (bits_of(row), row.limit) == (15, row.base + 1 - 15)
 
 
-def test_a_trial_that_fails_makes_the_window_32_times_larger_and_leaves_the_anchor():
+def test_failed_trial_makes_the_window_32_times_larger():
     state = limited()
     for _ in range(3):
         state = run(RULE, state, [18] * (state.scale_window - state.clean_steps))
@@ -205,7 +205,7 @@ def test_a_trial_that_fails_makes_the_window_32_times_larger_and_leaves_the_anch
     assert run(RULE, state, ["!", 18]).trial == ANCHORED
 
 
-def test_a_limit_moves_with_base_but_one_with_an_anchor_stays_where_it_is():
+def test_limit_moves_with_base_unless_it_has_an_anchor():
     anchored = limited()
     moving = run(RULE, anchored, ["!", 18])
     for state, follows in ((anchored, 0), (moving, 1)):
@@ -217,7 +217,7 @@ def test_a_limit_moves_with_base_but_one_with_an_anchor_stays_where_it_is():
     assert bits_of(after) >= bits_of(anchored) + 2
 
 
-def test_a_higher_limit_that_holds_and_gradients_of_another_regime_take_the_anchor_away():
+def test_higher_limit_that_holds_takes_the_anchor_away():
     trial = run(RULE, limited(), [18] * 50)
     assert run(RULE, trial, [18] * 49).trial == ANCHORED_TRIAL
     assert run(RULE, trial, [18] * 50).trial == TRIAL
@@ -234,7 +234,7 @@ def test_it_learns_that_gradients_show_too_little():
 
 
 @pytest.mark.parametrize("nothing", [None, 0.0, math.nan, math.inf, -math.inf, 1e-40])
-def test_a_step_that_shows_nothing_counts_as_clean_and_nothing_else(nothing):
+def test_step_that_shows_nothing_counts_as_clean(nothing):
     for before in (settled(), limited()):
         after = RULE.step(before, False, nothing)
         assert after == before._replace(clean_steps=before.clean_steps + 1)
@@ -312,7 +312,7 @@ def test_bad_arguments_are_refused(arguments, error, message):
 
 
 @pytest.mark.parametrize(("value", "expected"), [(1000.0, 512.0), (3.5, 4.0), (5.0, 4.0)])
-def test_an_initial_scale_between_powers_of_two_is_moved_with_a_warning(value, expected):
+def test_initial_scale_between_powers_of_two_warns(value, expected):
     rule = GuidedRule(min_loss_scale=3.0)
     with pytest.warns(
         UserWarning, match=rf"must be a power of two here, but got {value}: training starts at {expected}"

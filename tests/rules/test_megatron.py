@@ -107,7 +107,7 @@ SCALER = {"scale": 65536.0, "growth_tracker": 12, "hysteresis_tracker": 1}
 
 
 @pytest.mark.parametrize("state", [SCALER, {"grad_scaler": SCALER}, {"optimizer": {}, "grad_scaler": SCALER}])
-def test_the_state_of_a_scaler_is_left_out_with_a_warning_where_there_is_none(state):
+def test_scalers_state_is_left_out_with_a_warning_where_missing(state):
     cell = NoLossScaleUpdateCell()
     with pytest.warns(UserWarning, match="state of a gradient scaler, but NoLossScaleUpdateCell scales nothing"):
         cell.load_state_dict(state)
@@ -147,7 +147,7 @@ def test_bad_argument_is_named(arguments, message):
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
-def test_cell_goes_on_from_the_state_of_megatron_and_leaves_one_that_megatron_can_load(graph_mode, hysteresis):
+def test_cell_goes_on_from_megatron_and_back(graph_mode, hysteresis):
     overflows = np.random.default_rng(3).random(100) < 0.25
     cell = cell_from(f"--fp16 --loss-scale-window 4 --hysteresis {hysteresis}")
     loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
@@ -195,7 +195,7 @@ def test_a_tracker_below_zero_is_a_spent_budget(graph_mode):
     assert list(path_of(cell, [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW])) == [32.0, 64.0, 64.0, 32.0]
 
 
-def test_the_state_of_megatrons_optimizer_is_taken_too_and_without_a_scaler_warned_of():
+def test_megatrons_optimizer_state_is_taken_too():
     state = {"scale": 256.0, "growth_tracker": 12, "hysteresis_tracker": 1}
     cell = cell_from("--fp16")
     with pytest.warns(UserWarning, match="has no 'grad_scaler': the loss scaling stays as it is"):

@@ -439,7 +439,7 @@ class Crossed(Nested):
 
 
 @pytest.mark.parametrize("rule", [Nested(), Crossed()], ids=["falls back to another", "in another order"])
-def test_elements_are_picked_by_one_flag_each_for_its_own_result(graph_mode, rule):
+def test_elements_are_picked_by_one_flag_each(graph_mode, rule):
     owned, state = Owned(RuleLossScaleUpdateCell(1.0, rule)), rule.start(1.0)
     for overflow in (False, True, False):
         owned.step(overflow)

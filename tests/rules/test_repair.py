@@ -50,7 +50,7 @@ def test_a_good_state_is_left_as_it_is():
         ((1000, 1), 1, 0, (1, 0)),
     ],
 )
-def test_a_window_keeps_its_size_or_the_nearest_and_takes_the_index_of_the_new_ladder(bounds, window, index, expected):
+def test_window_keeps_its_size_or_takes_the_nearest(bounds, window, index, expected):
     repaired, problems = repair(
         AdaptiveRule(max_scale_window=bounds[0], min_scale_window=bounds[1]),
         {**GOOD, "scale_window": window, "window_index": index},
@@ -140,7 +140,7 @@ def test_a_state_that_the_guided_rule_cannot_have_starts_afresh(damage):
         (1000.0, {"scale_window": (500, 64), "weight": (0.001, 1 / 3)}),
     ],
 )
-def test_another_exchange_rate_keeps_the_guided_record_and_is_named(exchange_rate, changes):
+def test_other_exchange_rate_keeps_the_guided_record(exchange_rate, changes):
     before, state = GuidedRule(), GuidedRule().start(SCALE)
     for _ in range(2000):
         state = before.step(state, False, 2.0**-3)
@@ -168,7 +168,7 @@ def test_another_exchange_rate_keeps_the_guided_record_and_is_named(exchange_rat
         (None, None),
     ],
 )
-def test_a_checkpoint_without_all_of_the_guided_state_starts_it_afresh(restored, message):
+def test_checkpoint_without_all_guided_state_starts_it_afresh(restored, message):
     values = guided_values()
     repaired, problems = repair(GUIDED, values, SCALE, restored)
     assert [bool(re.search(message, problem)) for problem in problems] == ([True] if message else [])
@@ -218,7 +218,7 @@ RULES = [GUIDED] + [
 
 @pytest.mark.parametrize("rule", RULES)
 @given(data=st.data())
-def test_whatever_was_restored_the_rule_can_go_on_and_a_second_look_finds_nothing(rule, data):
+def test_rule_goes_on_from_any_restored_state(rule, data):
     values = to_values(rule, rule.start(SCALE), 0) | {"largest_gradient": 0.5}
     repaired, _ = repair(rule, {name: data.draw(anything_like(value)) for name, value in values.items()}, SCALE)
     assert repair(rule, repaired, SCALE) == (repaired, [])
@@ -241,6 +241,6 @@ def test_whatever_was_restored_the_rule_can_go_on_and_a_second_look_finds_nothin
         (GuidedRule(max_loss_scale=512.0), 1024.0, 512.0, "is not between 'min_loss_scale' and 'max_loss_scale'"),
     ],
 )
-def test_a_restored_scale_is_moved_within_the_bounds_with_a_warning(rule, restored, expected, message, recwarn):
+def test_restored_scale_moves_within_the_bounds_with_a_warning(rule, restored, expected, message, recwarn):
     assert repair_loss_scale(rule, restored, "scale_sense") == expected
     assert [message in str(warning.message) for warning in recwarn] == ([True] if message else [])

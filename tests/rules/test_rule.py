@@ -94,7 +94,7 @@ def to_the_ends(self, state, seen):
     return state.replace(loss_scale=state.loss_scale * where(seen.overflow, 1e-30, 1e30))
 
 
-def test_scale_is_moved_to_the_nearer_bound_and_nan_leaves_it_as_it_is():
+def test_scale_moves_to_the_nearer_bound_and_nan_stays():
     rule = rule_of(to_the_ends, min_loss_scale=4.0, max_loss_scale=2.0**20)
     assert scales(rule, [False, True, False]) == [2.0**20, 4.0, 2.0**20]
     for divisor in (0.0, math.inf - 0.0):
@@ -167,13 +167,13 @@ MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bit
         ({"state": {"ﬁne": int32}}, "has 'ﬁne' in its state, which Python spells in another way. Rename it"),
     ],
 )
-def test_a_description_that_cannot_be_is_refused_when_the_rule_is_made(attributes, said):
+def test_impossible_description_of_a_rule_is_refused(attributes, said):
     with pytest.raises(ValueError, match=rf"^The rule 'own' of .*Own (has|must have)? ?{said}"):
         type("Own", (Rule,), {"name": "own", "next_state": halved, **attributes})()
 
 
 @pytest.mark.parametrize("attribute", MADE)
-def test_an_attribute_called_like_something_of_every_rule_is_refused(attribute):
+def test_attribute_named_like_the_rules_own_is_refused(attribute):
     class Own(Rule):
         name, next_state = "own", halved
 
@@ -282,7 +282,7 @@ class Further(Bounded):
         return super().lowered(scale) / 2
 
 
-def test_arguments_are_those_of_all_constructors_and_methods_those_of_the_class():
+def test_arguments_and_methods_of_a_page_are_the_classs():
     rule = Further(window=3, factor=4, min_loss_scale=2.0, gradient_format="bfloat16")
     assert list(rule.arguments) == ["window", "factor", "min_loss_scale", "max_loss_scale", "gradient_format"]
     assert (rule.arguments["factor"], rule.min_loss_scale, rule.gradient_format.name) == (4, 2.0, "bfloat16")
@@ -344,11 +344,11 @@ def by_loops(self, state, seen):
         ),
     ],
 )
-def test_step_is_any_function_of_python_that_computes_with_values(next_state):
+def test_step_is_any_function_that_computes_with_values(next_state):
     assert scales(rule_of(next_state)) == HALVED
 
 
-def test_a_pick_between_equal_numbers_by_a_vector_of_flags_is_a_vector():
+def test_pick_between_equal_numbers_by_a_vector_is_a_vector():
     def step(self, state, seen):
         return state.replace(x=where(state.x < 1, state.loss_scale, state.loss_scale))
 
@@ -759,7 +759,7 @@ def drawn_together(self, state, seen):
     return state.replace(vector=where(seen.overflow, together, state.vector), first=state.vector[0])
 
 
-def test_what_only_an_overflow_changes_leaves_a_value_that_is_handed_on():
+def test_overflow_change_leaves_a_value_that_is_handed_on():
     states = run(Watching(max_scale_window=3, min_scale_window=3))
     assert [state.clean for state in states] == [1, 2, 3, 1, 2, 1, 1, 2]
     states = run(rule_of(drawn_together, state={"vector": float32[2], "first": float32}, first={"vector": [1, 3]}))
@@ -767,7 +767,7 @@ def test_what_only_an_overflow_changes_leaves_a_value_that_is_handed_on():
     assert [state.first for state in states] == [1, *(state.vector[0] for state in states[:-1])]
 
 
-def test_constants_that_the_compiler_multiplies_leave_a_value_that_is_handed_on(graph_mode):
+def test_constants_of_the_compiler_leave_a_value_handed_on(graph_mode):
     # Each product of constants is 1 in 32 bits.
     before = (lambda a: a * -1 * -1, lambda a: a * 3 * -1431655765, lambda a: 65537 * (-65535 * a))
     state = {"a": int32} | {f"before_{n}": int32 for n in range(len(before))}
@@ -821,7 +821,7 @@ class FarAdaptive(AdaptiveRule):
 
 
 @pytest.mark.parametrize(("rule_class", "arguments"), [(FarGuided, {}), (FarAdaptive, {"hysteresis": 2})])
-def test_a_rule_made_from_one_of_this_package_stays_within_its_bounds(graph_mode, rule_class, arguments):
+def test_rule_made_from_ours_stays_within_its_bounds(graph_mode, rule_class, arguments):
     rule = rule_class(min_loss_scale=4.0, max_loss_scale=2.0**20, **arguments)
     states = assert_cell_equals(rule, steps=8, gradients=[1.0, 1e-3])
     assert {state.loss_scale for state in states} == {4.0, 2.0**20}
@@ -841,12 +841,12 @@ class SpendsMore(AdaptiveRule):
         return after.replace(hysteresis_budget=budget, loss_scale=where(low, after.loss_scale / 2, after.loss_scale))
 
 
-def test_a_rule_made_from_the_adaptive_one_may_change_each_part_of_the_state(graph_mode):
+def test_rule_made_from_the_adaptive_one_may_change_each_part(graph_mode):
     states = assert_cell_equals(SpendsMore(), steps=8)
     assert {state.hysteresis_budget for state in states} == {0, 1, 2, 3}
 
 
-def test_raises_without_an_upper_bound_end_at_the_largest_float32(mode):
+def test_raises_without_a_bound_end_at_the_largest_float32(mode):
     def rising(self, state, seen):
         wanted = state.loss_scale * where(seen.overflow, 0.5, 1e20)
         return state.replace(loss_scale=wanted, capped=minimum(wanted, LARGEST_FLOAT32), floor=maximum(-wanted, -3e38))
@@ -870,7 +870,7 @@ def test_counts_are_weighed_in_float32(graph_mode):
     assert len({state.wait for state in states}) > 50
 
 
-def test_constants_with_each_other_are_pythons_numbers_and_with_values_float32(graph_mode):
+def test_constants_are_pythons_numbers_and_with_values_float32(graph_mode):
     def averaged(self, state, seen):
         mean = state.mean * DECAY + state.loss_scale * (ONE - DECAY)
         return state.replace(mean=mean, loss_scale=where(seen.overflow, mean / 3, mean * 1.1))

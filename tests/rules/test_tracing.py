@@ -353,7 +353,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("problem", "remedy", "statement"), CASES)
-def test_what_a_step_must_not_have_is_refused_with_its_line_and_what_to_write(tmp_path, problem, remedy, statement):
+def test_forbidden_parts_of_a_step_are_refused_with_their_line(tmp_path, problem, remedy, statement):
     message, file, line = refusal(tmp_path, statement)
     line = SIGNATURE if problem.startswith(OF_THE_STEP) or statement.endswith("return KEPT[0]") else line
     assert_says(message, problem, remedy, f", in line {line} of {file}")
@@ -521,7 +521,7 @@ def described(**names):
         ({"__init__": lambda self, **bounds: None}, r"super\(\).__init__\("),
     ],
 )
-def test_a_description_that_is_wrong_is_refused_when_the_rule_is_made(names, message):
+def test_wrong_description_is_refused_when_the_rule_is_made(names, message):
     with pytest.raises(ValueError, match=message) as refused:
         described(**names)
     assert f"rule {names.get('name', 'own')!r}" in str(refused.value)
@@ -545,7 +545,7 @@ def test_names_that_mean_something_in_checkpoints_are_refused(name, fields):
 @pytest.mark.parametrize(
     "name", ["loss_scale_value", "init_loss_scale", "scale_value", "rule", "type", "needs_gradients"]
 )
-def test_an_argument_called_like_one_of_a_cell_or_of_a_yaml_section_is_refused(name):
+def test_argument_named_like_a_cells_or_a_sections_is_refused(name):
     of_constructor = {}
     exec(f"def __init__(self, {name}=3):\n    Rule.__init__(self)\n", {"Rule": Rule}, of_constructor)
     with pytest.raises(ValueError, match=f"has an argument '{name}', a name that is taken. Choose another one"):
@@ -574,7 +574,7 @@ def test_a_step_of_too_many_operations_is_refused():
 
 
 @pytest.mark.parametrize("name", ["select", "phase", "scale_factor", "inputs", "step_function", "rule", "training"])
-def test_a_field_called_like_an_attribute_of_the_cell_is_refused_when_the_cell_is_made(name):
+def test_field_named_like_the_cells_attribute_is_refused(name):
     rule = described(state={name: float32})
     assert rule.step(rule.start(2.0), False)[1] == 0.0
     with pytest.raises(ValueError, match=f"rule 'own' must not be called '{name}'.*Choose another name"):
@@ -644,7 +644,7 @@ STATES = f"""
 """
 
 
-def test_statements_that_nobody_chose_are_right_where_they_are_accepted(graph_mode, tmp_path):
+def test_random_statements_are_right_where_they_are_accepted(graph_mode, tmp_path):
     head = re.sub(r"\n    state = .*\n", STATES, HEAD)
     lines = "".join(f"            {line},\n" for line in ACCEPTED)
     after = "vec=stack([v[1] + 1, v[2] * 0.5, v[0] + float32(n)])"

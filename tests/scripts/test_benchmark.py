@@ -40,7 +40,7 @@ def test_times_are_compared_within_a_round():
     assert time_above(taken, "other", "base")[0] == pytest.approx(1.5)
 
 
-def test_error_is_that_of_the_differences_between_copies_of_a_way():
+def test_error_comes_from_differences_between_copies_of_a_way():
     taken = rounds(base=(100.0, 100.0), other=(110.0, 100.0 / 1.1))
     assert ratio(typical_times(taken), "other", "base") == (pytest.approx(1.0), pytest.approx(math.log(1.1)))
     assert spread_percent(taken) == pytest.approx(100 * math.log(1.1))

@@ -23,7 +23,7 @@ def test_a_step_that_does_not_follow_the_rule_is_reported(graph_mode, monkeypatc
     assert re.match(r"AssertionError: step \d+: overflow True and loss scale .*, but the rule says False and ", said)
 
 
-def test_what_is_compiled_are_the_small_cases_that_one_process_can_compile(graph_mode):
+def test_small_cases_that_one_process_can_compile_are_compiled(graph_mode):
     checks = dict(check_on_ascend.compile_checks())
     assert {"cell/adaptive", "step/910B/guided", "mf_step/guided", "scaler/guided"} <= set(checks)
     assert not [

@@ -121,7 +121,7 @@ def assert_learns_by_the_adaptive_rule(rows, share):
     assert mean_of_applied(rows[-5:]) < share * rows[0][0]
 
 
-def test_all_weights_are_fine_tuned_with_a_masked_loss_after_a_pre_training(run_forked):
+def test_all_weights_are_fine_tuned_with_a_masked_loss(run_forked):
     pre_training, fine_tuning = rows_of_trainings(run_forked(EXAMPLES / "fine_tuning.py").stdout)
     assert_learns_by_the_adaptive_rule(pre_training, 0.5)
     assert_learns_by_the_adaptive_rule(fine_tuning, 0.5)
@@ -130,7 +130,7 @@ def test_all_weights_are_fine_tuned_with_a_masked_loss_after_a_pre_training(run_
     assert fine_tuning[0][2] == 2**24
 
 
-def test_preferences_are_learned_by_the_demos_llama_with_the_guided_rule(run_forked):
+def test_preferences_are_learned_with_the_guided_rule(run_forked):
     printed = run_forked(EXAMPLES / "preferences.py", "--rule", "guided", "--layers", 1).stdout
     [rows] = rows_of_trainings(printed)
     assert len(rows) == 16

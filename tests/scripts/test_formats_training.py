@@ -15,7 +15,7 @@ FOUND = [rule.format(script.FOUND_START) for rule in (script.ADAPTIVE, script.GU
 
 
 @pytest.mark.parametrize("name", script.FORMATS)
-def test_without_scaling_nothing_is_learned_and_both_rules_are_as_good_as_the_best_scale(name):
+def test_both_rules_are_as_good_as_the_best_scale(name):
     task = figure("formats")["tasks"]["damped"]
     runs = task["formats"][name]["runs"]
 
@@ -51,7 +51,7 @@ def worse(key, method):
     return {name for name, (middle, half) in less.items() if middle < -half}
 
 
-def test_the_formats_in_which_each_task_needs_scaling_are_those_of_the_page():
+def test_formats_that_need_scaling_are_on_the_page():
     assert {key: worse(key, script.UNSCALED) for key in figure("formats")["tasks"]} == WORSE_WITHOUT_SCALING
 
 
@@ -67,7 +67,7 @@ def test_what_is_worse_with_scaling_is_as_the_page_says():
     }
 
 
-def test_with_a_moving_ceiling_a_fixed_scale_that_is_good_in_fp8_overflows_in_every_sixth_step():
+def test_good_fixed_scale_in_fp8_overflows_in_every_sixth_step():
     task = figure("formats")["tasks"]["moving"]
     runs = {name: of_format["runs"] for name, of_format in task["formats"].items()}
     fixed = {method: script.mean_quality(of_method) for method, of_method in runs[FP8].items() if method[:2] == "2^"}
@@ -77,7 +77,7 @@ def test_with_a_moving_ceiling_a_fixed_scale_that_is_good_in_fp8_overflows_in_ev
         assert {run["skipped_early"] + run["skipped_later"] for run in runs[name][method]} == {skipped}
 
 
-def test_from_the_found_scale_at_most_one_of_100_steps_is_skipped_but_by_lora_in_fp16():
+def test_at_most_1_of_100_steps_is_skipped_from_the_found_scale():
     most = {
         (key, name, method): max(run["skipped_early"] for run in of_format["runs"][method])
         for key, task in figure("formats")["tasks"].items()
@@ -111,7 +111,7 @@ def test_the_best_scale_is_the_best_of_the_other_seeds():
     np.testing.assert_array_equal(script.less_best_fixed(losses, runs, "rule"), [6.0, 0.0, -0.5])
 
 
-def test_the_verdict_says_what_find_says_and_what_the_results_show():
+def test_verdict_says_what_find_says_and_what_results_show():
     founds = [{"needs_scaling": True, "lost": 1.0}, {"needs_scaling": False, "lost": 0.105}]
     worse = script.verdict(founds, np.array([-0.5, -0.51]))
     assert worse == ("10 to 100 %", "yes (1); no (1)", "yes")

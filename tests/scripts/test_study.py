@@ -93,7 +93,7 @@ def test_page_says_what_its_data_say():
     assert all(float(row[column]) < 1 for row in shown["guided"][1:] for column in (3, 7))
 
 
-def test_most_skips_of_the_adaptive_rule_are_failed_raises_below_a_window_of_500():
+def test_most_adaptive_skips_are_raises_below_a_window_of_500():
     for kind in KINDS:
         run = replay(make_policy("adaptive"), synthetic_trace(kind, 10_000, seed=0))
         skipped = np.flatnonzero(run.overflow)
@@ -131,7 +131,7 @@ def test_figures_of_the_guided_study_are_those_of_direct_calls(guided):
     assert row[6].startswith(f"{best}: ")
 
 
-def test_means_are_against_the_window_that_is_best_for_all_kinds(guided):
+def test_means_are_against_the_best_window_of_all_kinds(guided):
     by_kind = [row for row in study.guided_rows(guided) if row[0] == "hidden by 3 bits"]
     [row] = [row for row in study.guided_means(guided) if row[0] == "hidden by 3 bits"]
     assert [row[1] for row in by_kind] == list(KINDS)
@@ -153,7 +153,7 @@ def in_format(trace, number_format):
 
 
 @pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn", "hifloat8"])
-def test_the_guided_rule_costs_no_more_of_its_best_window_in_an_8_bit_format(guided_in_float16, name):
+def test_guided_rule_costs_no_more_than_the_best_8_bit_window(guided_in_float16, name):
     number_format = FORMATS[name]
     traces = {
         key: [in_format(with_gradients(trace, gradient_format=number_format), number_format) for trace in each]
@@ -196,7 +196,7 @@ def test_regimes_are_left_and_entered_as_one_replay_does():
     assert rows[1] == ["at once", "one", "3", "not in time", "1.2", "2"]
 
 
-def test_guided_scale_is_back_soon_after_regimes_and_few_steps_are_lost_to_enter_one():
+def test_guided_scale_is_back_soon_after_regimes():
     row = figure("study")["regimes"]["either way"]["guided, 1 a bit"]
     (median, tail), (mean, most) = row["recovery"], row["skips"]
     assert median <= 15

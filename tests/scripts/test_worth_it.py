@@ -44,7 +44,7 @@ def run_of_seed_0(trainings):
     return functools.cache(lambda name: trainings.run(METHOD[name], seed=0))
 
 
-def test_without_scaling_the_damped_output_is_not_learned_and_with_it_as_in_fp32(trainings, run_of_seed_0):
+def test_damped_output_is_learned_only_with_scaling(trainings, run_of_seed_0):
     runs = {name: run_of_seed_0(name) for name in (FP32, OURS, GUIDED)}
     scale_1 = trainings.run(fixed(1.0), seed=0)
     assert scale_1["skipped"] == []
@@ -106,7 +106,7 @@ def test_interval_is_that_of_a_paired_t_test():
     assert low > 0
 
 
-def test_a_method_is_better_only_where_the_interval_does_not_reach_0():
+def test_method_is_better_only_where_the_interval_excludes_0():
     assert [worth.winner(difference, "a", "b", True) for difference in ((0.2, 0.1), (-0.2, 0.1), (0.1, 0.2))] == [
         "a",
         "b",
@@ -176,7 +176,7 @@ def test_moving_ceiling_is_followed():
     assert mean(GUIDED, "quality") - mean(FP32, "quality") > -0.011
 
 
-def test_digits_are_learned_and_the_held_out_ones_are_the_same_for_all_seeds(trainings):
+def test_digits_are_learned_and_held_out_ones_are_the_same(trainings):
     task = Digits()
     data, other = task.data(0), task.data(1)
     assert [tensor.shape for tensor in data.batch(0)] == [(32, 1, 8, 8), (32,)]
@@ -201,6 +201,6 @@ def test_quick_run_prints_tables_and_draws(run_forked, tmp_path):
     assert (tmp_path / "worth.svg").read_text().startswith("<?xml")
 
 
-def test_file_that_cannot_be_written_is_refused_before_anything_is_trained(run_forked):
+def test_unwritable_file_is_refused_before_training(run_forked):
     finished = run_forked(ROOT / "scripts" / "studies" / "worth_it.py", "--json", "missing/a.json", expect_exit=2)
     assert "there is no folder 'missing'" in finished.stderr

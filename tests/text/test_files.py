@@ -8,7 +8,7 @@ import pytest
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
 
 
-def test_what_was_written_is_on_the_disk_before_it_replaces_a_file(tmp_path, monkeypatch):
+def test_written_data_is_on_the_disk_before_it_replaces_a_file(tmp_path, monkeypatch):
     target, done = tmp_path / "report.txt", []
     target.write_text("before")
     sync, replace = os.fsync, os.replace
@@ -36,7 +36,7 @@ def write_half(target, error):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_what_fails_halfway_leaves_the_file_as_it_was_and_no_other(tmp_path, error):
+def test_failure_halfway_leaves_the_file_as_it_was(tmp_path, error):
     target = tmp_path / "report.txt"
     target.write_text("before")
     with pytest.raises(error):
@@ -63,7 +63,7 @@ def test_a_place_that_takes_no_file_is_named(tmp_path, name, why):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_where_a_folder_is_needed_is_an_error_that_names_the_output(tmp_path):
+def test_file_where_a_folder_is_needed_is_an_error(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(FileExistsError, match=r"must be in a folder, but that cannot be made: File exists.*run/a\.png"):
         make_folder_of(tmp_path / "run" / "a.png")
