@@ -163,11 +163,11 @@ SAID = {
     ),
     "LoRA needs scaling in FP8 only": (
         lambda: worse_without_scaling("lora") == {FP8},
-        [("formats", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放")],
+        [("format_study", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放")],
     ),
     "the digits need no scaling": (
         lambda: worse_without_scaling("digits") == set(),
-        [("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放")],
+        [("format_study", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放")],
     ),
     "FP16 without scaling is as FP32 where nothing is lost": (
         lambda: tasks_by_winner(UNSCALED, "FP32")["-"] == NEEDS_NONE,
@@ -183,7 +183,7 @@ SAID = {
                 "gradient-guided scaling.",
                 "跳过的步代价很大或上限变动很大时",
             )
-            for page in ("README", "choose", "rule")
+            for page in ("README", "choose", "guided")
         ],
     ),
 }

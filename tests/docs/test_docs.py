@@ -93,10 +93,12 @@ def test_lines_of_the_table_are_python_with_names_that_exist():
         ast.parse(line)
 
 
-@pytest.mark.parametrize(("number", "cell"), [(0, AdaptiveLossScaleUpdateCell), (1, GradientGuidedLossScaleUpdateCell)])
-def test_arguments_on_the_page_of_the_rules_are_the_cells(number, cell):
+@pytest.mark.parametrize(
+    ("page", "cell"), [("rule", AdaptiveLossScaleUpdateCell), ("guided", GradientGuidedLossScaleUpdateCell)]
+)
+def test_arguments_on_the_page_of_a_rule_are_its_cells(page, cell):
     parameters = inspect.signature(cell).parameters
-    rows = [rows[2:] for rows in tables(DOCS / "rule.md") if "`loss_scale_value`" in rows[2][0]][number]
+    [rows] = [rows[2:] for rows in tables(DOCS / f"{page}.md") if "`loss_scale_value`" in rows[2][0]]
     assert [row[0].strip("`") for row in rows] == list(parameters)
     defaults = ["" if it.default is it.empty else str(it.default).lower() for it in parameters.values()]
     assert [row[1].lower() for row in rows] == defaults
@@ -132,7 +134,7 @@ def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
     else:
         check_config(config)
         cell = build_wrapper(config.runner_wrapper.scale_sense)
-        if "/rule.md" in name:
+        if "/guided.md" in name:
             assert type(cell) is GradientGuidedLossScaleUpdateCell
             assert (cell.get_loss_scale(), cell.rule.exchange_rate) == (2.0**16, 1.0)
         elif "formats.md" in name:

@@ -92,7 +92,7 @@ CONFIGURED = {"initial_scale_power": "16", "hysteresis": "2"}
 @pytest.mark.parametrize("system", ROWS)
 def test_page_has_these_rows_with_their_names_and_defaults(system):
     heading = {"torch": "argument of `GradScaler`", "deepspeed": "key under `fp16`"}[system]
-    [table] = [rows[2:] for rows in tables(ENGLISH_DOCS / "compatibility.md") if rows[0][0] == heading]
+    [table] = [rows[2:] for rows in tables(ENGLISH_DOCS / "migrating.md") if rows[0][0] == heading]
     rows = {re.match(r"`(\w+)[=:]", row[0])[1]: row[1:] for row in table if row[0].startswith("`")}
     assert set(ROWS[system]) == set(rows) - {"enabled", "loss_scale", "consecutive_hysteresis"}
     for name, (own_name, values, _, our_value) in ROWS[system].items():

@@ -407,18 +407,18 @@ def test_browser_shows_a_page_without_errors(browse, language):
 
 # What a stranger looks for in the first hour, and the page that answers.
 SEARCHES = [
-    ("en", "exchange_rate", "rule.html"),
+    ("en", "exchange_rate", "guided.html"),
     ("en", "AdaptiveLossScaleUpdateCell", "reference/AdaptiveLossScaleUpdateCell.html"),
     ("en", "upgrade uninstall", "faq.html"),
     ("en", "first steps skipped", "faq.html"),
-    ("en", "growth_interval", "compatibility.html"),
+    ("en", "growth_interval", "migrating.html"),
     ("en", "resume checkpoint", "resuming.html"),
     ("en", "msrun several machines", "yaml.html"),
     ("en", "BF16", "choose.html"),
-    ("en", "initial loss scale", "monitoring.html"),
-    ("zh", "exchange_rate", "rule.html"),
+    ("en", "initial loss scale", "gradients.html"),
+    ("zh", "exchange_rate", "guided.html"),
     ("zh", "断点续训", "resuming.html"),
-    ("zh", "梯度引导", "rule.html"),
+    ("zh", "梯度引导", "guided.html"),
 ]
 # What guides and symbols have, and the name of a symbol.
 SYMBOLS = ("history device", "GuidedRule")
