@@ -18,10 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         int, the exit code.
     """
-    # Without one, as a shell leaves it with 2>&-, messages would be printed among the results.
+    # A shell closes standard error with 2>&-. Without a replacement, messages would be printed among the results.
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
-        # Which takes long enough to be interrupted.
+        # Importing the program takes long enough to be interrupted.
         from mindformers_adaptive.cli import program
 
         return program.main(arguments)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--traceback" in (sys.argv if arguments is None else arguments):
             raise
         print("adaptive-loss-scale: interrupted", file=sys.stderr)
-        # As a shell reports a program that SIGINT has ended.
+        # The exit code that a shell reports for a program that SIGINT has ended.
         return 130
 
 

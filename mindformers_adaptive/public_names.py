@@ -86,7 +86,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
 }
 
-# Names of before in the package itself, and what to use instead.
+# Former names of the package itself, and what to use instead.
 _GONE = {
     "TextRule": f"{_PACKAGE}.Rule",
     "simulate_formats": "scripts/studies/simulated_formats.py in the repository",

@@ -57,7 +57,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.assigned = tuple((name, index) for name, index in places.items() if name in field_names)
         self.place_of_scale, self.place_of_clean = places.get("loss_scale"), places.get("clean_steps")
         self.counts_clean_steps = rule.counts_clean_steps
-        # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
+        # A Tensor, because in a graph a Python number becomes a primitive of its own (Muls) or a cast.
         self.one = Tensor(1, mstype.int32)
         self.keeps_history = history_size > 0
         if self.keeps_history:
@@ -67,7 +67,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             counts = ["overflow", *counts, "skipped_steps", "consecutive_overflows"]
             floats += [LARGEST_GRADIENT.name] if self.needs_gradients else []
             self.history = ScaleHistory(history_size, counts, measures=floats)
-        # Last, so that no field takes the name of something else.
+        # Make the Parameters last, so that no field takes the name of another attribute.
         self._make_parameters(start)
 
     def _make_parameters(self, start: Any) -> None:
@@ -86,8 +86,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
     def construct(self, loss_scale: Any, overflow: Any) -> Any:
         return self._compiled_update(loss_scale, overflow)
 
-    # One graph in PyNative mode too, as MindSpore's optimizers are. Not construct itself: in its place MindSpore would
-    # compile the construct of a subclass that calls it.
+    # Compile the update in PyNative mode too, as MindSpore's optimizers do. Do not decorate construct itself: for a
+    # subclass that calls it, MindSpore would compile the construct of the subclass instead.
     @jit(backend="ms_backend")
     def _compiled_update(self, loss_scale: Any, overflow: Any) -> Any:
         clean_steps = self.cur_iter - self.last_overflow_iter - self.one
@@ -101,7 +101,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         overflowed = ops.cast(overflow, mstype.int32)
         in_a_row = (self.consecutive_overflows + self.one) * overflowed
         if self.keeps_history:
-            # Before the assignments, because the step's loss scale and number are read from Parameters.
+            # Remember the step before the assignments, because its loss scale and number are read from Parameters.
             self._remember(loss_scale, next_loss_scale, overflowed, in_a_row, after)
         if self.counts_clean_steps:
             last_event = self.cur_iter - (clean_steps if self.place_of_clean is None else after[self.place_of_clean])

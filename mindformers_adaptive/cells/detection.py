@@ -39,7 +39,8 @@ class LargestGradient(nn.Cell):
 
     def __init__(self, update_cell: Any, is_distributed: bool = False, is_divided: bool = False) -> None:
         super().__init__(auto_prefix=False)
-        # Not through nn.Cell: the update cell is a child of the train-step cell.
+        # Set it without nn.Cell: the update cell, which owns the Parameter, is a child of the train-step cell
+        # already.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
         self.is_divided = is_divided
         self.is_distributed = is_distributed
@@ -71,7 +72,8 @@ class LargestGradient(nn.Cell):
 
     def keep_divisor(self, divisor: Any) -> None:
         """Remember what the gradients of this step are divided by, a Tensor of one element."""
-        # Until they are measured. A Parameter of no cell is not written by a graph from MindSpore's compile cache.
+        # largest_gradient holds the divisor until the gradients are measured. A Parameter of its own would belong to
+        # no cell, and a graph from MindSpore's compile cache does not write such a Parameter.
         ops.assign(self.largest_gradient, ops.reshape(ops.cast(divisor, mstype.float32), ()))
 
 

@@ -23,7 +23,7 @@ __all__ = ["GraphStep"]
 
 _numbers = itertools.count()
 
-# Of these the compiler may find that they are one of their arguments, as of a product with 1.
+# Operations that the compiler may replace by one of their arguments, such as a product with 1.
 _MAY_HAND_ON = frozenset(
     {"add", "sub", "mul", "div", "floordiv", "neg", "abs", "minimum", "maximum", "where", "stack", "element"}
 )
@@ -50,7 +50,7 @@ class GraphStep:
         self._constants: dict[tuple[Any, ...], str] = {}
         emitted = emit(outputs.values(), self._expression_of)
         handed_on = _handed_on(outputs.values())
-        # The update computes them before, and no Parameter is handed on.
+        # The update computes these values before the step, so no Parameter is handed on as its own new value.
         computed = ("clean_steps",) if rule.counts_clean_steps else ()
         results = []
         for name, value in outputs.items():

@@ -16,7 +16,7 @@ from mindformers_adaptive.rules.guided import GuidedRule
 __all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
 __all__ += ["warn_of_window_as_factor"]
 
-# No factor is as large as that, and hardly a window smaller.
+# A number from here on is a window: no growth factor is this large, and hardly any window is smaller.
 _LIKE_A_WINDOW = 100
 
 
@@ -56,7 +56,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
     def _follow(self, rule: Any, start: Any) -> None:
         self.rule = rule
-        # What follows the steps on the host, and the cell that was given away last.
+        # The cell that follows the steps on the host, and the cell that the manager gave away last.
         self._own_cell = self.cell_class._for_rule(rule, start)
         self.update_cell: Any = None
 

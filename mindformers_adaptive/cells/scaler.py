@@ -270,5 +270,5 @@ class GradientGuidedLossScaler(RuleLossScaler):
         super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)
 
 
-# By rule the scalers that have its arguments in their signature.
+# The scalers that have a rule's arguments in their signature, by the rule.
 SCALERS = {AdaptiveRule: AdaptiveLossScaler, GuidedRule: GradientGuidedLossScaler}

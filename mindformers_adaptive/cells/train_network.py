@@ -79,8 +79,8 @@ def build_train_network(
         )
     if update_cell is None or stock_only:
         return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    # The stock function puts mixed precision and loss function around the network, and a train-step cell around both,
-    # of which the network is taken.
+    # The stock function wraps the network in mixed precision and the loss function, and both in a train-step cell.
+    # Only what is inside that cell is wanted here.
     unscaled = {**kwargs, "loss_scale_manager": None}
     with_loss = _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **unscaled).network
     return TrainOneStepWithLossScaleCell(with_loss, optimizer, scale_sense=update_cell).set_train()
@@ -156,7 +156,7 @@ def _check_division(optimizer: object, loss_scale: float, update_cell: object) -
         )
 
 
-# From here on, FP16 rounds to inf.
+# FP16 rounds numbers from here on to inf.
 _INFINITE_IN_FLOAT16 = 65520
 
 _map = ops.HyperMap()

@@ -22,7 +22,7 @@ __all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer
 # A measured gradient is never 0 that often: overflowed steps measure inf.
 _STEPS_BEFORE_CHECK = 5
 
-# To a type checker a class that may have anything, as the stock cell has that follows in a subclass.
+# For type checkers this base may have any attribute, as does the stock cell that follows it in a subclass.
 _Base: Any = object
 
 
@@ -127,7 +127,8 @@ class LossScaleTrainStep(_Base):
         elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
             self.measures_at_detection = True
         else:
-            # Of a user's subclass, which need not call this class, and in a graph cannot; so this one takes its place.
+            # A user's subclass has its own get_overflow_status(), which need not call the method of this class, and
+            # in a graph cannot. So a method that measures and then calls the user's takes its place.
             self.own_overflow_status = self.get_overflow_status
             self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
 
@@ -155,7 +156,8 @@ class LossScaleTrainStep(_Base):
         if self.on_cpu:
             return self.get_overflow_status_on_cpu(status, compute_output)
         if self.measures_at_detection:
-            # Not assigned to a name: a graph drops a call whose result it does not need, with all that it would write.
+            # Do not assign the result to a name: a graph drops a call whose result it does not need, with all that it
+            # writes.
             self.measure_largest_gradient(compute_output)
         return self.stock_overflow_status(status, compute_output)
 

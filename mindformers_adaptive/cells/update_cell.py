@@ -41,7 +41,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         rule, start, history_size: as of :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
     """
 
-    # The only rule of this class, None for any.
+    # The class of the only rule that this cell takes, or None if it takes any rule.
     rule_class: type[Rule] | None = None
     bound_loss_scale: Any = None
     # The id of the cell that was bound: a copy of it has another id, and may be bound again.

@@ -113,7 +113,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
             backoff_factor=backoff_factor,
         )
         if scale_window is None:
-            # As a key of a YAML file without a value gives it.
+            # A key without a value in a YAML file gives None.
             warnings.warn(
                 f"'scale_window' must be one of the ladder {rule.ladder}, but is empty: training starts at the "
                 f"smallest window, {rule.ladder[0]}.",

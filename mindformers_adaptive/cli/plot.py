@@ -138,7 +138,7 @@ def _read(file: str) -> Any:
         if not record:
             raise
     try:
-        # One whose scale nobody knows is drawn all the same.
+        # A record without any loss scale is drawn too.
         return run_of_record(record)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _new_file(text: str) -> str:
-    # Said before the sweep, which may take long.
+    # Check this before the sweep, which may take long.
     if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
         raise UsageError(f"must name a file in an existing folder, but got {text!r}")
     return text

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         return _run(importlib.import_module(f"mindformers_adaptive.cli.{words[0]}"), words)
-    # Help, or a usage error, for which no subcommand has to be imported.
+    # Help, or a usage error: no subcommand has to be imported for it.
     description = f"Adaptive loss scaling for MindSpore and MindFormers.\n\n{_command_list()}"
     parser = _parser("adaptive-loss-scale", description, _EXAMPLES)
     if words and words[0] == "--version":
@@ -164,7 +164,7 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
     except UsageError as error:
         parser.error(str(error))
     except BrokenPipeError:
-        # The reader, such as `head`, has stopped. What is left to be flushed at exit has to go somewhere.
+        # The reader of the output, such as `head`, has stopped. Send what is left to be flushed at exit elsewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         if traceback:
@@ -177,7 +177,7 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
 def _message(error: Exception) -> str:
     if isinstance(error, ImportError | OSError | RuntimeError | TypeError | ValueError) and str(error):
         return str(error)
-    # These do not say by themselves what is wrong.
+    # The messages of these errors do not say what is wrong without the name of the error.
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     return f"{said}. With --traceback the program shows where it comes from."
 

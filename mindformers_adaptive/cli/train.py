@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     except Exception as error:
         if not launcher.had_begun(error):
             raise
-        # Nobody wants to repeat a long training to learn where it failed.
+        # Print the traceback: nobody wants to repeat a long training to learn where it failed.
         traceback.print_exc()
         sys.exit(1)
 

@@ -96,7 +96,7 @@ def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list
     """All combinations of each policy; an argument that only one of them has is tried with that one."""
     with wrong_usage():
         known = {name: all_arguments(find_rule(name)) for name in policies}
-        # An argument that none of them has goes to all, whose grids refuse it.
+        # An argument that no policy has goes to all policies, whose grids refuse it.
         common = tried.keys() - {key for arguments in known.values() for key in arguments}
         configurations: list[Configuration] = []
         for name, arguments in known.items():

@@ -16,7 +16,7 @@ import mindformers_adaptive
 
 __all__ = ["TESTED_PAIRS", "add_arguments", "run", "short"]
 
-# MindSpore and MindFormers, as README.md has them.
+# The tested pairs of MindSpore and MindFormers, as in README.md.
 TESTED_PAIRS = (
     ("2.9.0", "1.9.0"),
     ("2.7.0", "1.6.0"),
@@ -26,7 +26,7 @@ TESTED_PAIRS = (
 )
 
 _OTHERS = ("numpy", "safetensors", "tensorboardX", "matplotlib")
-# Where CANN's own set_env.sh says that it is.
+# The variable in which CANN's set_env.sh says where CANN is.
 _CANN = "ASCEND_HOME_PATH"
 
 

@@ -27,7 +27,7 @@ from mindformers_adaptive.plots.layers import draw_layers
 
 __all__ = ["add_arguments", "run"]
 
-# What a run's folder has too, and an argument replaces.
+# Inputs that the folder of a run has too, and that an argument replaces.
 _OF_RUN = ("checkpoint", "train_dataset_dir", "loss_scale", "batch", "register_path")
 
 

@@ -80,7 +80,7 @@ class _OfOneLoss(nn.Cell):
 
     def construct(self, loss_scale, *inputs):
         loss = self.first_output(*inputs)
-        # In the dtype of the loss, as in training: a scale beyond FP16 overflows a loss in FP16.
+        # The scale in the dtype of the loss, as in training: a scale beyond FP16 overflows a loss in FP16.
         sens = ops.ones_like(loss) * ops.cast(loss_scale, ops.dtype(loss))
         return loss, self.grad(self.first_output, self.weights)(*inputs, sens), self.divisor
 
@@ -113,7 +113,7 @@ def unchanged(network):
     cells = [cell for _, cell in network.cells_and_names()]
     modes = [(cell, cell.training, cell.phase) for cell in cells]
     generator = mindspore.get_rng_state()
-    # By its name, because mindspore.common has a function called seed.
+    # The module by its name, because mindspore.common has a function called seed.
     kernel_seeds = getattr(sys.modules["mindspore.common.seed"], "_KERNEL_SEED", {})
     seeds = dict(kernel_seeds)
 

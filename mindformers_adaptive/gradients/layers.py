@@ -116,7 +116,7 @@ class LayerOutputs:
 
         with self._watched(lambda name: gradients_of.setdefault(name, {}), hook, "activation gradients", "backward"):
             returned = backward()
-        # They come in the order of the way back.
+        # The gradients come in the order of the backward pass.
         in_order = {
             name: [array for _, array in sorted(arrays.items())] for name, arrays in gradients_of.items() if arrays
         }
@@ -143,13 +143,13 @@ class LayerOutputs:
         with contextlib.ExitStack() as stack:
             stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-            # Not by a hook of MindSpore: after one, it compiles every graph again, and dropout draws anew. Nor from
-            # inside of a cell, where one with a bprop of its own has no gradients.
+            # Do not use a hook of MindSpore: after one, it compiles every graph again, and dropout draws anew. Do not
+            # patch the inside of a cell: a cell with its own bprop has no gradients there.
             stack.callback(setattr, nn.Cell, "__call__", call)
             nn.Cell.__call__ = call_and_see
             for _, cell in self._network.cells_and_names():
                 if getattr(cell, "_recompute_cell", None) is not None:
-                    # It would call the cells inside again on the way back.
+                    # Recomputation would call the cells inside again in the backward pass.
                     stack.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             try:
                 yield
@@ -182,7 +182,7 @@ def named_cells(network):
 def _named_cells(network):
     """Return the name of each path, and the cell of each name."""
     paths = {path: cell for path, cell in network.cells_and_names() if path}
-    # As in the names of its Parameters, which know nothing of the cells that a trainer puts around the network.
+    # Parameters are named without the cells that a trainer puts around the network, and so are layers.
     around = _path_around(network)
     short = {path: path.removeprefix(around) for path in paths}
     names = {path: path if name in paths else name for path, name in short.items()}

@@ -222,7 +222,7 @@ class GradientSweep:
 
 def _sweep(batch, scales, micro_batches, restore_random_state, done, backward, observe):
     at_scales, reference, reference_scale = [], {}, 1.0
-    # Downwards: the first scale that does not overflow is the reference for all below it.
+    # From the highest scale down: the first that does not overflow is the reference for all below it.
     for scale in reversed(scales):
         restore_random_state()
         try:

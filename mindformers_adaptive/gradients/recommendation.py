@@ -30,9 +30,9 @@ DEFAULT_MARGIN = 2
 # skipped; from four below it at most 1.
 COARSE_MARGIN = 4
 
-# On top of it where a Parameter has no gradient yet. Measured on the task of worth_it.py (scripts/studies) whose last
-# layer starts at 0: the other layers begin to train, and the ceiling falls. With the margin alone the start skips up
-# to 2 of 100 steps.
+# Added to the margin where a Parameter has no gradient yet. Measured on the task of worth_it.py (scripts/studies)
+# whose last layer starts at 0: the other layers begin to train, and the ceiling falls. With the margin alone the
+# start skips up to 2 of 100 steps.
 UNKNOWN_MARGIN = 2
 
 # Measured on the tasks of scripts/studies/worth_it.py: of a loss of 3 % nothing is seen in the result, one of 20 %
@@ -132,7 +132,7 @@ def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
     parameters = ranges.parameters(loss_scale)
     shares = _known_shares(parameters)
     if not shares:
-        # The scale overflows, is the only one of the sweep, or all gradients are 0.
+        # Nothing can be said: the scale overflows, is the only one of the sweep, or all gradients are 0.
         return Verdict(loss_scale, gradient_format=ranges.gradient_format)
     worst = max(shares, key=lambda name: shares[name])
     without_gradient = tuple(name for name in parameters if name not in shares)
@@ -336,7 +336,7 @@ def recommend_loss_scale(
     lowest = judge(ranges, scales[0])
     more = UNKNOWN_MARGIN if lowest.without_gradient else 0
     start = max(ceiling / 2.0 ** (margin + more), scales[0])
-    # Without such a high scale, a pass in float32 looks as one in the format.
+    # If the highest scale of the sweep is low, a pass in float32 cannot be told from one in the format.
     exceeds = is_highest and at_ceiling.largest > _BEYOND * ranges.gradient_format.largest
     is_in_format = not (exceeds and scales[0] <= 1 and (lowest.parameter_share or 0.0) <= _NOTHING)
     if not is_in_format:

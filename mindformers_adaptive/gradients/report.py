@@ -17,7 +17,7 @@ from mindformers_adaptive.text.table import align, as_power_of_two
 __all__ = ["NEW_WEIGHTS", "ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics", "loss_division"]
 __all__ += ["merge_statistics"]
 
-# Of GradientRanges.measured, where no checkpoint was loaded.
+# The value of GradientRanges.measured if no checkpoint was loaded.
 NEW_WEIGHTS = "new weights"
 
 
@@ -334,6 +334,6 @@ def _cells(statistics: ArrayStatistics) -> list[str]:
     shares = [*map(statistics.share, counts), statistics.lost_share]
     percents = ["-" if share is None else f"{share:.3%}" for share in shares]
     if statistics.size and statistics.infs_and_nans == statistics.size:
-        # There is no number to be the largest.
+        # All values are inf or NaN, so there is no largest number.
         return ["-", smallest, "-", *percents]
     return [f"{statistics.largest:.2e}", smallest, f"{statistics.norm:.3g}", *percents]

@@ -15,7 +15,7 @@ __all__ = ["KINDS", "SCALED", "group_of_modules", "select"]
 
 KINDS = ("gradients", "weights", "outputs", "activation_gradients")
 
-# What the loss scale multiplies.
+# The kinds of values that the loss scale multiplies.
 SCALED = ("gradients", "activation_gradients")
 
 
@@ -49,7 +49,7 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
     group = group_of_modules(modules, ranges.batches[0][0].parameters)
 
     def selected(scale_ranges: ScaleRanges) -> ScaleRanges:
-        # In the order of the modules, which is the order of the rows.
+        # Keep the order of the modules, which is the order of the rows.
         parameters = {
             name: each for module in modules for name, each in scale_ranges.parameters.items() if group(name) == module
         }

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["SignedHistogram", "merge_signed", "read_signed", "signed_histogram"]
 
-# Fine enough for a picture, and a line of a record stays small.
+# The number of bins: enough for a picture, and few enough for a line of a record.
 _BINS = 64
 
 

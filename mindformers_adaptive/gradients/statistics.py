@@ -21,7 +21,7 @@ _Floats = NDArray[np.float64]
 # An array is read in pieces of this many elements, so that the float64 copies stay small.
 _PIECE = 2**20
 
-# Of the smallest subnormal of float64.
+# The exponent of the smallest subnormal number of float64.
 _LOWEST_EXPONENT = -1074
 
 

@@ -61,7 +61,7 @@ def lost_updates(weights: Mapping[str, ArrayStatistics], learning_rate: float) -
 
 
 def _lost(weights: ArrayStatistics, update: float) -> int:
-    # What is half of the distance away goes to the even number, which is the weight or the next: not counted.
+    # An update of exactly half the distance to the next number rounds to the even one of the two, and is not counted.
     lowest = int(math.log2(FLOAT16.smallest_normal))
     quanta = {exponent: FLOAT16.quantum(max(exponent, lowest)) for exponent in weights.histogram}
     of_zeros = weights.zeros if update < FLOAT16.smallest_subnormal / 2 else 0

@@ -175,7 +175,7 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
             f"There was room at the start: the scale rose from {as_power_of_two(float(scale[0]))} to "
             f"{as_power_of_two(float(climbed.max()))} before any overflow."
         ]
-    # A scale of 1 may be one in BF16.
+    # A run at a constant scale of 1 may be a run in BF16.
     is_fixed = not len(overflows) and scale.min() == scale.max() != 1
     if shown is None or not is_fixed or shown["lowest"] < _ROOM * scale[0]:
         return []

@@ -25,7 +25,7 @@ __all__ += ["independent_ceiling", "random_of", "with_gradients"]
 # was trained.
 INDEPENDENT_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
 
-# Beyond any training, and what a replay still can hold in memory.
+# More steps than any training has; a replay of them still fits into memory.
 MOST_STEPS = 10**7
 
 _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
@@ -142,7 +142,7 @@ def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, flo
     ]
     upper = min((scale for scale, overflow in tried if overflow), default=math.inf)
     lower = max((scale for scale, overflow in tried if not overflow and scale < upper), default=0.0)
-    # Multiplied by the scale, and by nothing else.
+    # The loss scale multiplies these numbers, and nothing else.
     largest = [
         ranges["overall"]["largest"] for ranges in sweep.get("loss_scales", []) if float(ranges["loss_scale"]) == lower
     ]

@@ -182,7 +182,7 @@ class MeasureAccumulator:
         # While all steps so far were skipped, the first applied one is still ahead.
         before_first = np.where(skipped == steps, steps, np.argmin(overflow, axis=0))
         counts["steps_to_first_applied"] += np.where(counts["steps_to_first_applied"] == start, before_first, 0)
-        # All lanes one after the other, each with a step behind it that is not skipped.
+        # All lanes one after the other, each followed by a step that is not skipped.
         lane_by_lane = np.zeros((len(self._run), steps + 1), np.bool_)
         lane_by_lane[:, :steps] = overflow.T
         lane, step = np.divmod(consecutive_runs(np.flatnonzero(lane_by_lane)), steps + 1)

@@ -17,7 +17,7 @@ __all__ = ["POLICY_NAMES", "Policy", "make_policy", "refuse_unknown", "start_rul
 
 POLICY_NAMES = (*RULES, *PRESETS)
 
-# Arguments of a rule's start; what else a preset sets are the rule's own.
+# Arguments of a rule's start. All other arguments of a preset belong to the rule.
 _STARTS = ("loss_scale", "scale_window", "clean_steps")
 
 
@@ -167,7 +167,7 @@ class Policy:
     def scale_window(self) -> int | None:
         """int: the clean steps before a raise, as of now; None where the policy has no window."""
         window = getattr(self.current, "scale_window", None)
-        # What a user's rule calls so may be a vector.
+        # A user's rule may have a vector of this name.
         return None if isinstance(window, tuple) else window
 
     @property

@@ -208,7 +208,8 @@ def _chunks(
         with lanes.watching():
             for position in range(stop - start + 1):
                 if position:
-                    # As overflow_flags(): a rule keeps its scale above 0.
+                    # Compare as overflow_flags() does. No check for a scale of 0 is needed, because a rule keeps its
+                    # scale above 0.
                     lanes.advance(~(scales[position - 1] <= limits[position - 1]), gradients[position - 1])
                 scales[position] = lanes.loss_scale
                 if windows is not None:

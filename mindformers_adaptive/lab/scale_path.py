@@ -143,7 +143,7 @@ def changes_of(run: RecordedRun) -> list[Change]:
             if old == new:
                 continue
             clean_steps = _clean_steps(run, skipped, started, here) if name == "raise" else None
-            # The scale of a jump, a fall or a rise began at an unknown step.
+            # A jump, a fall or a rise began at an unknown step.
             started = len(run) if name in ("jump", "fall", "rise") else here
             change = Change(int(run.step[here]), name, (old, windows[0]), (new, windows[1]), first_step, clean_steps)
             if first_step and changes and changes[-1][:2] == change[:2] and name in ("fall", "rise"):

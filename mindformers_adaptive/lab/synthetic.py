@@ -49,7 +49,7 @@ _LEVEL = 18.0
 # The ceilings stay within the exponents of normal float32 numbers, as loss scales do.
 _EXPONENTS = (-126.0, 127.0)
 
-# Of regimes: how long one lasts, how many bits it is away, how long it is between rare ones, how long a ramp is.
+# Lengths of regimes in steps, their depths in bits, steps between rare ones, and steps of a ramp.
 _LENGTHS, _DEPTHS, _RARE, _RAMP = (30, 400), (4.0, 14.0), (1000, 3000), 20
 
 _WITH_SPIKES = " with spikes"

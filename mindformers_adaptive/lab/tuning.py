@@ -147,7 +147,7 @@ class Tuning:
             ``on_front``: whether no other configuration is better in both skipped steps and headroom.
         """
         skipped = np.mean([result.column("skipped") for result in self.sweeps], axis=0)
-        # The mean of those traces that have one.
+        # The mean over the traces that have a headroom.
         headroom = np.array([result.column("headroom_lost") for result in self.sweeps])
         headroom = np.ma.masked_invalid(headroom).mean(axis=0).filled(np.nan)  # type: ignore[no-untyped-call]
         front = pareto_front(skipped, headroom)

@@ -81,7 +81,7 @@ def _load(file):
     try:
         return mindspore.load_checkpoint(str(file), format=file.suffix[1:])
     except Exception as error:
-        # Of several types, and they speak of arguments that nobody gave.
+        # The library raises errors of several types, about arguments that the user never gave.
         raise ValueError(
             f"{str(file)!r} must be a checkpoint with at least one Parameter, but MindSpore finds none in it. {remedy}"
         ) from error

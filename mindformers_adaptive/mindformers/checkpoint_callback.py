@@ -177,11 +177,11 @@ def _load_sidecar(update_cell, folder):
         return
     try:
         if update_cell.state()["cur_iter"] == 1:
-            # MindFormers restores the loss scale itself.
+            # MindFormers restores the loss scale itself; this restores the rest of the state.
             update_cell.load_state(sidecar[1])
             return
-        # The Parameters have come back with the optimizer. With several devices MindFormers may leave out those that
-        # are in no graph.
+        # The Parameters have come back with the optimizer's. With several devices MindFormers may leave out
+        # Parameters that are in no graph.
         for name in (RUN, FORM):
             if name in sidecar[1]:
                 getattr(update_cell, name).set_data(Tensor(to_integer(name, sidecar[1][name]), mstype.int32))

@@ -23,22 +23,23 @@ from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["FILE_NAME", "Checkpoint", "newest_state", "read_checkpoints", "read_sidecar", "write_sidecar"]
 
-# Beside common.json, what MindFormers' `checkpoint:` format leaves out where it saves no optimizer: the state of loss
-# scaling.
+# The state of loss scaling in a file beside common.json. MindFormers' `checkpoint:` format leaves it out where it
+# saves no optimizer.
 FILE_NAME = "loss_scale.json"
 _FORMAT = 1
 
-# What a checkpoint has with any rule. MindFormers writes the loss scale beside the Parameter itself, which is better.
+# The fields that a checkpoint has with any rule. For the loss scale, prefer the number that MindFormers writes beside
+# the Parameter.
 _FIELDS = (
     Field("step_num", parameter="step_num"),
     Field("global_step", parameter="global_step"),
     Field("loss_scale", "float32", parameter="loss_scale"),
     Field("loss_scale", "float32", parameter="scale_sense"),
 )
-# What MindFormers' own adaptive cell has not.
+# Fields that MindFormers' own adaptive cell lacks.
 _NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
 
-# What a file holds, by key in the file or by name; and what it can hold, by the name of the Parameter.
+# The values of a file by key or name, and the fields that it can hold by the name of the Parameter.
 _Values = dict[str, Any]
 _Fields = dict[str, Field]
 
@@ -120,7 +121,7 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     try:
         root = Path(path).resolve(strict=True)
     except (RuntimeError, ValueError) as error:
-        # A link to itself, or a name that no file can have.
+        # The path is a link to itself, or a name that no file can have.
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}: {error}.") from None
     if root.is_file():
         return [_read(root, [root], all_rules)]
@@ -233,7 +234,7 @@ def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -
     values: _Values = {}
 
     def find(name: str) -> Any:
-        # A bare name before one with a prefix, which a cell gets as a child of another.
+        # A name without a prefix comes first. A cell gets a prefix as a child of another cell.
         keys = sorted((key for key in content if _last_part(key) == name), key=lambda key: (key.count("."), key))
         for other in keys[1:]:
             if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
@@ -275,11 +276,11 @@ def _read_ckpt(file: Path, fields: _Fields) -> _Values:
     try:
         parameters = load_checkpoint(str(file), choice_func=choose)
     except ValueError:
-        # MindSpore's answer also to a sound file in which nothing was chosen.
+        # MindSpore also says this of a sound file from which no key was chosen.
         if not keys or any(_last_part(key) in fields for key in keys):
             raise
         return {}
-    # What the user appended may be text.
+    # Entries that the user appended may be text.
     numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
     fitting = {key: value for key, value in numbers.items() if _fits(fields[_last_part(key)], value.shape)}
     return {key: value.asnumpy().reshape(fields[_last_part(key)].shape).tolist() for key, value in fitting.items()}
@@ -301,7 +302,7 @@ def _read_sidecar(file: Path, fields: _Fields) -> _Values:
     for saved_field in fields.values():
         if all(key in state for key in saved_field.keys):
             values[saved_field.parameter] = saved_field.value_in(state)
-    # Another rule may have a piece of the same name.
+    # Another rule may have a part of the same name.
     if "list_index" not in values:
         values.pop("scale_window", None)
     return values
@@ -322,7 +323,7 @@ def _one_line(error: Exception) -> str:
 
 _Reader = Callable[[Path, _Fields], _Values]
 _READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
-# In the order in which a resume prefers them, after the optimizer's file.
+# By preference of a resume, after the optimizer's file.
 _SMALL_FILES: dict[str, _Reader] = {"common.json": _read_common, FILE_NAME: _read_sidecar}
 
 

@@ -105,7 +105,7 @@ def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str
     try:
         if origin == "mindformers_adaptive":
             with warnings.catch_warnings():
-                # It warns again when it is made to be used.
+                # The class warns again when it is made to be used.
                 warnings.simplefilter("ignore")
                 cls(**arguments)
         elif origin in ("mindspore", "mindformers"):
@@ -136,7 +136,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
         nearest = did_you_mean(key, accepted, most=3, similarity=0.8)
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {nearest}"
         if path == _TRAIN_STEP and not may_take_more and (is_former_key(key) or not nearest):
-            # MindFormers' train steps take any keyword, and leave it alone.
+            # MindFormers' train steps take any keyword, and ignore it.
             warn_of_ignored_key(section, key)
         elif not may_take_more:
             raise TypeError(f"{message}It takes {', '.join(accepted)}.")
@@ -145,7 +145,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
     positional = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
     required = [each.name for each in positional if each.default is each.empty]
     missing = [name for name in required if name not in section]
-    # To the other classes MindFormers gives arguments of its own.
+    # MindFormers gives the other classes arguments of its own.
     if path == SCALE_SENSE and missing:
         raise TypeError(
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
@@ -200,7 +200,7 @@ def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
         names |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             break
-        # What this class does not take is given to the next one.
+        # Arguments that this class does not take go to the next class.
         may_take_more |= base.__module__.partition(".")[0] not in ("mindspore", "mindformers", "mindformers_adaptive")
     return names, may_take_more
 

@@ -9,7 +9,7 @@ from mindformers_adaptive.mindformers.keys import COMPILED_PARALLELISM, model_va
 
 __all__ = ["check_cpu"]
 
-# Of the configuration of a model: what a CPU needs, and why.
+# What a CPU needs in the configuration of a model, and why.
 _CPU_MODEL: dict[str, tuple[bool, str]] = {
     "use_flash_attention": (False, "MindSpore has no flash attention (FlashAttentionScore) for a CPU"),
     "fused_rms_norm": (False, "MindSpore has no fused norm (RmsNorm) for a CPU"),

@@ -13,11 +13,11 @@ SCALE_SENSE = "runner_wrapper.scale_sense"
 PER_TOKEN = "calculate_per_token_loss"
 ACCUMULATION = "runner_config.gradient_accumulation_steps"
 
-# From parallel.parallel_mode: semi-automatic and automatic parallelism, by number and by name.
+# Values of parallel.parallel_mode for semi-automatic and automatic parallelism, by number and by name.
 COMPILED_PARALLELISM = (1, 2, "semi_auto_parallel", "auto_parallel")
 
-# Keys that MindFormers' train steps had, or that its documents show there, and the keys that have the effect today. Its
-# cells take them in silence. Overflows are always looked for.
+# Keys that MindFormers' train steps had, or that its documents show there, and today's keys with the same effect.
+# MindFormers' cells accept the old keys without effect. Overflows are always looked for.
 FORMER_KEYS = {
     "clip_norm": "max_grad_norm",
     "enable_check_overflow": "",

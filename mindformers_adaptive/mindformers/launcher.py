@@ -24,10 +24,10 @@ EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
 
 _RUN_MODES = ("train", "finetune", "eval", "predict")
 
-# More files than this only come from one that names itself, directly or through others.
+# A file with more base files than this names itself, directly or through others.
 _MOST_FILES = 30
 
-# Where the steps of a training, an evaluation or a prediction are taken, and the PyNative trainer takes its steps.
+# Modules in which training, evaluation or prediction take their steps, and the step function of the PyNative trainer.
 _AT_WORK = ("mindspore.train.model", "mindformers.generation.text_generator")
 _PYNATIVE_LOOP = "_inner_train_loop"
 
@@ -74,7 +74,7 @@ def load_config(
     try:
         config = MindFormerConfig(path, **run_mode)
     except KeyError as error:
-        # MindFormers' answer to an unknown key.
+        # MindFormers answers an unknown key with this error.
         raise ValueError(f"{path}: {error.args[0]}") from error
     for key, value in overrides.items():
         if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
@@ -174,7 +174,7 @@ def had_begun(error: BaseException) -> bool:
     """Return whether an error came out of the steps of a training, an evaluation or a prediction."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     functions = {frame.f_code.co_name for frame in frames}
-    # What a callback refuses before the first step is bad input, as what the trainer refuses before it.
+    # Errors of a callback before the first step are bad input, like the trainer's own errors before it.
     if not functions.isdisjoint(("begin", "on_train_begin", "on_eval_begin")):
         return False
     return _PYNATIVE_LOOP in functions or any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)

@@ -19,13 +19,13 @@ from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["DEFAULT_BATCHES", "why"]
 
-# Each is passed through three times in PyNative mode, and an overflow of the model is seen in any.
+# Each batch is passed through three times in PyNative mode, and any batch shows an overflow of the model.
 DEFAULT_BATCHES = 2
 
 _SECTION = "model.model_config"
 
-# What a model computes in float16 or bfloat16 by these settings can be computed in float32: settings of MindFormers'
-# legacy models, and of its mcore models. compute_dtype, which is for everything, is the last resort.
+# Settings that let a model compute a part in float32 instead of float16 or bfloat16: of MindFormers' legacy models,
+# and of its mcore models. compute_dtype, which is for everything, is the last resort.
 _DTYPES = ("softmax_compute_type", "softmax_compute_dtype", "layernorm_compute_type", "layernorm_compute_dtype")
 _DTYPES += ("rotary_dtype", "residual_dtype", "embedding_init_type", "moe_router_dtype", "router_dense_type")
 _LAST = ("compute_dtype",)
@@ -136,7 +136,7 @@ def _with_setting(network, config_path, train_dataset_dir, overrides):
     import warnings
 
     with warnings.catch_warnings():
-        # The key may not be in the file.
+        # The key may be missing in the file.
         warnings.simplefilter("ignore")
         train_step = build_training(config_path, train_dataset_dir, overrides).train_step
     weights = {weight.name: weight for weight in network.get_parameters()}

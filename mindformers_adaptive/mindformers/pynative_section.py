@@ -126,7 +126,7 @@ def read_section(section: object) -> dict[str, Any]:
     of_rule = {name: value for name, value in arguments.items() if name not in (*of_start, "loss_scale_value")}
     try:
         with warnings.catch_warnings():
-            # It warns again when it is made to be used.
+            # The class warns again when it is made to be used.
             warnings.simplefilter("ignore")
             make_rule(rule, **of_rule).start(arguments["loss_scale_value"], **of_start)
     except (TypeError, ValueError) as error:

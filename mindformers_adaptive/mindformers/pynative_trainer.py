@@ -167,7 +167,7 @@ class LossScaledTraining:
                 f"'loss_scaler' must be a loss scaler of this package, but got {type(loss_scaler).__name__}. Give an "
                 "AdaptiveLossScaler, or a RuleLossScaler with a rule of your own."
             )
-        # A scaler is checked already.
+        # A scaler that the user gave is checked already.
         check_config(config, 1.0 if section is None else section)
         self.scaler = make_scaler(section) if loss_scaler is None else loss_scaler
         super().__init__(config, *args, **kwargs)
@@ -221,7 +221,7 @@ class LossScaledTraining:
         return super().training_step(*args, **kwargs)
 
     def _forward_backward(self, model, inputs):
-        # MindFormers has no other place to multiply what it calls backward() with.
+        # This is the only place at which MindFormers lets the loss be multiplied before backward().
         module = stock_trainer()
         get_loss_sense = module.get_loss_sense
         module.get_loss_sense = lambda **arguments: get_loss_sense(**arguments) * self.state.loss_scale
@@ -249,7 +249,7 @@ class LossScaledTraining:
         local = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
         unscaled = self.scaler.unscale(tuple(local)) if local else ()
         for gradient, divided in zip(local, unscaled, strict=True):
-            # Not by mul_(), which changes nothing on a CPU.
+            # Do not use mul_(), which changes nothing on a CPU.
             gradient.copy_(divided)
         return tuple(local)
 

@@ -14,7 +14,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 __all__ = ["register"]
 
-# A name that MindFormers does not have, and the short names that it gives to its own wrappers beside their class names.
+# A name that MindFormers lacks, and the short names that it gives to its own wrappers.
 _ALIASES = {
     AdaptiveRule.cell: wrapper.AdaptiveLossScaleUpdateCell,
     "loss_scale_wrapper": wrapper.TrainOneStepWithLossScaleCell,
@@ -50,8 +50,8 @@ def register():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
     for callback in (CheckpointMonitor, CollapseWatch, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
-    # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
-    # auto_register, the checkpoint has still to be loaded.
+    # Replace the name of the function in the trainer's module. If register() runs only when the trainer builds its
+    # wrapper, through auto_register, the checkpoint is still to be loaded then.
     load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
     if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
         base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)

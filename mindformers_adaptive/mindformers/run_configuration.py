@@ -20,7 +20,7 @@ from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["as_text", "read_run", "save_configuration"]
 
-# A line before the YAML, because the folder of further classes is no key of MindFormers.
+# This line stands before the YAML, because MindFormers has no key for the folder of the user's classes.
 _REGISTER_PATH = "# register-path: "
 
 
@@ -45,7 +45,7 @@ def save_configuration(config: Mapping[str, Any], before: Mapping[str, Any]) -> 
             with atomic_write(file) as output:
                 output.write(f"{_REGISTER_PATH}{os.environ.get('REGISTER_PATH', '')}\n")
                 output.writelines((dict(before) | as_text(config)).values())
-    # A training goes on without it.
+    # The training goes on without the file.
     except OSError as error:
         logger.warning("'adaptive-loss-scale why --run %s' will not work: %s.", folder, error)
         return None
@@ -55,7 +55,7 @@ def save_configuration(config: Mapping[str, Any], before: Mapping[str, Any]) -> 
 def as_text(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the sections of a configuration as YAML, by key, except those that MindFormers has made objects of."""
     sections = {}
-    # Of 'metric' MindFormers makes a list, which it does not read back.
+    # MindFormers turns 'metric' into a list, which it cannot read back.
     for key, value in ((key, value) for key, value in config.items() if key != "metric"):
         with contextlib.suppress(yaml.YAMLError):
             sections[key] = yaml.safe_dump({key: _plain(value)}, sort_keys=False, allow_unicode=True)

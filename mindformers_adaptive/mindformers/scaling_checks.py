@@ -20,9 +20,10 @@ __all__ += ["usual_values", "warn_of_ignored_key", "warn_of_scaling"]
 _WEIGHTS_DTYPE = "model.model_config.param_init_type"
 # Update cells that do not move the scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
-# Besides the cells of RULES, these move the scale, and so skip steps and keep a state.
+# Besides the cells of RULES, these cells move the scale, and so skip steps and keep a state.
 _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
-# The usual values of what an update cell cannot be built without; MindSpore's own cell uses the window below.
+# Usual values of the arguments without which an update cell cannot be built. MindSpore's own cell uses the window
+# below.
 _USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 20}
 _STOCK_WINDOW = 1000
 # Optimizers of MindSpore whose state has the type of the weights. MindFormers' AdamW always keeps it in float32.

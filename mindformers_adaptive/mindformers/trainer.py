@@ -73,7 +73,7 @@ class Trainer(mindformers.Trainer):
             _set_or_compare(arguments, "optimizers", wrapper.optimizer)
         with warnings.catch_warnings():
             if wrapper is not None:
-                # The cell of the user does it.
+                # The user's cell scales the loss.
                 warnings.filterwarnings("ignore", message=".*the loss is not scaled")
             super().__init__(**arguments)
         self.wrapper = wrapper
@@ -103,7 +103,7 @@ class Trainer(mindformers.Trainer):
         super()._check_config_rules()
 
     def _init_model(self, is_train=False):
-        # A configuration lacks a model or data that the user built.
+        # The configuration need not name a model or data that the user built.
         built_by_user = isinstance(self.model, nn.Cell) or self.train_dataset is not None
         folder = save_configuration(self.config, self._sections) if is_train and not built_by_user else None
         super()._init_model(is_train)
@@ -115,7 +115,7 @@ class Trainer(mindformers.Trainer):
             self._accumulate()
 
     def _watch_for_collapse(self, folder):
-        # Without it, a training whose steps are all skipped ends as if it had gone well.
+        # Without this callback, a training that skips all its steps ends as if it had gone well.
         watch = MindFormerConfig(type="CollapseWatch", run_folder=folder)
         if not any(callback.get("type") == watch.type for callback in self.config.callbacks or []):
             self.config.callbacks = [*(self.config.callbacks or []), watch]
@@ -185,7 +185,7 @@ def _fit_window(args, scale_sense):
     if "scale_window" not in rule.start_arguments:
         scale_sense.pop("scale_window", None)
     elif is_default:
-        # Its default, the largest window, is not on a ladder with other bounds.
+        # The default window is the largest, which is not on a ladder with other bounds.
         scale_sense.scale_window = args.min_scale_window
     if "scale_window" not in scale_sense and not is_default:
         warnings.warn(
@@ -311,7 +311,7 @@ def accumulate(trainer, steps):
 
     def check():
         check_batch_size()
-        # What the model sees.
+        # The number of samples that the model sees at a time.
         trainer.config.runner_config.mini_batch_size //= steps
 
     def reset():

@@ -20,7 +20,7 @@ from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["build_training", "build_training_at_start", "load_weights", "probe"]
 
-# Batches differ little where a sum over many tokens is taken; a few tell of an unusual one.
+# The mean over many tokens makes batches alike, so a few batches show an unusual one.
 DEFAULT_BATCHES = 4
 
 

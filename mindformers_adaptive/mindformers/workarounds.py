@@ -58,7 +58,7 @@ def _keep_resume_training(config: Any) -> None:
         return
     section = config.get("checkpoint") or {}
     if not config.load_checkpoint and section.get("load_path"):
-        # Without this MindFormers would load the weights, but neither the optimizer nor the step.
+        # Otherwise MindFormers would load the weights, but neither the optimizer nor the step.
         config.load_checkpoint = section["load_path"]
     folder = Path(config.load_checkpoint or "")
     if not config.load_checkpoint or (folder.is_dir() and not any(folder.iterdir())):
@@ -127,7 +127,7 @@ def _file_of_meta(folders: Sequence[Path]) -> tuple[Path | None, str]:
     """Return the file that ``meta.json`` names, or None and what is wrong with it."""
     meta = folders[0] / "meta.json"
     try:
-        # Written when a checkpoint is complete.
+        # MindFormers writes this file when a checkpoint is complete.
         name = json.loads(meta.read_text(encoding="utf-8"))["last_ckpt_file"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None, f"{meta} names no complete checkpoint"
@@ -191,7 +191,7 @@ def _choose_newest_iteration(config: Any) -> None:
     step = note.read_text(encoding="utf-8", errors="replace").strip()
     if step and not (step.isdecimal() and not _is_complete(folder / f"iteration_{int(step):08d}")):
         return
-    # By time: a run that went back to an older checkpoint saves beside folders of later steps.
+    # Take the newest by time: a run that went back to an older checkpoint saves beside folders of later steps.
     folders = filter(_is_complete, folder.glob("iteration_*"))
     complete = sorted(folders, key=lambda iteration: (iteration / "common.json").stat().st_mtime_ns)
     if complete:
@@ -220,7 +220,7 @@ def _patch_barrier() -> None:
     if stock is _barrier_by_all_reduce:
         return
     for module in list(sys.modules.values()):
-        # MindFormers' modules have imported it by name.
+        # MindFormers' modules have imported the function by name.
         if getattr(module, "__name__", "").startswith(("mindformers.", "mindspore.communication.comm_func")):
             for name, value in list(vars(module).items()):
                 if value is stock:

@@ -40,11 +40,11 @@ def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Pat
         return f"'explain' needs a loss scale above 0, but it is {loss_scale}."
     file = folder / BATCH_FILE
     try:
-        # First, so that it can be looked at again whatever happens.
+        # Save the batch first, so that it can be looked at again whatever happens.
         save_batch(file, [to_numpy(column) for column in batch])
         explanation = explain_overflow(train_step, [batch], loss_scale, measured="weights of this step")
         write_json(folder / EXPLANATION_FILE, explanation.to_dict())
-    # A training goes on whatever its explanation fails at.
+    # The training goes on even if its explanation fails.
     except Exception as error:
         return f"The overflow could not be explained: {type(error).__name__}: {error}"
     return f"Why it overflows, on the batch of this step, which is saved as {file}:\n{explanation}"

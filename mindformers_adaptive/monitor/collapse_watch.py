@@ -14,7 +14,7 @@ from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step
 
 __all__ = ["CollapseWatch"]
 
-# As in LossScaleMonitor.
+# This many overflows in a row are a collapse, as in LossScaleMonitor.
 _LIMIT = 50
 # Cells of this package count overflows on the device: the host need not wait for each step.
 _EVERY = 10

@@ -210,7 +210,7 @@ def _by_micro_batch(outputs: Mapping[str, list[Any]], micro_batches: int) -> Ite
 
 def _loss_scale(train_step: Any) -> float:
     scale = getattr(train_step, "scale_sense", None)
-    # A cell that scales by a constant has MindSpore's name for it, and None for 1.
+    # A stock cell with a constant scale has it as `sens`, which is None for a scale of 1.
     return float(train_step.sens or 1.0) if scale is None else float(scale.asnumpy().item())
 
 

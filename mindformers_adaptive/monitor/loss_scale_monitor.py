@@ -153,11 +153,11 @@ class LossScaleMonitor(RecordingCallback):
         self._called_at = self._first_step = self._last_step
         self._longest = 0
         self._seen: dict[int, Any] = {}
-        # Before the first step, so that a folder that cannot be written to is reported at once.
+        # Open the record before the first step, so that a folder that cannot be written to is reported at once.
         self._append([])
         self._reader.count_from(self._record.last_skipped_steps if self._last_step else 0)
         self._look_before_saving(run_context)
-        # A cell that is told the largest gradient raises its scale without a window.
+        # A cell that follows the largest gradient raises its scale without a window.
         window = None if self._reader.measures_gradients else self._reader.window[0]
         if message := reports.too_short_for_window(params, window, self._last_step):
             logger.warning("%s", message)
@@ -195,7 +195,7 @@ class LossScaleMonitor(RecordingCallback):
         for saver in self._savers:
             saver.looks_before_saving.remove(self._look_now)
             if not saver.looks_before_saving:
-                # From then on the method of its class is called again.
+                # Without this attribute the saver calls the method of its class again.
                 del saver._check_save_ckpt
         self._savers = []
 
@@ -231,7 +231,7 @@ class LossScaleMonitor(RecordingCallback):
             for field in fields[1:]:
                 self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
-        # After the record, which is then complete for whoever looks for the cause.
+        # Warn after the record is written: it is then complete for whoever looks for the cause.
         self._longest = entries[-1]["consecutive_overflows"] or 0
         for entry in entries:
             if (line := self._bad_loss.check(entry)) and self._writes:
@@ -277,7 +277,7 @@ class LossScaleMonitor(RecordingCallback):
     def _explain_once(self, params: Any, entry: Mapping[str, Any]) -> None:
         if not self._explain or self._explained or not self._writes:
             return
-        # Only then: its import and its passes cost nothing before.
+        # Import it only now, because most trainings never need it.
         from mindformers_adaptive.monitor.collapse_explanation import explain_collapse
 
         self._explained = True

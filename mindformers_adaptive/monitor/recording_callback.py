@@ -26,7 +26,7 @@ _Choice = TypeVar("_Choice")
 
 _FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
 _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")
-# Remedy by errno, beside another path.
+# What to do besides choosing another path, by errno.
 _REMEDIES = _FULL | _READ_ONLY
 
 # The writer of TensorBoard files refuses an array of which no value is within its bins, which end just above this.
@@ -66,7 +66,7 @@ class RecordingCallback(Callback):
         self._tensorboard_dir = _require_path("tensorboard_dir", tensorboard_dir)
         self._all_ranks = require_flag("all_ranks", all_ranks)
         self._on_write_error = require_choice("on_write_error", on_write_error, ("warn", "raise"))
-        # Whether this process writes, and what it writes to.
+        # Whether this process writes, and the writer of TensorBoard files.
         self._writes, self._writer = False, None
         self._record: Any = None
         self._update_cell: Any = None
@@ -104,7 +104,7 @@ class RecordingCallback(Callback):
             folder = folder and folder / f"rank_{rank}"
         # Update cells of other packages keep no number of the run.
         self._update_cell = update_cell if hasattr(update_cell, "run_number") else None
-        # A run that is resumed has the number that its checkpoint knows, or none.
+        # A resumed run has the number from its checkpoint, or none.
         if self._update_cell is not None and self._writes and not self._last_step and not self._update_cell.run_number:
             self._update_cell.run_number = new_run()
         self._record, self._failed = RunRecord(path, self.every_step), False

@@ -16,13 +16,14 @@ from mindformers_adaptive.rules.saved_state import all_fields
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
 _OF_WINDOW = ("scale_window", "window_index")
-# What some update cells lack.
+# Fields that some update cells lack.
 _UNKNOWN = dict.fromkeys((*AdaptiveRule.recorded, "largest_gradient"))
 
-# In what MindFormers' train-step cells return, of the norm of the gradients and the squared ones of the Parameters.
+# The positions of the norm of all gradients and of the squared norms by Parameter in what MindFormers' train steps
+# return.
 _PLACE_OF_NORM, _PLACE_OF_SQUARES = 4, 5
 
-# Update cells from here count their steps.
+# Packages whose update cells count their steps.
 _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
 _LARGEST_COUNT = 2**31 - 1
 
@@ -177,7 +178,7 @@ class StepReader:
             return False
         if overflow is None or norm is None:
             return None
-        # As in the graph, where a NaN is not below the threshold either.
+        # A NaN is not below the threshold, as in the graph.
         return not norm < self._train_step.global_norm_spike_threshold
 
     def _read_last(self, step: int, count: int, outputs: Any) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def _state_fields(update_cell: Any) -> list[tuple[Field, Any]]:
     """Return the fields of an update cell that are recorded, with their Parameters."""
     if not isinstance(update_cell, nn.Cell):
         return []
-    # A cell that prefixes names puts more in front.
+    # Cells that add a prefix to names put it in front.
     by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
     rule = _rule_of(update_cell)
     recorded = {*_UNKNOWN, *rule.recorded, *(field.name for field in STEP_FIELDS)}

@@ -62,7 +62,7 @@ def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
             if not names or sorted(columns.files) != sorted(names):
                 raise ValueError(f"it has {columns.files[:3]}")
             batch = [columns[name] for name in names]
-            # What is no array comes as bytes.
+            # Entries that are no arrays come as bytes.
             if not all(isinstance(column, np.ndarray) for column in batch):
                 raise ValueError("a column is no array")
             return tuple(batch)

@@ -27,11 +27,11 @@ from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["PyNativeError", "explain_overflow", "in_float32", "watched_passes"]
 
-# No gradient of a training is looked for above; 2^32 is the usual start.
+# No loss scale of a training is looked for above this; 2^32 is the usual start.
 _HIGHEST = 2.0**40
-# So much lower a scale is tried to tell a forward pass that overflows from gradients that do at a scale of 1.
+# A scale this much lower is tried too. If it overflows as well, the forward pass does, not the gradients.
 _FAR_BELOW = 2.0**-20
-# A cast to FP16 rounds what is below to its largest number.
+# A cast to FP16 rounds numbers below this one to its largest number.
 _BEYOND_FP16 = 65520.0
 # Attributes of cells that are dtypes of weights, not dtypes that the cell computes in.
 _OF_WEIGHTS = ("param", "init", "weight")
@@ -277,7 +277,7 @@ def _look(passes, batches, loss_scale):
     limit = _limit(seen.closest)
     above = 2 * limit
     if above not in seen.scales and 1.0 <= above <= _HIGHEST and not (seen.overflow and above > loss_scale):
-        # Where it overflows first, which at a higher scale may be hidden by what comes after.
+        # Name the place where it overflows first: at a higher scale, what comes after may hide it.
         if not seen.note(passes(batches, above)):
             return seen
         if not seen.overflow and limit > loss_scale:
@@ -383,7 +383,7 @@ def _weights_beyond(network, in_half):
     for weight in filter(Tensor.is_floating_point, _inner(network).get_parameters()):
         reading, array = read_tensor(weight), to_numpy(weight)
         is_mask = reading.only_minus_inf and not weight.requires_grad
-        # NaN is not below.
+        # A NaN is not below the limit.
         if not is_mask and (count := int(array.size - np.count_nonzero(np.abs(array) < limit))):
             beyond.append((weight.name, count, reading))
     if not beyond:

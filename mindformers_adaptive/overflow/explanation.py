@@ -14,7 +14,7 @@ from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["Explanation", "Tried"]
 
-# What the text shows, so that it stays within a screen.
+# How many layers and trials the text shows, so that it fits on a screen.
 _MOST_LAYERS, _MOST_TRIED = 5, 9
 _WHAT_TO_GIVE = (
     "Give the weights of that step, --checkpoint (save_checkpoint_steps saves more of them), and its batch, --batch "
@@ -225,7 +225,7 @@ class Explanation:
         columns = [("forward", "bits left forward")]
         shown = self.layers
         if self.origin is not None and self.origin.phase == "forward":
-            # What comes after is inf and NaN too, and so is the whole backward pass.
+            # What comes after this layer is inf and NaN too, and so is the whole backward pass.
             end = next((n for n, layer in enumerate(shown) if layer.layer == self.origin.layer), len(shown))
             shown = tuple(layer for layer in shown[:end] if layer.forward is not None and layer.forward.finite)
         else:
@@ -281,7 +281,7 @@ def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:
     known = [pair for pair in readings if pair[0] is not None and math.isfinite(pair[0].headroom)]
     known = [pair for pair in known if pair[0].dtype in narrow or not pair[0].finite] or known
     known.sort(key=lambda pair: pair[0].headroom)
-    # Rounded down: a layer with 0.1 bits left has not overflowed.
+    # Round down: a layer with 0.1 bits left has not overflowed.
     left = [math.floor(10 * reading.headroom) / 10 for reading, _ in known]
     return [
         [f"  {name}", f"{bits:.1f}" if reading.finite else "overflow"]

@@ -14,9 +14,10 @@ from mindformers_adaptive.overflow.watch import read_tensor
 __all__ = ["GraphWatch"]
 
 _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
-# What is measured of a value: of the value, of its gradient, and what is the same for both.
+# What is measured: of a value, of its gradient, and once for both.
 _MEASURED = ("largest", "bad", "sum_of_bad", "gradient_largest", "gradient_bad", "size", "dtype", "calls")
-# Of cells that take any number of inputs, so many are looked at; flash attention returns its values as the fourth.
+# A cell that takes any number of inputs has this many of them measured. Flash attention returns its values as the
+# fourth output.
 _MOST_INPUTS, _MOST_OUTPUTS = 8, 4
 
 
@@ -57,7 +58,7 @@ class GraphWatch:
                 if (weights := getattr(cell, "weights", None)) is not None:
                     stack.callback(setattr, cell, "weights", weights)
                     cell.weights = ParameterTuple((*weights, *self.sinks))
-            # Some cells keep lists of those that they call, too.
+            # Some cells also keep lists of the cells that they call.
             for values in (values for owner in self._owners for values in (owner._cells, vars(owner))):
                 for name, value in list(values.items()):
                     watched = self._watched_for(value)
@@ -154,7 +155,7 @@ class _Watched(nn.Cell):
             return super().__getattr__(name)
         except AttributeError:
             layer = vars(self)["_cells"].get("layer")
-            # The flags of a cell, such as fp16, are its own.
+            # Flags of a cell, such as fp16, are its own settings.
             if layer is None or name.startswith("_") or name in layer.get_flags():
                 raise
             return getattr(layer, name)
@@ -231,7 +232,7 @@ class _Measure(nn.Cell):
         size, dtype = self.cast(float(value.size), mstype.float32), self.cast(dtype, mstype.float32)
         in_float32 = self.cast(value, mstype.float32)
         largest, bad, is_finite = self._largest(in_float32)
-        # -inf, inf or NaN: which of them the value has, be it in one element or in many.
+        # The sum shows which of -inf, inf and NaN the value has, in one element or in many.
         sum_of_bad = self.reduce_sum(self.select(is_finite, self.zeros_like(in_float32), in_float32))
         gradient_largest, gradient_bad, _ = self._largest(self.cast(dout, mstype.float32))
         measured = (largest, bad, sum_of_bad, gradient_largest, gradient_bad, size, dtype, self.one)

@@ -8,9 +8,9 @@ from mindformers_adaptive.overflow.readings import CASTS, Call, Operand, Pass
 
 __all__ = ["Masks"]
 
-# Operators that put numbers in the place of others.
+# Operators that replace numbers by others.
 _FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike", "MaskedScatter"}
-# Operators, by parts of their names, that multiply.
+# Operators that multiply, by parts of their names.
 _MULTIPLIES = ("MatMul", "Matmul", "Mul", "Bmm", "Mm", "Conv", "Dense", "Linear", "Norm", "Div")
 
 

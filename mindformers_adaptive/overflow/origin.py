@@ -12,10 +12,10 @@ from mindformers_adaptive.overflow.readings import BATCH, CASTS, Call, Gradient,
 
 __all__ = ["Origin", "find_origin"]
 
-# Operators, by the beginnings of their names, that overflow at small inputs.
+# Operators that overflow at small inputs, by the beginnings of their names.
 _NEAR_ZERO = "Div RealDiv Truediv Rtruediv Itruediv Xdivy Log Rsqrt Sqrt Pow Reciprocal Inv"
 _OVERFLOWS_NEAR_ZERO = tuple(_NEAR_ZERO.split())
-# They make NaN of inf and 0.
+# Operators that make NaN of inf and 0.
 _MULTIPLIED = ("Mul", "Rmul", "Imul", "MatMul", "BatchMatMul", "Bmm")
 
 
@@ -103,7 +103,7 @@ def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
         call = seen.calls[waiting.pop()]
         bad = masks.overflowed_inputs(call)
         before = {value.source for value in bad if value.source is not None and _explains(seen, value)}
-        # What a cell returns that nobody was seen to make comes from within.
+        # If no operator was seen to make an output of a cell, it comes from within the cell.
         before |= {each.index for each in seen.inside(call) if masks.has_overflowed_output(each)}
         for value in bad:
             if _explains(seen, value):
@@ -200,7 +200,7 @@ def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
         return Origin("forward", "", seen.calls[0].kind, "", "batch", reading)
     around = seen.calls[call.parent or 0]
     while around.parent is not None and any(not each.reading.finite and _is_unknown(each) for each in around.inputs):
-        # That cell was given the value too.
+        # The value was given to the surrounding cell too.
         call, around = around, seen.calls[around.parent]
     what = f"a value that it gives to {_operator(call) or call.name}, from an operator that cannot be seen"
     largest = largest_of(each.reading for each in around.inputs)
@@ -215,7 +215,8 @@ def _backward_origin(seen: Pass, forward_is_harmless: bool) -> Origin:
             call = seen.calls[index]
             if forward_is_harmless or not (masks.has_overflowed_output(call) or masks.overflowed_inputs(call)):
                 return _gradient_origin(seen, call, gradient)
-            # Forward values were not finite already; an operator such as ReLU or a maximum hid that from the loss.
+            # The forward pass had inf or NaN already, and an operator such as ReLU or a maximum hid that from the
+            # loss.
             return dataclasses.replace(_followed_back(seen, masks, index), hidden=True)
     name = next(name for name, reading in seen.weights.items() if not reading.finite)
     users = [call for call in seen.calls if any(value.weight == name for value in call.inputs)]
@@ -235,7 +236,8 @@ def _gradient_origin(seen: Pass, call: Call, gradient: Gradient) -> Origin:
         what = f"the loss scale itself, as the loss is in {reading.dtype}"
         return Origin("backward", "", call.kind, "", what, reading)
     if gradient.of_output:
-        # What uses the output has been gone through: what is left is the sum, or code around it that was not seen.
+        # All cells that use the output were looked at. The sum of their gradients remains, or code around the cell
+        # that was not seen.
         around = seen.calls[call.parent or 0]
         used = list(_uses(seen, call))
         which = "sum of the gradients" if len(used) > 1 else "gradient"

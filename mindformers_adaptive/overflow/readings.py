@@ -17,7 +17,7 @@ __all__ = ["BATCH", "CASTS", "Call", "Gradient", "Operand", "Pass", "Reading", "
 # The names of operators that only change the dtype.
 CASTS = {"Cast", "Astype", "To", "Type", "TypeAs"}
 
-# What a value comes from that is a part of the batch.
+# The source of a value that is a part of the batch.
 BATCH = -1
 
 # By dtype, the largest finite number. Values of 8-bit formats are held in wider tensors here.
@@ -72,7 +72,7 @@ class Reading:
         """By how many powers of two the values may grow; 0 where one has overflowed, inf where all are 0."""
         if not self.finite:
             return 0.0
-        # By logarithms: the quotient may be beyond a float.
+        # Subtract logarithms, because the quotient may be beyond a float.
         return math.log2(self.limit) - math.log2(self.largest) if self.largest else math.inf
 
     def to_dict(self) -> dict[str, object]:

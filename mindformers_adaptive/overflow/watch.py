@@ -38,16 +38,16 @@ _QUERIES += (
 _QUERIES += ("asnumpy", "numpy", "item", "tolist", "dim", "numel", "nelement", "ndimension", "stride", "hooks")
 _TENSOR_METHODS = [f"__{name}__" for name in _DUNDERS.split()]
 _TENSOR_METHODS += [name for name in _METHODS if not name.startswith(_QUERIES) and not name.endswith("_")]
-# They write to the Tensor that they belong to, of which a hook would make another.
+# Methods that write to their Tensor; a hook would make another Tensor of it.
 _IN_PLACE = ["__setitem__", *(name for name in _METHODS if name.endswith("_") and not name.startswith("_"))]
 # Functions of mint are these of another module.
 _OF_MINT = [name for name, value in vars(functional_overload).items() if name.endswith("_instance") and callable(value)]
 # Operators that are no Primitive to Python, of which functions such as ops.softmax are made.
 _INNER = [kind for kind in vars(inner).values() if isinstance(kind, type) and kind.__module__ == inner.__name__]
-# They communicate, and some write to what they are given.
+# Operators that communicate. Some write to what they are given.
 _COMMUNICATES = {name for name, kind in vars(comm_ops).items() if isinstance(kind, type)} | {"Print"}
 
-# They move numbers and make none, forward or backward.
+# Operators that move numbers and make none, forward or backward.
 _MOVES = {"Reshape", "Transpose", "ExpandDims", "Squeeze", "Depend", "Identity", "Load", "Shape", "StopGradient"}
 _MOVES |= {"View", "ViewAs", "Permute", "Unsqueeze", "Swapaxes", "Swapdims", "T", "Flatten", "Contiguous", "ReshapeAs"}
 _MOVES |= {"Movedim", "Moveaxis", "TransposeView", "TransposeExt", "FlattenExt", "Detach", "TensorShape"}
@@ -99,7 +99,8 @@ class Watch:
     def watching(self, *_):
         """Record passes, as many as are made."""
         with contextlib.ExitStack() as self._patches:
-            # Else a Parameter that the forward pass overwrites would look like a bad checkpoint.
+            # Remember what was bad from the start. Otherwise a Parameter that the forward pass overwrites would look
+            # like a bad checkpoint.
             self._bad_from_start = {id(each) for each in self._network.get_parameters() if not _is_finite(each)}
             self._patch(Parameter, "set_data", self._set_data)
             self._patch(nn.Cell, "__call__", self._call_cell)
@@ -117,7 +118,7 @@ class Watch:
                     self._patch(owner, name, functools.partial(call, _operator_name(name)))
             for cell in self._cells:
                 if getattr(cell, "_recompute_cell", None) is not None:
-                    # It would hide the cells inside, which are called again on the way back.
+                    # Recomputation would hide the cells inside, which it calls again in the backward pass.
                     self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             yield
 
@@ -186,7 +187,7 @@ class Watch:
             return output
         parent, cell = self._stack[-1]
         begun = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
-        # The Tensor that is written to must be the one that was given.
+        # The Tensor that is written to must be the caller's own.
         target = args[0] if args and (in_place or _writes(primitive, args[0])) else None
         hooked = target is None and kind not in _COMMUNICATES
         args, kwargs = self._take_in(begun, (args, kwargs), None, hooked)
@@ -220,7 +221,7 @@ class Watch:
             operand = self._look_up(tensor, unknown)
             index = len(begun.inputs)
             begun.inputs.append(operand)
-            # One that is not trained may be written to.
+            # A Parameter that is not trained may be written to.
             if hooked and not (isinstance(tensor, Parameter) and not tensor.requires_grad):
                 tensor = self._hook(tensor, begun, False, index)
             if not isinstance(tensor, Parameter):
@@ -249,7 +250,7 @@ class Watch:
             known = self._look_up(tensor)
             begun.outputs.append(known.reading)
             tensor = self._hook(tensor, begun, True, index) if hooked else tensor
-            # What a cell hands on comes from the operator inside that made it, if that was seen.
+            # If the operator inside that made a cell's output was seen, the output comes from it.
             known = known if keeps_source and known.source is not None else Operand(known.reading, begun.index)
             self._remember(tensor, known)
             return tensor
@@ -258,14 +259,14 @@ class Watch:
 
     def _remember(self, tensor, operand):
         self._sources[id(tensor)] = operand
-        # Else another tensor might take its place in memory, and its id.
+        # Keep it, or another tensor might take its place in memory, and its id.
         self._kept.append(tensor)
 
     def _hook(self, tensor, begun, of_output, index):
         backward = self._backward
 
         def record(gradients):
-            # No operator of these is one of the network's.
+            # Operators of these are not the network's.
             self._going_back = True
             gradient = Gradient(of_output, index, read_tensor(gradients[0]))
             begun.gradients.append(gradient)

@@ -94,7 +94,7 @@ def write_svg(figure: Figure, file: IO[bytes], transparent: bool = True) -> None
     """Write a picture as SVG, without a background or with its own."""
     from matplotlib import rc_context
 
-    # Without dates and random names it changes only where the picture does.
+    # Without dates and random names, the file changes only if the picture does.
     with rc_context({"svg.hashsalt": "mindformers_adaptive", "svg.fonttype": "path"}):
         figure.savefig(file, format="svg", transparent=transparent, metadata={"Date": None})
 
@@ -175,7 +175,7 @@ def legend_above(axes: Axes) -> None:
     figure: Any = axes.figure
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        # The line or mark of an entry is as wide as some 5 letters, of which an inch holds 13.
+        # A line or mark in the legend is as wide as 5 letters, and an inch holds 13 letters.
         widths = [len(name) + 5 for name in names]
         room = int(figure.get_figwidth() * 13)
         columns = len(handles) if sum(widths) <= room else max(1, room // max(widths))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # The edges of the bands of magnitudes, as shares of the gradients.
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-# What is known of a group in a step: the bands, the largest, the underflowed and the subnormal share.
+# The numbers of a group in a step: the bands, the largest gradient, the underflowed and the subnormal share.
 _COLUMNS = len(_QUANTILES) + 3
 
 # All gradients together stand among the groups by this name, which no group has.
@@ -227,7 +227,7 @@ def series_of_gradients(
         )
     sweeps = [select(GradientRanges.from_dict(line), kind, modules) for line in lines]
     group = functools.cache(group_for(modules, sweeps[0]) or group)
-    # What the loss scale does not touch has none.
+    # Weights and outputs have no loss scale.
     scales = [line.get("loss_scale") if kind in SCALED else None for line in lines]
     measured = list(zip(sweeps, scales, strict=True))
     rows = [_rows(sweep, scale, group, axis) for sweep, scale in measured]
@@ -264,7 +264,7 @@ def _rows(
             exponents, numbers = np.array(sorted(counts.histogram.items())).T
             edges = np.append(exponents[0], exponents + 1)
             below = np.append(0, np.cumsum(numbers)) / numbers.sum()
-            # Within a power of two they are taken to be spread evenly, but for the ends of all.
+            # Within a power of two, values are taken to be spread evenly, except at both ends of the whole.
             ends = [math.log2(counts.smallest or counts.largest), math.log2(counts.largest)]
             bands = np.clip(np.interp(_QUANTILES, below, edges), ends[0], ends[1])
             row[:-2] = [*bands, ends[1]] - np.log2(best)

@@ -257,7 +257,7 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
     subnormal, normal, largest = map(math.floor, gradient_format.exponents)
     first, last = subnormal - _BELOW, largest + _ABOVE
     zero, inf = first - _APART, last + _APART
-    # Colour and name of the bars from a place on.
+    # Colour and name of the bars, by the first index of each kind.
     kinds = {
         zero: (canvas.WARNING, "underflowed to 0") if of_gradients else (canvas.MUTED, "0"),
         first: (canvas.FAINT, "subnormal or below"),

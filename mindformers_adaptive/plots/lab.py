@@ -83,12 +83,12 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
     scales = np.concatenate([trace.ceiling, shown, *(result.loss_scale for result in replays.values())])
     scales = scales[(scales >= SMALLEST_LOSS_SCALE) & (scales <= LARGEST_LOSS_SCALE)]
     canvas.use_power_of_two_axis(axes, scales.min(), scales.max())
-    # Known exactly: a scale at the ceiling does not overflow, and the next number above it does.
+    # The ceiling is known exactly: a scale at it does not overflow, and the next number above it does.
     exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
     canvas.draw_ceiling(axes, steps, trace.ceiling, label)
-    # What the gradients show has a line of its own, unless it is the same.
+    # The ceilings that the gradients show have their own line, unless it is the same.
     with np.errstate(divide="ignore", invalid="ignore"):
         differs = np.abs(np.log2(shown / trace.ceiling)) >= _SAME_BITS
     known = np.isfinite(shown)
@@ -121,7 +121,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
         ImportError: if matplotlib is missing.
     """
     means = comparison.means()
-    # An array has nan for None.
+    # An array has nan where the dict has None.
     skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
     where = comparison.traces[0] if len(comparison.traces) == 1 else f"mean of {len(comparison.traces)} traces"
     return draw_pareto_front(skipped, headroom, list(means), where)

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 # About twice the pixels of a panel that is 1200 dots wide.
 _COLUMNS = 2000
 
-# Lines of more points are drawn by those that can be seen.
+# A line with more points than this is drawn by those that can be seen.
 _MANY_POINTS = 50_000
 
 

@@ -22,7 +22,7 @@ from mindformers_adaptive.text.files import atomic_write, make_folder_of
 
 __all__ = ["GRADIENTS", "RECORD", "gradients_beside", "record_in", "write_report"]
 
-# What the monitors call their files; the modules that say so need MindSpore.
+# The names of the monitors' files. The modules that define them need MindSpore.
 RECORD, GRADIENTS = "loss_scale_record.jsonl", "gradient_ranges.jsonl"
 
 

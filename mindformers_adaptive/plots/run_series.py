@@ -159,7 +159,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     scales = np.append(run.loss_scale[at], run.final_loss_scale)
     if np.isnan(scales[-1]):
         scales[-1] = scales[-2]
-    # Those without a line count too where others count them.
+    # Steps without a line count as well where the counts include them.
     counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
     return RunSeries(
         step=run.step[at].astype(np.float64),

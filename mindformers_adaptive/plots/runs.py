@@ -242,7 +242,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
 def _loss_difference(first: RunSeries, second: RunSeries) -> tuple[Floats, Floats] | None:
     """Return steps, and the loss of the second run minus the loss of the first; None without a step that both know."""
     step, in_first, in_second = np.intersect1d(first.step, second.step, return_indices=True)
-    # What is inf in both has no difference.
+    # Where both losses are inf there is no difference.
     with np.errstate(invalid="ignore"):
         apart = second.loss[in_second] - first.loss[in_first]
     known = np.isfinite(apart)

@@ -210,7 +210,7 @@ class LogRows:
         self.is_whole = (self.flag >= 0) & ~np.isnan(self.used)
         drops, raises, listed = self._moves(bits)
         overflowed, applied = self.flag == 1, self.flag == 0
-        # A line of a record states its own step, whatever is missing before it.
+        # A line of a record states its own step, even if the lines before it are missing.
         alone = np.where(self.is_whole, overflowed, 0), np.where(self.is_whole, applied, 0)
         least, room = np.maximum(overflowed, listed), self.steps - applied
         fewest = np.maximum(np.where(self.is_whole, drops + alone[0], drops), least)

@@ -217,7 +217,8 @@ class RecordedRun:
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
         known = self.position_known & ~np.isnan(self.loss_scale)
-        # The last step of a line that stands for several used the scale after it, or one that a change made it.
+        # The last step of a line that stands for several used the scale after it, or one that a change turned into
+        # that scale.
         ends = self.line_ends()
         last = ends[np.diff(ends, prepend=0) > 1] - 1
         last = last[known[last] & ~known[last - 1]]
@@ -252,7 +253,7 @@ def bound_shares(trace: Trace) -> dict[str, float]:
         >>> bound_shares(Trace.exact("made", [8.0, 16.0]))
         {'both': 1.0, 'lower_bound': 0.0, 'upper_bound': 0.0, 'neither': 0.0}
     """
-    # A ceiling that is exactly 0 is bounded from below by 0 as well as any can be.
+    # No ceiling lies below 0, so a ceiling of exactly 0 needs no lower bound.
     lower = (trace.lower_bound > 0) | (trace.upper_bound <= np.nextafter(0.0, 1.0))
     upper = np.isfinite(trace.upper_bound)
     return {
@@ -306,7 +307,7 @@ def _interpolated(scale: Floats, overflow: Flags, factor: float) -> Floats:
     runs, smallest = _skipped_runs(scale, overflow)
     following = np.append(scale, np.inf)[runs[:, 1] + 1]
     anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
-    # Each run has one value, from its first step to its last.
+    # Each run of steps has one value, from its first step to its last.
     return np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
 
 

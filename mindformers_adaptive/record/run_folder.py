@@ -8,7 +8,8 @@ from pathlib import Path
 
 __all__ = ["BATCH_FILE", "CONFIG_FILE", "run_folder_of", "why_command"]
 
-# The configuration as it ran, and the first batch whose loss was inf or NaN, or that collapsed.
+# The configuration as the training ran with it, and the first batch whose loss was inf or NaN or at which the scale
+# collapsed.
 CONFIG_FILE, BATCH_FILE = "loss_scale_config.yaml", "overflow_batch.npz"
 
 

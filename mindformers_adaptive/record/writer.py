@@ -138,7 +138,7 @@ class RunRecord:
                 reason = "is the record of another run"
             self.close()
         if is_shared and last_step and self.run:
-            # The other process goes on from the same checkpoint, and keeps the number.
+            # The other process goes on from the same checkpoint, and keeps the run's number.
             self.run = new_run()
         self.path = _unused_name(wanted, self.run)
         with contextlib.suppress(OSError):
@@ -162,7 +162,7 @@ class RunRecord:
                 f"the run takes them again.{aside}"
             )
         if content.kept_until < self.path.stat().st_size:
-            # At once, whatever is killed, and on a full disk too.
+            # Cut the file at once, so that it is right if the process is killed later or the disk is full.
             os.truncate(self.path, content.kept_until)
         if content.last_kept:
             self.last_step = _LINE.decode(content.last_kept).span()[1]
@@ -182,7 +182,7 @@ class RunRecord:
             ValueError: if a step does not follow the last one.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened each time: the file may have been moved or deleted meanwhile.
+        # Look each time: the file may have been moved or deleted meanwhile.
         is_device = self.path.exists() and not self.path.is_file()
         file = os.open(self.path, os.O_CREAT | os.O_APPEND | (os.O_WRONLY if is_device else os.O_RDWR), 0o644)
         try:
@@ -206,7 +206,8 @@ class RunRecord:
         """Let other processes resume the record."""
         # A forked process does not hold the locks of its parent.
         if self._lock is not None and self._lock.is_locked:
-            # While the lock is held: whoever has opened the file meanwhile finds that it has no name any more.
+            # Delete the file while the lock is held: a process that has opened it meanwhile finds that it has no name
+            # any more.
             with contextlib.suppress(OSError):
                 os.unlink(self._lock.lock_file)
             self._lock.release()
@@ -232,9 +233,9 @@ def _unused_name(path: Path, run: int = 0) -> Path:
 def _lock(path: Path) -> FileLock:
     """Return a lock on a record, which ends with this process; raise Timeout where somebody else holds it."""
     whole = path.resolve()
-    # Whoever closes the record may be another thread.
+    # Another thread may close the record.
     lock = FileLock(whole.with_name(f".{whole.name}.lock"), thread_local=False)
-    # A file that whoever held the lock has just removed is not waited for, but made anew.
+    # If the process that held the lock has just removed its file, do not wait for it: make a new one.
     lock.acquire(timeout=0.1, poll_interval=0.01)
     return lock
 
@@ -375,7 +376,7 @@ def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
             line = line[os.write(file, line) :]
     except OSError:
         if stat.S_ISREG(before.st_mode):
-            # Where this fails too, the next line begins after the torn one.
+            # If this fails too, the next line begins after the torn one.
             with contextlib.suppress(OSError):
                 os.ftruncate(file, before.st_size)
         raise

@@ -34,7 +34,7 @@ __all__ += ["rule_of_cell"]
 __all__ += ["argmin", "ceil", "count", "float32", "floor", "int32", "maximum", "minimum", "stack", "tabulate", "take"]
 __all__ += ["where"]
 
-# The rules that this package brings, by name.
+# The rules of this package, by name.
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, GuidedRule)}
 
 
@@ -120,11 +120,11 @@ def _import(name: str) -> Any:
     if not all(part.isidentifier() for part in name.split(".")) or not module:
         raise ValueError(f"{wanted} got {name!r}.")
     here = str(Path.cwd())
-    # A program that is started by its name does not look into the current folder.
+    # Python does not look into the current folder if the program was started by its name.
     sys.path.append(here)
     try:
         return getattr(importlib.import_module(module), attribute)
-    # Whatever the module raises, SystemExit too.
+    # The user's module may raise anything, SystemExit too.
     except (Exception, SystemExit) as error:
         raise ValueError(f"{wanted} {name!r} cannot be imported: {error!r}.") from error
     finally:

@@ -110,7 +110,8 @@ class AdaptiveRule(Rule):
 
     name = "adaptive"
     title = "adaptive loss scaling"
-    # Not the name of the class, which MindFormers has too: where this package is missing, training has to fail.
+    # YAML files name this alias. The name of the class would be MindFormers' own cell where this package is missing,
+    # and training has to fail there.
     cell = "AdaptiveLossScale"
     state: Mapping[str, Any] = dict.fromkeys(
         ("scale_window", "window_index", "growth_num", "down_num", "hysteresis_budget"), int32

@@ -22,7 +22,7 @@ def to_float32(value: SupportsFloat) -> float:
     try:
         return ctypes.c_float(float(value)).value
     except OverflowError:
-        # An integer beyond float64.
+        # The integer is beyond float64.
         return math.inf
 
 

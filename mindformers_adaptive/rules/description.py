@@ -20,7 +20,7 @@ __all__ += ["checked_value", "is_of_this_package"]
 # The initial loss scale of MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16
 
-# What the package itself calls something in a state, a record or a step.
+# Names that the package itself uses in a state, a record or a step.
 _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
 _TAKEN |= {"history", "recorded", "restored", "inv_scale"}
@@ -29,7 +29,7 @@ _TAKEN |= {"form"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", LARGEST_GRADIENT.name}
 _TAKEN |= {field.name for field in STEP_FIELDS}
 
-# What every rule has, made from its next_state; a method start() may be another one.
+# Attributes that every rule gets from its next_state. A rule may also define start() itself.
 OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
 
 # Arguments of cells, managers and scalers, and keys of a YAML section, besides the arguments of the rule.
@@ -92,7 +92,7 @@ def all_arguments(rule_class: Any) -> dict[str, Any]:
     defaults = {name: parameter.default for name, parameter in arguments_of(rule_class).items()}
     defaults |= {name: of_start[name].default for name in rule_class.start_arguments}
     defaults["loss_scale_value"] = DEFAULT_LOSS_SCALE
-    # A subclass may have a constructor with none of the usual ones.
+    # The constructor of a subclass may lack the usual arguments.
     usual = [name for name in rule_class.usual_arguments if name in defaults]
     return {name: defaults[name] for name in dict.fromkeys((*usual, *defaults))}
 
@@ -155,7 +155,7 @@ def check_description(rule: Any) -> None:
 
 
 def _check_names(of: str, rule: Any) -> None:
-    # The elements of a vector are called so in a state dict.
+    # A state dict has such a key for each element of a vector.
     vectors = [field for field in rule.fields if field.shape and not field.parts]
     seen = {f"{field.name}_{index}" for field in vectors for index in range(field.shape[0])}
     seen |= {"clean_steps"} if rule.counts_clean_steps else set()

@@ -14,7 +14,7 @@ __all__ = ["FLOAT16", "FORMATS", "Format", "find_format"]
 _OVERFLOWS = ("inf", "nan", "saturate")
 _ROUNDINGS = ("even", "away")
 
-# What texts and pictures call them.
+# The names of the formats in texts and pictures.
 _TITLES = {
     "float16": "FP16",
     "bfloat16": "BF16",
@@ -146,7 +146,7 @@ class Format:
         require_integer("exponent", exponent, 2, remedy, most=8 if is_ieee else 7, unit="number of bits")
         require_integer("mantissa", mantissa, 1, remedy, most=23, unit="number of bits")
         bias = 2 ** (exponent - 1) - 1
-        # What the mantissa of the largest number lacks to 2, in its last place.
+        # How many units in the last place the mantissa of the largest number is below 2.
         lacking = 2 if overflow == "nan" else 1
         largest = (2.0 - lacking * 2.0**-mantissa) * 2.0 ** (bias if is_ieee else bias + 1)
         normal = 2.0 ** (1 - bias)
@@ -161,7 +161,7 @@ class Format:
         """
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
 
-    # Its name of before; without a docstring it is not in the reference.
+    # The name of this attribute in 1.0.0. Without a docstring it is not in the reference.
     given = property(lambda self: self.to_config())
 
     def quantum(self, exponent: int) -> float:

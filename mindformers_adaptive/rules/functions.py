@@ -75,7 +75,7 @@ class State:
         vars(self).update(_values=dict(values), _dtypes=dtypes)
 
     def __getattr__(self, name: str) -> Any:
-        # Python and NumPy look for such names.
+        # Python and NumPy look up such names to learn what an object can do.
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._values:
@@ -233,7 +233,7 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
         values.append(int32(value))
     if not callable(function) or not spans or math.prod(map(len, spans)) > _LARGEST_TABLE:
         raise refused(f"needs tabulate(function, ...) with arguments of at most {_LARGEST_TABLE} combinations")
-    # What is made anew for each rule has no use for a cache; a function that chance is in must not have one.
+    # A function that is made anew for each rule gains nothing from a cache, and a random function must not have one.
     is_cached = getattr(function, "is_cached", False)
     fill = _filled_table if is_cached else _filled_table.__wrapped__
     table = fill(function, tuple(arguments), tuple(spans))

@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["make_function"]
 
-# The last one is in use.
+# Folders of generated source; the last one is in use.
 _folders: list[Path] = []
 
 
@@ -57,6 +57,6 @@ def _folder() -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    # A forked process leaves it to the first one.
+    # A forked process leaves the removal to its parent.
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)

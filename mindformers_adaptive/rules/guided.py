@@ -24,21 +24,21 @@ DROP = 10
 # The histogram starts as if so many steps had been seen, with an overflow rate that halves from bin to bin.
 PRIOR_STEPS = 2
 
-# ``low`` goes down at once to what a step shows, and up by this part of the way and so many bits more.
+# ``low`` falls at once to what a step shows. It rises by this part of the distance, and by this many bits more.
 LOW_SHARE = 2.0**-2
 LOW_STEP = 0.1875
 
-# The part of the way that ``level`` goes to what a step shows: a mean over about 28 steps.
+# The part of the distance that ``level`` moves towards what a step shows: a mean over about 28 steps.
 LEVEL_SHARE = 9 / 256
 
-# ``level`` stays within so many bits below ``low``: the quick way back from a regime of large gradients.
+# ``level`` stays within this many bits below ``low``: the quick way back from a regime of large gradients.
 CLIMB = 0.5625
 
 # How far, in bits, ``base`` may be from ``level``.
 REACH = 1.25
 
-# How many bits below what it shows the step after an explained overflow puts ``low`` and ``level``: overflows come in
-# groups.
+# After an explained overflow the next step puts ``low`` and ``level`` this many bits below what it shows, because
+# overflows come in groups.
 CAREFUL = 6.0
 
 # Gradients that showed too little twice are taken to show a bit too little, up to three: where the largest of them is
@@ -54,14 +54,15 @@ TROUBLE_SHARE = 12
 WINDOW_FACTOR = 32
 LARGEST_WINDOWS = 64
 
-# What the limit does, in ``trial``: it moves with ``base`` or is tried one bit higher, without an anchor or with one.
+# The values of ``trial``: the limit moves with ``base``, is tried one bit higher (without an anchor, or with one), or
+# stays at its anchor.
 MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 
-# A new regime ends anchor and trial: where ``low`` pulls ``level`` up by so many bits in a step, and where a step shows
-# so many bits less than ``level``.
+# A new regime ends the anchor and the trial: ``low`` pulls ``level`` up by this many bits in a step, or a step shows
+# this many bits less than ``level``.
 PULLED, BELOW = 0.5, 5.0
 
-# In place of the cheapest bin while no gradient has shown anything: only the limit counts.
+# Used instead of the cheapest bin while no gradient has shown anything, so that only the limit counts.
 NOTHING_SHOWN = -1024
 
 # ``low`` before a gradient has shown anything, in bits; ``level`` is as far on the other side.
@@ -251,7 +252,7 @@ class GuidedRule(Rule):
         mean, lowest_level = state.level + (bits - state.level) * LEVEL_SHARE, low - CLIMB
         level = maximum(mean, lowest_level)
         low, level = where(careful, bits - CAREFUL, low), where(careful, bits - CAREFUL, level)
-        # What follows an overflow is no surprise, and is not counted.
+        # A step after an overflow is no surprise, and is not counted.
         moved = state.replace(
             overflow_rate=where(after_overflow, rate, moved_rate),
             weight=where(after_overflow, weight, moved_weight),

@@ -95,7 +95,7 @@ class Lanes:
         values = self._values
         values["overflow"] = overflow
         if self._shows:
-            # As float32, where 0 stands for what is too small for it.
+            # float32, in which 0 stands for a gradient that is too small for it.
             gradient = np.asarray(largest_gradient)
             tiny = np.abs(gradient) < SMALLEST_FLOAT32
             values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
@@ -133,7 +133,7 @@ class Lanes:
 
 def _step_of(rules: Sequence[Any]) -> NumpyStep:
     first, steps = rules[0], [rule.traced for rule in rules]
-    # Rules of this package keep away from numbers that are too small.
+    # Only users' rules are watched for numbers nearer to 0 than 2^-126: this package's rules have none.
     is_watched = not is_of_this_package(type(first))
     if any(rule is not first for rule in rules):
         shape = steps[0].shape

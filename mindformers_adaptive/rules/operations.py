@@ -21,7 +21,7 @@ __all__ += ["possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
 
-# What max_safe_exponent is where nothing is shown.
+# The value of max_safe_exponent where no gradient is known.
 UNSHOWN = -1024
 
 # The smallest normal number, and its bits without the sign, less one.
@@ -113,7 +113,7 @@ _NAN_PRODUCT = {
     "minus": lambda value: -np.where(np.isnan(value.args[1].extra), np.float32(2), value.args[1].extra),
 }
 
-# By name. Of the rows with one first word, the first whose guard holds is used.
+# By name. Of several rows that begin with the same word, the first whose guard holds is used.
 OPERATIONS = {
     # The compiler leaves out a sum with a number near 0, and -0.0 + 0.0 is another number.
     "add nearly zero": Operation("{0} + {1}", "{0} - {minus}", _has_nearly_zero, _MINUS),
@@ -186,7 +186,7 @@ OPERATIONS = {
             "highest": lambda value: value.extra[1] + np.array(value.extra[0].shape[:-1], np.int32) - 1,
         },
     ),
-    # Those that only the package uses: log2 of a power of two and back, and the largest gradient as an exponent.
+    # Operations that only the package uses: log2 of a power of two and back, and the largest gradient as an exponent.
     "exponent": Operation(
         "np.frexp({0})[1].astype(np.int32) - np.int32(1)",
         "{below} + ops.cast(reduce_sum(ops.cast(ops.less_equal({powers}, {0}), mstype.float32)), mstype.int32)",
@@ -207,7 +207,8 @@ _ROWS: dict[str, list[str]] = {}
 for _name in OPERATIONS:
     _ROWS.setdefault(_name.partition(" ")[0], []).append(_name)
 
-# Not of constants alone, or of what differs between rules in more than its numbers.
+# Operations that are not computed ahead: constants themselves, and what differs between rules in more than its
+# numbers.
 _UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_exponent")
 
 
@@ -324,7 +325,7 @@ class Table:
 
 def merged(each: Array) -> Array:
     """Return constants of rules, which are the first axis, with the last one for them, of length 1 where all agree."""
-    # By their bits, because -0.0 is equal to 0.0.
+    # Compare bits, because -0.0 is equal to 0.0.
     is_one = len({array.tobytes() for array in each}) == 1
     return np.ascontiguousarray(np.moveaxis(each[:1] if is_one else each, 0, -1))
 
@@ -337,6 +338,6 @@ def in_all_lanes(array: Array, lanes: int) -> Array:
 def notice_subnormal(*computed: Array) -> None:
     """Let NumPy's underflow rise where a float32 number is nearer to 0 than 2^-126, but not 0."""
     bits = np.concatenate([array.ravel() for array in computed]).view(np.uint32) << 1
-    # Without the sign, and 0 as the largest.
+    # Compare magnitudes, with 0 counted as the largest.
     if (bits - np.uint32(1)).min() < _SMALLEST_BITS:
         np.multiply(_TINY, _TINY)

@@ -28,7 +28,7 @@ class _CheckedOnCreation(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         rule = super().__call__(*args, **kwargs)
-        # The step is traced once, so a list that changed afterwards would tell of another rule.
+        # The step is traced once. A list that is changed afterwards would describe another rule, so it is frozen.
         vars(rule).update({name: _frozen(value) for name, value in vars(rule).items()})
         check_description(rule)
         _ = rule.traced

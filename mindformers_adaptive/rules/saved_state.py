@@ -169,14 +169,15 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     }
     form, step = form_of(rule), now.values["cur_iter"]
     if abs(now.form) != form:
-        # Of another rule, or of another form. Parameters of one element have the names of what they hold.
+        # The state is of another rule or form. Parameters of one element keep the names of their fields.
         return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
     if now.form != before.form or step < before.values["cur_iter"]:
         return rule_fields | steps
-    # Steps of this rule, or a checkpoint that holds no form: of MindSpore, of MindFormers, or of version 1.0.
+    # The steps of this rule, or a checkpoint that holds no form: MindSpore's, MindFormers', or one of version 1.0.
     is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
     if changed & rule_fields:
-        # Such a checkpoint has no Parameters of a user's rule; and what a built-in rule can reach is never repaired.
+        # A checkpoint without a form has no Parameters of a user's rule. A state that a built-in rule can reach is
+        # never repaired.
         has_begun = before.form == form
         has_former_names = is_built_in or (rule.parameter_names and not may_have_stepped)
         may_be_loaded = has_former_names or is_other_run or (has_begun and not may_have_stepped)

@@ -98,7 +98,7 @@ def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
     restored = {field.name for field in fields if all(key in values for key in field.keys)}
     needed = rule_fields if rule.identifying_fields is None else set(rule.identifying_fields)
     if not needed <= restored:
-        # Another rule may call something by the same name.
+        # Another rule may use the same name for something else.
         values = {key: value for key, value in values.items() if key not in own_keys(rule)}
     return RestoredState(loss_scale, name, run, values, restored)
 
@@ -179,7 +179,7 @@ def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
             f"'growth_tracker' must not be negative, nor 'hysteresis_tracker' above hysteresis={hysteresis}, but got "
             f"{growth} and {tracker}. Give the 'hysteresis' that Megatron-LM was started with."
         )
-    # Below 0, where Megatron-LM counts on, all numbers mean the same.
+    # Megatron-LM counts on below 0, where all numbers mean the same.
     budget = {"hysteresis_budget": max(tracker, 0)} if hysteresis > 1 else {}
     return {"cur_iter": growth + 1, "last_overflow_iter": 0, **budget}
 
@@ -216,5 +216,5 @@ def to_number(value: Any) -> Any:
     try:
         return value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError):
-        # Of several elements, or of none.
+        # The tensor has several elements, or none.
         return value

@@ -26,7 +26,7 @@ from mindformers_adaptive.rules.operations import fold
 __all__ = ["RuleError", "Trace", "Value", "arithmetic", "computed", "constant", "number_of", "of_one_dtype", "own"]
 __all__ += ["is_line_of_a_rule", "is_traced_now", "refused", "shape_of", "unary"]
 
-# Calls from here, or from the standard library and NumPy, are no lines of a rule.
+# Files whose lines are not lines of a rule: this package's, the standard library's and NumPy's.
 _OWN_FILES = {
     str(Path(__file__).with_name(f"{name}.py")) for name in ("values", "functions", "tracing", "rule", "lanes")
 }
@@ -49,7 +49,7 @@ def refused(problem: str) -> RuleError:
     if trace is None:
         return RuleError(f"A value works within next_state only: this {problem}{_place()}")
     error = RuleError(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
-    # It counts even where the rule catches it.
+    # The problem counts even if the rule catches the error.
     trace.problem = trace.problem or error
     return error
 
@@ -180,7 +180,7 @@ class Value:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Value:
         if method != "__call__" or ufunc.__name__ not in _UFUNCS or options:
             raise refused(f"calls numpy.{ufunc.__name__}. {_INSTEAD}")
-        # As Python's numbers and lists, which leave the operation to the value.
+        # NumPy's numbers and arrays become Python's numbers and lists, which leave the operation to the value.
         operands = (operand if isinstance(operand, Value) else np.asarray(operand).tolist() for operand in inputs)
         value: Value = _UFUNCS[ufunc.__name__](*operands)
         return value
@@ -245,7 +245,7 @@ for _name, _problem in {
 for _name in ("int", "index", "complex", "trunc", "floor", "ceil", "array"):
     setattr(Value, f"__{_name}__", Value.__float__)  # type: ignore[attr-defined]
 
-# What NumPy calls where one of its numbers or arrays meets a value.
+# The functions that NumPy calls where one of its numbers or arrays meets a value.
 _UFUNCS: dict[str, Callable[..., Any]] = {
     **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv},
     **{"floor_divide": operator.floordiv, "negative": operator.neg, "absolute": abs},
@@ -358,7 +358,7 @@ _TAKES = {
 }
 
 
-# Their constant comes second, where the guards of operations look for it.
+# The constant of these operations comes second, where their guards look for it.
 _COMMUTATIVE = frozenset({"add", "mul", "and", "or", "equal"})
 
 

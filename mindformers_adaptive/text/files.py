@@ -37,7 +37,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
         >>> target.read_text()
         'all of it'
     """
-    # What a link points to is replaced, not the link.
+    # Replace the file that a link points to, not the link.
     target = Path(os.path.realpath(path))
     if target.is_dir():
         reason = "The output must be a file, but is a folder. Give the name of a file in it"
