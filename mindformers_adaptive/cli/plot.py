@@ -167,7 +167,7 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
 
 
 def tell_apart(files: Iterable[str]) -> dict[str, str]:
-    """Return what tells files apart: their paths without the folders and the file name that all of them share.
+    """Return short names of files: their paths without the folders and the file name that all of them share.
 
     Examples:
         >>> tell_apart(["runs/64/record.jsonl", "runs/512/record.jsonl"])

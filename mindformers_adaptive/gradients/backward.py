@@ -161,7 +161,7 @@ def _close_failed_pass():
 
 @contextlib.contextmanager
 def replaced_in(values, name, value):
-    """Put a value into a dict for a while; the order of the others stays."""
+    """Replace a value of a dict within a ``with`` block, and keep the order of the keys."""
     before = {name: values[name]} if name in values else {}
     values[name] = value
     try:

@@ -20,7 +20,7 @@ SCALED = ("gradients", "activation_gradients")
 
 
 def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[str] = ()) -> GradientRanges:
-    """Return a sweep with another kind in place of the gradients, and of some modules only.
+    """Return a sweep that has another kind of values in place of the gradients, for some modules or all.
 
     Weights and outputs do not depend on the loss scale: their sweep has the scale 1, and no more.
 

@@ -165,7 +165,7 @@ class Policy:
 
     @property
     def scale_window(self) -> int | None:
-        """int: the clean steps before a raise, as of now; None where the policy has no window."""
+        """int: the present number of clean steps before a raise; None if the policy has no window."""
         window = getattr(self.current, "scale_window", None)
         # A user's rule may have a vector of this name.
         return None if isinstance(window, tuple) else window

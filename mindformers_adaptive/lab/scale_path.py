@@ -30,7 +30,7 @@ _NEAR = 1e-3
 
 
 class Change(NamedTuple):
-    """A step after which the loss scale or the window is another one.
+    """A step after which the loss scale or the window differs.
 
     Attributes:
         step (int): the number of the step.

@@ -287,7 +287,7 @@ def _read_ckpt(file: Path, fields: _Fields) -> _Values:
 
 
 def _fits(field: Field, shape: Sequence[int]) -> bool:
-    """Return whether an array has the shape that it has in a state, which a weight of the same name has not."""
+    """Return whether an array has the shape of a field of the state; a weight of the same name has another."""
     return tuple(shape) == field.shape if field.shape else set(shape) <= {1}
 
 

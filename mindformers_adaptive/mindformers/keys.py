@@ -29,7 +29,7 @@ FORMER_KEYS = {
 
 
 def value_at(config: Any, key: str) -> Any:
-    """Return what a dotted key of a configuration leads to, or None."""
+    """Return the value at a dotted key of a configuration, or None."""
     for name in key.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
     return config

@@ -242,7 +242,7 @@ class LossScaledTraining:
             self._show_state()
 
     def _unscale(self, parameters):
-        """Divide the gradients by the loss scale where they are, and return what this process has of them."""
+        """Divide the gradients of this process by the loss scale in place, and return them."""
         from mindformers.pynative.trainer.utils import get_grad
 
         gradients = [gradient for gradient in map(get_grad, parameters) if gradient is not None]

@@ -133,7 +133,7 @@ def _backward_order(calls, weights):
 
 
 class _Watched(nn.Cell):
-    """A cell in the place of another that it calls."""
+    """Calls a cell of the network in that cell's place, and measures what goes in and out."""
 
     def __init__(self, name, layer, clock):
         super().__init__(auto_prefix=False)

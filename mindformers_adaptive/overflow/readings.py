@@ -128,7 +128,7 @@ class Operand:
 
     @property
     def is_computed(self) -> bool:
-        """Whether it comes from a call that was seen."""
+        """Whether the tensor comes from a call that was seen."""
         return self.source is not None and self.source != BATCH
 
 

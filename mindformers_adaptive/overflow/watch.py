@@ -123,7 +123,7 @@ class Watch:
             yield
 
     def take(self, *_):
-        """Return ``calls``, ``backward`` and ``loss_source`` of the ``Pass`` that was made last, and forget it."""
+        """Return ``calls``, ``backward`` and ``loss_source`` of the last pass, and forget that pass."""
         recorded = self._calls, self._backward, self._loss_source
         self._start()
         return recorded

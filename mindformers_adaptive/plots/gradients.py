@@ -246,7 +246,7 @@ def wrapped(name: str) -> str:
 
 
 def group_for(modules: Sequence[str], ranges: GradientRanges) -> Callable[[str], str | None] | None:
-    """Return the function that groups what a sweep has by modules, or None without modules."""
+    """Return the function from the names in a sweep to the modules that are drawn, or None if no modules were named."""
     return group_of_modules(modules, ranges.batches[0][0].parameters) if modules else None
 
 

@@ -73,7 +73,7 @@ class RunSeries(NamedTuple):
 
     @property
     def gaps(self) -> NDArray[np.float64]:
-        """First and last step of each gap, shape (gaps, 2); no gaps if the record is one of single steps."""
+        """First and last step of each gap, shape (gaps, 2); empty if the record has only single steps now and then."""
         first = np.append(self.first_step - 1, self.step) + 1
         last = np.append(self.step, self.last_step + 1) - 1
         gaps = np.column_stack([first, last])[first <= last]

@@ -57,5 +57,5 @@ def needed_by(results: Iterable[Value]) -> list[Value]:
 
 
 def changed_by(outputs: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the results of a step without those that are what the step was given by that name."""
+    """Return the results that a step changes: a result that is the input of the same name is left out."""
     return {name: value for name, value in outputs.items() if value.op != "input" or value.extra != name}

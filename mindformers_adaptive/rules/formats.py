@@ -201,7 +201,7 @@ FORMATS = {
 
 
 def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradient_format") -> Format:
-    """Return a format.
+    """Return the format of a name or of the numbers of a section.
 
     Args:
         value (Union[str, Mapping, Format]): one of ``FORMATS`` by name, numbers by the names of :class:`Format`, or the

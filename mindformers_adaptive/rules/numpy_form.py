@@ -72,7 +72,7 @@ def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = Fa
 
 
 def _result(value: Value, variable: str) -> str:
-    """Return the expression of a result, which has to have all lanes; what depends on inputs has them."""
+    """Return the expression of a result with a number for each lane; a constant is repeated for all lanes."""
     has_inputs = any(taken.op == "input" for taken in needed_by([value]))
     return variable if has_inputs else f"in_all_lanes({variable}, lanes)"
 

@@ -198,7 +198,7 @@ def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Valu
 
 
 def _keeps_bounds(rule: Any) -> bool:
-    """Return whether the step itself says so. A subclass's step may not."""
+    """Return whether the class that defines the step says that its scales stay within the bounds."""
     owner = next(owner for owner in (rule, *type(rule).__mro__) if "next_state" in vars(owner))
     return bool(vars(owner).get("keeps_bounds", False))
 

@@ -259,7 +259,7 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
 
 
 def constant(number: Any, dtype: str | None) -> Value:
-    """Return a number, or a vector of numbers, of Python or NumPy as a value; None for the dtype that it has itself."""
+    """Return a number or a vector, of Python or NumPy, as a value; with a dtype of None it keeps its own."""
     if isinstance(number, np.ndarray) and number.ndim == 1:
         number = number.tolist()
     is_vector = isinstance(number, (list, tuple))
