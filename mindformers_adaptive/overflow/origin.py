@@ -39,7 +39,7 @@ class Origin:
         weight (str, optional): the Parameter, where the value is one or is the gradient of one.
         source (str): the other layer that the largest input came from; "" where it is the same, or not known.
         hidden (bool): whether the loss is finite all the same, because an operator in between swallows inf and NaN.
-        mask (bool): whether the NaN was made of the -inf of a mask, which leaves nothing of a row.
+        mask (bool): whether a mask made the NaN: its -inf fills a whole row, or is multiplied by 0.
     """
 
     phase: str
@@ -58,7 +58,7 @@ class Origin:
 
     @property
     def empties_row(self) -> bool:
-        """Whether a mask leaves nothing of a row, else its -inf is multiplied by 0."""
+        """Whether the mask filled a whole row with -inf; otherwise its -inf was multiplied by 0."""
         return self.mask and not self.operator.startswith(_MULTIPLIED)
 
     def to_dict(self) -> dict[str, object]:

@@ -77,7 +77,7 @@ def _powers(value: Any) -> Array:
 
 
 def _fits_at(value: Any) -> Array:
-    """Return the largest gradient that fits at each exponent of the loss scale: inf and NaN fit at none, 0 fits at all."""
+    """Return the largest gradient that fits at each exponent of the loss scale: inf and NaN fit at none, 0 at all."""
     largest = float(value.args[2].extra)
     fits = [min(largest * 2.0**-exponent, LARGEST_FLOAT32) for exponent in possible_exponents(largest)]
     return np.array([*fits, np.nextafter(_TINY, ZERO)], np.float32)

@@ -68,7 +68,7 @@ def to_state_dict(rule: Any, loss_scale: float, values: Mapping[str, Any], run: 
 
 
 def grad_scaler_in(state_dict: Any) -> dict[str, Any] | None:
-    """Return the state of a gradient scaler: the dict itself, or its entry ``grad_scaler`` as in Megatron-LM, or None."""
+    """Return the state of a gradient scaler: a dict itself, or its entry ``grad_scaler`` as in Megatron-LM, or None."""
     state = _require_dict("state_dict", state_dict)
     if "grad_scaler" not in state and "optimizer" not in state:
         return state
