@@ -97,7 +97,7 @@ class LogRows:
         self.low[unknown] = self.high[unknown] = np.nan
 
     def _count_once(self, overflows: Sequence[tuple[int, LogLine]]) -> dict[int, list[LogLine]]:
-        """Return the overflows before each row, as the rank and the source file that printed the most lines state them."""
+        """Return the overflows before each row, as the rank and the file that printed the most lines state them."""
         counts = Counter(line.printer for _, line in overflows)
         named = [printer for printer, _ in counts.most_common() if printer]
         chosen = {"", *named} if len(named) < 2 else {named[0]}
