@@ -131,7 +131,8 @@ def test_detection_is_compared_with_a_plain_pass(run_forked, tmp_path):
     [row] = lines_of(printed, f"| Tensors | {' | '.join(ways)} |")
     assert len(row) == 5
     assert row[0] == "4"
-    assert all(re.fullmatch(r"-?\d+\.\d ± \d+\.\d", cell) for cell in row[1:])
+    # On a busy machine a way may take no longer than the empty call.
+    assert all(re.fullmatch(r"(-?\d+\.\d|-?inf|nan)( ± (\d+\.\d|inf))?", cell) for cell in row[1:]), row
     assert (list(result["times"]), len(result["times"]["4"])) == (["4"], 6)
 
 
