@@ -9,7 +9,7 @@ from scripts.random_rules.compare import compare, make_rule, numpy_runs, states_
 
 STEPS = 40
 # Rules that share a graph, and how many such graphs are compiled. NumPy alone runs more rules.
-TOGETHER, SHARED, IN_NUMPY = 5, 4, 40
+TOGETHER, SHARED, IN_NUMPY = 5, 2, 40
 
 
 def made(seeds, folder):

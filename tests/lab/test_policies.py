@@ -215,7 +215,7 @@ SMALL = {
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_state_is_all_that_a_policy_remembers(name):
     after = {}
-    for steps in itertools.product(".!", repeat=9):
+    for steps in itertools.product(".!", repeat=7):
         policy = make_policy(name, **SMALL[name]) if name in SMALL else start(name, 4.0, 2)
         for step in steps:
             before = tuple(policy.state().items())

@@ -20,7 +20,7 @@ from tests.shared.own_rules import Follow, Weigh
 
 # Sums in another order: their last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}
-STEPS = 400
+STEPS = 150
 
 
 @st.composite

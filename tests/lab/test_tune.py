@@ -207,7 +207,7 @@ def test_bad_arguments_are_refused(make, error, message):
 
 def test_exchange_rate_that_is_asked_for_is_near_the_best():
     """The rule's own exchange rate is what it is tuned for."""
-    trace = with_gradients(synthetic_trace("random walk", 5000, seed=1))
+    trace = with_gradients(synthetic_trace("random walk", 2500, seed=1))
     costs = {}
     for rate in (0.5, 20.0):
         tuning = tune([trace], grid("guided", exchange_rate=[0.5, 20.0]), exchange_rate=rate)

@@ -1,7 +1,6 @@
 """``LossScaleMonitor`` in trainings of ``mindspore.train.Model``: its record is the rule's, whoever looks how often."""
 
 import functools
-import json
 import math
 
 import mindspore
@@ -221,7 +220,7 @@ class RunsAnother(Callback):
             self.run()
 
 
-FORMS = ["ckpt", "safetensors", pytest.param("sidecar", marks=NEEDS_SECTION), "state_dict"]
+FORMS = ["ckpt", pytest.param("sidecar", marks=NEEDS_SECTION)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -270,11 +269,9 @@ def beside(path):
 
 
 def save(network, folder, form):
-    """Save a train step as MindSpore does, as the state alone, or as MindFormers does without optimizer state."""
+    """Save a train step as MindSpore does, or as MindFormers does without optimizer state."""
     if form == "sidecar":
         CommonInfoWithLossScale(network).save_common(str(folder / "common.json"))
-    elif form == "state_dict":
-        (folder / "state.json").write_text(json.dumps(network.loss_scaling_manager.state_dict()))
     else:
         mindspore.save_checkpoint(network, str(folder / f"saved.{form}"), format=form)
 
@@ -283,8 +280,6 @@ def restore(network, folder, form):
     if form == "sidecar":
         network.scale_sense.set_data(Tensor(read_sidecar(folder)[0], mindspore.float32))
         restores_sidecar(lambda checkpoint, network, optimizer: None)(str(folder), network, network.optimizer)
-    elif form == "state_dict":
-        network.loss_scaling_manager.load_state_dict(json.loads((folder / "state.json").read_text()))
     else:
         saved = mindspore.load_checkpoint(str(folder / f"saved.{form}"), format=form)
         assert mindspore.load_param_into_net(network, saved) == ([], [])
