@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, grid
 from mindformers_adaptive.lab.facts import StartUp, start_up_of
@@ -48,7 +49,7 @@ class Advice:
 
     Attributes:
         rule (str): "start lower", "larger window", "short run", or where the loss scaling is not the cause, "bad loss",
-            "collapse" or "scale of 1".
+            "bad gradients", "collapse" or "scale of 1".
         change (str): what to change.
         reason (str): why, with figures.
         figures (dict): the figures by name, ready for JSON.
@@ -92,7 +93,7 @@ def advise(
         tuple of the advice, empty where the run gives no reason for any, and the settings; None where none are known
         to be better.
     """
-    elsewhere = [*_bad_loss(run), *_collapse(run), *_scale_of_one(run)]
+    elsewhere = [*_bad_loss(run), *_collapse(run), *_bad_gradients(run), *_scale_of_one(run)]
     if elsewhere:
         return elsewhere[:1], None
     scale, start_up = forward_fill(run.loss_scale), start_up_of(run)
@@ -138,16 +139,35 @@ def _accepted(
 
 def _bad_loss(run: RecordedRun) -> Iterator[Advice]:
     """Advise to look for the layer, where the loss itself is inf or NaN, whatever it is multiplied by."""
-    positions = np.flatnonzero(np.isinf(run.loss)) if run.loss is not None else np.empty(0, np.int64)
-    if run.loss is not None and len(positions):
-        first, known = int(run.step[positions[0]]), int(np.count_nonzero(~np.isnan(run.loss)))
-        yield Advice(
-            "bad loss",
-            f"Find the layer that makes the loss inf or NaN, and a remedy:\n{why_command(run_folder_of(*run.files))}",
-            f"The loss was inf or NaN in {len(positions)} of {counted(known, 'step')}, first in step {first}. This is "
-            "the loss before scaling: no loss scale can help.",
-            {"steps": len(positions), "first_step": first},
-        )
+    if run.loss is not None and np.isinf(run.loss).any():
+        why = "This is the loss before scaling: no loss scale can help."
+        yield _to_the_layer(run, "loss", run.loss, np.isinf(run.loss), why)
+
+
+def _bad_gradients(run: RecordedRun) -> Iterator[Advice]:
+    """Advise to look for the layer, where gradients were inf or NaN in applied steps, or at a scale of 1 throughout."""
+    if run.gradient_norm is None:
+        return
+    bad = np.isinf(run.gradient_norm)
+    bad_and_applied = bad & run.position_known & ~run.overflow & ~np.isin(run.step, run.dropped_by_norm)
+    if _is_always_one(run) and (bad & ~bad_and_applied).any():
+        yield _to_the_layer(run, "gradients", run.gradient_norm, bad, "The loss scale was 1: no loss scale can help.")
+    elif bad_and_applied.any():
+        why = "These steps were not skipped, so the weights may be inf or NaN since then."
+        yield _to_the_layer(run, "gradients", run.gradient_norm, bad_and_applied, why)
+
+
+def _to_the_layer(run: RecordedRun, what: str, values: NDArray[np.float64], bad: NDArray[np.bool_], why: str) -> Advice:
+    """Return the advice to look for the layer that makes the loss or the gradients inf or NaN in some steps."""
+    steps, first = int(bad.sum()), int(run.step[np.argmax(bad)])
+    known = counted(int(np.count_nonzero(~np.isnan(values))), "step")
+    said = "loss" if what == "loss" else "norm of the gradients"
+    return Advice(
+        f"bad {what}",
+        f"Find the layer that makes the {what} inf or NaN, and a remedy:\n{why_command(run_folder_of(*run.files))}",
+        f"The {said} was inf or NaN in {steps} of {known}, first in step {first}. {why}",
+        {"steps": steps, "first_step": first},
+    )
 
 
 def _collapse(run: RecordedRun) -> Iterator[Advice]:
@@ -177,7 +197,7 @@ def _collapse(run: RecordedRun) -> Iterator[Advice]:
 
 def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
     """Ask whether a run whose scale was always 1 is one in BF16."""
-    if (forward_fill(run.loss_scale) == 1.0).all():
+    if _is_always_one(run):
         yield Advice(
             "scale of 1",
             "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, let "
@@ -185,6 +205,10 @@ def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
             "The loss scale was 1 in every step.",
             {"steps": len(run)},
         )
+
+
+def _is_always_one(run: RecordedRun) -> bool:
+    return bool((forward_fill(run.loss_scale) == 1.0).all())
 
 
 def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:

@@ -205,7 +205,9 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
     for name, gradients in (("largest gradients", run.largest_gradient), ("norms", run.gradient_norm)):
         if gradients is None:
             continue
-        ceilings = implied_ceilings(np.where(run.overflow, np.nan, gradients), run.gradient_format)
+        ceilings = implied_ceilings(
+            np.where(run.overflow | np.isinf(gradients), np.nan, gradients), run.gradient_format
+        )
         known = ceilings[np.isfinite(ceilings)]
         if len(known):
             extremes = {"lowest": float(known.min()), "median": float(np.median(known))}

@@ -103,8 +103,8 @@ class LogLines:
             values = map(attrgetter(name), rows) if name in _OF_A_STEP else (getattr(row, name, None) for row in rows)
             self.columns[name].extend(
                 [unknown if value is None or value is msgspec.UNSET else value for value in values]
-                if name != "loss"
-                # A loss that is NaN is known.
+                if name not in ("loss", "gradient_norm")
+                # A loss or a norm that is NaN is known.
                 else [unknown if value is None else np.inf if value != value else value for value in values]
             )
 

@@ -49,7 +49,7 @@ class RecordedRun:
         largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute gradient of the step,
             unscaled, nan where the log does not say; None where it never does.
         gradient_norm (NDArray, optional): float64 of shape (steps,), the norm of all gradients of the step, unscaled,
-            nan where the log does not say; None where it never does.
+            nan where the log does not say, inf for a NaN in a record; None where it never does.
         dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
             the size of their gradients, as far as the log says.
         next_loss_scale (NDArray, optional): float64 of shape (steps,), the scale after the step, nan where the log does

@@ -228,6 +228,42 @@ def test_a_run_at_a_scale_of_1_may_be_one_in_bf16():
     assert rules(run_of([1.0] * 20 + [2.0] * 20, [False] * 40)) == []
 
 
+@pytest.mark.parametrize(
+    ("norms", "first_step", "reason"),
+    [(["0.752", "0.741", "nan"], 3, "not skipped"), (["nan"] * 3, 1, "not skipped"), (["inf"] * 3, 1, "not skipped")],
+)
+def test_nan_gradients_at_a_scale_of_1_lead_to_the_layer(tmp_path, norms, first_step, reason):
+    """As Megatron-LM prints a run in BF16: without a loss where it is NaN, and no step is skipped."""
+    lines = [
+        f" iteration {step:8}/ 8000 | elapsed time per iteration (ms): 7613.1 | learning rate: 6.680E-06 | loss scale: "
+        f"1.0 | grad norm: {norm} | number of skipped iterations:   0 | number of nan iterations:   0 |"
+        for step, norm in enumerate(norms, start=1)
+    ]
+    log = tmp_path / "megatron.log"
+    log.write_text("\n".join(lines))
+    analysis = analyze(read_log(log))
+    [advice] = analysis.advice
+    bad = len(norms) - norms.index(norms[-1])
+    assert (advice.rule, advice.figures) == ("bad gradients", {"steps": bad, "first_step": first_step})
+    assert reason in advice.reason
+    assert "adaptive-loss-scale why" in advice.change
+    assert "BF16?" not in analysis.text()
+
+
+def test_a_norm_that_is_nan_in_an_applied_step_leads_to_the_layer():
+    norms = np.where(np.arange(200) < 150, 1.0, np.inf)
+    assert rules(run_of([2.0**16] * 200, [False] * 200, gradient_norm=norms)) == ["bad gradients"]
+    assert (
+        rules(run_of([2.0**16] * 200, np.arange(200) >= 195, gradient_norm=np.where(np.arange(200) < 195, 1.0, np.inf)))
+        == []
+    )
+    dropped = tuple(range(151, 201))
+    assert rules(run_of([2.0**16] * 200, [False] * 200, gradient_norm=norms, dropped_by_norm=dropped)) == []
+    # Megatron-DeepSpeed does not say which steps were skipped.
+    [advice] = analyze(run_of([1.0] * 9, [False] * 9, known=False, gradient_norm=np.full(9, np.inf))).advice
+    assert (advice.rule, "no loss scale can help" in advice.reason) == ("bad gradients", True)
+
+
 def test_adaptive_settings_are_not_for_a_guided_run():
     run = run_of([2.0**32] * 5 + [2.0**16] * 95, [1] * 5 + [0] * 95)
     gradients = np.append(np.full(5, np.inf), np.full(95, 65504 / 2.0**16.5))

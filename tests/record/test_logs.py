@@ -80,9 +80,9 @@ def test_mindformers_epochs_norms_and_losses_are_read(tmp_path):
     lines[2] = mindformers_line(1, False, 8.0, 2, 2, loss="nan", norm="[nan]")
     run = read(tmp_path, *lines)
     assert run.step.tolist() == [1, 2, 3, 4]
-    # A loss that was NaN is not one that nobody knows.
+    # A loss or a norm that was NaN is not unknown.
     assert np.isinf(run.loss).tolist() == [False, False, True, False]
-    np.testing.assert_array_equal(run.gradient_norm, [1.5, 1.5, np.nan, 1.5])
+    np.testing.assert_array_equal(run.gradient_norm, [1.5, 1.5, np.inf, 1.5])
 
 
 def test_a_scale_in_eight_digits_is_the_float32_it_stands_for(tmp_path):
