@@ -127,8 +127,7 @@ class LossScaleTrainStep(_Base):
         elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
             self.measures_at_detection = True
         else:
-            # A user's subclass has its own get_overflow_status(), which need not call the method of this class, and
-            # in a graph cannot. So a method that measures and then calls the user's takes its place.
+            # Measure, then call the user's own get_overflow_status(), which in a graph cannot call this class's.
             self.own_overflow_status = self.get_overflow_status
             self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
 
@@ -156,8 +155,7 @@ class LossScaleTrainStep(_Base):
         if self.on_cpu:
             return self.get_overflow_status_on_cpu(status, compute_output)
         if self.measures_at_detection:
-            # Do not assign the result to a name: a graph drops a call whose result it does not need, with all that it
-            # writes.
+            # Without a name for the result: a graph drops a call whose named result is not used, and what it writes.
             self.measure_largest_gradient(compute_output)
         return self.stock_overflow_status(status, compute_output)
 

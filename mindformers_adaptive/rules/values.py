@@ -119,9 +119,7 @@ class Value:
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
         trace = _present.trace
         if trace is None:
-            raise refused(
-                f"makes a value by {op!r}. Elsewhere write a number, and in the state float32[8] for a vector of 8"
-            )
+            raise refused(f"makes a value by {op!r}. Elsewhere write a number; in a state float32[8] is a vector of 8")
         if len(trace.values) >= _MOST_VALUES:
             raise refused(
                 f"records more than {_MOST_VALUES} operations, and MindSpore would compile them for minutes. Compute "

@@ -17,12 +17,12 @@ ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "l
 
 def sweep(*batches):
     """A sweep over 1 and 1024 from what 1 loses in each batch, and the norms of the gradients."""
-    batches = []
+    measured = []
     for lost in batches:
         at_1 = {name: ArrayStatistics(1, lost=share, reference_norm=norm) for name, (share, norm) in lost.items()}
         at_1024 = {name: replace(statistics, lost=0.0) for name, statistics in at_1.items()}
-        batches.append((ScaleRanges(1.0, 1.0, at_1), ScaleRanges(1024.0, 1.0, at_1024)))
-    return GradientRanges({}, tuple(batches))
+        measured.append((ScaleRanges(1.0, 1.0, at_1), ScaleRanges(1024.0, 1.0, at_1024)))
+    return GradientRanges({}, tuple(measured))
 
 
 def test_share_counts_underflow_and_the_rounding_of_subnormals(graph_mode):

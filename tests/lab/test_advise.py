@@ -250,7 +250,7 @@ def test_nan_gradients_at_a_scale_of_1_lead_to_the_layer(tmp_path, norms, first_
     assert "BF16?" not in analysis.text()
 
 
-def test_a_norm_that_is_nan_in_an_applied_step_leads_to_the_layer():
+def test_a_nan_norm_of_an_applied_step_leads_to_the_layer():
     norms = np.where(np.arange(200) < 150, 1.0, np.inf)
     assert rules(run_of([2.0**16] * 200, [False] * 200, gradient_norm=norms)) == ["bad gradients"]
     assert (

@@ -89,14 +89,14 @@ def first_scale(scale_sense):
     return scale_sense["loss_scale_value"] if isinstance(scale_sense, dict) else scale_sense
 
 
-@pytest.mark.parametrize(("scale_sense", "others"), TRAINED, ids=str)
+@pytest.mark.parametrize(("scale_sense", "keys"), TRAINED, ids=str)
 def test_what_mindformers_trains_is_trained(scale_sense, keys):
     section = {"type": TRAIN_STEP, "scale_sense": scale_sense, **keys}
     factor = scale_sense.get("scale_factor", 1) if isinstance(scale_sense, dict) else 1
     assert scale_after_a_step(load(section)) == max(first_scale(scale_sense) / factor, 1)
 
 
-@pytest.mark.parametrize(("scale_sense", "others"), TRAINED, ids=str)
+@pytest.mark.parametrize(("scale_sense", "keys"), TRAINED, ids=str)
 def test_only_the_type_has_to_be_changed(scale_sense, keys):
     if not isinstance(scale_sense, dict):
         pytest.skip("a number has no type")

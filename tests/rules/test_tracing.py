@@ -446,7 +446,7 @@ def test_values_work_within_a_step_only():
         with pytest.raises(RuleError, match=r"within next_state only: this .*, in line \d+ of .*test_tracing\.py\.$"):
             use()
     with pytest.raises(
-        RuleError, match=r"makes a value by 'constant'\. Elsewhere write a number, and in the state float32\[8\]"
+        RuleError, match=r"makes a value by 'constant'\. Elsewhere write a number; in a state float32\[8\]"
     ):
         float32(8)
 
