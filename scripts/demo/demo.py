@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
@@ -62,12 +63,10 @@ def main():
         f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}, twice, each step as one of {MICRO_BATCHES} "
         f"micro-batches: the loss scale is divided by {MICRO_BATCHES}, which is the same as dividing the loss."
     )
-    records = {}
-    for name, folder in ((FP16_ALONE, run_folder / "fp16_alone"), (ADAPTIVE, run_folder)):
-        options = [f"train_dataset.data_loader.num_samples={BATCH_SIZE * arguments.steps}"]
-        options += [SCALING[name], *arguments.options]
-        config = ["--config", str(CONFIG), "--train_dataset_dir", str(arguments.corpus.resolve())]
-        records[name] = train(name, folder, [*config, "--options", *options], arguments.steps)
+    folders = {FP16_ALONE: run_folder / "fp16_alone", ADAPTIVE: run_folder}
+    with ThreadPoolExecutor() as pool:
+        trainings = {name: pool.submit(train, name, folder, arguments) for name, folder in folders.items()}
+        records = {name: training.result() for name, training in trainings.items()}
     save(draw(records), run_folder / PICTURE)
     print("\n".join(["", *report(records, run_folder)]))
 
@@ -80,16 +79,20 @@ def make_run_folder(output_dir):
     return folder
 
 
-def train(name, folder, arguments, steps):
-    """Run the launcher with a progress bar that follows the record; return the record."""
+def train(name, folder, arguments):
+    """Run the launcher on a core of its own, with a progress bar that follows the record; return the record."""
     folder.mkdir(exist_ok=True)
-    launcher = ROOT / "scripts" / "launch" / "run_mindformer.py"
-    command = [sys.executable, str(launcher), *arguments, "--output_dir", str(folder)]
-    console = folder / "console.log"
+    command = [sys.executable, str(ROOT / "scripts" / "launch" / "run_mindformer.py"), "--config", str(CONFIG)]
+    command += ["--train_dataset_dir", str(arguments.corpus.resolve()), "--output_dir", str(folder), "--options"]
+    command += [f"train_dataset.data_loader.num_samples={BATCH_SIZE * arguments.steps}", SCALING[name]]
+    command += arguments.options
+    console, position, environment = folder / "console.log", [*SCALING].index(name), {"OMP_NUM_THREADS": "1"}
     with (
         console.open("wb") as log,
-        subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT) as process,
-        tqdm(desc=f"{name:<16}", unit="step", total=steps, mininterval=1.0) as progress,
+        subprocess.Popen(
+            command, cwd=folder, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
+        ) as process,
+        tqdm(desc=f"{name:<16}", unit="step", total=arguments.steps, mininterval=1.0, position=position) as progress,
     ):
         running = True
         while running:
