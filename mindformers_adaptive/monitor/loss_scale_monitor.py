@@ -151,7 +151,7 @@ class LossScaleMonitor(RecordingCallback):
         self._bad_loss = reports.BadLossDetector(self._way, batch)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at = self._first_step = self._last_step
-        self._longest = 0
+        self._longest, self._resumes = 0, self._last_step > 0
         self._seen: dict[int, Any] = {}
         # Open the record before the first step, so that a folder that cannot be written to is reported at once.
         self._append([])
@@ -226,6 +226,9 @@ class LossScaleMonitor(RecordingCallback):
             return
         fields = (*FIELDS, *self._reader.recorded)
         names = (*fields, *RARE_FIELDS)
+        # A resumed record is marked at its first step.
+        if self._resumes:
+            entries[0]["resumed"], self._resumes = True, False
         self._append([{field: entry[field] for field in names if field in entry} for entry in entries])
         for entry in entries:
             for field in fields[1:]:
@@ -254,6 +257,7 @@ class LossScaleMonitor(RecordingCallback):
         if went_back:
             # The training was set back to an earlier state: the steps since then are taken again.
             self._resume_after = entries[0]["step"] - 1
+            self._resumes = True
         # Where one call of the network takes several steps, it returns the loss of the last step.
         if step != self._called_at:
             seen = {step: seen[self._called_at]}

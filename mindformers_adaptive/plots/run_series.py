@@ -47,6 +47,7 @@ class RunSeries(NamedTuple):
             is not known, None where it never is.
         gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where it is not known or
             not above 0 or the step was skipped, None where it is never known.
+        resumed (NDArray): float64, of another shape: the first steps after the training was resumed.
     """
 
     step: Floats
@@ -60,6 +61,7 @@ class RunSeries(NamedTuple):
     counted: int
     ceiling: Floats | None
     gradient_norm: Floats | None
+    resumed: Floats
 
     @property
     def span(self) -> int:
@@ -173,4 +175,5 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         counted=len(run) if counts_all else int(at.sum()),
         ceiling=ceiling if has_ceiling else None,
         gradient_norm=None if np.isnan(norm).all() else norm,
+        resumed=np.array(run.resumed, np.float64),
     )

@@ -133,10 +133,15 @@ def draw_runs(
         _draw_difference(panels["difference"], apart, *map(canvas.as_text, series))
     if measured:
         _draw_underflow(panels["underflow"], measured, lines)
+    style: dict[str, Any]
     for axes in panels.values():
+        if alone and len(run.resumed):
+            label = f"resumed ({len(run.resumed):,})" if axes is panels["scale"] else ""
+            style = {"colors": canvas.MUTED, "linestyles": ":", "label": label, "gid": "resumed"}
+            axes.vlines(one_per_column(run.resumed) - 0.5, 0, 1, transform=axes.get_xaxis_transform(), **style)
         if alone and len(run.gaps):
             spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
-            style: dict[str, Any] = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
+            style = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
             axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **style)
         canvas.legend_above(axes)
     first, last = min(run.first_step for run in series.values()), max(run.last_step for run in series.values())

@@ -63,6 +63,7 @@ class RecordedRun:
             others count it. Default: None, for no step.
         is_numbered (bool): whether the log numbers all of its steps. Where overflows at its end have no number, the run
             has at least the steps that their scales need, and nothing bounds how many were skipped.
+        resumed (tuple[int, ...]): numbers of the first steps after the training was resumed, as far as the log says.
 
     Raises:
         TypeError: if an argument that must be an array has another type.
@@ -101,6 +102,7 @@ class RecordedRun:
     without_line: Flags | None = None
     gradient_norm: Floats | None = None
     is_numbered: bool = True
+    resumed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]

@@ -87,7 +87,15 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
         gradient_format=gradient_format,
         without_line=without_line if without_line.any() else None,
         is_numbered=not rows.has_tail,
+        resumed=_resumed_at(lines),
     )
+
+
+def _resumed_at(lines: LogLines) -> tuple[int, ...]:
+    """Return the first steps after the run was resumed: as a record marks them, or where a log goes back."""
+    is_marked = lines.array("resumed") == 1
+    is_marked[sorted(lines.after_restart)] = True
+    return tuple(lines.array("step")[is_marked].tolist())
 
 
 def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:

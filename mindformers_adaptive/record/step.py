@@ -49,6 +49,10 @@ class Step(msgspec.Struct, kw_only=True):
         float | msgspec.UnsetType | None,
         _field("how long the step took, in seconds; not measured here"),
     ] = msgspec.UNSET
+    resumed: Annotated[
+        bool | msgspec.UnsetType | None,
+        _field("true in the first step after the training was resumed; only there"),
+    ] = msgspec.UNSET
 
 
 class LogLine(Step, kw_only=True):

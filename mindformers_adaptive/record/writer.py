@@ -252,8 +252,8 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path (str): the file.
 
     Returns:
-        list[dict]: the lines, including those for missing steps, without the number of the run. Lines that a failed
-        write left unfinished are left out.
+        list[dict]: the lines, including those for missing steps, as they are of a run that was never resumed: without
+        the number of the run, and ``resumed``. Lines that a failed write left unfinished are left out.
 
     Raises:
         OSError: if the file cannot be read.
@@ -275,8 +275,9 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                     entries.append({k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in content.items()})
     except ValueError as error:
         raise ValueError(f"{path} is no run record: {error}") from error
-    for entry in entries[:1]:
+    for entry in entries:
         entry.pop("run", None)
+        entry.pop("resumed", None)
     return entries
 
 

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.step import FIELDS
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -75,6 +76,7 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     last = TrainingRun(output, corpus, options | {"tensorboard.tensorboard_dir": scalars}).wait()
     lines = read_record(record)
     assert_is_what_happened(lines, killed.steps() | stopped.steps() | last.steps())
+    assert read_log(record).resumed == (saved + 1, saved + SAVED_EVERY + 1)
     # Beside the scalars of MindFormers.
     written = read_scalars(scalars / "rank_0")
     assert written["loss"].keys() == last.steps().keys() == set(range(saved + SAVED_EVERY + 1, LAST + 1))

@@ -164,6 +164,16 @@ def test_losses_that_are_not_finite_are_marked():
     assert legend(loss) == ["loss", "inf or NaN (2)"]
 
 
+def test_where_a_run_was_resumed_is_marked(adaptive):
+    resumed = [line | ({"resumed": True} if line["step"] in (101, 400) else {}) for line in adaptive]
+    figure = draw_one(resumed)
+    for axes in figure.axes:
+        [marks] = artists(axes, "resumed")
+        assert [segment[0][0] for segment in marks.get_segments()] == [100.5, 399.5]
+    assert "resumed (2)" in legend(figure.axes[1])
+    assert not any(artists(axes, "resumed") for axes in draw_one(adaptive).axes)
+
+
 @pytest.mark.parametrize(("loss", "broken"), [(NAN, 4), (None, 0)])
 def test_record_without_any_finite_loss_says_so(loss, broken):
     axes = draw_one(record_of([8.0] * 5, loss=[loss] * 4)).axes[0]
