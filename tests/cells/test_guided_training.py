@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("guided training")
 
 FEATURES = 16
 BATCH = 8
-LLAMA_STEPS = 60
+LLAMA_STEPS = 40
 
 
 class HalfPrecisionLayers(nn.Cell):
