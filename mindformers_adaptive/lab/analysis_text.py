@@ -108,8 +108,8 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         dropped["count"]
         and f"Dropped   {dropped['count']} without an overflow, because of their gradient norm: {_listed(dropped)}",
         skipped["seconds_lost"] is not None
-        and f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "
-        "known time",
+        and f"Time      {skipped['seconds_lost']:.1f} s lost in "
+        f"{counted(skipped['steps_with_seconds'], 'skipped step')} of known time",
         f"Scale     {first} at first, {final} at the end; between {smallest} and {largest}",
         _gradients(analysis["shown_by_gradients"]),
     ]

@@ -22,22 +22,13 @@ __all__ = ["Watch", "read_tensor"]
 _METHODS = [name for name, value in vars(TensorPy).items() if isinstance(value, types.MethodDescriptorType)]
 _DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg abs"
 _DUNDERS += " floordiv rfloordiv ifloordiv mod rmod imod getitem"
-_QUERIES = ("_", "is_", "get_", "set_", "data_", "init", "convert", "register", "remove_hook", "storage", "offload")
-_QUERIES += (
-    "assign_value",
-    "value",
-    "untyped",
-    "pin_memory",
-    "wait",
-    "flush",
-    "move_to",
-    "getitem",
-    "setitem",
-    "from_",
-)
-_QUERIES += ("asnumpy", "numpy", "item", "tolist", "dim", "numel", "nelement", "ndimension", "stride", "hooks")
+# Beginnings of the names of methods that compute nothing.
+_QUERIES = "_ is_ get_ set_ data_ init convert register remove_hook storage offload assign_value value untyped"
+_QUERIES += " pin_memory wait flush move_to getitem setitem from_ asnumpy numpy item tolist dim numel nelement"
+_QUERIES += " ndimension stride hooks"
+_COMPUTING = [name for name in _METHODS if not name.startswith(tuple(_QUERIES.split()))]
 _TENSOR_METHODS = [f"__{name}__" for name in _DUNDERS.split()]
-_TENSOR_METHODS += [name for name in _METHODS if not name.startswith(_QUERIES) and not name.endswith("_")]
+_TENSOR_METHODS += [name for name in _COMPUTING if not name.endswith("_")]
 # Methods that write to their Tensor; a hook would make another Tensor of it.
 _IN_PLACE = ["__setitem__", *(name for name in _METHODS if name.endswith("_") and not name.startswith("_"))]
 # Functions of mint are these of another module.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["ALARMING", "CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
-__all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "headline", "legend_above", "legend_below"]
+__all__ += ["as_text", "draw_ceiling", "draw_steps", "headline", "legend_above", "legend_below"]
 __all__ += ["mark_above", "narrower", "new_figure", "percent", "point_marker", "power_of_two", "require_picture"]
 __all__ += ["save", "say_instead", "style_axes", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
 __all__ += ["write_svg"]
@@ -269,16 +269,6 @@ def percent(share: float | None) -> str:
     if 0.99 < share < 1.0:
         return "over 99 %"
     return f"{np.format_float_positional(100.0 * share, precision=2, fractional=False, trim='-')} %"
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    Examples:
-        >>> count(1, "step"), count(12000, "step")
-        ('1 step', '12,000 steps')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def as_text(name: str) -> str:

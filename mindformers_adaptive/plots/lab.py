@@ -15,6 +15,7 @@ from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.points import one_per_column
 from mindformers_adaptive.record.trace import Trace, implied_ceilings
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["draw_comparison", "draw_pareto_front", "draw_replays"]
 
@@ -161,7 +162,7 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
     axes = figure.subplots()
     x_label = "skipped steps"
     if len(x) < len(measured):
-        x_label += f"; {canvas.count(len(measured) - len(x), 'result')} without headroom not shown"
+        x_label += f"; {counted(len(measured) - len(x), 'result')} without headroom not shown"
     canvas.style_axes(axes, x_label=x_label, y_label="headroom lost, bits in the mean of applied steps")
     _draw_points(axes, x, y, front, shown)
     figure.legend(loc="outside right upper", frameon=False, fontsize=10)

@@ -19,6 +19,7 @@ from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["GRADIENTS", "RECORD", "gradients_beside", "record_in", "write_report"]
 
@@ -103,4 +104,4 @@ def _losses(run: RecordedRun) -> str:
     loss: Any = np.array([math.nan]) if run.loss is None else run.loss
     finite, broken = loss[np.isfinite(loss)], run.step[np.isinf(loss)] if run.loss is not None else []
     said = f"{finite[0]:.4g} at first, {finite[-1]:.4g} at the end" if len(finite) else "not known"
-    return f"{said}; inf or NaN in {len(broken)} step(s), first {broken[0]}" if len(broken) else said
+    return f"{said}; inf or NaN in {counted(len(broken), 'step')}, first {broken[0]}" if len(broken) else said

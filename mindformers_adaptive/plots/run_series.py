@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
+from mindformers_adaptive.plots.canvas import Floats, power_of_two
 from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import implied_ceilings
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["RunSeries", "series_of"]
 
@@ -91,7 +92,7 @@ class RunSeries(NamedTuple):
 
     def finding(self) -> str:
         """Return in one sentence how many steps were skipped and where the loss scale went."""
-        whole = count(self.counted, "step" if self.counted == self.span else "recorded step")
+        whole = counted(self.counted, "step" if self.counted == self.span else "recorded step")
         number = "None of" if self.skipped == 0 else f"{self.skipped:,} of"
         if self.skipped == self.counted > 1:
             number = "All"
@@ -99,7 +100,7 @@ class RunSeries(NamedTuple):
         path = _path(self.scales[~np.isnan(self.scales)], len(self.step) - (applied[-1] + 1 if len(applied) else 0))
         below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
         bad = self.step[np.isinf(self.loss)]
-        loss = f"; loss inf or NaN in {count(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
+        loss = f"; loss inf or NaN in {counted(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
         return "".join([f"{number} {whole} skipped", loss, path and f"; loss scale {path}", below and f", {below}"])
 
 

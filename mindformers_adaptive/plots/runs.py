@@ -15,6 +15,7 @@ from mindformers_adaptive.plots.gradient_records import GradientSeries, series_o
 from mindformers_adaptive.plots.points import gather, one_per_column, thinned
 from mindformers_adaptive.plots.run_series import RunSeries, series_of
 from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["draw_runs"]
 
@@ -296,7 +297,7 @@ def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientS
     finding = f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{runs[name].skipped:,}' for name in order})}"
     if known:
         finding = f"Loss {end}: {ends}; {what} at most {_listed(known)}"
-    bad = {name: canvas.count(np.isinf(runs[name].loss).sum(), "step") for name in order if losses[name] < math.inf}
+    bad = {name: counted(np.isinf(runs[name].loss).sum(), "step") for name in order if losses[name] < math.inf}
     bad = {name: steps for name, steps in bad.items() if not steps.startswith("0 ")}
     finding += f"; loss inf or NaN in {_listed(bad)}" if bad else ""
     norms = {name: runs[name].gradient_norm for name in order}

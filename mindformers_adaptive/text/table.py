@@ -31,9 +31,9 @@ def counted(number: int, noun: str) -> str:
 
     Examples:
         >>> counted(1, "step"), counted(12000, "step")
-        ('1 step', '12000 steps')
+        ('1 step', '12,000 steps')
     """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:

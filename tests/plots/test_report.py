@@ -68,7 +68,7 @@ def test_runs_in_one_folder_share_no_gradients(page_of, tmp_path):
     page = page_of(tmp_path / "run" / "loss_scale_record.jsonl", other)
     # Whose they are is not known.
     assert "Gradients by group of Parameters" not in page
-    assert page.count("2.5 at first, 2.5 at the end; inf or NaN in 1 step(s), first 4") == 2
+    assert page.count("2.5 at first, 2.5 at the end; inf or NaN in 1 step, first 4") == 2
 
 
 def test_nothing_is_loaded_from_elsewhere(page_of, tmp_path):
