@@ -11,7 +11,7 @@ if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
 # Two cores run three workers, because some tests wait for other processes. MindSpore's threads spin while they wait for
-# each other. As those of batch jobs, they do not push aside the thread that they wait for.
+# each other. The threads of a batch job do not push aside the thread that they wait for.
 export OMP_NUM_THREADS=1
 as_batch_job=()
 if command -v chrt > /dev/null; then
