@@ -125,7 +125,7 @@ def report(records, run_folder):
         f"{len(record)} steps were skipped",
         f"Replayed on the same steps, other rules would have skipped: {cost}",
         f"Picture:          {os.path.relpath(run_folder / PICTURE)}",
-        f"Next:             source .venv/bin/activate && {analyze}",
+        f"Next:             source .venv/bin/activate && {analyze}  # scales there are divided by {MICRO_BATCHES}",
     ]
 
 

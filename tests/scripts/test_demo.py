@@ -51,7 +51,9 @@ def test_demo_shows_what_scaling_is_worth(run_python, tmp_path):
     counts = dict(re.findall(r"(guided|dynamic 1000) (\d+)", replays))
     assert int(counts["guided"]) <= int(counts["dynamic 1000"]) <= skipped
     assert (tmp_path / picture.split()[-1]).read_bytes().startswith(b"\x89PNG")
-    assert following.endswith(f"adaptive-loss-scale analyze output/demo_1/{demo.RECORD}")
+    command, comment = following.split("  # ")
+    assert command.endswith(f"adaptive-loss-scale analyze output/demo_1/{demo.RECORD}")
+    assert comment == f"scales there are divided by {demo.MICRO_BATCHES}"
 
 
 def assert_record_is_what_the_rule_and_the_log_say(run):
