@@ -183,9 +183,7 @@ def _collapse(run: RecordedRun) -> Iterator[Advice]:
         lower = "Lower min_loss_scale, hysteresis or a fixed scale first. " if stays and scale[last] > 1 else ""
         yield Advice(
             "collapse",
-            f"{lower}Look at the model and the data: learning rate, warm-up, gradient clipping, float32 for softmax "
-            "and normalization, NaN or inf in data and weights. Find the layer and a remedy:\n"
-            f"{why_command(run_folder_of(*run.files))}",
+            lower + _look_at_the_model(run),
             (f"{length} steps in a row" if in_a_row else f"All {length} steps that the log shows")
             + f" were skipped, from step {step[first]} to {step[last]}"
             + (f", the last of them at {as_power_of_two(float(scale[last]))}" if stays and in_a_row else "")
@@ -195,9 +193,23 @@ def _collapse(run: RecordedRun) -> Iterator[Advice]:
         return
 
 
+def _look_at_the_model(run: RecordedRun) -> str:
+    return (
+        "Look at the model and the data: learning rate, warm-up, gradient clipping, float32 for softmax and "
+        "normalization, NaN or inf in data and weights. Find the layer and a remedy:\n"
+        f"{why_command(run_folder_of(*run.files))}"
+    )
+
+
 def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
-    """Ask whether a run whose scale was always 1 is one in BF16."""
-    if _is_always_one(run):
+    """Advise to look at the model where steps overflow at a scale of 1; otherwise ask whether the run is in BF16."""
+    if not _is_always_one(run):
+        return
+    skipped = run.skipped_bounds()[0]
+    if skipped >= _COLLAPSE_AT_ONE_SCALE:
+        reason = f"At least {counted(skipped, 'step')} overflowed at a loss scale of 1. No loss scale helps there."
+        yield Advice("collapse", _look_at_the_model(run), reason, {"steps": skipped})
+    else:
         yield Advice(
             "scale of 1",
             "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, let "

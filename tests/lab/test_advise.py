@@ -228,6 +228,18 @@ def test_a_run_at_a_scale_of_1_may_be_one_in_bf16():
     assert rules(run_of([1.0] * 20 + [2.0] * 20, [False] * 40)) == []
 
 
+def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
+    """As DeepSpeed prints a run whose scale cannot fall any further: no line names its step."""
+    line = "[stage2.py:1628:step] [deepscale] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1"
+    log = tmp_path / "deepspeed.log"
+    for overflows, rule in ((9, "scale of 1"), (22, "collapse")):
+        log.write_text(f"{line}\n" * overflows)
+        [advice] = analyze(read_log(log)).advice
+        assert advice.rule == rule
+    assert "At least 22 steps overflowed at a loss scale of 1" in advice.reason
+    assert "adaptive-loss-scale why" in advice.change
+
+
 @pytest.mark.parametrize(
     ("norms", "first_step", "reason"),
     [(["0.752", "0.741", "nan"], 3, "not skipped"), (["nan"] * 3, 1, "not skipped"), (["inf"] * 3, 1, "not skipped")],
