@@ -1,7 +1,7 @@
 """Adaptive loss scaling for MindSpore and MindFormers.
 
-Importing this package does not import MindSpore: a name that needs it is loaded on first use, and raises an ImportError
-that says what to install where MindSpore or MindFormers is missing.
+Importing this package does not import MindSpore: a name that needs MindSpore is loaded on first use. If MindSpore or
+MindFormers is missing, the first use raises an ImportError that says what to install.
 """
 
 from mindformers_adaptive.public_names import lazy_names

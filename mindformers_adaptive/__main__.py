@@ -1,4 +1,4 @@
-"""``python -m mindformers_adaptive`` is the program ``adaptive-loss-scale``."""
+"""Run the program ``adaptive-loss-scale`` as ``python -m mindformers_adaptive``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program as :func:`mindformers_adaptive.cli.program.main` does, and end it without a traceback at Ctrl-C.
+    """Run the program like :func:`mindformers_adaptive.cli.program.main`, but without a traceback on Ctrl-C.
 
     Args:
         arguments (Sequence[str], optional): the command line without the program's name. Default: None, ``sys.argv``.
@@ -18,10 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         int, the exit code.
     """
-    # A shell closes standard error with 2>&-. Without a replacement, messages would be printed among the results.
+    # `2>&-` in a shell closes standard error, so sys.stderr is None. print() would send messages to standard output.
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
-        # Importing the program takes long enough to be interrupted.
+        # Import the program inside the try block, because a user may press Ctrl-C during the import.
         from mindformers_adaptive.cli import program
 
         return program.main(arguments)

@@ -1,7 +1,7 @@
-"""The public names: in which package users find each, and the module that defines it. Everything else follows from it.
+"""The table of public names: the package from which users import each name, and the module that defines the name.
 
-The packages of the table load a name on first use (:func:`lazy_names`), the stubs for editors have the same names, and
-so has the API reference.
+The packages load their public names on first use (:func:`lazy_names`). The stubs for editors and the API reference have
+the same names.
 """
 
 import importlib
@@ -13,8 +13,8 @@ __all__ = ["PUBLIC", "lazy_names"]
 
 _PACKAGE = "mindformers_adaptive"
 
-# By the title of the reference, and by the name below this package, what module has it. The names of "wrapper" and of
-# "rules" are imported there, because they are all that these are for.
+# For each title of the API reference: public names below this package, and the modules that have them. "wrapper" and
+# "rules" import their names at once instead of on first use, because these modules exist only for their names.
 PUBLIC: dict[str, dict[str, str]] = {
     "Update cells": {
         "AdaptiveLossScaleUpdateCell": "cells.update_cells",
@@ -97,10 +97,10 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that loads its public names on first use.
 
     Args:
-        package (str): its ``__name__``.
+        package (str): the ``__name__`` of the package.
 
     Raises:
-        ImportError: by ``__getattr__``, where MindSpore or MindFormers is missing; it says what to install.
+        ImportError: from ``__getattr__``, if MindSpore or MindFormers is missing; the message says what to install.
     """
     prefix = package.removeprefix(_PACKAGE).removeprefix(".")
     names = {

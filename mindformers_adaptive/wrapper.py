@@ -1,7 +1,7 @@
 """Train-step cells with the names and arguments of ``mindspore.nn`` and ``mindformers.wrapper`` that run on CPU too.
 
-A user changes one import line. On Ascend the cells compute what the stock ones compute. On every device they
-carry the state of loss scaling through checkpoints.
+A user changes one import line. On Ascend the cells compute the same as the stock cells. On every device, checkpoints
+of these cells keep the state of loss scaling.
 """
 
 import warnings

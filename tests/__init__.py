@@ -1,1 +1,1 @@
-"""The tests. Helpers stand beside the tests that use them; what three or more folders use is in ``tests/shared``."""
+"""The tests. Helpers are beside the tests that use them, or in ``tests/shared`` if three or more folders use them."""

@@ -1,4 +1,4 @@
-"""What several tests share: the modes of MindSpore, the corpus of the demo, and commands run as a user would."""
+"""Fixtures that several tests share: MindSpore's modes, the demo's corpus, and commands run as a user would."""
 
 import contextlib
 import functools
@@ -12,23 +12,23 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# The same examples on every machine, however slow it is.
+# Hypothesis draws the same examples on every machine, however slow the machine is.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
 # The YAML file of the demo.
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
-# What ``run_forked`` takes to run the program.
+# The script with which ``run_forked`` runs the command-line program.
 PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
 
 # Folders of tests that build MindFormers' trainers in their own process.
 TRAINERS = [ROOT / "tests" / name for name in ("gradients", "mindformers")]
 
-# In seconds. Machines can be busy, but a test that takes longer hangs.
+# In seconds. A busy machine may be slow, but a test that takes longer than this hangs.
 TIME_LIMIT = 1800
 
-# How often processes that train together ask for each other, in seconds; otherwise every 3 to 5.
+# How often, in seconds, processes that train together try to reach each other. The default is 3 to 5.
 os.environ |= {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
 
 
@@ -37,21 +37,21 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path):
-    """Look for tests in test files alone: some helpers are programs, which change MindSpore where they are imported."""
+    """Collect test files only, because some helpers are programs that change MindSpore when they are imported."""
     is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
     return True if is_helper else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Let slow tests begin first, and tests that build MindFormers' trainers last.
+    """Run slow tests first, and tests that build MindFormers' trainers last.
 
     The trainers leave settings in their process that change how later graphs compile.
     """
     items.sort(key=lambda item: (any(folder in item.path.parents for folder in TRAINERS), not is_slow(item)))
     for item in items:
         if item.name == "mindformers_adaptive.mindformers.trainer.Trainer":
-            # Import MindFormers only for this example, because other tests do without.
+            # Import MindFormers only for this example, because other tests do not need it.
             from tests.shared.versions import BEFORE_1_7
 
             why = "MindFormers before 1.7 logs to where the example prints"
@@ -64,10 +64,11 @@ def is_slow(item):
 
 @pytest.fixture(scope="module", autouse=True)
 def _older_objects_left_alone():
-    """Leave alone, when garbage is collected, what was there before the first test of a file.
+    """Exclude all objects that exist before the first test of a file from garbage collection.
 
-    MindSpore collects garbage before it compiles a graph, and would look through some hundred thousand objects of its
-    own each time, which takes as long as to compile a small graph. It also keeps objects of each graph for good.
+    MindSpore collects garbage before it compiles a graph. Without this fixture, it would look through some hundred
+    thousand objects of its own each time, which takes as long as compiling a small graph. It also keeps objects of
+    each graph for good.
     """
     gc.collect()
     gc.freeze()
@@ -75,7 +76,7 @@ def _older_objects_left_alone():
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Fail the test where it is when the block takes longer."""
+    """Fail the test at its current line if the block takes longer than ``seconds``."""
 
     def fail(*_):
         pytest.fail(f"This took longer than its limit of {seconds} seconds.")
@@ -114,7 +115,7 @@ def graph_mode():
 
 @pytest.fixture
 def scaling_on_cpu(monkeypatch):
-    """Run the test after ``enable_loss_scale_on_cpu()``, which is undone."""
+    """Run the test after ``enable_loss_scale_on_cpu()``, and undo its effect afterwards."""
     import mindspore.train.amp
 
     from mindformers_adaptive import enable_loss_scale_on_cpu
@@ -128,8 +129,8 @@ def scaling_on_cpu(monkeypatch):
 def mindspore_mode(name):
     """Run the block in a mode: graph, pynative, or asynchronous, which is PyNative mode as users have it.
 
-    The other PyNative mode computes the same and waits for each operator. Otherwise MindSpore's threads spin while they
-    wait for each other, and a small step takes thirty times as long.
+    ``pynative`` computes the same, but waits for each operator. Otherwise MindSpore's threads spin while they wait for
+    each other, and a small step takes thirty times as long.
     """
     import mindspore
 
@@ -145,7 +146,7 @@ def mindspore_mode(name):
 
 @pytest.fixture
 def registry_put_back():
-    """Leave MindFormers' registry as it was before the test."""
+    """Restore MindFormers' registry after the test."""
     from mindformers.tools.register import MindFormerRegister
 
     registry = {kind: dict(classes) for kind, classes in MindFormerRegister.registry.items()}
@@ -157,13 +158,13 @@ def registry_put_back():
 
 @pytest.fixture
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """The current folder is empty: MindFormers writes its logs there, and norms that it stopped at."""
+    """Run the test in an empty current folder, where MindFormers writes its logs and the norms at which it stopped."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def mindformers_log(caplog):
-    """What is logged, by MindFormers too, whose logger does not propagate."""
+    """Return the captured log, including MindFormers' messages, which do not propagate to other loggers."""
     from mindformers.tools.logger import get_logger
 
     caplog.set_level("INFO")
@@ -174,7 +175,7 @@ def mindformers_log(caplog):
 
 @pytest.fixture
 def messages(caplog):
-    """A function that returns what the monitors logged so far."""
+    """Return a function that returns the messages that the monitors have logged so far."""
     caplog.set_level("INFO")
     files = ("loss_scale_monitor.py", "recording_callback.py")
     return lambda: [record.getMessage() for record in caplog.records if record.filename in files]
@@ -182,7 +183,7 @@ def messages(caplog):
 
 @pytest.fixture
 def path(tmp_path):
-    """The file of a record that a monitor writes."""
+    """Return the path of a record that a monitor is to write."""
     return tmp_path / "record.jsonl"
 
 
@@ -205,7 +206,7 @@ def run_program(capsys):
 def run_python(tmp_path):
     """Return a function that runs Python with arguments in ``tmp_path`` and returns the finished process.
 
-    The process sees this checkout as an installed package would be seen. It must exit with 0 unless told otherwise.
+    The process can import this checkout like an installed package. Its exit code must be ``expect_exit``.
     """
 
     def run(*arguments, expect_exit=0, timeout=600, **environment):
@@ -220,7 +221,7 @@ def run_python(tmp_path):
 
 @pytest.fixture
 def run_forked(tmp_path, tmp_path_factory):
-    """As ``run_python``, for a script, in a process that has imported MindSpore and MindFormers already."""
+    """Return a function like ``run_python`` that runs a script in a process with MindSpore and MindFormers imported."""
     from tests.shared.launched import ForkedRun
 
     def run(script, *arguments, expect_exit=0, timeout=600, **environment):
@@ -234,39 +235,39 @@ def run_forked(tmp_path, tmp_path_factory):
 
 
 def as_installed(environment):
-    """Return an environment in which this checkout is seen as an installed package would be."""
+    """Return an environment in which this checkout can be imported like an installed package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # MindFormers leaves the output folder of a trainer there, and logs to where a process first did so for this folder.
+    # MindFormers stores the output folder of a trainer in this variable, and a process that inherits it logs there.
     inherited = {name: value for name, value in os.environ.items() if name != "LOCAL_DEFAULT_PATH"}
     return {**inherited, "PYTHONPATH": path, **environment}
 
 
 def with_exit_code(expected, finished):
-    """Return a finished process that has this exit code; otherwise fail with what it printed last."""
+    """Return a finished process that has the expected exit code; otherwise fail with the end of its output."""
     assert finished.returncode == expected, (finished.stdout + finished.stderr)[-5000:]
     return finished
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Return a function that returns where the compiled graph of runs is kept, by all that it depends on in a file."""
+    """Return a function that gives each distinct list of arguments a folder for the compiled graph of its runs."""
     return functools.cache(lambda *_: tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """The folder of a small byte corpus in MindRecord: 64 samples of 33 bytes."""
+    """Return the folder of a small byte corpus in MindRecord format: 64 samples of 33 bytes."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=64)
 
 
 @pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory):
-    """As ``corpus``, but of 3200 samples."""
+    """Return the folder of a corpus like ``corpus``, but with 3200 samples."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=3200)
 
 
 def write_corpus(folder, samples, seq_length=32):
-    """Write so many samples of ``seq_length`` + 1 bytes to a new folder, and return the folder."""
+    """Write ``samples`` samples of ``seq_length`` + 1 bytes to a new folder, and return the folder."""
     from scripts.demo.prepare_corpus import cut_into_samples, read_standard_library, write_mindrecord
 
     write_mindrecord(cut_into_samples(read_standard_library(), seq_length + 1)[:samples], folder)

@@ -1,4 +1,4 @@
-"""Dependencies point one way, and what is plain Python stays free of MindSpore."""
+"""Imports between the parts of the package go one way, and plain-Python modules do not import MindSpore."""
 
 import ast
 import graphlib
@@ -14,8 +14,8 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "mindformers_adaptive"
 
-# The rooms of the package from the bottom up, and the rooms that each may import from. A room is a folder or a module
-# at the top. A new room needs an entry here.
+# The rooms of the package from the bottom up, and the rooms that each room may import from. A room is a folder or a
+# top-level module. A new room needs an entry here.
 MAY_IMPORT = {
     "text": set(),
     "public_names": {"text"},
@@ -49,7 +49,7 @@ def room_of(module):
 
 
 def imports_of(nodes):
-    """The names of all modules that nodes of a syntax tree import."""
+    """Yield the names of all modules that nodes of a syntax tree import."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -58,7 +58,7 @@ def imports_of(nodes):
 
 
 def own_modules(names):
-    """Of imported names, the modules of this package; "" is the package itself."""
+    """Yield the modules of this package among imported names; "" is the package itself."""
     for name in names:
         first, _, inner = name.partition(".")
         if first == "mindformers_adaptive":
@@ -66,7 +66,7 @@ def own_modules(names):
 
 
 def own_imports(source):
-    """The modules of this package that a source imports, at its top or within a function."""
+    """Return the modules of this package that a source imports, at the top level or within a function."""
     return set(own_modules(imports_of(ast.walk(ast.parse(source)))))
 
 
@@ -91,7 +91,7 @@ def test_every_name_of_the_table_is_where_it_says():
 
 
 def test_rooms_stand_above_each_other():
-    # static_order raises CycleError where two rooms would import each other, by whatever way round.
+    # static_order raises CycleError if two rooms import each other, directly or through other rooms.
     assert set(graphlib.TopologicalSorter(MAY_IMPORT).static_order()) == {*map(room_of, MODULES)}
 
 
@@ -103,7 +103,7 @@ def test_modules_within_a_room_import_each_other_one_way():
 
 
 def nodes_at_import(tree):
-    """The nodes of a syntax tree that run when the module is imported."""
+    """Yield the nodes of a syntax tree that run when the module is imported."""
     for node in ast.iter_child_nodes(tree):
         for_editors = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         if not for_editors and not isinstance(node, ast.FunctionDef):
@@ -112,13 +112,13 @@ def nodes_at_import(tree):
 
 
 def free_modules():
-    """The modules whose import does not import MindSpore or MindFormers, by their sources."""
+    """Return the modules that can be imported without MindSpore and MindFormers, according to their sources."""
     imports = {
         module: set(imports_of(nodes_at_import(ast.parse(file.read_text(encoding="utf-8")))))
         for module, file in MODULES.items()
     }
     graph = {module: {*own_modules(names)} - {module} for module, names in imports.items()}
-    # Importing this one is how MindFormers registers the classes, which needs them all.
+    # MindFormers imports this module to register all classes, so the module needs MindSpore.
     heavy = {"register_path.adaptive_loss_scaling"}
     for module in graphlib.TopologicalSorter(graph).static_order():
         outside = {name.partition(".")[0] for name in imports[module]}
@@ -128,7 +128,7 @@ def free_modules():
 
 
 def checked_by_mypy():
-    """The modules that the type checker is told to check, all that they are."""
+    """Return the modules that mypy checks; assert that all paths in its settings exist."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 does not have it")
     with (ROOT / "pyproject.toml").open("rb") as settings:
         paths = [ROOT / path for path in tomllib.load(settings)["tool"]["mypy"]["files"]]
@@ -141,7 +141,7 @@ def test_every_module_free_of_mindspore_is_checked_by_mypy():
     assert free_modules() - empty <= checked_by_mypy()
 
 
-# Imports modules one after the other and prints those after which a name is among the loaded modules.
+# Imports modules one after the other, and prints the first module after which one of the heavy packages is loaded.
 REPORT = """
 import importlib, sys
 heavy = {"mindspore", "mindformers", "matplotlib", "tensorboardX"}
@@ -154,7 +154,7 @@ for module in sys.argv[1:]:
 
 
 def test_plain_python_stays_free_of_mindspore(run_python):
-    """One interpreter imports them all; the first after which MindSpore is there is named."""
+    """One interpreter imports all modules, and names the first one after which MindSpore is loaded."""
     modules = [f"mindformers_adaptive.{module}".rstrip(".") for module in sorted(free_modules())]
     assert len(modules) > 60
     assert run_python("-c", REPORT, *modules).stdout == ""

@@ -1,4 +1,4 @@
-"""MindFormers' own ``run_mindformer.py`` gets this package through ``--register_path`` and ``auto_register``."""
+"""MindFormers' own ``run_mindformer.py`` loads this package through ``--register_path`` and ``auto_register``."""
 
 import json
 import os
@@ -16,13 +16,13 @@ GUIDED = "GradientGuidedLossScaleUpdateCell"
 
 @pytest.fixture
 def register_path(run_python):
-    """The folder as a user gets it: what ``python -m mindformers_adaptive.register_path`` prints."""
+    """Return the folder as a user gets it: the output of ``python -m mindformers_adaptive.register_path``."""
     return run_python("-m", "mindformers_adaptive.register_path").stdout.removesuffix("\n")
 
 
 def test_the_command_does_without_mindspore(run_python):
     imported = run_python("-X", "importtime", "-m", "mindformers_adaptive.register_path").stderr
-    # The first shows that the check sees imports at all.
+    # This line shows that the check sees imports at all.
     assert re.search(r"\| +mindformers_adaptive$", imported, re.MULTILINE)
     assert not re.search(r"\| +(mindspore|mindformers|numpy)\b", imported)
 
@@ -69,7 +69,7 @@ print(state["skipped_steps"], state.get("largest_gradient"))
     ("cell", "arguments", "printed"),
     [
         ("AdaptiveLossScaleUpdateCell", {"scale_factor": 2, "scale_window": 20, "hysteresis": 2}, "1 None"),
-        # Of the mean of squares of 1 + 1: 2 * 2 * 1, before clipping.
+        # The loss is the mean of squares of 1 + 1, so the gradient is 2 * 2 * 1 before clipping.
         (GUIDED, {}, "1 4.0"),
     ],
 )
@@ -99,13 +99,14 @@ def test_the_unmodified_script_of_mindformers_trains_on_cpu(run_python, register
     run = run_python(script, *(f"--{name}={value}" for name, value in options.items()), "--num_samples=64")
 
     steps = re.findall(r"step:\[ *(\d+)/ *8\].*overflow cond: (\w+), loss_scale: (\S+),", run.stdout + run.stderr)
-    # From 2^32 this model overflows for more than eight steps if each halves the scale. The guided rule drops ten bits.
+    # From 2^32, this model overflows for more than eight steps if each overflow halves the scale. The guided rule drops
+    # ten bits at once.
     exponents = [22, 12] if cell == GUIDED else range(31, 23, -1)
     assert [int(number) for number, *_ in steps] == list(range(1, 9))
     assert [(overflow, float(scale)) for _, overflow, scale in steps[: len(exponents)]] == [
         ("True", pytest.approx(2.0**exponent, rel=1e-6)) for exponent in exponents
     ]
-    # The skips are counted by this package's cells only.
+    # Only this package's cells count the skipped steps.
     [checkpoint] = tmp_path.glob("output/checkpoint/rank_0/*.ckpt")
     skipped = sum(overflow == "True" for _, overflow, _ in steps)
     assert mindspore.load_checkpoint(str(checkpoint))["skipped_steps"].asnumpy() == skipped

@@ -1,4 +1,4 @@
-"""The source distribution, and the wheel built from it and used as a user would, away from the checkout."""
+"""The source distribution, and the wheel built from it, used outside the checkout as a user would."""
 
 import importlib.metadata
 import os
@@ -33,7 +33,7 @@ def pip(*arguments):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of this checkout without what git ignores: building leaves files behind, and takes up old ones."""
+    """Return a copy of this checkout without ignored files; a build leaves files behind, and would reuse old ones."""
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
     folder = tmp_path_factory.mktemp("clone") / "mindformers_adaptive"
     return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", *ignored))
@@ -73,7 +73,7 @@ def test_source_distribution_has_all_that_a_clone_has(sdist, unpacked):
 
 
 def test_source_distribution_runs_its_own_tests(unpacked):
-    # Some that are quick and read the files around the package; MindSpore would take longer to import than they.
+    # Run quick tests that read the files around the package. Importing MindSpore would take longer than these tests.
     tests = ("tests/docs/test_links.py", "tests/docs/test_translation.py", "tests/text/test_files.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
@@ -92,7 +92,7 @@ def test_source_distribution_installs_in_its_version(sdist, tmp_path):
     version = re.search(r"^## ([\d.]+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert printed.startswith(f"mindformers_adaptive {version}\n")
     assert sdist[0].name == f"mindformers_adaptive-{version}.tar.gz"
-    # It stands nowhere else.
+    # No other file repeats the version.
     assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text())
 
 
@@ -121,7 +121,7 @@ def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith("METADATA")]
         lines = archive.read(metadata).decode().splitlines()
-        # Where in the folder depends on the version of setuptools.
+        # The position of the license in the folder depends on the version of setuptools.
         (license_file,) = [name for name in archive.namelist() if name.endswith("LICENSE")]
         assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
     required = {}
@@ -154,7 +154,7 @@ def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """The programs of an environment that has this package and what it requires, but no MindSpore.
+    """Return the folder of programs of an environment with this package and its requirements, but without MindSpore.
 
     pip may download nothing, so it fails if the package requires more than the environment has.
     """
@@ -213,7 +213,7 @@ def test_checkpoints_that_need_a_package_say_what_to_install(run_bare, tmp_path,
     assert f"A .{ending} file needs {package}, which is not installed." in finished.stdout + finished.stderr
 
 
-# Prints the public names that can be had, and the errors of the others; the wrapper is a module of its own.
+# Prints the public names that can be imported, and the errors for the other names. The wrapper is a module of its own.
 PUBLIC_NAMES = """
 import importlib
 import mindformers_adaptive

@@ -1,4 +1,4 @@
-"""The train-step cells: a skipped step changes nothing, an applied one is the step of FP32 training."""
+"""The train-step cells: a skipped step changes nothing, and an applied step equals the step of FP32 training."""
 
 import contextlib
 import inspect
@@ -56,7 +56,7 @@ def test_skipped_step_changes_nothing_applied_one_is_as_in_fp32(mode, cell, opti
 @pytest.mark.parametrize("base", TRAIN_STEP_CELLS)
 def test_subclass_with_arguments_trains_through_overflows(mode, base):
     class CountedTrainStep(base):
-        """Counts its steps from a number that is given; a user's own subclass."""
+        """A user's own subclass, which counts its steps from ``first_step`` on."""
 
         def __init__(self, network, optimizer, first_step, *, scale_sense):
             super().__init__(network, optimizer, scale_sense=scale_sense)
@@ -151,7 +151,7 @@ def test_loss_per_token_needs_the_mixin_that_keeps_token_counts():
 
 
 def test_arguments_of_mindformers_cell_name_the_cell():
-    """MindFormers' trainer gives them to every class that a YAML file names."""
+    """MindFormers' trainer passes these arguments to every class that a YAML file names."""
     register()
     dense = Dense()
     arguments = {"network": dense.network, "optimizer": dense.optimizer(), "calculate_per_token_loss": False}
@@ -173,7 +173,7 @@ def test_without_loss_scaling_no_step_is_skipped(mode):
 
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):
-    """Off CPU it is the stock one, and here MindSpore refuses that by the name of its Ascend primitive."""
+    """Off CPU, the cell compiles MindSpore's detection. The error here names the Ascend primitive of that detection."""
     monkeypatch.setattr(train_step, "context", types.SimpleNamespace(get_context=lambda name: "Ascend"))
     step = Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
     with pytest.raises(RuntimeError, match="NPUGetFloatStatusV2"):
@@ -181,6 +181,6 @@ def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch
 
 
 def weights_and_optimizer_state(step):
-    """By name; the update cell, which is a part of the optimizer, and the loss scale are left out."""
+    """Return weights and optimizer state by name, without the loss scale and the optimizer's update cell."""
     scaling = {"scale_sense", *step.loss_scaling_manager.parameters_dict()}
     return {name: value.asnumpy().copy() for name, value in step.parameters_dict().items() if name not in scaling}

@@ -1,1 +1,1 @@
-"""MindSpore cells: the update cell, and what the train-step cells add to the stock ones."""
+"""MindSpore cells: update cells, loss scalers, loss-scale managers, and a mixin for train-step cells."""

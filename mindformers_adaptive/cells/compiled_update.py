@@ -1,4 +1,4 @@
-"""``CompiledUpdateCell``: the state of a rule as Parameters, and one compiled update of them for any rule."""
+"""``CompiledUpdateCell``: keeps the state of any rule in Parameters, and updates them in one compiled function."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
 __all__ = ["CompiledUpdateCell", "tensor_of"]
 
-# Typed here, because MindSpore compiles no variable with an annotation.
+# Annotated at module level, because MindSpore cannot compile a function with an annotated variable.
 _NO_TENSORS: tuple[Any, ...] = ()
 
 
 class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
-    """Update cell of a rule: its state in Parameters, which its compiled step changes.
+    """Update cell that keeps the state of a rule in Parameters, and updates them with the compiled step of the rule.
 
     Args:
         rule (Rule): the rule.
@@ -39,7 +39,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
         history_size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
         factor = getattr(rule, "scale_factor", 2)
-        # The state of a user's rule may be anything.
+        # The scale_factor of a user's rule may have any type.
         factor = factor if isinstance(factor, (int, float)) else 2
         super().__init__(start.loss_scale, factor, getattr(start, "scale_window", 1))
         self.rule = rule
@@ -49,7 +49,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.has_signal = not self.needs_gradients
         step = GraphStep(rule)
         self.step_function = step.function
-        # Where each input of the step comes from: an attribute, or None for what the update computes first.
+        # For each input of the step, the attribute that holds it, or None if the update computes it before the step.
         computed = {"loss_scale", "overflow"} | ({"clean_steps"} if rule.counts_clean_steps else set())
         self.inputs = tuple((name, None if name in computed else name) for name in step.inputs)
         places = {name: index for index, name in enumerate(step.outputs)}
@@ -57,7 +57,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.assigned = tuple((name, index) for name, index in places.items() if name in field_names)
         self.place_of_scale, self.place_of_clean = places.get("loss_scale"), places.get("clean_steps")
         self.counts_clean_steps = rule.counts_clean_steps
-        # A Tensor, because in a graph a Python number becomes a primitive of its own (Muls) or a cast.
+        # A Tensor, because in a graph a Python number needs a different primitive (Muls) or a cast.
         self.one = Tensor(1, mstype.int32)
         self.keeps_history = history_size > 0
         if self.keeps_history:
@@ -74,7 +74,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         values = {**to_values(self.rule, start, steps=0), LARGEST_GRADIENT.name: 0.0}
         self._fields = all_fields(self.rule)
         for field in self._fields:
-            # The base class has a constant scale_window, and counts steps itself.
+            # A field may replace the constant scale_window and the step counters of the base class, but nothing else.
             if field.name != "scale_window" and field not in STEP_FIELDS and hasattr(self, field.name):
                 raise ValueError(
                     f"A field of the rule {self.rule.name!r} must not be called {field.name!r}, which MindSpore's "
@@ -164,12 +164,12 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
 
 
 def _place_of(rule: Rule, key: str, places: Mapping[str, int]) -> tuple[str, int | None, Any, bool]:
-    """Where a recorded part of the state is: its field, where the step returns it, its place in a vector, its kind."""
+    """Return a recorded value's field, its index in the step's results and in a vector, and if it is an integer."""
     field = next(field for field in rule.fields if key in field.keys)
     part = Tensor(field.parts.index(key), mstype.int32) if field.parts else None
     return field.name, places.get(field.name), part, field.dtype == "int32"
 
 
 def tensor_of(field: Field, values: Mapping[str, Any]) -> Any:
-    """Return what the Parameter of a field holds, of the values of a state by name."""
+    """Return the value of a field as a Tensor for its Parameter, from the values of a state by name."""
     return Tensor(np.array(field.value_in(values), field.dtype))

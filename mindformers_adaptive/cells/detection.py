@@ -25,10 +25,10 @@ class LargestGradient(nn.Cell):
     """Assigns the largest absolute value of the gradients to an update cell.
 
     Args:
-        update_cell (Cell): has the Parameter ``largest_gradient``.
-        is_distributed (bool): whether several processes train together; the largest value of all counts then.
+        update_cell (Cell): the update cell; it has the Parameter ``largest_gradient``.
+        is_distributed (bool): whether several processes train together; then the largest value in all processes counts.
         is_divided (bool): whether the gradients were divided by more than the loss scale. Then :meth:`keep_divisor` is
-            called first in each step, and the largest gradient is that before this division. Default: False.
+            called first in each step, and the gradients are measured as they were before this division. Default: False.
 
     Inputs:
         - **gradients** (tuple[Tensor]) - unscaled, of any shapes and floating-point dtypes.
@@ -39,8 +39,8 @@ class LargestGradient(nn.Cell):
 
     def __init__(self, update_cell: Any, is_distributed: bool = False, is_divided: bool = False) -> None:
         super().__init__(auto_prefix=False)
-        # Set it without nn.Cell: the update cell, which owns the Parameter, is a child of the train-step cell
-        # already.
+        # Bypass nn.Cell.__setattr__: the Parameter must have one owner, and the update cell, a child of the train-step
+        # cell, owns it already.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
         self.is_divided = is_divided
         self.is_distributed = is_distributed
@@ -48,18 +48,18 @@ class LargestGradient(nn.Cell):
         self.largest_float32 = Tensor(LARGEST_FLOAT32, mstype.float32)
         self.infinite = Tensor(float("inf"), mstype.float32)
         if is_distributed:
-            # AllReduce on CPU takes sums only.
+            # On CPU, AllReduce supports only sums.
             self.collect = ops.AllGather() if self.on_cpu else ops.AllReduce(ops.ReduceOp.MAX)
 
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         magnitudes = _hyper_map(_magnitudes_of, gradients)
         each = ops.stack(_hyper_map(_reduce_max, magnitudes))
-        # ReduceMax on CPU drops a NaN that is not the first element; a sum of magnitudes is NaN for no other reason.
+        # ReduceMax on CPU drops a NaN that is not the first element. A sum of magnitudes is NaN only if one is NaN.
         sums = ops.stack(_hyper_map(_reduce_sum, magnitudes))
         without_nan = ops.less_equal(sums, self.infinite)
         if self.is_divided:
             each = each * self.largest_gradient
-        # NaN becomes inf, which no maximum drops.
+        # Replace NaN by inf, because a maximum never drops inf.
         is_finite = ops.logical_and(ops.less_equal(each, self.largest_float32), without_nan)
         # Do not read the shape of `each`: with pipeline stages it still counts the gradients of the other stages.
         # Do not call Reshape: semi-automatic parallelism would take it for an operator of the model.
@@ -71,24 +71,24 @@ class LargestGradient(nn.Cell):
         return ops.logical_not(ops.less_equal(largest, self.largest_float32))
 
     def keep_divisor(self, divisor: Any) -> None:
-        """Remember what the gradients of this step are divided by, a Tensor of one element."""
-        # largest_gradient holds the divisor until the gradients are measured. A Parameter of its own would belong to
-        # no cell, and a graph from MindSpore's compile cache does not write such a Parameter.
+        """Remember the divisor of this step's gradients, a Tensor of one element."""
+        # largest_gradient holds the divisor until the gradients are measured. A separate Parameter would belong to no
+        # cell, and a graph from MindSpore's compile cache does not write a Parameter without a cell.
         ops.assign(self.largest_gradient, ops.reshape(ops.cast(divisor, mstype.float32), ()))
 
 
 def _sum_of_differences(gradient: Any) -> Any:
-    # No arithmetic kernel of a CPU takes BF16.
+    # Arithmetic kernels on CPU do not support BF16.
     if gradient.dtype == mstype.bfloat16:
         gradient = ops.cast(gradient, mstype.float32)
-    # An inf or a NaN minus itself is NaN, all else 0. A sum keeps a NaN; ReduceMax on CPU drops one that is not first.
+    # An inf or a NaN minus itself is NaN, any other number minus itself is 0. A sum keeps a NaN; ReduceMax may drop it.
     return ops.cast(_reduce_sum(ops.sub(gradient, gradient)), mstype.float32)
 
 
 def has_inf_or_nan(gradients: tuple[Any, ...]) -> Any:
     """Return whether any gradient has an inf or a NaN.
 
-    The same answer as ``mindspore.amp.all_finite``, negated, in less time on a CPU:
+    The result is the negation of ``mindspore.amp.all_finite``, but takes less time on a CPU:
     ``python -m scripts.benchmarks.costs detection`` measures both.
 
     Args:
@@ -108,14 +108,14 @@ def has_inf_or_nan(gradients: tuple[Any, ...]) -> Any:
 
 
 def refuse_sparse_gradients(train_step: Any) -> None:
-    """Raise ValueError where a graph has a sparse gradient, which the detection here does not support.
+    """Raise ValueError if a graph has a sparse gradient, which the detection here does not support.
 
     Args:
-        train_step (Cell): with ``network``, the network that is trained, and ``on_cpu``.
+        train_step (Cell): the train-step cell, with the attributes ``network`` and ``on_cpu``.
 
     Raises:
-        ValueError: in graph mode, if a layer looks up rows of a table with sparse gradients, and the detection is that
-            on a CPU or measures the largest gradient.
+        ValueError: in graph mode, if a layer looks up rows of a table with sparse gradients, and the detection runs on
+            a CPU or measures the largest gradient.
     """
     is_detected_here = train_step.on_cpu or hasattr(train_step, "measure_largest_gradient")
     if not is_detected_here or context.get_context("mode") != context.GRAPH_MODE:

@@ -1,4 +1,4 @@
-"""The step of a rule as one straight function that MindSpore compiles."""
+"""The step of a rule as one function without branches, for MindSpore to compile."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _MAY_HAND_ON = frozenset(
 
 
 class GraphStep:
-    """The generated function of a rule.
+    """Generates the function that computes the step of a rule.
 
     Args:
         rule (Rule): the rule.
 
     Attributes:
-        function (function): takes Parameters and Tensors, and returns a tuple of Tensors. What it returns was computed
-            before: a Parameter handed on as it is would be read when it is assigned to another one.
-        inputs (tuple[str, ...]): the names of what it takes, in order.
-        outputs (tuple[str, ...]): the names of what it returns, in order; what stays as it is is not among them.
+        function (function): takes Parameters and Tensors, and returns a tuple of Tensors. No result is another
+            Parameter itself: MindSpore would read that Parameter only at the assignment, when it may have changed.
+        inputs (tuple[str, ...]): the names of the function's arguments, in order.
+        outputs (tuple[str, ...]): the names of its results, in order, without values that the step does not change.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -50,17 +50,17 @@ class GraphStep:
         self._constants: dict[tuple[Any, ...], str] = {}
         emitted = emit(outputs.values(), self._expression_of)
         handed_on = _handed_on(outputs.values())
-        # The update computes these values before the step, so no Parameter is handed on as its own new value.
+        # clean_steps is not a Parameter: the update computes it before the step, so a result equal to it needs no copy.
         computed = ("clean_steps",) if rule.counts_clean_steps else ()
         results = []
         for name, value in outputs.items():
             result, inputs = emitted.names[value.position], handed_on[value.position]
             if len(inputs) == 1 and inputs.isdisjoint((name, *computed)):
-                # Before MindSpore 2.8 copy() takes integers through float32.
+                # Before MindSpore 2.8, copy() converts integers to float32 and back.
                 result = f"move({result})" if value.dtype == "int32" else f"{result}.copy()"
             results.append(result)
         self.inputs, self.outputs = emitted.inputs, tuple(outputs)
-        # MindSpore looks names up in the module that a function says it is from.
+        # MindSpore looks up global names in the module that the function's __module__ names.
         module = types.ModuleType(f"mindformers_adaptive_step_{next(_numbers)}")
         vars(module).update(self._names)
         arguments = [f"in_{name}" for name in self.inputs]
@@ -83,7 +83,7 @@ class GraphStep:
 
 
 def _handed_on(results: Iterable[Value]) -> dict[int, set[str]]:
-    """Return by the place of a value the inputs that the compiler may find it to be."""
+    """Return, by the position of each value, the inputs by which the compiler may replace the value."""
     handed_on: dict[int, set[str]] = {}
     for value in needed_by(results):
         taken = (value.args[1:] if value.op == "where" else value.args) if value.op in _MAY_HAND_ON else ()

@@ -16,7 +16,7 @@ from mindformers_adaptive.rules.guided import GuidedRule
 __all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
 __all__ += ["warn_of_window_as_factor"]
 
-# A number from here on is a window: no growth factor is this large, and hardly any window is smaller.
+# A scale_factor from this value on is probably a window: no growth factor is so large, and few windows are smaller.
 _LIKE_A_WINDOW = 100
 
 
@@ -56,7 +56,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
     def _follow(self, rule: Any, start: Any) -> None:
         self.rule = rule
-        # The cell that follows the steps on the host, and the cell that the manager gave away last.
+        # _own_cell follows the steps on the host; update_cell is the cell that get_update_cell() returned last.
         self._own_cell = self.cell_class._for_rule(rule, start)
         self.update_cell: Any = None
 
@@ -123,7 +123,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         Raises:
             ValueError: if MindSpore's own function asks for it, to put it into a train-step cell that cannot use it.
         """
-        # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
+        # MindSpore's build_train_network also calls this. On CPU it rejects the cell with a message without a remedy.
         is_stock = sys._getframe(1).f_globals.get("__name__") == "mindspore.train.amp"
         if is_stock and self.rule.needs_gradients:
             raise ValueError(
@@ -169,7 +169,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
 
 def warn_of_window_as_factor(name: str, scale_factor: float) -> None:
-    """Warn where a factor looks like a window, which is the argument after it."""
+    """Warn if ``scale_factor`` looks like a window, which is the argument after ``scale_factor``."""
     if scale_factor >= _LIKE_A_WINDOW:
         warnings.warn(
             f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by it; usual is 2. "

@@ -19,10 +19,10 @@ _numbers = itertools.count()
 
 
 class ScaleHistory(nn.Cell):
-    """A ring of rows, one a step, written by the graph of the update cell.
+    """A ring buffer with one row for each step, written by the graph of the update cell.
 
-    Its Parameters belong to no cell and so to no checkpoint: a checkpoint loads whatever the length of the history, and
-    never brings the steps of an earlier run.
+    Its Parameters belong to no cell, so no checkpoint contains them: a checkpoint can be loaded with any history size,
+    and never brings back the steps of an earlier run.
 
     Args:
         size (int): how many steps are kept, at least 1.
@@ -33,8 +33,8 @@ class ScaleHistory(nn.Cell):
         - **loss_scale** (Parameter) - the loss scale that the step used, float32 of shape ().
         - **next_loss_scale** (Tensor) - the loss scale for the next step, float32 of shape ().
         - **step** (Parameter) - the number of the step, int32 of shape ().
-        - **counts** (tuple[Tensor]) - after the step, int32 of shape ().
-        - **measures** (tuple[Parameter]) - of the step, float32 of shape (). Default: none.
+        - **counts** (tuple[Tensor]) - the counts after the step, int32 of shape ().
+        - **measures** (tuple[Parameter]) - the further values of the step, float32 of shape (). Default: none.
 
     Outputs:
         Tensor, `next_loss_scale`.
@@ -55,15 +55,15 @@ class ScaleHistory(nn.Cell):
         counts = ops.stack((step, *counts))
         ops.scatter_update(self.scales, self.place, ops.expand_dims(scales, 0))
         ops.scatter_update(self.counts, self.place, ops.expand_dims(counts, 0))
-        # A table and no Mod, which Ascend documents as inexact for large integers.
+        # Look up the next row in a table. Do not use Mod, which Ascend documents as inexact for large integers.
         ops.assign(self.place, ops.gather(self.place_after, self.place, 0))
         return next_loss_scale
 
     def steps(self, since: int, last: int) -> list[dict[str, Any]]:
-        """Return the kept steps from ``since + 1`` to ``last``, the step written last; oldest first, without gaps."""
+        """Return the kept steps from ``since + 1`` to ``last``, the newest step; oldest first, without gaps."""
         scales, counts, index = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
         newest_first = []
-        # Backwards while the numbers match: after the state was set back, older rows are steps that were undone.
+        # Go back while the step numbers match. After the state was set back, older rows are steps that were undone.
         for step in range(last, max(since, last - self.size), -1):
             index = (index - 1) % self.size
             row = dict(zip(self.names_of_counts, counts[index].tolist(), strict=True))
@@ -75,12 +75,12 @@ class ScaleHistory(nn.Cell):
 
     def _own(self, name: str, values: Any) -> None:
         parameter = Parameter(Tensor(values), name=f"loss_scale_history_{self.number}_{name}", requires_grad=False)
-        # Not through nn.Cell, which would make it a Parameter of the network and of every checkpoint.
+        # Bypass nn.Cell.__setattr__, which would add the Parameter to the network and to every checkpoint.
         object.__setattr__(self, name, parameter)
 
 
 def refuse_kept_graphs(history_size: int) -> None:
-    """Raise ValueError where MindSpore keeps compiled graphs: a graph from its cache does not write the history."""
+    """Raise ValueError if MindSpore caches compiled graphs, because a graph from the cache writes no history."""
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache"):
         raise ValueError(
             "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "

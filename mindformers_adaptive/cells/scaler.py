@@ -62,8 +62,8 @@ class RuleLossScaler(amp.LossScaler):
             self.update_cell.declare_signal()
             measure, update_cell = LargestGradient(self.update_cell), self.update_cell
 
-            # Compiled, because launched one by one its small operations can take longer than a whole training step.
-            # MindSpore would take a tuple of gradients for a constant, and compile again for each one.
+            # Compile this function: launched one by one, its small operations can take longer than a training step.
+            # Do not pass the gradients in a tuple: MindSpore would treat each tuple as a constant, and compile again.
             @jit
             def measure_and_update(loss_scale: Any, overflow: Any, *gradients: Any) -> Any:
                 measure(gradients)
@@ -270,5 +270,5 @@ class GradientGuidedLossScaler(RuleLossScaler):
         super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)
 
 
-# The scalers that have a rule's arguments in their signature, by the rule.
+# The loss scaler of each rule class for which this package has a scaler with the rule's arguments.
 SCALERS = {AdaptiveRule: AdaptiveLossScaler, GuidedRule: GradientGuidedLossScaler}

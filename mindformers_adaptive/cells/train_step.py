@@ -1,4 +1,4 @@
-"""What every train-step cell of this package does, in one mixin."""
+"""The mixin with the behaviour that all train-step cells of this package share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 __all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer"]
 
-# A measured gradient is never 0 that often: overflowed steps measure inf.
+# If the largest gradient is still 0 after this many steps, nothing measures it: even an overflow measures inf.
 _STEPS_BEFORE_CHECK = 5
 
-# For type checkers this base may have any attribute, as does the stock cell that follows it in a subclass.
+# Typed as Any, so that type checkers accept attributes of the stock cell, the other base class of each subclass.
 _Base: Any = object
 
 
@@ -33,20 +33,20 @@ class LossScaleTrainStep(_Base):
     ``set_sense_scale`` and ``add_flags_recursive`` of that; ``construct`` stays the stock cell's.
 
     - On CPU, where the stock cell cannot detect overflow, the gradients are checked for inf and NaN, and an overflow in
-      one process is an overflow in all. On other devices the stock detection stays. A subclass that overrides
-      ``get_overflow_status`` keeps its own.
-    - Gradients in FP16 and BF16 are divided by the loss scale in float32, and then cast back. A subclass with a
-      ``construct`` that calls ``self.hyper_map`` itself divides as it does.
-    - For an update cell that needs it, the largest gradient is measured where overflows are looked for. If it is still
-      0 after five steps, a warning says so: a ``construct`` has to call ``get_overflow_status``.
+      one process counts as an overflow in all processes. On other devices the stock detection stays. A subclass that
+      overrides ``get_overflow_status`` keeps its own detection.
+    - Gradients in FP16 and BF16 are divided by the loss scale in float32, and then cast back. If the
+      ``construct`` of a subclass calls ``self.hyper_map`` itself, the division stays as the subclass does it.
+    - If the update cell needs the largest gradient, ``get_overflow_status`` measures it. A warning is given if the
+      largest gradient is still 0 after five steps, because then ``construct`` does not call that method.
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and optimizer from
-      most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their names.
-    - A fixed loss scale stays what you set: a checkpoint does not replace it, and a warning says so.
-    - When training starts, the restored loss scale is checked, and the log says which cell of which package scales the
-      loss, and from where loss scaling goes on.
+      most checkpoint formats, so the update cell becomes a child of the optimizer; its Parameters keep their names.
+    - A fixed loss scale stays as you set it. If a checkpoint has another loss scale, a warning says so.
+    - When training starts, the restored loss scale is checked. The log names the cell that scales the loss, the package
+      of the cell, and the state from which loss scaling continues.
     - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler, a class, a dict, a str, a
-      bool or None, and ValueError if the optimizer divides the gradients too, or if steps are to be dropped by a norm
-      that is not calculated.
+      bool or None, and ValueError if the optimizer divides the gradients too, or if steps are to be skipped by the
+      gradient norm while ``use_clip_grad`` is False, so that no norm is calculated.
 
     Examples:
         >>> class TrainStep(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):
@@ -60,9 +60,9 @@ class LossScaleTrainStep(_Base):
         True
     """
 
-    # Under another name, because in a graph super() leads from an override back to the override, without end.
+    # The stock method has another name here, because in a graph super() in an override calls the override again.
     stock_overflow_status = nn.TrainOneStepWithLossScaleCell.get_overflow_status
-    # Whether overflows are looked for in gradients that are clipped already.
+    # Whether overflows are detected in gradients that have already been clipped.
     clips_before_detection = False
     clip_grad_norm: Any
     grad_reducer: Any
@@ -108,10 +108,10 @@ class LossScaleTrainStep(_Base):
             learning_rate.name = "returned_learning_rate"
 
     def _unscale_in_float32(self) -> None:
-        """Divide FP16 and BF16 gradients in float32, where it is the stock construct that divides them."""
+        """Divide FP16 and BF16 gradients in float32, if the stock ``construct`` does the division."""
         construct = type(self).construct
         is_stock = construct is nn.TrainOneStepWithLossScaleCell.construct
-        # Another construct may use hyper_map for more than gradients, such as moving averages of the weights.
+        # A user's construct may also use hyper_map for other tensors, such as moving averages of the weights.
         if is_stock or "hyper_map" not in construct.__code__.co_names:
             self.hyper_map = MapInFloat32()
             self.grad_reducer = GradientReducer(self.grad_reducer, [weight.dtype for weight in self.weights])
@@ -127,12 +127,12 @@ class LossScaleTrainStep(_Base):
         elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
             self.measures_at_detection = True
         else:
-            # Measure, then call the user's own get_overflow_status(), which in a graph cannot call this class's.
+            # Measure, then call the user's get_overflow_status(), which in a graph cannot call this class's method.
             self.own_overflow_status = self.get_overflow_status
             self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
 
     def _tells_divisor(self) -> bool:
-        """Return whether each step will tell what the gradients are divided by beside the loss scale."""
+        """Return whether each step reports a second divisor of the gradients, besides the loss scale."""
         if getattr(self, "calculate_per_token_loss", False):
             raise TypeError(
                 f"{type(self).__name__} must be a subclass of PerTokenTrainStep with 'calculate_per_token_loss' and an "
@@ -155,7 +155,7 @@ class LossScaleTrainStep(_Base):
         if self.on_cpu:
             return self.get_overflow_status_on_cpu(status, compute_output)
         if self.measures_at_detection:
-            # Without a name for the result: a graph drops a call whose named result is not used, and what it writes.
+            # Do not assign the result to a name: a graph drops a call whose result is named but unused.
             self.measure_largest_gradient(compute_output)
         return self.stock_overflow_status(status, compute_output)
 
@@ -213,7 +213,7 @@ class LossScaleTrainStep(_Base):
         """
         overflow = has_inf_or_nan(compute_output)
         if self.is_distributed:
-            # float32, because AllReduce on CPU takes neither bool nor integers.
+            # Cast to float32, because AllReduce on CPU supports neither bool nor integers.
             overflow = self.less_equal(self.base, self.allreduce(ops.cast(overflow, mstype.float32)))
         return overflow
 
@@ -226,7 +226,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
     ``grads_for_mcore`` does it by ``measure_largest_gradient.keep_divisor(divisor)``.
     """
 
-    # Methods of the stock cell, as a subclass names them. Older versions of MindFormers lack them.
+    # Subclasses set these to the methods of the stock cell, which older versions of MindFormers lack.
     stock_grads_for_legacy: Any = None
     stock_grads_for_mcore: Any = None
 
@@ -272,7 +272,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
 
 
 class _MeasuredClipping(nn.Cell):
-    """Clips gradients as another cell does, after the largest one is measured."""
+    """Measures the largest gradient, then clips the gradients with another cell."""
 
     def __init__(self, measure: LargestGradient, clip: Any) -> None:
         super().__init__(auto_prefix=False)
@@ -289,7 +289,7 @@ def _follows_a_rule(train_step: Any) -> bool:
 
 def _has_fixed_scale(train_step: Any) -> bool:
     update_cell = train_step.loss_scaling_manager
-    # A user's subclass of the stock cell may move it.
+    # A user's subclass of the stock cell may change the loss scale.
     is_stock = type(update_cell) is nn.FixedLossScaleUpdateCell
     return update_cell is None or is_stock or getattr(update_cell, "has_fixed_scale", False)
 
@@ -334,7 +334,7 @@ def _require_update_cell(scale_sense: object) -> None:
 
 
 def _check_and_report(train_step: Any, at_first_step: bool = False) -> None:
-    """Check what was restored, and say once what scales the loss and from where it goes on."""
+    """Check the restored state, and log once which cell scales the loss and at which state it continues."""
     refuse_sparse_gradients(train_step)
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
@@ -374,7 +374,7 @@ def _warn_if_not_measured(train_step: Any) -> None:
 
 
 def _keep_fixed_scale(train_step: Any) -> None:
-    """Set a fixed loss scale that a checkpoint has replaced."""
+    """Set the loss scale back to its fixed value if a checkpoint has replaced it."""
     scale_sense, wanted = train_step.scale_sense, train_step._fixed_scale
     restored = scale_sense.asnumpy().item()
     if wanted in (None, restored):
@@ -388,7 +388,7 @@ def _keep_fixed_scale(train_step: Any) -> None:
 
 
 def _report_cell(update_cell: Any, loss_scale: float, state: Mapping[str, Any]) -> None:
-    """Say whose cell it is: MindFormers has one of the same name."""
+    """Log which package the update cell is from, because MindFormers has a cell of the same name."""
     cls = type(update_cell)
     name = "a fixed scale" if update_cell is None else f"{cls.__name__} of {cls.__module__.partition('.')[0]}"
     if cls.__name__ == "RuleLossScaleUpdateCell":

@@ -1,6 +1,6 @@
 """Division of gradients by the loss scale in float32, whatever the dtype of the weights.
 
-In FP16 the reciprocal of a loss scale is 0 from 2**25 on, and inf below 2**-15. In BF16 it has 8 bits.
+In FP16 the reciprocal of a loss scale of 2**25 or more is 0, and below 2**-15 it is inf. In BF16 it has only 8 bits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _in_dtype = ops.MultitypeFuncGraph("in_dtype")
 
 
 def multiply_in_float32(factor: Any, tensor: Any) -> Any:
-    """Multiply a loss or a gradient in float32, and return the product in its dtype.
+    """Multiply a loss or a gradient in float32, and return the product in the dtype of `tensor`.
 
-    In float16, a loss scale would be inf from 2**16 on, and its reciprocal 0 from 2**25 on.
+    In float16, a loss scale of 2**16 or more would be inf, and the reciprocal of 2**25 or more would be 0.
 
     Args:
         factor (Tensor): float32 of shape ().
@@ -49,7 +49,7 @@ def _tensor_in_float32(gradient: Any) -> Any:
 
 @_in_float32.register("RowTensor")
 def _row_tensor_unchanged(gradient: Any) -> Any:
-    # A sparse gradient is divided in its own dtype, as by MindSpore.
+    # A sparse gradient is divided in its own dtype, as MindSpore does.
     return gradient
 
 
@@ -64,15 +64,15 @@ def _row_tensor_in_its_dtype(gradient: Any, _: Any) -> Any:
 
 
 class MapInFloat32(nn.Cell):
-    """``ops.HyperMap`` that gives its function FP16 and BF16 gradients in float32.
+    """Variant of ``ops.HyperMap`` that casts FP16 and BF16 gradients to float32 before it calls the function.
 
     Inputs:
-        - **function** (function) - of a gradient and what `others` have for it.
+        - **function** (function) - called with each gradient and the corresponding elements of `others`.
         - **gradients** (tuple[Tensor]) - of any shapes and floating-point dtypes.
         - **others** (tuple) - as in ``ops.HyperMap``.
 
     Outputs:
-        tuple, what the function returns.
+        tuple, the results of the function.
     """
 
     def construct(self, function: Any, gradients: Any, *more_arguments: Any) -> Any:
@@ -84,7 +84,7 @@ class GradientReducer(nn.Cell):
 
     Args:
         reducer (Cell): reduces the gradients over the processes.
-        dtypes (Sequence[Type]): of the weights.
+        dtypes (Sequence[Type]): the dtypes of the weights.
 
     Inputs:
         - **gradients** (tuple[Tensor]) - of any shapes and floating-point dtypes.

@@ -1,4 +1,4 @@
-"""``RuleUpdateCell``: the update cell of any rule, which the public cells are signatures of."""
+"""``RuleUpdateCell``: the update cell that works with any rule, and the base class of the public update cells."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ __all__ = ["RuleUpdateCell"]
 
 
 class RuleUpdateCell(CompiledUpdateCell):
-    """Update cell of a rule whose state is read, saved, restored and repaired.
+    """Update cell of any rule, with methods to read, save, restore and repair the state of the rule.
 
     Args:
         rule, start, history_size: as of :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
     """
 
-    # The class of the only rule that this cell takes, or None if it takes any rule.
+    # The only rule class that this cell accepts, or None if it accepts any rule.
     rule_class: type[Rule] | None = None
     bound_loss_scale: Any = None
-    # The id of the cell that was bound: a copy of it has another id, and may be bound again.
+    # The id of this cell when it was bound to a loss scale. A copy of the cell has another id, and can be bound again.
     _bound_id: int | None = None
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
         self.form = form_of(rule)
-        # No graph reads these two, but checkpoints restore only Parameters. They are negative until training begins,
-        # as in no checkpoint of a training.
+        # No graph reads these two values; they are Parameters because checkpoints restore only Parameters. They are
+        # negative until training begins, so a checkpoint of a training never has negative values.
         self.loss_scaling_run = _new_parameter(RUN, -1)
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
-        # loss_scale_value is the loss scale of the step with this number.
+        # The number of the step for which loss_scale_value is the loss scale.
         self._known_step = 1
-        # The values that the host wrote or checked last, and whether steps were taken since then (None: unknown).
+        # The state that the host last wrote or checked, and whether the cell has taken steps since (None: unknown).
         self._last_seen = self._snapshot()
         self._has_stepped: bool | None = False
 
@@ -94,7 +94,7 @@ class RuleUpdateCell(CompiledUpdateCell):
 
     @classmethod
     def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:
-        """Return a cell with this rule that starts at the loss scale of a state."""
+        """Return a cell of this class that follows the rule and starts at the loss scale of ``state``."""
         return cls(state.loss_scale, **rule.arguments, **options)
 
     def state(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class RuleUpdateCell(CompiledUpdateCell):
                 "load_state_dict(cell.state_dict()) of the new one."
             )
         self._bound_id = id(self)
-        # Setting it through nn.Cell would make the Parameter a child of this cell too.
+        # Bypass nn.Cell.__setattr__, which would make the Parameter a child of this cell too.
         object.__setattr__(self, "bound_loss_scale", parameter)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -368,12 +368,12 @@ class RuleUpdateCell(CompiledUpdateCell):
             if hasattr(self, attribute := f"former_{name}"):
                 if (count := int(getattr(self, attribute).asnumpy())) >= 0:
                     counters[key] = count
-                # Without the Parameter, a checkpoint of this training does not contain it.
+                # Delete the Parameter, so that checkpoints of this training do not contain it.
                 delattr(self, attribute)
         return counters
 
     def _write(self, loss_scale: float | None, values: dict[str, Any]) -> None:
-        """Write a state and the loss scale of the next step; None leaves a scale that a stock train-step cell keeps."""
+        """Write the state and the loss scale of the next step. With None, the loss scale stays unchanged."""
         if loss_scale is not None:
             if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
                 self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))

@@ -1,4 +1,4 @@
-"""The public update cells: signatures of the update cell of any rule."""
+"""The public update cells: subclasses of ``RuleUpdateCell``, for each rule of this package and for any other rule."""
 
 from __future__ import annotations
 
@@ -260,9 +260,9 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
 
 
 def _restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
-    """Return a ``loss_scale_value`` that is a Tensor of one element as a float, and any other as it is.
+    """Convert a ``loss_scale_value`` that is a Tensor of one element to a float; return any other value unchanged.
 
-    MindFormers gives a Parameter on resume, which would become a trainable child of the cell.
+    On resume, MindFormers passes a Parameter, which would become a trainable child of the cell.
     """
     if not isinstance(loss_scale_value, Tensor):
         return loss_scale_value

@@ -1,1 +1,1 @@
-"""The command-line program ``adaptive-loss-scale``, one file a subcommand."""
+"""The command-line program ``adaptive-loss-scale``, with one module for each subcommand."""

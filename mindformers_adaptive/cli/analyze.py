@@ -20,7 +20,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``analyze``."""
     parser.add_argument(
         "logs",
         nargs="+",
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read the log, and print what happened."""
+    """Read the log, and print the analysis of the run; with ``--plot``, also draw the run."""
     recorded = read_log(options.logs, options.format)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, progress=progress)

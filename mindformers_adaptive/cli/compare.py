@@ -21,7 +21,7 @@ from mindformers_adaptive.rules import RULES
 
 __all__ = ["add_arguments", "run"]
 
-# The adaptive rule, the fixed windows that people set by hand, and the two defaults that most have met.
+# The adaptive rule, dynamic scaling with usual windows, and the defaults of Megatron-LM and PyTorch.
 _DEFAULT_POLICIES = [
     "adaptive",
     "dynamic:scale_window=20",
@@ -32,12 +32,12 @@ _DEFAULT_POLICIES = [
     "torch",
 ]
 
-# Rules that follow the largest gradients: compared by default only where all traces have those.
+# Rules that follow the largest gradients. By default, compare them only if all traces have largest gradients.
 _WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``compare``."""
     add_trace_arguments(parser)
     parser.add_argument(
         "--policies",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compare, and print the table."""
+    """Replay the policies on the traces, and print the table that compares them."""
     makers = dict(policy_maker(text) for text in options.policies or _DEFAULT_POLICIES)
     sources = read_sources(options, makers)
     if not options.policies and all(source.trace.largest_gradient is not None for source in sources):

@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``diff``."""
     parser.add_argument("first", metavar="FILE", help="a .ckpt or .safetensors file, or a folder of them")
     parser.add_argument("reference", metavar="REFERENCE", help="a file or folder of the same kind, to compare with")
     parser.add_argument(
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read both, and print the errors."""
+    """Read both files, and print the error of each Parameter."""
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.mindformers.checkpoint_arrays import read_arrays
 

@@ -21,7 +21,7 @@ __all__ = ["add_arguments", "read_learning_rate", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``find``."""
     add_sweep_arguments(parser)
     text = "powers of two to stay below the largest scale that does not overflow (default: 2, in 8-bit formats 4)"
     parser.add_argument("--margin", type=integer(0), metavar="N", help=text)
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Sweep over every power of two up to 2^32, and print the recommendation.
+    """Sweep over every power of two up to 2^32, and print the loss scale to start from.
 
     Raises:
         RuntimeError: if no loss scale can be recommended.
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_learning_rate(options: argparse.Namespace) -> float | None:
-    """Return the learning rate of the YAML file or the options, before a schedule lowers it; None if there is none."""
+    """Return the learning rate, before any schedule, from ``--options`` or the YAML file; None if neither has one."""
     config, overrides = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), read_options(options.options)
     for key in ("lr_schedule.learning_rate", "optimizer.learning_rate"):
         rate = overrides.get(key, value_at(config, key))

@@ -21,7 +21,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``inspect``."""
     parser.add_argument("path", type=read_source, metavar="PATH", help="the checkpoint file or folder")
     parser.add_argument(
         "--policy",
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the state of the newest checkpoint."""
+    """Print the loss-scale state of the newest checkpoint."""
     with wrong_usage("argument --policy: "):
         rules = [find_rule(name) for name in options.policy]
     state = newest_state(options.path, rules)
@@ -42,12 +42,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _text(state: dict[str, Any]) -> str:
-    """Return a line for each value that the checkpoint has, and for each note; vectors are left to ``--json``."""
+    """Return a line for each number in the state and for each note. Only ``--json`` prints vectors."""
     values = {name: value for name, value in state.items() if value is not None and not isinstance(value, list)}
     lines = [f"{name}: {_number(value) if isinstance(value, float) else value}" for name, value in values.items()]
     return "\n".join([*lines, *(f"note: {note}" for note in state["notes"])])
 
 
 def _number(value: float) -> str:
-    # A power of two is easier to recognise without an exponent, as long as it is short.
+    # Write whole numbers below 1e16 without an exponent, so that powers of two are easy to recognise.
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e16 else f"{value:.9g}"

@@ -1,4 +1,4 @@
-"""Arguments that the lab's subcommands share: traces, and policies with their parameters."""
+"""Arguments that ``compare`` and ``tune`` share: traces, and policies with their parameters."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "re
 
 @dataclass(frozen=True)
 class Source:
-    """Where a trace came from.
+    """A trace, and where it came from.
 
     Attributes:
-        trace (Trace): the trace, with the ceilings that were asked for.
+        trace (Trace): the trace, with the ceilings that ``--ceilings`` selects.
         run (RecordedRun, optional): the run that a log recorded; None for synthetic or measured ceilings.
-        ceilings (str): what is known of them.
+        ceilings (str): how exactly the ceilings are known.
     """
 
     trace: Trace
@@ -52,7 +52,7 @@ class Source:
     ceilings: str = "within bounds"
 
     def describe(self) -> dict[str, Any]:
-        """Return what was read and how much of it is known, for JSON."""
+        """Return what was read and how much is known of the ceilings and gradients, for JSON."""
         run, gradients = self.run, self.trace.largest_gradient
         known = {
             "trace": self.trace.name,
@@ -68,7 +68,7 @@ class Source:
 
     @property
     def recorded(self) -> Measures | None:
-        """Measures, optional: what the recorded run itself did in the steps that are swept."""
+        """Measures, optional: the measures of the recorded run in the steps that are swept; None without a run."""
         if self.run is None:
             return None
         trace = self.trace.last(MOST_STEPS_SWEPT)
@@ -76,7 +76,7 @@ class Source:
         return measure(trace, np.append(scale, scale[-1]))
 
     def text(self) -> str:
-        """Return the same as lines for a terminal."""
+        """Return the facts of :meth:`describe` as lines for a terminal."""
         facts = self.describe()
         start, share = f"{facts['trace']}: {counted(facts['steps'], 'step')}", facts["gradients_known"]
         shown = f"; largest gradients known at {share:.1%} of the steps" if share else ""
@@ -95,7 +95,7 @@ class Source:
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the traces, and what is assumed where a log does not bound the ceiling."""
+    """Declare the arguments for traces, and for the ceilings to assume where a log does not bound them."""
     parser.add_argument(
         "traces",
         nargs="+",
@@ -118,11 +118,11 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[Source]:
-    """Read or make the traces that were asked for, and say on the error output which policy lacks gradients on them.
+    """Read or make the traces of the command line. Warn on the standard error if a policy lacks gradients on a trace.
 
     Args:
-        options (Namespace): with what :func:`add_trace_arguments` declares.
-        policies (Iterable[str]): names of what is replayed on them, with or without parameters.
+        options (Namespace): the options that :func:`add_trace_arguments` declares.
+        policies (Iterable[str]): names of the policies to replay on the traces, with or without parameters.
 
     Raises:
         OSError: if a file cannot be read.
@@ -160,7 +160,7 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
 def print_sources(
     options: argparse.Namespace, sources: Sequence[Source], content: Mapping[str, Any], text: str
 ) -> None:
-    """Print a result and, with ``--details``, where its traces came from."""
+    """Print a result and, with ``--details``, where the traces came from."""
     described = [source.describe() for source in sources]
     lines = [text, *(["", *(source.text() for source in sources)] if options.details else [])]
     for source in sources:

@@ -23,13 +23,13 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare that Megatron-LM's arguments are collected as they are."""
+    """Collect all of Megatron-LM's arguments as they are, without declaring them."""
     parser.usage = "%(prog)s [-h] [--traceback] [ARGUMENT OF MEGATRON-LM ...]"
     parser.set_defaults(others=[])
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the section."""
+    """Print the section for the YAML file."""
     with wrong_usage("Megatron-LM's arguments cannot be split into words: "):
         words = [word for argument in options.others for word in shlex.split(argument) if word != "--"]
     if not words:

@@ -1,4 +1,4 @@
-"""What subcommands share: values from the command line, usage errors, what is printed, progress bars."""
+"""Functions that subcommands share: values from the command line, usage errors, printing, progress bars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UsageError(argparse.ArgumentTypeError):
 
 @contextmanager
 def wrong_usage(where: str = "") -> Iterator[None]:
-    """Turn the refusal of a value in the block into a UsageError, with ``where`` before its message."""
+    """Turn an error about a value in the ``with`` block into a UsageError whose message begins with ``where``."""
     try:
         yield
     except (UsageError, ArithmeticError, OSError, TypeError, ValueError) as error:
@@ -36,7 +36,7 @@ def wrong_usage(where: str = "") -> Iterator[None]:
 
 
 def read_value(text: str) -> Any:
-    """Return a value as YAML reads it, with 1e-4 and 2^16 as numbers, or raise UsageError."""
+    """Return the value that a text has in YAML, where 1e-4 and 2^16 are also numbers, or raise UsageError."""
     power = re.fullmatch(r"\s*2(?:\^|\*\*)(-?\d+)\s*", text)
     try:
         return 2.0 ** int(power[1]) if power else parse_yaml(text, _ValueLoader)
@@ -48,13 +48,13 @@ def read_value(text: str) -> Any:
 
 
 def read_scale(text: str) -> float:
-    """Return a loss scale that was typed, or raise UsageError; a ``type`` for argparse, which adds the argument."""
+    """Return the loss scale that a text stands for, or raise UsageError; a ``type`` for argparse."""
     with wrong_usage():
         return require_positive("SCALE", read_value(text))
 
 
 def integer(least: int, most: int = LARGEST_INT32) -> Callable[[str], int]:
-    """Return a ``type`` for argparse that takes integers within these bounds."""
+    """Return a ``type`` for argparse that accepts integers from ``least`` to ``most``."""
     return partial(_read_integer, least, most)
 
 
@@ -66,7 +66,7 @@ def _read_integer(least: int, most: int, text: str) -> int:
 
 
 def read_source(text: str) -> str:
-    """Return a path to read, or raise UsageError if it is empty; a ``type`` for argparse."""
+    """Return the path of an input file or folder, or raise UsageError if it is empty; a ``type`` for argparse."""
     if not text:
         raise UsageError("must name a file or folder, but is empty")
     return text
@@ -86,7 +86,7 @@ def require_file(text: str) -> str:
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, picture: str = "") -> None:
-    """Declare ``--json`` and, with what its help says of the picture, ``--plot``."""
+    """Declare ``--json`` and, if ``picture`` is given as the text of its help, ``--plot``."""
     if picture:
         parser.add_argument("--plot", type=read_picture, metavar="FILE", help=picture)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
@@ -101,7 +101,7 @@ def print_result(options: argparse.Namespace, content: Callable[[], Any], text: 
 
 
 def print_text(text: str, file: IO[str] | None = None) -> None:
-    """Print a text, in which names of files and what stands in them may have any characters."""
+    """Print a text that may have any characters, such as file names. Characters that cannot be shown are escaped."""
     encoding = getattr(file or sys.stdout, "encoding", None) or "utf-8"
     print(printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding), file=file)
 
@@ -112,10 +112,10 @@ def progress_bar(total: int | None, what: str) -> Iterator[Callable[[int], None]
 
     Args:
         total (int, optional): the number of steps, None if it is not known beforehand.
-        what (str): what is being done.
+        what (str): what is being done, as the label of the bar.
 
     Yields:
-        Callable, to be called with the number of steps done.
+        Callable, to be called with the total number of steps done so far.
     """
     from tqdm import tqdm
 
@@ -124,7 +124,7 @@ def progress_bar(total: int | None, what: str) -> Iterator[Callable[[int], None]
 
 
 class _ValueLoader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number; YAML 1.1 wants 1.0e-4."""
+    """A YAML loader that reads 1e-4 as a number. In YAML 1.1, only 1.0e-4 is a number."""
 
 
 _ValueLoader.add_implicit_resolver(  # type: ignore[no-untyped-call]

@@ -39,7 +39,7 @@ __all__ = ["add_arguments", "run", "tell_apart"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``plot``."""
     parser.add_argument(
         "sources",
         nargs="+",
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw the files as what they are."""
+    """Draw the files: runs, records of gradients, or sweeps."""
     read = {source: _read(source) for source in options.sources}
     sweeps = {file: content for file, content in read.items() if isinstance(content, dict)}
     if not sweeps and (options.loss_scales or options.underflow):
@@ -116,11 +116,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(file: str) -> Any:
-    """Return the sweep of a JSON file, the lines of a record of gradients, or the run that another file holds."""
+    """Return the content of a file: a sweep, the lines of a record of gradients, or a run."""
     with open(file, encoding="utf-8-sig", errors="replace") as lines:
         start = lines.readline().strip()
     first = json_object(start)
-    # What a record of months holds would not fit into memory as a whole.
+    # Do not load a record, whose lines have a step, as a whole: a record of months would not fit into memory.
     if start.startswith(("{", "[")) and "step" not in first:
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(Path(file).read_bytes())
@@ -138,7 +138,7 @@ def _read(file: str) -> Any:
         if not record:
             raise
     try:
-        # A record without any loss scale is drawn too.
+        # A record without any known loss scale can still be drawn.
         return run_of_record(record)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
@@ -182,5 +182,5 @@ def tell_apart(files: Iterable[str]) -> dict[str, str]:
 
 
 def _shared(paths: Iterable[Sequence[str]]) -> int:
-    """Return how many first parts all paths have in common."""
+    """Return how many leading parts all paths have in common."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))

@@ -36,7 +36,7 @@ __all__ = ["add_arguments", "add_sweep_arguments", "run", "sweep"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``probe``."""
     add_sweep_arguments(parser, "draw histograms at the lowest and the highest scale that fits; 'plot' has more")
     parser.add_argument("--loss-scales", nargs="+", type=read_scale, metavar="SCALE", help="default: 2^0 2^4 ... 2^32")
     parser.add_argument(
@@ -58,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _new_file(text: str) -> str:
-    # Check this before the sweep, which may take long.
+    # Check the path before the sweep, which may take long.
     if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
         raise UsageError(f"must name a file in an existing folder, but got {text!r}")
     return text
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser, picture: str = "") -> None:
-    """Declare what a sweep over loss scales needs, and what it puts out; see ``add_output_arguments``."""
+    """Declare the input and output arguments of a sweep over loss scales; ``picture`` is the help of ``--plot``."""
     add_yaml_arguments(parser)
     parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
@@ -77,7 +77,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, picture: str = "") -> N
 
 
 def run(options: argparse.Namespace) -> None:
-    """Sweep, and print the tables and what the lowest scale loses."""
+    """Run the sweep, and print its tables and what the gradients lose at the lowest loss scale."""
     from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES
 
     scales, parameters_at = options.loss_scales or DEFAULT_LOSS_SCALES, options.parameters
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]
-    """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
+    """Run a sweep with a progress bar, and return its ranges. The output of MindFormers goes to the standard error."""
     overrides = read_options(options.options)
     use_register_path(options.register_path)
     with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""The program: it finds the subcommand, runs it, and turns errors into messages and exit codes."""
+"""The program ``adaptive-loss-scale``: it runs a subcommand and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["COMMANDS", "main"]
 
-# By the time at which a user needs it, each command with its first line of help. A command is a module of this package
-# with add_arguments(parser) and run(options), and a docstring that is its help and ends with examples. A command that
-# takes words unknown to argparse sets the default of `others` to a list.
+# The commands by the time at which a user needs them, each with a short description. A command is a module of this
+# package with add_arguments(parser), run(options), and a docstring, which is the help and ends with examples. A command
+# that accepts words unknown to argparse sets the default of `others` to a list.
 _GROUPS = {
     "before a training": {
         "find": "[*] the loss scale to start from",
@@ -46,9 +46,9 @@ _GROUPS = {
     },
 }
 COMMANDS = {name: purpose for commands in _GROUPS.values() for name, purpose in commands.items()}
-# Options of any command that name a file to write.
+# The names of all options that name a file to write, whichever command has them.
 _WRITTEN = ("plot", "picture", "output", "gradients")
-# Commands that are gone, by name: what to use instead.
+# Removed commands, each with the command to use instead.
 _REPLACED_BY = {"simulate": "compare --policies NAME"}
 
 _EXIT_CODES = """\
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         return _run(importlib.import_module(f"mindformers_adaptive.cli.{words[0]}"), words)
-    # Help, or a usage error: no subcommand has to be imported for it.
+    # No subcommand is given, so print the help, the version or a usage error without importing all subcommands.
     description = f"Adaptive loss scaling for MindSpore and MindFormers.\n\n{_command_list()}"
     parser = _parser("adaptive-loss-scale", description, _EXAMPLES)
     if words and words[0] == "--version":
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command_list() -> str:
-    """Return a line for each command, with the time at which it is needed before the first command of a group."""
+    """Return a line for each command. The first line of a group begins with the time at which the group is needed."""
     return "\n".join(
         f"{when if index == 0 else '':<20}{name:<10}{purpose}"
         for when, commands in _GROUPS.items()
@@ -144,7 +144,7 @@ def _run(command: Any, words: list[str]) -> int:
 
 
 def _read_and_written(options: argparse.Namespace) -> str | None:
-    """Return the name of a file that options name to be written, and to be read too; None where there is none."""
+    """Return the name of a file that the options name both for reading and for writing; None if there is none."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for name, value in vars(options).items():
         words = value if isinstance(value, list) else [value]
@@ -155,7 +155,7 @@ def _read_and_written(options: argparse.Namespace) -> str | None:
 
 
 def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceback: bool = False) -> int:
-    """Run what prints a result; return the exit code."""
+    """Call a function that prints a result, print its error if it fails, and return the exit code."""
     try:
         if sys.stdout is None:
             raise OSError("The output must be open, but it is closed. Send it to a file, or to /dev/null.")
@@ -164,7 +164,7 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
     except UsageError as error:
         parser.error(str(error))
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has stopped. Send what is left to be flushed at exit elsewhere.
+        # The reader of the output, such as `head`, has stopped. Redirect stdout, so that the flush at exit succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         if traceback:
@@ -177,13 +177,13 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
 def _message(error: Exception) -> str:
     if isinstance(error, ImportError | OSError | RuntimeError | TypeError | ValueError) and str(error):
         return str(error)
-    # The messages of these errors do not say what is wrong without the name of the error.
+    # The messages of other types of errors are unclear without the name of the type.
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     return f"{said}. With --traceback the program shows where it comes from."
 
 
 def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    """Name the options that look like the first unknown one."""
+    """Return a hint with the known options that are most similar to the first unknown option."""
     option = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
     similar: dict[str, str] = getattr(options, "similar", {})
     known = {name: name for action in parser._actions for name in action.option_strings} | similar
@@ -194,5 +194,5 @@ def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: arg
 
 
 def _with_hyphens(word: str) -> str:
-    """An option as it is declared; MindFormers' options have underscores."""
+    """Return an option with hyphens, as it is declared here. MindFormers' options have underscores."""
     return re.sub(r"^--[a-z_]+(?=$|=)", lambda option: option[0].replace("_", "-"), word)

@@ -26,7 +26,7 @@ __all__ = ["OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options",
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``train``."""
     add_yaml_arguments(parser)
     for option, key, kind, text in _OPTIONS:
         metavar = "BOOL" if kind is _true_or_false else option.upper().replace("-", "_")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the task; an error that stops a training is printed with its traceback."""
+    """Run the task of the YAML file. An error that stops a training is printed with its traceback."""
     overrides = read_overrides(options)
     is_pynative = pynative_launcher.is_for(options.config, overrides.get("context.mode"))
     task = pynative_launcher if is_pynative else launcher
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the overrides of the YAML file, by dotted key; values of ``--options`` come last."""
+    """Return the overrides of the YAML file, by dotted key. Values of ``--options`` replace values of other options."""
     overrides = {key: getattr(options, key) for key in OPTION_KEYS if getattr(options, key) is not None}
     if launcher.NUM_SAMPLES in overrides:
         overrides[launcher.EVAL_NUM_SAMPLES] = overrides[launcher.NUM_SAMPLES]
@@ -59,7 +59,7 @@ def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> None:
-    """Declare ``--config``, ``--register-path`` and ``--options``; ``source`` has what may stand for ``--config``."""
+    """Declare ``--config`` (in the group ``source`` if it is given), ``--register-path`` and ``--options``."""
     required = source is None
     (source or parser).add_argument("--config", type=_yaml_file, required=required, help="the YAML file of MindFormers")
     parser.add_argument(
@@ -78,7 +78,7 @@ def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> N
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
-    """Return the overrides, by dotted key, that the words behind ``--options`` ask for.
+    """Return the overrides, by dotted key, that are given after ``--options``.
 
     Raises:
         UsageError: if a word is not of the form ``key.sub=value``.
@@ -119,7 +119,7 @@ def _true_or_false_or_name(text: str) -> bool | str:
     return _true_or_false(text) if text.lower() in ("true", "false") else text
 
 
-# Name on the command line, key in the YAML file, type, help.
+# Each option: name on the command line, key in the YAML file, type, help.
 _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("run-mode", "run_mode", str, "what to do: train, finetune, eval or predict"),
     (

@@ -31,7 +31,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``tune``."""
     add_trace_arguments(parser)
     parser.add_argument(
         "--policy",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Search, and print the best settings."""
+    """Search for the best settings, and print them."""
     policies = list(RULES) if options.policy == "both" else [options.policy]
     tried = [_read_tried(text) for text in options.grid]
     twice = [name for name, count in Counter(name for name, _ in tried).items() if count > 1]
@@ -93,10 +93,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list[Configuration]:
-    """All combinations of each policy; an argument that only one of them has is tried with that one."""
+    """Return all combinations for each policy. An argument is tried only with the policies that have it."""
     with wrong_usage():
         known = {name: all_arguments(find_rule(name)) for name in policies}
-        # An argument that no policy has goes to all policies, whose grids refuse it.
+        # Pass an argument that no policy has to all policies: grid() then raises the error.
         common = tried.keys() - {key for arguments in known.values() for key in arguments}
         configurations: list[Configuration] = []
         for name, arguments in known.items():

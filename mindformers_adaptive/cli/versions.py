@@ -26,16 +26,16 @@ TESTED_PAIRS = (
 )
 
 _OTHERS = ("numpy", "safetensors", "tensorboardX", "matplotlib")
-# The variable in which CANN's set_env.sh says where CANN is.
+# The environment variable in which CANN's set_env.sh stores the folder of CANN.
 _CANN = "ASCEND_HOME_PATH"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare no arguments."""
+    """Declare nothing, as ``versions`` has no arguments."""
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the report."""
+    """Print the versions of packages, and the platform."""
     print(short())
     print("\n".join(f"{name} {_version(name)}" for name in _OTHERS))
     print(f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} processors")
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def short() -> str:
-    """Return the versions of this package, MindSpore and MindFormers, which are not imported."""
+    """Return the versions of this package, MindSpore and MindFormers, without importing MindSpore or MindFormers."""
     pair = _version("mindspore"), _version("mindformers")
     tested = " or ".join(" with ".join(each) for each in TESTED_PAIRS)
     verdict = "a tested pair" if pair in TESTED_PAIRS else f"not a tested pair, which are {tested}"

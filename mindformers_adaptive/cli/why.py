@@ -27,12 +27,12 @@ from mindformers_adaptive.plots.layers import draw_layers
 
 __all__ = ["add_arguments", "run"]
 
-# Inputs that the folder of a run has too, and that an argument replaces.
+# Options that replace an input from the folder of a run.
 _OF_RUN = ("checkpoint", "train_dataset_dir", "loss_scale", "batch", "register_path")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments of ``why``."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", metavar="FOLDER", help="the output folder of a training")
     add_yaml_arguments(parser, source)
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Look at the passes, and print what they showed."""
+    """Run the passes, and print which layer overflows and what helps."""
     overrides = read_options(options.options)
     arguments = {} if options.run is None else read_run(options.run)
     named = {name: getattr(options, name) for name in _OF_RUN} | {"config_path": options.config}

@@ -1,4 +1,4 @@
-"""What a format does to the gradients of a network, scale by scale, and which loss scale to start from."""
+"""Measures what a number format does to a network's gradients at each loss scale, and finds an initial loss scale."""
 
 from mindformers_adaptive.public_names import lazy_names
 

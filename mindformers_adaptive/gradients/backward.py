@@ -1,4 +1,4 @@
-"""The backward pass of a train-step cell at any loss scale, without changing what is trained."""
+"""The backward pass of a train-step cell at any loss scale, which leaves the weights and the training unchanged."""
 
 import contextlib
 import itertools
@@ -16,8 +16,8 @@ __all__ = ["backward_pass", "counts_for", "replaced_in", "to_numpy", "unchanged"
 def backward_pass(network):
     """Return a cell that takes the loss scale and a batch, and returns the loss, the gradients and a divisor.
 
-    The gradients are those that the train-step cell computes: multiplied by the loss scale, before it divides them by
-    the scale and by the divisor, which is the number of tokens if the cell calculates a loss for each token, else 1.
+    The gradients are as the train-step cell computes them: multiplied by the loss scale, and not yet divided by the
+    scale or the divisor. The divisor is the number of tokens if the cell calculates a loss for each token, else 1.
 
     Args:
         network (Cell): a train-step cell, a subclass of ``nn.TrainOneStepCell``, or a network that returns its loss, a
@@ -25,7 +25,7 @@ def backward_pass(network):
 
     Raises:
         TypeError: if ``network`` is not a Cell.
-        ValueError: if it has no Parameter to train, or its gradients cannot be had from one pass.
+        ValueError: if ``network`` has no Parameter to train, or one pass does not return all its gradients.
     """
     if not isinstance(network, nn.Cell):
         raise TypeError(
@@ -44,7 +44,7 @@ def backward_pass(network):
             f"'network' must return its gradients, but {type(network).__name__} adds them up in Parameters of its own. "
             "Set 'parallel.enable_parallel_optimizer' to True in the YAML file, or measure without pipeline stages."
         )
-    # The train-step cells of this package have it for MindFormers before 1.7 too, where the stock ones have none.
+    # In this package's train-step cells, grads_for_legacy exists even if MindFormers, before 1.7, has no such method.
     if getattr(network, "stock_grads_for_legacy", getattr(network, "grads_for_legacy", None)) is not None:
         return _OfMindFormers(network)
     if getattr(network, "calculate_per_token_loss", False):
@@ -55,7 +55,7 @@ def backward_pass(network):
 
 
 class _OfMindFormers(nn.Cell):
-    """By the function that MindFormers' train-step cells call themselves."""
+    """Computes the gradients with the function that MindFormers' train-step cells call themselves."""
 
     def __init__(self, train_step):
         super().__init__(auto_prefix=False)
@@ -69,7 +69,7 @@ class _OfMindFormers(nn.Cell):
 
 
 class _OfOneLoss(nn.Cell):
-    """As MindSpore's train-step cells compute it, which have no function for it."""
+    """Computes the gradients of the loss as MindSpore's train-step cells do in ``construct``."""
 
     def __init__(self, network, weights):
         super().__init__(auto_prefix=False)
@@ -80,7 +80,7 @@ class _OfOneLoss(nn.Cell):
 
     def construct(self, loss_scale, *inputs):
         loss = self.first_output(*inputs)
-        # The scale in the dtype of the loss, as in training: a scale beyond FP16 overflows a loss in FP16.
+        # Cast the scale to the dtype of the loss, as in training: a scale beyond FP16 overflows a loss in FP16.
         sens = ops.ones_like(loss) * ops.cast(loss_scale, ops.dtype(loss))
         return loss, self.grad(self.first_output, self.weights)(*inputs, sens), self.divisor
 
@@ -93,27 +93,27 @@ class _OfOneLoss(nn.Cell):
 def unchanged(network):
     """Put a network into training mode without dropout, and restore everything afterwards.
 
-    What a pass that raised an exception has left open in MindSpore is closed, before the first pass and after one here.
+    If a pass raised an exception, in the ``with`` block or before it, MindSpore is made to forget that pass.
 
     Args:
         network (Cell): as in :func:`backward_pass`.
 
     Yields:
-        Callable, restores the random states of MindSpore as they were on entry.
+        Callable, restores MindSpore's random states as they were on entry.
     """
     values = []
     if isinstance(network, nn.TrainOneStepCell):
-        # MindFormers' cell adds up its losses in Parameters of its own.
+        # Restore the Parameters in which MindFormers' cell adds up its losses, but not the weights and gradients.
         not_written = {id(value) for value in (*network.weights, *getattr(network, "accu_grads", ()))}
         values = [value for value in network.get_parameters(expand=False) if id(value) not in not_written]
         network = network.network
-    # A forward pass may write to these, as BatchNorm does to its moving averages.
+    # A forward pass may write to Parameters that are not trained, as BatchNorm does to its moving averages.
     values += [value for value in network.get_parameters() if not value.requires_grad]
     state = [(value, to_numpy(value).copy()) for value in values]
     cells = [cell for _, cell in network.cells_and_names()]
     modes = [(cell, cell.training, cell.phase) for cell in cells]
     generator = mindspore.get_rng_state()
-    # The module by its name, because mindspore.common has a function called seed.
+    # Look the module up by its name, because mindspore.common also has a function called seed.
     kernel_seeds = getattr(sys.modules["mindspore.common.seed"], "_KERNEL_SEED", {})
     seeds = dict(kernel_seeds)
 
@@ -124,7 +124,7 @@ def unchanged(network):
 
     network.set_train(True)
     for cell in cells:
-        # MindSpore and MindFormers have several classes of this name. One with cells inside is a network.
+        # MindSpore and MindFormers have several Dropout classes. A cell of this name with cells inside is a network.
         if "Dropout" in type(cell).__name__ and not cell.cells():
             cell.set_train(False)
     if _pynative_executor.grad_flag():
@@ -145,16 +145,16 @@ def unchanged(network):
 
 
 def counts_for(progress):
-    """Return a function to call after each pass, which calls ``progress``, unless that is None, with their number."""
+    """Return a function to call after each pass; it calls ``progress``, if not None, with the number of passes."""
     passes = itertools.count(1)
     return lambda: progress is not None and progress(next(passes))
 
 
 def _close_failed_pass():
-    """Make MindSpore forget a pass that raised an exception in PyNative mode, of which it goes on recording.
+    """Make MindSpore forget a PyNative pass that raised an exception, because MindSpore goes on recording such a pass.
 
-    The next backward pass would count as a part of the failed one and be recorded, which not every operator can be, and
-    cells would cast their inputs as the failed cell did. It also makes dropout begin its random numbers again.
+    Otherwise the next backward pass would count as a part of the failed pass. It would be recorded, which not every
+    operator supports, and cells would cast their inputs as the failed cell did. This also restarts dropout's numbers.
     """
     _pynative_executor.clear_res()
 

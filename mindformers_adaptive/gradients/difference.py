@@ -1,4 +1,4 @@
-"""How far the arrays of two checkpoints, or the gradients of two devices, are apart, by Parameter."""
+"""Differences between the arrays of two checkpoints, or the gradients of two devices, for each Parameter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["ArrayDifference", "compare_arrays", "difference_table"]
 
 
 class ArrayDifference(NamedTuple):
-    """A Parameter in two files.
+    """The difference between the values of one Parameter in two files.
 
     Attributes:
-        name (str): of the Parameter.
+        name (str): the name of the Parameter.
         size (int): number of elements.
-        norm (float), reference_norm (float): in the first file and in the second, the reference.
+        norm (float), reference_norm (float): the norms in the first file and in the second, which is the reference.
         relative_error (float): the norm of the difference, as a multiple of the reference's norm; 0 where both are
             equal, inf where only the reference is 0, nan where either has an inf or a NaN.
         largest_error (float): the largest magnitude of the difference.
@@ -39,17 +39,17 @@ class ArrayDifference(NamedTuple):
 def compare_arrays(
     arrays: Mapping[str, NDArray[np.floating[Any]]], reference: Mapping[str, NDArray[np.floating[Any]]]
 ) -> list[ArrayDifference]:
-    """Compare the arrays that both have, by name.
+    """Compare the arrays whose names are in both mappings.
 
     Args:
-        arrays (Mapping[str, ndarray]): the first.
-        reference (Mapping[str, ndarray]): what they are compared with.
+        arrays (Mapping[str, ndarray]): the first arrays, by name.
+        reference (Mapping[str, ndarray]): the arrays to compare them with.
 
     Returns:
-        list[ArrayDifference], the largest relative error first, and before it those with an inf or a NaN.
+        list[ArrayDifference], arrays with an inf or a NaN first, then from the largest relative error down.
 
     Raises:
-        ValueError: if they have no name in common, or an array has another shape in the other.
+        ValueError: if the mappings have no name in common, or two arrays of the same name differ in shape.
 
     Examples:
         >>> [found] = compare_arrays({"w": np.array([3.0, 4.0])}, {"w": np.array([3.0, 5.0])})
@@ -88,7 +88,7 @@ def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.
 
 
 def difference_table(differences: list[ArrayDifference]) -> str:
-    """Return a table to print, a row for each Parameter."""
+    """Return a table to print, with a row for each Parameter."""
     lines = [["", "elements", "norm", "norm of the reference", "relative error", "largest error"]]
     for difference in differences:
         numbers = [f"{difference.norm:.4g}", f"{difference.reference_norm:.4g}", f"{difference.relative_error:.2e}"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["MOST_GROUPS", "group_parameters", "parameter_group"]
 
-# More rows of histograms are too many to compare.
+# A picture has a row of histograms for each group. More rows than this are too many to compare.
 MOST_GROUPS = 6
 _OTHERS = "others"
 _ORDER = ("embedding", "attention", "feed forward", "norm", "output")
@@ -53,12 +53,12 @@ def group_parameters(
     more than six groups, the five with the most elements stay and the rest are ``"others"``.
 
     Args:
-        sizes (Mapping[str, int]): by Parameter name, how many elements it has.
-        group (Callable): from a name to its group or None. Default: :func:`parameter_group`.
+        sizes (Mapping[str, int]): the number of elements of each Parameter, by name.
+        group (Callable): returns the group of a Parameter's name, or None. Default: :func:`parameter_group`.
 
     Returns:
-        dict[str, list[str]]: by group the names of its Parameters; first the groups that :func:`parameter_group`
-        knows, from embedding to output.
+        dict[str, list[str]]: the names of the Parameters of each group. The groups that :func:`parameter_group` knows
+            come first, from embedding to output.
 
     Examples:
         >>> group_parameters({"net.conv1.weight": 9, "net.conv1.bias": 1, "net.norm.gamma": 2})
@@ -79,7 +79,7 @@ def group_parameters(
 
 
 def _shared_components(names: list[str]) -> int:
-    """Return how many leading components all names share; each name keeps at least one more before its last."""
+    """Return how many leading components all names share; leave each name at least one component before its last."""
     split = [name.split(".")[:-1] for name in names]
     same = [len(set(components)) == 1 for components in zip(*split, strict=False)]
     return same.index(False) if False in same else max(len(same) - 1, 0)

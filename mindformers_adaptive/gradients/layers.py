@@ -1,4 +1,4 @@
-"""The layers of a network by name, what they return, and the gradients of that."""
+"""The layers of a network by name, their outputs, and the gradients of their outputs."""
 
 import contextlib
 import fnmatch
@@ -18,7 +18,7 @@ __all__ = ["LayerOutputs", "LayerOutputsError", "named_cells"]
 
 
 class LayerOutputsError(RuntimeError):
-    """A network cannot run in PyNative mode."""
+    """Raised if a network cannot run in PyNative mode."""
 
 
 class LayerOutputs:
@@ -70,7 +70,7 @@ class LayerOutputs:
                 None.
 
         Returns:
-            dict[str, ArrayStatistics] by layer: of all its outputs of floating point together, and of all its calls.
+            dict[str, ArrayStatistics] by layer: the statistics of its floating-point outputs, over all its calls.
 
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
@@ -86,7 +86,7 @@ class LayerOutputs:
 
         with self._watched(lambda name: parts.setdefault(name, []), measure, "outputs", "forward"):
             self._network(*batch)
-        # Lists of cells have a name too, and run nothing.
+        # Leave out cells that matched a pattern but did not run: a list of cells can match, but never runs.
         shown = [*parts, *(name for name in self._layers if name in self._named and name not in parts)]
         return {name: merge_statistics(parts.get(name, [])) for name in shown}
 
@@ -116,7 +116,7 @@ class LayerOutputs:
 
         with self._watched(lambda name: gradients_of.setdefault(name, {}), hook, "activation gradients", "backward"):
             returned = backward()
-        # The gradients come in the order of the backward pass.
+        # Hooks are called in the order of the backward pass. Sort the gradients into the order of the calls.
         in_order = {
             name: [array for _, array in sorted(arrays.items())] for name, arrays in gradients_of.items() if arrays
         }
@@ -124,7 +124,7 @@ class LayerOutputs:
 
     @contextlib.contextmanager
     def _watched(self, enter, see, what, way):
-        """In PyNative mode, let a function see each call of a layer, and another replace each of its outputs."""
+        """Switch to PyNative mode; call ``enter`` at each call of a layer, and replace its outputs with ``see``."""
         names = {id(cell): name for name, cell in self._layers.items()}
         call = nn.Cell.__call__
 
@@ -143,13 +143,13 @@ class LayerOutputs:
         with contextlib.ExitStack() as stack:
             stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-            # Do not use a hook of MindSpore: after one, it compiles every graph again, and dropout draws anew. Do not
-            # patch the inside of a cell: a cell with its own bprop has no gradients there.
+            # Do not use MindSpore's hooks: after a hook, MindSpore compiles every graph again, and dropout draws anew.
+            # Do not patch the inside of a cell: a cell with its own bprop has no gradients inside.
             stack.callback(setattr, nn.Cell, "__call__", call)
             nn.Cell.__call__ = call_and_see
             for _, cell in self._network.cells_and_names():
                 if getattr(cell, "_recompute_cell", None) is not None:
-                    # Recomputation would call the cells inside again in the backward pass.
+                    # Recomputation would call the cells inside this cell again in the backward pass.
                     stack.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             try:
                 yield
@@ -160,7 +160,7 @@ class LayerOutputs:
 
 
 def _is_called(wanted, name, class_name):
-    """Return whether a name or a pattern fits a cell or its class. A name may have brackets."""
+    """Return whether a name or pattern matches a cell's name or class. Brackets in a name stand for themselves."""
     if "*" not in wanted:
         return wanted in (name, class_name)
     pattern = wanted.replace("[", "[[]")
@@ -168,10 +168,10 @@ def _is_called(wanted, name, class_name):
 
 
 def named_cells(network):
-    """Return the cells of a network by name, as the names of their Parameters have them.
+    """Return the cells of a network by name. Parameter names begin with the name of their cell.
 
     Args:
-        network (Cell): without a train-step cell around it.
+        network (Cell): the network without its train-step cell.
 
     Returns:
         dict[str, Cell], in the order in which they were made.
@@ -180,9 +180,9 @@ def named_cells(network):
 
 
 def _named_cells(network):
-    """Return the name of each path, and the cell of each name."""
+    """Return the layer name for each path of a cell, and the cell for each layer name."""
     paths = {path: cell for path, cell in network.cells_and_names() if path}
-    # Parameters are named without the cells that a trainer puts around the network, and so are layers.
+    # Parameter names leave out the cells that a trainer puts around the network, and so do layer names.
     around = _path_around(network)
     short = {path: path.removeprefix(around) for path in paths}
     names = {path: path if name in paths else name for path, name in short.items()}
@@ -190,7 +190,7 @@ def _named_cells(network):
 
 
 def _path_around(network):
-    """Return what the paths of the network's Parameters have before their names, such as "network."."""
+    """Return the prefix, such as "network.", that the paths of the network's Parameters have and their names lack."""
     paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
     around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))
     return around.most_common(1)[0][0] if around else ""

@@ -21,10 +21,10 @@ from mindformers_adaptive.rules.formats import find_format
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
 __all__ += ["gradient_ranges"]
 
-# Every fourth power of two.
+# Every fourth power of two from 2^0 to 2^32.
 DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
 
-# Losses of the same network and batch differ by the order of their sums only.
+# The largest relative difference between losses of the same network and batch, due to the order of summation.
 _SAME_LOSS = 1e-5
 
 
@@ -173,10 +173,10 @@ class GradientSweep:
         observe_output=None,
         observe_output_gradients=None,
     ):
-        """Return what :func:`gradient_ranges` returns.
+        """Run the backward passes and return the ranges of the gradients, as :func:`gradient_ranges` does.
 
         Args:
-            inputs, loss_scales, progress: as there.
+            inputs, loss_scales, progress: as in :func:`gradient_ranges`.
             observe (Callable, optional): called after each backward pass with the loss scale and a dict from
                 Parameter name to gradient, a NumPy array, divided as the train-step cell does. Default: None.
             observe_output (Callable, optional): called with the name and the output of each layer, a NumPy array.
@@ -197,7 +197,7 @@ class GradientSweep:
         if not ranges:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
-        # A batch may run other layers than the one before.
+        # Different batches may run different layers.
         called = dict.fromkeys(itertools.chain(*outputs))
         merged = {name: merge_statistics(part[name] for part in outputs if name in part) for name in called}
         in_float16 = tuple(weight.name for weight in self.weights if weight.dtype == mstype.float16)
@@ -222,20 +222,20 @@ class GradientSweep:
 
 def _sweep(batch, scales, micro_batches, restore_random_state, done, backward, observe):
     at_scales, reference, reference_scale = [], {}, 1.0
-    # From the highest scale down: the first that does not overflow is the reference for all below it.
+    # Go from the highest scale down: the first scale without overflow is the reference for all lower scales.
     for scale in reversed(scales):
         restore_random_state()
         try:
             loss, gradients, divisor = backward(Tensor(scale / micro_batches, mstype.float32), batch)
         except TypeError as error:
-            # MindSpore's answer to BF16 on a CPU, with its own stack.
+            # MindSpore raises this for BF16 on a CPU, with its own stack in the message.
             if match := re.search(r"operator\[(\w+)\] fail.*?but get (input.*?)\n", str(error), re.DOTALL):
                 raise TypeError(
                     f"{match[1]} does not take {match[2].rstrip('. ')} on this {get_context('device_target')}. Compute "
                     "in float16 or float32, or measure on the device of the training."
                 ) from error
             raise
-        # The gradients of a micro-batch, so that their mean over the batches is what the optimizer takes.
+        # Divide the gradients of each micro-batch so that their mean over the batches is what the optimizer takes.
         factor = float(to_numpy(divisor).mean()) / micro_batches
         if not reference and len(scales) > 1 and all(np.isfinite(array).all() for array in gradients.values()):
             reference, reference_scale = gradients, scale
@@ -265,8 +265,8 @@ def checked_loss_scales(loss_scales):
     """Return the loss scales as a sorted list of distinct float32 values.
 
     Raises:
-        TypeError: if it is not a list of numbers.
-        ValueError: if it is empty, or a loss scale is not finite and above 0.
+        TypeError: if ``loss_scales`` is not a list of numbers.
+        ValueError: if ``loss_scales`` is empty, or a loss scale is not finite and above 0.
     """
     if isinstance(loss_scales, str | Mapping) or not isinstance(loss_scales, Iterable):
         raise TypeError(

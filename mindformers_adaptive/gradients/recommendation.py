@@ -1,4 +1,4 @@
-"""Whether a training needs loss scaling, and the scale to start from: the largest that fits, less a margin."""
+"""Judges if a training needs loss scaling, and recommends a start: the largest scale that fits, less a margin."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ __all__ += ["check_margin", "default_margin", "judge", "recommend_loss_scale", "
 # Every power of two from no scaling to 2^32, where the published FP16 trainings of large models start.
 EVERY_POWER = tuple(2.0**exponent for exponent in range(33))
 
-# Measured on configs/tiny_llama_cpu_fp16.yaml, whose window of 20 steps raises the scale 16-fold within 100 steps: a
-# start at the ceiling itself skips 1 or 2 of the first 100 steps, one power of two below it 0 or 1, two below it none.
+# Powers of two from the start to the ceiling. Measured on configs/tiny_llama_cpu_fp16.yaml, whose window of 20 steps
+# raises the scale 16-fold within 100 steps: a start at the ceiling itself skips 1 or 2 of the first 100 steps, a start
+# one power of two below it 0 or 1, and two below it 0.
 DEFAULT_MARGIN = 2
 
-# In formats whose numbers have at most three bits of mantissa. Measured in FP8 and HiF8 by
-# scripts/studies/formats_training.py: from three powers of two below the ceiling the scale is there after three
-# windows of 20 steps, and where the ceiling falls a little, as with the handwritten digits, 2 of 100 steps are
-# skipped; from four below it at most 1.
+# The margin in formats whose numbers have at most three bits of mantissa. Measured in FP8 and HiF8 by
+# scripts/studies/formats_training.py: from three powers of two below the ceiling, the scale reaches the ceiling after
+# three windows of 20 steps. If the ceiling falls a little, as with the handwritten digits, this start skips 2 of 100
+# steps. A start four powers of two below the ceiling skips at most 1.
 COARSE_MARGIN = 4
 
-# Added to the margin where a Parameter has no gradient yet. Measured on the task of worth_it.py (scripts/studies)
-# whose last layer starts at 0: the other layers begin to train, and the ceiling falls. With the margin alone the
-# start skips up to 2 of 100 steps.
+# Added to the margin if a Parameter has no gradient yet. Measured on the task of worth_it.py (scripts/studies) whose
+# last layer starts at 0: when the other layers begin to train, the ceiling falls. A start with the default margin
+# alone skips up to 2 of 100 steps.
 UNKNOWN_MARGIN = 2
 
-# Measured on the tasks of scripts/studies/worth_it.py: of a loss of 3 % nothing is seen in the result, one of 20 %
-# costs little, and with 100 % nothing is learned. No Parameter of the demo's Llama loses more than some 5 % at a
-# scale of 1.
+# The share of a gradient that a training can lose without harm. Measured on the tasks of scripts/studies/worth_it.py:
+# losing 3 % has no visible effect on the result, losing 20 % costs little, and with 100 % nothing is learned. At a
+# scale of 1, no Parameter of the demo's Llama loses more than some 5 %.
 HARMLESS_SHARE = 0.2
 
-# A gradient that is summed in float32 exceeds what FP16 holds by up to 2.8 bits before the rest of the pass overflows.
-# Above this ratio, the pass does not compute in the format.
+# A gradient that is summed in float32 exceeds the largest FP16 number by up to 2.8 bits before the rest of the pass
+# overflows. If a gradient exceeds the largest number by more than this factor, the pass is not in the format.
 _BEYOND = 8.0
-# A backward pass in FP16 whose gradients fit at 2^32 loses more than this share of them at a scale of 1.
+# If the gradients of a backward pass in FP16 fit at 2^32, the pass loses more than this share of them at a scale of 1.
 _NOTHING = 1e-4
 
 _MOST_EVIDENCE = 3
@@ -110,11 +111,11 @@ class Verdict:
 
 
 def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
-    """Judge what a loss scale loses of the gradients.
+    """Judge how much of the gradients is lost at a loss scale.
 
     Args:
-        ranges (GradientRanges): a sweep that has the scale, and a higher one that does not overflow.
-        loss_scale (float): one of the sweep's; 1, or the lowest, to judge a training without loss scaling.
+        ranges (GradientRanges): a sweep with this scale, and with a higher scale that does not overflow.
+        loss_scale (float): a scale of the sweep; 1, or the lowest, to judge a training without loss scaling.
 
     Raises:
         ValueError: if the sweep does not have the scale.
@@ -132,7 +133,7 @@ def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
     parameters = ranges.parameters(loss_scale)
     shares = _known_shares(parameters)
     if not shares:
-        # Nothing can be said: the scale overflows, is the only one of the sweep, or all gradients are 0.
+        # No judgement is possible: the scale overflows, is the only one of the sweep, or all gradients are 0.
         return Verdict(loss_scale, gradient_format=ranges.gradient_format)
     worst = max(shares, key=lambda name: shares[name])
     without_gradient = tuple(name for name in parameters if name not in shares)
@@ -145,7 +146,7 @@ def _known_shares(statistics: Mapping[str, ArrayStatistics]) -> dict[str, float]
 
 
 def table_of_groups(verdicts: list[Verdict]) -> str:
-    """Return a table of what several scales lose of each group, to print."""
+    """Return a table to print of the share of each group's gradients that is lost at each scale."""
     lines = [["gradients of", *(f"lost at {as_power_of_two(verdict.loss_scale)}" for verdict in verdicts)]]
     for group in dict.fromkeys(group for verdict in verdicts for group in verdict.groups):
         shares = [verdict.groups.get(group) for verdict in verdicts]
@@ -308,11 +309,12 @@ def recommend_loss_scale(
     """Recommend a loss scale from a sweep.
 
     Args:
-        ranges (GradientRanges): a sweep over powers of two, of several batches.
+        ranges (GradientRanges): a sweep over powers of two, with several batches.
         margin (int, optional): how many powers of two to stay below the ceiling, but never below the lowest scale of
             the sweep. Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: None, the
             :func:`default_margin`.
-        learning_rate (float, optional): of the training, to count what weights in float16 lose. Default: None.
+        learning_rate (float, optional): the learning rate of the training, to count the updates that weights in
+            float16 lose. Default: None.
 
     Raises:
         TypeError: if ``margin`` is not an integer, or ``learning_rate`` not a number.
@@ -336,7 +338,7 @@ def recommend_loss_scale(
     lowest = judge(ranges, scales[0])
     more = UNKNOWN_MARGIN if lowest.without_gradient else 0
     start = max(ceiling / 2.0 ** (margin + more), scales[0])
-    # If the highest scale of the sweep is low, a pass in float32 cannot be told from one in the format.
+    # A pass in float32 can be recognized only if the sweep has scales that exceed the range of the format.
     exceeds = is_highest and at_ceiling.largest > _BEYOND * ranges.gradient_format.largest
     is_in_format = not (exceeds and scales[0] <= 1 and (lowest.parameter_share or 0.0) <= _NOTHING)
     if not is_in_format:
@@ -356,7 +358,7 @@ def recommend_loss_scale(
 
 
 def default_margin(gradient_format: Format) -> int:
-    """Return how many powers of two a start stays below the ceiling: 2, and 4 where the mantissa has at most 3 bits.
+    """Return the default margin in powers of two: 2, or 4 for a format whose mantissa has at most 3 bits.
 
     Examples:
         >>> from mindformers_adaptive.rules.formats import FORMATS
@@ -367,6 +369,6 @@ def default_margin(gradient_format: Format) -> int:
 
 
 def check_margin(margin: object) -> None:
-    """Raise unless margin is a non-negative integer, or None."""
+    """Raise an error unless ``margin`` is a non-negative integer or None."""
     if margin is not None:
         require_integer("margin", margin, 0, f"The default is {DEFAULT_MARGIN}.", unit="number of powers of two")

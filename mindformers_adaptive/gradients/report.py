@@ -28,8 +28,8 @@ class ScaleRanges:
     Attributes:
         loss_scale (float): the scale.
         loss (float): the loss, without the scale.
-        parameters (dict[str, ArrayStatistics]): by Parameter name; the reference is the highest scale of the batch that
-            did not overflow, so that ``underflowed`` and ``lost`` are None at the scales above it. The unit of ``lost``
+        parameters (dict[str, ArrayStatistics]): the statistics by Parameter name. Their reference is the highest scale
+            of the batch without overflow, so ``underflowed`` and ``lost`` are None above it. The unit of ``lost``
             is the unit of the gradients that the optimizer takes.
         grad_scale_factor (float): what the train step divides the gradients by beside the loss scale: the number of
             tokens with MindFormers' ``calculate_per_token_loss``, else 1. For one of N micro-batches it is 1/N.
@@ -46,7 +46,7 @@ class ScaleRanges:
         return any(statistics.infs_and_nans for statistics in self.parameters.values())
 
     def unscaled(self) -> ScaleRanges:
-        """Return the gradients as the optimizer takes them, without histograms."""
+        """Return the statistics of the unscaled gradients, as the optimizer takes them, without histograms."""
         divisor = self.loss_scale * self.grad_scale_factor
         return replace(self, parameters={name: each.divided_by(divisor) for name, each in self.parameters.items()})
 
@@ -301,7 +301,7 @@ class GradientRanges:
 
 
 def loss_division(micro_batches: int) -> str:
-    """Return how a batch is measured as one of several micro-batches, in words, or "".
+    """Return in words how a batch is measured as one of several micro-batches, or "" if there is only one.
 
     Examples:
         >>> loss_division(4)

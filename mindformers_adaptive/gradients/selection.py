@@ -1,4 +1,4 @@
-"""Select kind and modules of a sweep: gradients of weights or activations, weights, outputs; all modules or some."""
+"""Select which values (gradients of weights or activations, weights, outputs) and modules of a sweep to show."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SCALED = ("gradients", "activation_gradients")
 
 
 def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[str] = ()) -> GradientRanges:
-    """Return a sweep that has another kind of values in place of the gradients, for some modules or all.
+    """Return a sweep that holds values of the given kind in place of the gradients, for all or for some modules.
 
-    Weights and outputs do not depend on the loss scale: their sweep has the scale 1, and no more.
+    Weights and outputs do not depend on the loss scale, so the sweep returned for them has only the scale 1.
 
     Args:
         ranges (GradientRanges): the sweep.
         kind (str): "gradients", "weights", "outputs" or "activation_gradients" (gradients of the outputs of layers).
             Default: "gradients".
-        modules (Sequence[str]): as in :func:`group_of_modules`. Default: none, which are all.
+        modules (Sequence[str]): as in :func:`group_of_modules`. Default: none, for all modules.
 
     Raises:
-        ValueError: if there is nothing of this kind, or no such module.
+        ValueError: if the sweep has no values of this kind, or no such module.
     """
     if kind != "gradients":
         values = getattr(ranges, kind)
@@ -63,10 +63,10 @@ def group_of_modules(modules: Sequence[str], names: Iterable[str]) -> Callable[[
 
     Args:
         modules (Sequence[str]): names of modules or Parameters, or patterns with ``*``.
-        names (Iterable[str]): all that there are.
+        names (Iterable[str]): the names of all Parameters or layers.
 
     Raises:
-        ValueError: if nothing belongs to a module.
+        ValueError: if no Parameter or layer belongs to a module.
 
     Examples:
         >>> group = group_of_modules(["layers.0", "*.wq"], ["layers.0.wk", "layers.1.wq"])

@@ -80,11 +80,11 @@ def merge_signed(histograms: Iterable[SignedHistogram | None]) -> SignedHistogra
         return parts[0] if parts else None
     lowest, highest = min(part.lowest for part in parts), max(part.highest for part in parts)
     together = SignedHistogram(lowest, highest, (0,) * _BINS)
-    # How many lie below each edge, rounded there, so that none is lost.
+    # The number of values below each edge. Round these numbers, not their differences, so that no value is lost.
     below = np.zeros(_BINS + 1)
     for part in parts:
         edges = part.edges
-        # The lowest and highest value of a part stay within the range of all parts.
+        # The outer edges are the lowest and highest value of the part, so that no edge leaves the range of all parts.
         edges[[0, -1]] = part.lowest, max(part.highest, edges[-2])
         below += np.interp(together.edges, edges, np.append(0, np.cumsum(part.counts)))
     below[-1] = sum(sum(part.counts) for part in parts)

@@ -37,7 +37,7 @@ class ArrayStatistics:
         smallest (float, optional): the smallest magnitude above 0; None if there is none.
         norm (float): the square root of the sum of the squares, in float64.
         histogram (dict[int, int]): how many magnitudes lie in [2^e, 2^(e+1)), by exponent e; in increasing order,
-            without empty ones. Exponents of FP16 lie between e = -24 and e = 15.
+            without empty bins. In FP16, e lies between -24 and 15.
         underflowed (int, optional): how many elements are 0 here and not 0 in the reference; None without a reference.
         lost (float, optional): the norm of the difference to the reference; None without a reference, and for an array
             that is not finite.
@@ -60,15 +60,15 @@ class ArrayStatistics:
 
     @property
     def lost_share(self) -> float | None:
-        """The norm of what underflow and the coarseness of subnormal numbers lost, as a share of the norm.
+        """The share of the norm that underflow and the coarseness of subnormal numbers have cost.
 
-        0 is nothing, 1 is everything, and what is rounded wrongly in several layers can be more than there is; None
-        where it is not known, or where all of the reference is 0.
+        0 means that nothing is lost, 1 that everything is. Wrong rounding in several layers can add up to more than 1.
+        None if the share is not known, or if the reference is all 0.
         """
         return self.lost / self.reference_norm if self.lost is not None and self.reference_norm > 0 else None
 
     def subnormal_share(self, gradient_format: Format = FLOAT16) -> float:
-        """Return the share of elements below the smallest normal number of a format, without those that are 0."""
+        """Return the share of elements that are not 0 but below the smallest normal number of a format."""
         _, normal, _ = gradient_format.exponents
         return self.share(sum(number for exponent, number in self.histogram.items() if exponent < normal)) or 0.0
 
@@ -86,7 +86,7 @@ class ArrayStatistics:
         return replace(divided, histogram={}, signed=signed)
 
     def to_dict(self) -> dict[str, object]:
-        """Return all but what is lost, as JSON can hold it, and the counts as shares too."""
+        """Return all attributes for JSON, without ``lost`` and ``reference_norm``, and the counts also as shares."""
         plain = {name: value for name, value in vars(self).items() if name not in ("lost", "reference_norm")}
         return {
             **plain,
@@ -113,11 +113,11 @@ def array_statistics(
     """Return the statistics of an array.
 
     Args:
-        array (ArrayLike): of any shape and any real dtype.
-        reference (ArrayLike, optional): finite, of the same shape, to count what underflowed and to measure what is
-            lost. Default: None, these are not known.
-        ratio (float): what the array would be as a multiple of the reference if nothing were lost. Default: 1.
-        unit (float): what ``lost`` and ``reference_norm`` are divided by. Default: 1.
+        array (ArrayLike): the array, of any shape and any real dtype.
+        reference (ArrayLike, optional): a finite array of the same shape, to count underflowed elements and to measure
+            what is lost. Default: None, both stay unknown.
+        ratio (float): the array as a multiple of the reference if nothing were lost. Default: 1.
+        unit (float): the divisor of ``lost`` and ``reference_norm``. Default: 1.
 
     Examples:
         >>> statistics = array_statistics([0.0, -0.25, 3.0, float("inf")])
@@ -140,8 +140,8 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
     """Return the statistics of several arrays as if they were one.
 
     Args:
-        statistics (Iterable[ArrayStatistics]): one for each array; where ``underflowed`` or ``lost`` is None in any of
-            them, it is None.
+        statistics (Iterable[ArrayStatistics]): the statistics of each array; if ``underflowed`` or ``lost`` is None for
+            any array, it is None in the result.
 
     Examples:
         >>> together = merge_statistics([array_statistics([3.0, 0.0]), array_statistics([4.0])])
@@ -170,11 +170,11 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
 
 
 def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> ArrayStatistics:
-    # float64 holds the squares and every subnormal of float32.
+    # In float64, no square of a float32 number overflows, and every subnormal number of float32 is a normal number.
     magnitudes = np.abs(piece)
     finite = magnitudes[np.isfinite(magnitudes)]
     nonzero = finite[finite > 0]
-    # The mantissa of frexp lies in [0.5, 1), so its exponents are one higher.
+    # The mantissa of frexp lies in [0.5, 1), so its exponents are one higher than the exponents of the histogram.
     counts = np.bincount(np.frexp(nonzero)[1] - _LOWEST_EXPONENT - 1)
     is_finite = finite.size == piece.size
     return ArrayStatistics(

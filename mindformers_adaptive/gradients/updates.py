@@ -1,4 +1,4 @@
-"""Updates that weights in float16 lose, because they are below half of the distance to the next number."""
+"""Updates that weights in float16 lose, because an update is below half the distance to the next float16 number."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["LostUpdates", "lost_updates"]
 
 @dataclass(frozen=True)
 class LostUpdates:
-    """What weights in float16 lose of updates as large as the learning rate, which updates of Adam hardly ever exceed.
+    """How many weights in float16 lose an update as large as the learning rate; updates of Adam are hardly ever larger.
 
     Attributes:
         learning_rate (float): the size of the updates.
-        share (float): of all weights in float16, those that such an update leaves as they are.
+        share (float): the share of all weights in float16 that such an update leaves as they are.
         parameter (str): the Parameter with the largest share.
-        parameter_share (float): its share.
+        parameter_share (float): the share of that Parameter's weights.
     """
 
     learning_rate: float
@@ -40,7 +40,7 @@ def lost_updates(weights: Mapping[str, ArrayStatistics], learning_rate: float) -
     """Count the weights in float16 that an update as large as the learning rate leaves as they are.
 
     Args:
-        weights (Mapping[str, ArrayStatistics]): those in float16, by the name of the Parameter.
+        weights (Mapping[str, ArrayStatistics]): the statistics of the weights in float16, by Parameter name.
         learning_rate (float): above 0.
 
     Returns:
@@ -61,7 +61,7 @@ def lost_updates(weights: Mapping[str, ArrayStatistics], learning_rate: float) -
 
 
 def _lost(weights: ArrayStatistics, update: float) -> int:
-    # An update of exactly half the distance to the next number rounds to the even one of the two, and is not counted.
+    # Do not count an update of exactly half the distance: it rounds to the even one of the two neighbouring numbers.
     lowest = int(math.log2(FLOAT16.smallest_normal))
     quanta = {exponent: FLOAT16.quantum(max(exponent, lowest)) for exponent in weights.histogram}
     of_zeros = weights.zeros if update < FLOAT16.smallest_subnormal / 2 else 0

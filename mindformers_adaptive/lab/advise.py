@@ -1,8 +1,8 @@
-"""What to change after a recorded run: where to start, which windows to use, or to look elsewhere.
+"""Advice after a recorded run: which scale to start from, which windows to use, or which other cause to look for.
 
-Settings are recommended only where the log decides at least 90 % of the steps of their replay, and where that replay
-saves more than two skipped steps, whatever is assumed of the other steps. Costs are counted in skipped steps; 1000
-steps that lose a bit of headroom count as one, see :func:`~mindformers_adaptive.lab.measures.cost`.
+Settings are recommended only if the log decides at least 90 % of the steps of their replay, and if the replay saves
+more than two skipped steps whatever is assumed about the other steps. Costs are counted in skipped steps: 1000 steps
+that each lose a bit of headroom count as one skipped step, see :func:`~mindformers_adaptive.lab.measures.cost`.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from mindformers_adaptive.text.table import as_power_of_two, counted
 
 __all__ = ["Advice", "Settings", "advise"]
 
-# A change has to save more skipped steps than this; Megatron-LM and others tolerate two anyway.
+# Advise a change only if it saves more skipped steps than this. Megatron-LM and others tolerate two anyway.
 _TOLERABLE = 2.0
 
-# LossScaleMonitor's default for consecutive overflows. At one and the same scale fewer prove it.
+# How many consecutive overflows are a collapse: LossScaleMonitor's default, and fewer if the loss scale stays the same.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to change.
+    """One piece of advice: what to change after a run, and why.
 
     Attributes:
-        rule (str): "start lower", "larger window", "short run", or where the loss scaling is not the cause, "bad loss",
-            "bad gradients", "collapse" or "scale of 1".
+        rule (str): the kind of advice: "start lower", "larger window" or "short run"; or, if the loss scaling is not
+            the cause of the problem, "bad loss", "bad gradients", "collapse" or "scale of 1".
         change (str): what to change.
-        reason (str): why, with figures.
-        figures (dict): the figures by name, ready for JSON.
-        argument (str): the argument of the cell that makes the change; "" if there is none.
-        note (str): the reason in a few words, for a comment behind that argument.
+        reason (str): why to change it, with figures.
+        figures (dict): the figures of the reason by name, ready for JSON.
+        argument (str): the argument of the update cell that the advice changes; "" if it changes no argument.
+        note (str): the reason in a few words, for a comment behind that argument in the YAML text.
     """
 
     rule: str
@@ -66,11 +66,11 @@ class Advice:
 
 
 class Settings(NamedTuple):
-    """Settings that the advice leads to.
+    """Recommended settings, and their measures in a replay.
 
     Attributes:
         configuration (Configuration): the settings.
-        measures (tuple[Measures, ...]): of their replay, on each trace.
+        measures (tuple[Measures, ...]): the measures of the replay of these settings on each trace.
     """
 
     configuration: Configuration
@@ -80,18 +80,18 @@ class Settings(NamedTuple):
 def advise(
     run: RecordedRun, traces: Sequence[Trace], recorded: Sequence[Measures], changes: Sequence[Change]
 ) -> tuple[list[Advice], Settings | None]:
-    """Return what to change, and the settings that follow from it.
+    """Return advice for a recorded run, and the settings that follow from the advice.
 
     Args:
-        run (RecordedRun): at least one step, and a known loss scale.
-        traces (Sequence[Trace]): of this run, the first with the ceilings to judge by, the others with ceilings
-            assumed in other ways.
-        recorded (Sequence[Measures]): what the run itself did on each trace.
+        run (RecordedRun): a run with at least one step and a known loss scale.
+        traces (Sequence[Trace]): traces of this run. The first one has the ceilings to judge by, the others have
+            ceilings assumed in other ways.
+        recorded (Sequence[Measures]): the measures of the run itself on each trace.
         changes (Sequence[Change]): its :func:`~mindformers_adaptive.lab.scale_path.changes_of`.
 
     Returns:
-        tuple of the advice, empty where the run gives no reason for any, and the settings; None where none are known
-        to be better.
+        tuple of the advice (an empty list if the run gives no reason for advice) and the settings (None if no settings
+        are known to be better than the run's).
     """
     elsewhere = [*_bad_loss(run), *_collapse(run), *_bad_gradients(run), *_scale_of_one(run)]
     if elsewhere:
@@ -99,7 +99,7 @@ def advise(
     scale, start_up = forward_fill(run.loss_scale), start_up_of(run)
     start = _lower_start(run, start_up)
     first = float(start[0].figures["scale"] if start else scale[0])
-    # A rule that follows the gradients has neither window nor settings of the adaptive cell.
+    # Recorded largest gradients mean a rule that follows them. It has no window and no settings of the adaptive cell.
     if run.largest_gradient is not None or not 1.0 <= first <= LARGEST_LOSS_SCALE:
         return start, None
     smallest = float(scale[scale >= SMALLEST_LOSS_SCALE].min())
@@ -127,7 +127,7 @@ def advise(
 def _accepted(
     configuration: Configuration | None, traces: Sequence[Trace], recorded: Sequence[Measures]
 ) -> Settings | None:
-    """Return settings if the log decides most of their steps and they save enough on every trace."""
+    """Return the settings if the log decides most of their steps and they save enough on every trace, else None."""
     if configuration is None:
         return None
     rules, starts = [configuration.rule] * len(traces), [configuration.start] * len(traces)
@@ -138,14 +138,14 @@ def _accepted(
 
 
 def _bad_loss(run: RecordedRun) -> Iterator[Advice]:
-    """Advise to look for the layer, where the loss itself is inf or NaN, whatever it is multiplied by."""
+    """Advise to find the faulty layer if the loss is inf or NaN even before it is multiplied by the loss scale."""
     if run.loss is not None and np.isinf(run.loss).any():
         why = "This is the loss before scaling: no loss scale can help."
         yield _to_the_layer(run, "loss", run.loss, np.isinf(run.loss), why)
 
 
 def _bad_gradients(run: RecordedRun) -> Iterator[Advice]:
-    """Advise to look for the layer, where gradients were inf or NaN in applied steps, or at a scale of 1 throughout."""
+    """Advise to find the faulty layer if gradients were inf or NaN in applied steps or at a constant scale of 1."""
     if run.gradient_norm is None:
         return
     bad = np.isinf(run.gradient_norm)
@@ -158,7 +158,7 @@ def _bad_gradients(run: RecordedRun) -> Iterator[Advice]:
 
 
 def _to_the_layer(run: RecordedRun, what: str, values: NDArray[np.float64], bad: NDArray[np.bool_], why: str) -> Advice:
-    """Return the advice to look for the layer that makes the loss or the gradients inf or NaN in some steps."""
+    """Return the advice to find the layer that makes the loss or the gradients inf or NaN in some steps."""
     steps, first = int(bad.sum()), int(run.step[np.argmax(bad)])
     known = counted(int(np.count_nonzero(~np.isnan(values))), "step")
     said = "loss" if what == "loss" else "norm of the gradients"
@@ -171,7 +171,7 @@ def _to_the_layer(run: RecordedRun, what: str, values: NDArray[np.float64], bad:
 
 
 def _collapse(run: RecordedRun) -> Iterator[Advice]:
-    """Advise to look at the model, where consecutive overflows show that no scale helps."""
+    """Advise to look at the model if many consecutive overflows show that no loss scale helps."""
     positions = np.flatnonzero(run.position_known)
     step, scale = run.step[positions], run.loss_scale[positions]
     for first, last in consecutive_runs(np.flatnonzero(run.overflow[positions])).tolist():
@@ -202,7 +202,7 @@ def _look_at_the_model(run: RecordedRun) -> str:
 
 
 def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
-    """Advise to look at the model where steps overflow at a scale of 1; otherwise ask whether the run is in BF16."""
+    """If the scale was always 1: advise to look at the model if steps overflowed, else ask if the run is in BF16."""
     if not _is_always_one(run):
         return
     skipped = run.skipped_bounds()[0]
@@ -224,7 +224,7 @@ def _is_always_one(run: RecordedRun) -> bool:
 
 
 def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
-    """The advice for a run that is shorter than its window, in which the scale cannot rise."""
+    """Return advice if the run is shorter than its window, so that the loss scale can never rise."""
     steps, window = int(run.step[-1]), math.inf if run.scale_window is None else float(np.nanmin(run.scale_window))
     if run.step[0] != 1 or not steps < window < math.inf or any(change.kind == "raise" for change in changes):
         return []
@@ -234,9 +234,9 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
 
 
 def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
-    """The advice to start from the highest scale that held, where more than two steps were skipped before."""
+    """Return advice to start from the highest scale that held, if more than two steps were skipped before it held."""
     first = float(forward_fill(run.loss_scale)[0])
-    # In FP16, a scale that is no power of two rounds the gradients.
+    # A loss scale that is not a power of two would round FP16 gradients.
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
     if not SMALLEST_LOSS_SCALE <= better < first or start_up.fewest <= _TOLERABLE:
         return []
@@ -264,16 +264,16 @@ def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
 
 
 def _power_of_two_up_to(scale: float) -> float:
-    """Return the largest power of two that is not above a scale; logs print eight digits of one."""
+    """Round a loss scale down to a power of two. Logs print only eight digits, so allow for their rounding."""
     return 2.0 ** math.floor(math.log2(scale * (1 + 1e-6))) if 0 < scale < math.inf else scale
 
 
 def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Configuration | None:
-    """Return the settings that cost least of those that the log decides, with windows above the largest of the run."""
+    """Return the cheapest settings with windows above ``largest`` whose steps the log mostly decides, or None."""
     tried = [window for window in AdaptiveRule.tried["min_scale_window"] if window > largest]
     if not tried:
         return None
-    # Of settings that cost the same, those nearest to the defaults come first.
+    # Sort the windows by distance from the default: of settings with equal cost, min() takes the nearest.
     ordered = [
         sorted(tried, key=lambda window: abs(math.log(window / default)))
         for default in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
@@ -288,9 +288,9 @@ def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Co
 def _larger_window(
     raised_after: Sequence[int], recorded: Measures, settings: Settings, start: Sequence[Advice]
 ) -> list[Advice]:
-    """The advice for larger windows, where they save more skipped steps than usual settings pay, see cost()."""
+    """Return advice to use larger windows if they save more skipped steps than the price in cost() justifies."""
     rule, after = settings.configuration.rule, settings.measures[0]
-    # A lower start alone saves the steps of the start-up.
+    # Leave out the skipped steps of the start-up: the advice to start lower already saves them.
     before = recorded.skipped - sum(advice.figures["saves_skipped_steps"] for advice in start)
     if before - after.skipped <= max(_TOLERABLE, DEFAULT_EXCHANGE_RATE / 1000 * recorded.steps):
         return []

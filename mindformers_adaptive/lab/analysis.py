@@ -1,4 +1,4 @@
-"""What happened in a recorded run, what other policies would have done in it, and what to change."""
+"""Analyze a recorded run: what happened, what other policies would have done, and what to change."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Analysis", "analyze", "raise_ceilings"]
 
-# Replay a rule that follows the gradients only where at least this share of the steps has them: elsewhere nearly all
-# would be assumed.
+# Replay a rule that follows the gradients only if at least this share of the steps has a known largest gradient. With
+# fewer, nearly all gradients would be missing from the replay.
 _FEWEST_SHOWN = 0.01
 
 _COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_superseded")
@@ -39,14 +39,16 @@ class Analysis:
     """What :func:`analyze` returns.
 
     Attributes:
-        run (RecordedRun): what was analyzed.
+        run (RecordedRun): the analyzed run.
         phases (tuple[Phase, ...]): the path of the loss scale.
         outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
-            JSON: ``policy``, ``skipped``, ``headroom_lost`` (bits) and ``known_share`` with the ceilings that gradients
-            show, or where none are known with interpolated ones, raised by :func:`raise_ceilings`; and
-            ``fewest_skipped`` and ``most_skipped`` with these and the ceilings of each of ``run.assumptions``.
-        advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for anything.
-        settings (Configuration, optional): the settings that follow the advice; None where none are known to be better.
+            JSON. ``policy`` is the name of the row. ``skipped``, ``headroom_lost`` (bits) and ``known_share`` hold for
+            the ceilings that the gradients show or, without known gradients, for interpolated ceilings raised by
+            :func:`raise_ceilings`.
+            ``fewest_skipped`` and ``most_skipped`` also cover the ceilings of each of ``run.assumptions``.
+        advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for a change.
+        settings (Configuration, optional): the settings that follow from the advice; None if no settings are known to
+            be better.
     """
 
     run: RecordedRun
@@ -62,17 +64,17 @@ class Analysis:
         return None if self.settings is None else self.settings.scale_sense(notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON: None stands for what is not known.
+        """Return the whole analysis, ready for JSON. None stands for an unknown value.
 
-        A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``;
-        the bounds of ``skipped`` are ``at_least`` and ``at_most``, and ``holds_if`` has what must be true for them.
-        ``at_most`` is None where the log does not number all of its steps.
+        A number that the log does not give exactly is None, and its bounds are in ``..._at_least`` and ``..._at_most``.
+        For ``skipped``, the bounds are ``at_least`` and ``at_most``, and ``holds_if`` is the condition on which they
+        hold. ``at_most`` is None if the log does not number all of its steps.
 
         Returns:
             dict with ``verdict`` (sentences), ``log`` (files, format, lines, notes and problems), ``steps``,
             ``skipped``, ``dropped_by_norm``, ``start_up``, ``loss``, ``loss_scale`` (with ``phases``),
             ``shown_by_gradients``, ``outcomes``, ``advice``, ``scale_sense`` (the YAML section as text) and
-            ``certainty``: of the replayed settings the ``known_share``, the share of steps that the log decides.
+            ``certainty``, with ``known_share``: the share of the steps of the replayed settings that the log decides.
         """
         run, facts = self.run, facts_of(self.run)
         facts["loss_scale"]["phases"] = [phase._asdict() for phase in self.phases]
@@ -97,7 +99,8 @@ class Analysis:
         """Return the analysis for a terminal.
 
         Args:
-            details (bool): with all changes of the scale and all replays; long lists are cut, and the text says so.
+            details (bool): whether to add all changes of the loss scale and all replays. Long lists are cut, and the
+                text says so.
         """
         return analysis_text(self.to_dict(), details)
 
@@ -133,7 +136,7 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     if np.isnan(run.loss_scale).all():
         raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
     changes, used = changes_of(run), forward_fill(run.loss_scale)
-    # They differ in their ceilings only, and of a long run all their bounds would not fit into memory.
+    # Replace only the ceilings. For a long run, separate bounds for each assumption would not fit into memory.
     traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
     recorded = tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)
     advice, settings = advise(run, traces, recorded, changes)
@@ -145,8 +148,8 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
 def raise_ceilings(trace: Trace, run: RecordedRun) -> Trace:
     """Return the trace of a run with the ceiling of each clean step raised to the largest scale of a later clean step.
 
-    Only the clean steps before the next overflow count. Without this, each scale that a run used would seem to be the
-    highest possible.
+    Only later clean steps before the next overflow count. Without the raised ceilings, each scale that a run used would
+    seem to be the highest possible scale.
 
     Examples:
         >>> flags = np.array([True, False, False, True])
@@ -171,7 +174,7 @@ def _outcome_rows(
     settings: Settings | None,
     progress: Callable[[int], None] | None,
 ) -> list[dict[str, Any]]:
-    """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
+    """Return a row for the run and for each policy that starts from its first scale, over all assumed ceilings."""
     outcomes = {"as recorded": recorded}
     if policies := _policies(used, traces[0]):
         outcomes |= compare(policies, traces, progress=progress).measures
@@ -183,7 +186,7 @@ def _outcome_rows(
         row = {"policy": name, **{key: numbers[key] for key in ("skipped", "headroom_lost", "known_share")}}
         skipped = [each.skipped for each in measures]
         rows.append({**row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
-    # What the run itself did is known but for the lines that stand for several steps.
+    # Use the log for the row of the run itself: it is exact, except if a line stands for several steps.
     fewest, most = run.skipped_bounds()
     rows[0] |= {"fewest_skipped": fewest, "most_skipped": most if run.is_numbered else None}
     if fewest != most:
@@ -192,7 +195,7 @@ def _outcome_rows(
 
 
 def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[], Policy]]:
-    """Policies from the first scale that all can start from: known, and within the floor and the numbers they have."""
+    """Return policies by name. All start from the first known scale between 1, their floor, and the largest float32."""
     usable = used[(used >= 1.0) & (used <= LARGEST_LOSS_SCALE)]
     if not len(usable):
         return {}

@@ -1,4 +1,4 @@
-"""An analysis in words, for a terminal: the verdict and what to change; on request all the rest."""
+"""Write an analysis as text for a terminal: the verdict and what to change, further details on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
 __all__ = ["analysis_text"]
 
-# Of longer lists this many entries are shown; lines are wrapped at this width.
+# Show at most this many entries of a list, and wrap lines at this width in characters.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
 _WIDTH = 118
 
@@ -31,7 +31,7 @@ _OUTCOMES = {
 
 
 def analysis_text(analysis: Mapping[str, Any], details: bool) -> str:
-    """Return what :meth:`~mindformers_adaptive.lab.analysis.Analysis.to_dict` returned as text."""
+    """Return an analysis as text, given the dict of :meth:`~mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
     first, *sentences = analysis["verdict"]
     parts = [[first, *_wrapped(" ".join(sentences))], *_advice(analysis)]
     if details:
@@ -67,7 +67,7 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _change(change: str) -> list[str]:
-    """Return the lines of an advice. A command is on a line of its own, and whole, so that it can be pasted."""
+    """Return the lines of a piece of advice. A command has a line of its own and is not wrapped: it can be pasted."""
     text, *commands = change.split("\n")
     return [*_wrapped(text), *(f"  {command}" for command in commands)]
 

@@ -1,4 +1,4 @@
-"""A configuration of a rule, and grids of them."""
+"""A configuration (a loss-scaling rule and its arguments), and grids of configurations."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
 
-# More would take hours.
+# The replays of a larger grid would take hours.
 _MOST_COMBINATIONS = 100_000
 
-# Megatron-LM starts from 2**32.
+# The initial loss scales that a grid tries by default. Megatron-LM starts from 2**32.
 _INITIAL_SCALES = (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32)
 
 
 @dataclass(init=False)
 class Configuration:
-    """A rule and its arguments, under the names that its update cell takes, and refused as the cell does.
+    """A loss-scaling rule and its arguments, which have the same names and limits as in the rule's update cell.
 
-    A ladder of one window is dynamic loss scaling: :meth:`dynamic`.
+    The adaptive rule with a single window is dynamic loss scaling, see :meth:`dynamic`.
 
     Args:
         policy (Union[str, type]): the rule: one of this package by its name, or one of your own as ``module.Class``
             or as the class.
-        **arguments: arguments of the rule, with its defaults, and ``loss_scale_value``, the initial loss scale (default
-            65536, the usual start where the scale is known roughly, as in MindFormers' ``TrainingArguments``).
+        **arguments: arguments of the rule; those left out have the rule's defaults. Also ``loss_scale_value``, the
+            initial loss scale (default 65536, as in MindFormers' ``TrainingArguments``).
 
     Attributes:
         policy (str): the name of the rule, for :func:`~mindformers_adaptive.lab.policies.make_policy`.
-        arguments (dict[str, Any]): all arguments by name, those with their defaults included.
-        rule (Rule): made with them.
+        arguments (dict[str, Any]): all arguments by name, including those with default values.
+        rule (Rule): the rule with these arguments.
         start (NamedTuple): the state of the rule before the first step.
 
     Raises:
-        TypeError: if there is no such argument, or one is not of its type.
+        TypeError: if the rule has no such argument, or an argument has the wrong type.
         ValueError: if there is no such rule, an argument is out of its range, or the cell would give a warning and use
-            another value: that is not worth a replay.
+            another value, so that a replay would not show the effect of these arguments.
 
     Examples:
         >>> Configuration("adaptive", min_scale_window=50).rule.ladder
@@ -78,11 +78,11 @@ class Configuration:
 
     @classmethod
     def dynamic(cls, scale_window: int, **arguments: Any) -> Configuration:
-        """Return MindSpore's dynamic loss scaling, but that the scale stays finite: a ladder of one window.
+        """Return the adaptive rule with one window. It is MindSpore's dynamic loss scaling, but the scale stays finite.
 
         Args:
             scale_window (int): the window, in steps.
-            others: the other arguments of the adaptive rule, by name.
+            **arguments: the other arguments of the adaptive rule, by name.
 
         Examples:
             >>> Configuration.dynamic(200).rule.ladder
@@ -92,22 +92,22 @@ class Configuration:
         return cls("adaptive", **windows, **arguments)
 
     def replace(self, **changes: Any) -> Configuration:
-        """Return the same configuration with other values of some arguments."""
+        """Return a copy of the configuration in which some arguments are changed."""
         return Configuration(self.policy, **{**self.arguments, **changes})
 
     @property
     def label(self) -> str:
-        """A short name, of the rule and whatever is not the default."""
+        """str: a short name: the rule, and the arguments that differ from their defaults."""
         name, in_name = _short_name(self.rule, self.arguments)
         return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in in_name)])
 
     def scale_sense(self, comments: Mapping[str, str] | None = None) -> str:
         """Return the section ``scale_sense`` for ``runner_wrapper`` in MindFormers' YAML, as text to paste.
 
-        Arguments without which the cell has these values anyway are left out, but for the usual ones.
+        Arguments with default values are left out, except for ``usual_arguments`` of the rule.
 
         Args:
-            comments (Mapping, optional): by the name of an argument, a comment behind its value. Default: None.
+            comments (Mapping, optional): comments to write behind the values, by argument name. Default: None.
 
         Examples:
             >>> print(Configuration("adaptive", min_scale_window=50, hysteresis=2).scale_sense(), end="")
@@ -136,20 +136,20 @@ class Configuration:
 
 
 def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configuration]:
-    """Return all combinations of values that fit each other.
+    """Return a configuration for each combination of argument values that fit each other.
 
-    Of the adaptive rule, those are left out whose largest window is below the smallest, and those that start at a
-    window that is not on their ladder.
+    For the adaptive rule, combinations are left out if the largest window is below the smallest window, or if the first
+    window is not on the ladder of windows.
 
     Args:
-        policy (Union[str, type]): the rule, as of :class:`Configuration`.
-        values: for names of its arguments, the values to try.
+        policy (Union[str, type]): the rule, as for :class:`Configuration`.
+        **values: the values to try, by argument name.
 
     Returns:
-        list[Configuration], the last name varying fastest.
+        list[Configuration], in which the values of the last argument vary fastest.
 
     Raises:
-        TypeError: if the rule has no argument of a name, or a value has another type.
+        TypeError: if the rule has no argument with one of the names, or a value has the wrong type.
         ValueError: if there is no such rule, a value is out of its range, or no combination is left.
 
     Examples:
@@ -176,38 +176,38 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
 
 
 def _configured(policy: str | type[Rule], arguments: Mapping[str, Any]) -> Configuration:
-    """Return a configuration of a grid, or raise an error that names what was refused."""
+    """Return one configuration of a grid, or raise an error that names the refused arguments."""
     try:
         return Configuration(policy, **arguments)
     except (ArithmeticError, TypeError, ValueError) as error:
         if any(repr(name) in str(error) for name in arguments):
             raise
-        # A user's rule may not say which argument it refuses.
+        # The error of a user's rule may not name the argument that is refused, so name all arguments.
         tried = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"The arguments {tried} are refused: {error}") from error
 
 
 def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
-    """Return the values that :func:`~mindformers_adaptive.lab.tuning.tune` tries: the rule's, and initial scales.
+    """Return the values that :func:`~mindformers_adaptive.lab.tuning.tune` tries by default, by argument name.
 
     Examples:
         >>> len(grid("adaptive", **default_grid("adaptive")))
         900
     """
     rule_class = find_rule(policy)
-    # What a subclass has from the rule that it is made from may be for arguments that it does not take.
+    # A subclass may inherit values for arguments that its own constructor does not take. Leave such values out.
     is_own, known = "tried" in vars(rule_class), all_arguments(rule_class)
     tried = {name: values for name, values in rule_class.tried.items() if is_own or name in known}
     return {"loss_scale_value": _INITIAL_SCALES, **tried}
 
 
 def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
-    """Whether arguments, each in its range, fit each other: a ladder, and the first window on it."""
+    """Return whether the window arguments fit each other: they form a ladder, and the first window is on it."""
     if not issubclass(rule_class, AdaptiveRule):
         return True
     values = {**all_arguments(rule_class), **arguments}
-    # A subclass may have other arguments.
+    # A subclass may lack some of the window arguments.
     first, largest, smallest = map(values.get, ("scale_window", "max_scale_window", "min_scale_window"))
     if largest is None or smallest is None:
         return True
@@ -215,7 +215,7 @@ def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
 
 
 def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """Return a short name of a rule with these arguments, and the arguments that it tells."""
+    """Return a short name of a rule with these arguments, and which arguments the short name shows."""
     if type(rule) is not AdaptiveRule:
         return rule.name, set()
     smallest, largest = rule.min_scale_window, rule.max_scale_window
@@ -230,7 +230,7 @@ def _short(value: Any) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """Return a value as YAML 1.1 reads it.
+    """Return the text that YAML 1.1 reads as this value.
 
     Examples:
         >>> yaml_value(65536.0), yaml_value(1e-05), yaml_value(True), yaml_value(None)

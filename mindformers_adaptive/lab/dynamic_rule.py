@@ -1,4 +1,4 @@
-"""One rule of loss scaling, of which the scalers of other systems are settings; without them it keeps its scale."""
+"""A general rule of dynamic loss scaling, with settings that reproduce the loss scalers of other systems."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT64", "Arithmetic", "Dynam
 
 
 class Arithmetic(NamedTuple):
-    """How a system computes: functions that round to the type of the loss scale, and to the type of the factors.
+    """How a system rounds: one function rounds to the dtype of its loss scale, one to the dtype of its factors.
 
-    Products and quotients of float32 numbers, computed in float64 and then rounded, equal float32 arithmetic.
-    Beyond the largest number of its type a scale is inf.
+    Products and quotients of float32 numbers, computed in float64 and then rounded to float32, equal float32
+    arithmetic. A scale beyond the largest number of its dtype becomes inf.
     """
 
     scale: Callable[[float], float]
     factor: Callable[[float], float]
 
 
-# Tensors of the scale and of the factors; a float32 tensor and C++ doubles; Python numbers.
+# The scale and the factors: both float32 tensors; a float32 tensor and C++ doubles; both Python floats.
 FLOAT32 = Arithmetic(to_float32, to_float32)
 FLOAT32_FLOAT64_FACTORS = Arithmetic(to_float32, float)
 FLOAT64 = Arithmetic(float, float)
@@ -34,10 +34,10 @@ class DynamicState(NamedTuple):
 
     Attributes:
         loss_scale (float): the scale for the next step.
-        scale_window (int, optional): clean steps before a raise; None where the scale never rises.
+        scale_window (int, optional): number of clean steps before a raise; None if the scale never rises.
         clean_steps (int): steps since the last overflow or raise.
-        overflows (int): overflows that were tolerated since the count began again.
-        stopped (bool): whether the system itself would have ended the training with an error.
+        overflows (int): number of overflows since this count was last reset to 0.
+        stopped (bool): whether the original system would have ended the training with an error.
     """
 
     loss_scale: float
@@ -61,20 +61,21 @@ class DynamicRule:
                        clean_steps = 0, overflows = 0
                        loss_scale = min(loss_scale * growth_factor, upper_bound)                    (a raise)
 
-    Only a raise sets the count of tolerated overflows back, so further overflows drop the scale one by one.
+    By default only a raise resets ``overflows``. Until a raise, each overflow from number ``tolerance`` on is a drop.
 
     Attributes:
-        arithmetic (Arithmetic): the types of the numbers.
+        arithmetic (Arithmetic): how the scale and the factors are rounded.
         growth_factor (float): what a raise multiplies the scale by.
         backoff_factor (float, optional): what a drop multiplies the scale by. None: a drop divides the scale by
             ``growth_factor``, which rounds differently.
-        reciprocal (bool): with no ``backoff_factor``, a drop multiplies by the rounded 1 / ``growth_factor``.
-        floor (float): the smallest scale of a drop.
-        upper_bound (float): the largest scale of a raise.
-        stays_finite (bool): whether a raise that would leave the finite float32 numbers is left out.
+        reciprocal (bool): without ``backoff_factor``: whether a drop multiplies by the rounded 1 / ``growth_factor``
+            instead of dividing.
+        floor (float): the smallest scale that a drop can lead to.
+        upper_bound (float): the largest scale that a raise can lead to.
+        stays_finite (bool): whether a raise beyond the largest float32 number leaves the scale as it is.
         tolerance (int): how many overflows it takes to drop the scale.
-        clean_step_forgives (bool): whether a clean step, too, sets the count of overflows back to 0.
-        stops_at_floor (bool): whether the system ends the training when a scale at the floor would drop.
+        clean_step_forgives (bool): whether a clean step also resets the count of overflows to 0.
+        stops_at_floor (bool): whether the original system ends the training when a scale at the floor would drop.
     """
 
     arithmetic: Arithmetic
@@ -90,7 +91,7 @@ class DynamicRule:
 
     @property
     def moves_by_one_factor(self) -> bool:
-        """bool: whether a drop undoes a raise."""
+        """bool: whether a drop undoes a raise, so that the scale moves by one factor in both directions."""
         return self.backoff_factor is None or math.isclose(self.backoff_factor * self.growth_factor, 1.0)
 
     def start(self, loss_scale: float, scale_window: int | None = None, clean_steps: int = 0) -> DynamicState:

@@ -1,4 +1,4 @@
-"""What a recorded run did: skipped steps, its start-up, its loss scales, and what its gradients show."""
+"""Facts about a recorded run: skipped steps, start-up, loss scales, and the scales that the gradients allowed."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from mindformers_adaptive.text.table import as_power_of_two, counted
 
 __all__ = ["StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"]
 
-# A scale has held if this many consecutive steps were clean at it: the smallest window of MindFormers.
+# A loss scale has held if this many consecutive steps with it were clean. This is the smallest window of MindFormers.
 _HELD = DEFAULT_MIN_SCALE_WINDOW
 
-# The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
+# The length of a run's start-up. In published logs, 16 to 19 of the first 30 to 100 steps were skipped.
 _START_UP = 100
 
-# A scale has settled if it stays within a factor of 4 in 95 % of the last half of at least 40 steps, and moves there
-# both ways or not at all: it tries the next power of two, and falls back.
+# The loss scale of a run of at least 40 steps has settled if, in the second half of the run, 95 % of its values lie
+# within a factor of 4, and it moves both up and down or not at all: it tries the next power of two, and falls back.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
-# This many skipped steps in a row at one scale are a collapse.
+# If the last steps of a run, at least this many, were all skipped at the lowest scale, the loss scale has collapsed.
 _COLLAPSED_FROM = 10
 
-# Gradients show room if they allow this many times the scale; find() leaves a margin of 2 bits.
+# There is room for a higher loss scale if the gradients allow this many times the scale, one bit more than the margin
+# of 2 bits that find() leaves.
 _ROOM = 2.0**3
 
 
 class StartUp(NamedTuple):
-    """The steps before the first scale that held.
+    """The start-up of a run: the steps before the first loss scale that held.
 
     Attributes:
-        steps (int): how many there are: 0 if the first scale held, all steps if none did.
-        scale (float, optional): the highest scale that held and is below all scales that overflowed before; None if
-            none did.
+        steps (int): the number of these steps: 0 if the first scale held, all steps of the run if no scale held.
+        scale (float, optional): the highest scale that held and is below all scales that overflowed earlier; None if
+            there is no such scale.
         first_step (int, optional): the number of the first step at which that scale held.
-        fewest (int), most (int): bounds on how many of the steps were skipped.
+        fewest (int), most (int): bounds on how many of the start-up's steps were skipped.
     """
 
     steps: int
@@ -51,7 +52,7 @@ class StartUp(NamedTuple):
 
 
 def start_up_of(run: RecordedRun) -> StartUp:
-    """Return the start-up of a run of at least one step.
+    """Return the start-up of a run that has at least one step.
 
     Examples:
         >>> flags = np.arange(100) < 16
@@ -72,20 +73,20 @@ def start_up_of(run: RecordedRun) -> StartUp:
         if held.max() > best:
             best, first_step = float(held.max()), int(run.step[first + int(np.argmax(held))])
     steps, ends = len(run) if steps is None else steps, run.line_ends()
-    # Where a line stands for several steps, the number of skipped ones is known at its end.
+    # If a log line stands for several steps, the number of skipped steps is known only at the end of the line.
     end = steps if steps == 0 or steps in ends else int(ends[np.searchsorted(ends, steps)])
     return StartUp(steps, best or None, first_step, *run.skipped_bounds(end))
 
 
 def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
-    """Return which steps are in a line with enough clean steps to hold a scale, wherever its skipped steps are."""
+    """Return which steps are in a log line with so many clean steps that a scale held, wherever its skips are."""
     ends, _, most = np.asarray(run.lines, np.int64).T
     steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
     return np.repeat(steps - skipped >= _HELD * (skipped + 1), steps)
 
 
 def facts_of(run: RecordedRun) -> dict[str, Any]:
-    """Return what a run did, ready for JSON; see :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
+    """Return the facts about a run, ready for JSON; see :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
     start_up, loss = start_up_of(run), np.empty(0) if run.loss is None else run.loss
     finite, bad = loss[np.isfinite(loss)], np.flatnonzero(np.isinf(loss))
     first_steps = min(_START_UP, len(run))
@@ -111,7 +112,7 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
 
 
 def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
-    """Return in a few sentences how many steps were skipped, where the loss scale went, and whether there is room."""
+    """Return in a few sentences how many steps were skipped, where the loss scale went, and if it has room to rise."""
     steps, skipped, start, bad = facts["steps"]["count"], facts["skipped"], facts["start_up"], facts["loss"]
     fewest, most = skipped["at_least"], skipped["at_most"]
     if most is None:
@@ -139,7 +140,7 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
 
 
 def _path(run: RecordedRun) -> list[str]:
-    """Say where the loss scale went; nothing if it is not known."""
+    """Return a sentence on where the loss scale went, in a list that is empty if no scale is known."""
     scales = np.append(run.loss_scale, run.final_loss_scale)
     known, applied = scales[(scales > 0) & np.isfinite(scales)], np.flatnonzero(~run.overflow)
     if not len(known):
@@ -166,7 +167,7 @@ def _path(run: RecordedRun) -> list[str]:
 
 
 def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
-    """Say that there is room above the scale, by a climb without overflows or by the gradients; or nothing."""
+    """Return a sentence, in a list, if a climb without overflow or the gradients show room above the scale; else []."""
     scale = forward_fill(run.loss_scale)
     overflows = np.flatnonzero(run.overflow)
     climbed = scale[: int(overflows[0]) if len(overflows) else len(scale)]
@@ -175,7 +176,7 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
             f"There was room at the start: the scale rose from {as_power_of_two(float(scale[0]))} to "
             f"{as_power_of_two(float(climbed.max()))} before any overflow."
         ]
-    # A run at a constant scale of 1 may be a run in BF16.
+    # Ignore a constant scale of 1: the run may be in BF16, which needs no loss scaling.
     is_fixed = not len(overflows) and scale.min() == scale.max() != 1
     if shown is None or not is_fixed or shown["lowest"] < _ROOM * scale[0]:
         return []
@@ -216,7 +217,7 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
 
 
 def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
-    """The first and the last of each run of consecutive steps."""
+    """Return the first and the last step of each run of consecutive steps."""
     return [(first, last) for first, last in consecutive_runs(steps).tolist()]
 
 
@@ -247,7 +248,7 @@ def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
 
 
 def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
-    """How many steps at least and at most were skipped before the first that was applied."""
+    """Return bounds, fewest and most, on how many steps were skipped before the first applied step."""
     surely_skipped, surely_applied = run.overflow & run.position_known, ~run.overflow & run.position_known
     least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
     most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)
@@ -257,7 +258,7 @@ def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
 
 
 def _scales(run: RecordedRun) -> dict[str, Any]:
-    """The scales at the ends of lines; the first is that before the first step."""
+    """Return the first, final, smallest and largest loss scale, as known before the first step and after each line."""
     starts = np.append(0, run.line_ends()[:-1])
     scales = np.append(run.loss_scale[starts], run.final_loss_scale)
     known: NDArray[np.float64] = scales[~np.isnan(scales)]

@@ -1,4 +1,4 @@
-"""Ceilings that gradients show: all of them, too much or nothing, and those that gradient sweeps measured."""
+"""Traces whose gradients imply the ceilings exactly, with an error or not at all; ceilings measured by sweeps."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from mindformers_adaptive.text.untrusted import printable
 __all__ = ["INDEPENDENT_CEILINGS", "MOST_STEPS", "checked_steps", "from_gradient_ranges"]
 __all__ += ["independent_ceiling", "random_of", "with_gradients"]
 
-# (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
-# everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
-# was trained.
+# (level, offset, spread, memory) for independent_ceiling(), where activation gradients set the ceilings: as measured in
+# a LoRA fine-tuning (rank 4, all other weights frozen, batch size 64), the same numbers without memory, with batch size
+# 1, and with only the first of fourteen layers trained.
 INDEPENDENT_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
 
-# More steps than any training has; a replay of them still fits into memory.
+# The largest number of steps in a trace: more than any training has, and the replay still fits into memory.
 MOST_STEPS = 10**7
 
 _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 
-# How far the ceilings of independent_ceiling() move from step to step, in bits: below 0.1 as measured.
+# Standard deviation of the ceilings of independent_ceiling(), in bits. Measured ceilings moved by less than 0.1 bits.
 _OWN_SPREAD = 0.05
 
 
 def with_gradients(
     trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0, gradient_format: Format = FLOAT16
 ) -> Trace:
-    r"""Return a trace with gradients that show its ceilings, higher or lower ones.
+    r"""Return the trace with largest gradients that imply its ceilings, or ceilings that are too high or too low.
 
     :math:`largest\_gradient_t = largest / (c_t \cdot 2^{offset + spread \cdot n_t})`, where *largest* is the
     largest number of the format, :math:`c_t` the ceiling, and :math:`n_t` are independent standard normal numbers.
 
     Args:
-        trace (Trace): the ceilings.
-        offset (float): bits by which the gradients show too much, as where activation gradients overflow first; a
-            negative one shows too little, as where a gradient is summed in float32. Default: 0, all of it.
+        trace (Trace): the trace that the gradients are added to.
+        offset (float): how many bits the ceilings that the gradients imply are too high, as when activation gradients
+            overflow first. A negative offset makes them too low, as when a gradient is summed in float32. Default: 0.
         spread (float): standard deviation of the offset, in bits. Default: 0.
-        seed (int): of the spread, at least 0. Default: 0.
+        seed (int): seed of the random offsets, at least 0. Default: 0.
         gradient_format (Format): the format of the gradients. Default: float16.
 
     Examples:
@@ -62,17 +62,17 @@ def with_gradients(
 
 
 def independent_ceiling(steps: int, seed: int, level: float, offset: float, spread: float, memory: float) -> Trace:
-    r"""Return a ceiling that hardly moves, and gradients that say nothing of it: other gradients overflow first.
+    r"""Return a trace with a nearly constant ceiling that its gradients do not show, as other gradients overflow first.
 
-    :math:`\log_2 c_t = level + 0.05\,n_t`, and the gradients show :math:`level + offset + x_t` with
-    :math:`x_t = memory \cdot x_{t-1} + \sqrt{1 - memory^2} \cdot spread \cdot n'_t`.
+    :math:`\log_2 c_t = level + 0.05\,n_t`. The log2 of the ceilings that the gradients imply is
+    :math:`level + offset + x_t` with :math:`x_t = memory \cdot x_{t-1} + \sqrt{1 - memory^2} \cdot spread \cdot n'_t`.
 
     Args:
         steps (int): how many, at least 1.
         seed (int): at least 0; the same seed gives the same trace.
         level (float): log2 of the ceiling.
-        offset (float), spread (float): mean and standard deviation of what the gradients show above it, in bits.
-        memory (float): correlation between consecutive steps of what the gradients show, 0 to 1.
+        offset (float), spread (float): mean and standard deviation of how many bits too high the implied ceilings are.
+        memory (float): correlation of the implied ceilings between consecutive steps, 0 to 1.
 
     Examples:
         >>> traces = [independent_ceiling(1000, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
@@ -142,7 +142,7 @@ def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, flo
     ]
     upper = min((scale for scale, overflow in tried if overflow), default=math.inf)
     lower = max((scale for scale, overflow in tried if not overflow and scale < upper), default=0.0)
-    # The loss scale multiplies these numbers, and nothing else.
+    # These largest gradients are multiplied by the loss scale and by nothing else. Dividing by the scale unscales them.
     largest = [
         ranges["overall"]["largest"] for ranges in sweep.get("loss_scales", []) if float(ranges["loss_scale"]) == lower
     ]
@@ -150,10 +150,10 @@ def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, flo
 
 
 def random_of(seed: int, symbol: str) -> np.random.Generator:
-    """Return a generator for one symbol of a formula; its numbers are independent of the other symbols'."""
+    """Return a random generator for one symbol of a formula. Different symbols get independent random numbers."""
     return np.random.default_rng([require_integer("seed", seed, 0, _PLAIN_INTEGER, most=2**63), *symbol.encode()])
 
 
 def checked_steps(steps: int) -> int:
-    """Return a number of steps of at least 1, or raise."""
+    """Return ``steps`` if it is an integer from 1 to ``MOST_STEPS``, else raise an error."""
     return require_integer("steps", steps, 1, _PLAIN_INTEGER, most=MOST_STEPS)

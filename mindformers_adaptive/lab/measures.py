@@ -1,4 +1,4 @@
-"""What a replay is judged by: every measure, and the oracle it is compared with, defined in this one place."""
+"""The measures that a replay is judged by, and the oracle that it is compared with."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ __all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE",
 __all__ += ["cost", "entry_skips", "measure", "overflow_flags", "overflows", "recovery_steps", "require_steps"]
 __all__ += ["rows_of"]
 
-# The normal float32 numbers. A step with a ceiling above them never overflows, and one with a ceiling below always.
+# The smallest and the largest normal float32 number. A step with a ceiling above the largest number never overflows; a
+# step with a ceiling below the smallest number always overflows.
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = SMALLEST_FLOAT32, LARGEST_FLOAT32
 
-# A scale has recovered within so many bits, and a regime has been entered after so many steps.
+# recovery_steps(): how many bits too low a recovered scale may be. entry_skips(): how long after a fall skips count.
 _RECOVERED_BITS, _ENTRY_STEPS = 2, 20
 
-# Of a long trace so many steps are measured at once: what lies between them would fill the memory.
+# Measure at most this many steps at once: for all steps of a long trace, intermediate arrays would fill the memory.
 _STEPS_AT_ONCE = 2**18
 
-# Skipped steps in 1000 that a bit of headroom is worth; cost() says where it comes from.
+# How many skipped steps in 1000 a bit of headroom is worth. cost() explains this value.
 DEFAULT_EXCHANGE_RATE = 1.0
 
-# The measures that count steps.
+# The names of the measures that count steps.
 _COUNTED = ["skipped", "unavoidable", "skipped_regret", "unbounded", "longest_skip_run", "steps_to_first_applied"]
 _COUNTED += ["scale_changes", "window_changes"]
 
 
 @dataclass(frozen=True)
 class Measures:
-    r"""What a policy did on a trace, in numbers.
+    r"""The measures of a policy on a trace.
 
-    With the ceiling :math:`c_t` of step t, the loss scale :math:`s_t` that the policy used, and the step *skipped*
-    where it overflowed (:math:`s_t > c_t`) and *applied* elsewhere:
+    Step t has the ceiling :math:`c_t`, and the policy used the loss scale :math:`s_t`. The step was *skipped* if it
+    overflowed (:math:`s_t > c_t`), otherwise *applied*:
 
     .. code-block:: text
 
@@ -54,22 +55,22 @@ class Measures:
         longest_skip_run        largest number of skipped steps in a row
         steps_to_first_applied  number of steps before the first applied one, all of them skipped
         scale_changes           number of t with s_(t+1) != s_t, the scale after the last step included
-        window_changes          the same of the window in steps; 0 for a policy without one
+        window_changes          number of t after which the window changes; 0 for a policy without a window
         known_share             share of t where the trace knows, and does not assume, what happens at s_t
 
-    The bounds are the smallest and the largest normal float32 number. The oracle knows the ceiling of each step and
-    uses exactly the ceiling (the largest float32 where the ceiling is above that); it skips the unavoidable steps only.
-    It is bound neither to powers of two nor to the floor of a policy: that way nothing does better on either measure, a
-    regret is never negative, and one oracle serves every policy. It loses no headroom, so ``headroom_regret`` equals
-    ``headroom_lost``. (A scale bound to powers of two loses at least half a bit on average where the ceilings are
-    spread evenly in log2.)
+    The smallest and the largest float32 mean normal numbers. The oracle knows the ceiling of each step and uses exactly
+    the ceiling as the loss scale, or the largest float32 if the ceiling is above it. So the oracle skips only the
+    unavoidable steps and loses no headroom, and ``headroom_regret`` equals ``headroom_lost``. The oracle is bound
+    neither to powers of two nor to the floor of a policy. So no policy does better, a regret is never negative, and one
+    oracle serves every policy. (A scale that must be a power of two loses at least half a bit on average if the
+    ceilings are spread evenly in log2.)
 
     ``steps``, the length of the trace, and all other counts are integers.
 
     Attributes:
-        seconds_lost (float, optional): None where the trace has no seconds.
-        headroom_lost (float), headroom_regret (float): bits; nan where no step counts.
-        steps_to_first_applied (int): all steps where none is applied.
+        seconds_lost (float, optional): None if the trace has no ``seconds``.
+        headroom_lost (float), headroom_regret (float): in bits; nan if there is no step to measure headroom at.
+        steps_to_first_applied (int): the number of all steps if no step is applied.
         known_share (float): from 0 to 1.
 
     Examples:
@@ -94,7 +95,7 @@ class Measures:
     known_share: float
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the measures by name, ready for JSON: None stands for a number that there is not (nan)."""
+        """Return the measures by name, ready for JSON: nan becomes None."""
         return {
             name: None if value is None or math.isnan(value) else value
             for name, value in dataclasses.asdict(self).items()
@@ -102,7 +103,7 @@ class Measures:
 
 
 def overflows(loss_scale: float, ceiling: float) -> bool:
-    """Return whether a step overflows: its loss scale is above the ceiling, or no float32 above 0.
+    """Return whether a step overflows: its loss scale is above the ceiling, or is not a positive float32 number.
 
     At a scale of 0 or beyond float32 the unscaled gradients are nan, whatever the ceiling is.
 
@@ -114,18 +115,18 @@ def overflows(loss_scale: float, ceiling: float) -> bool:
 
 
 def overflow_flags(loss_scale: NDArray[np.float64], ceiling: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return :func:`overflows` of arrays, bool of their common shape."""
+    """Return for each element of two arrays, broadcast to a common shape, whether :func:`overflows` holds."""
     return ~((loss_scale > 0.0) & (loss_scale <= np.minimum(ceiling, LARGEST_LOSS_SCALE)))
 
 
 def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None = None) -> Measures:
-    """Return the measures of the scales and windows that a policy had on a trace.
+    """Return the measures of a policy on a trace, from the loss scales and windows that it used.
 
     Args:
-        trace (Trace): what was replayed, of at least one step.
-        loss_scale (ArrayLike): the scale of each step and, last, that after the last step, shape (steps + 1,).
-        scale_window (ArrayLike, optional): the window in steps, of the same shape. Default: None, the policy has no
-            window.
+        trace (Trace): the replayed trace, with at least one step.
+        loss_scale (ArrayLike): the scale of each step and the scale after the last step, shape (steps + 1,).
+        scale_window (ArrayLike, optional): the window of each step and after the last step, of the same shape. Default:
+            None, the policy has no window.
 
     Raises:
         ValueError: if the trace is empty or the shapes do not fit.
@@ -140,11 +141,12 @@ def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None 
 
 
 class MeasureAccumulator:
-    """The measures of several policies side by side, gathered over one stretch of their traces after the other.
+    """The measures of several policies side by side, added up over consecutive chunks of their traces.
 
     Args:
-        traces (Sequence[Trace]): one that all lanes are on, or one for each lane; of one length, at least one step.
-        lanes (int): how many policies there are.
+        traces (Sequence[Trace]): one trace for all policies, or one trace for each; all equally long, with at least
+            one step.
+        lanes (int): the number of policies, each of which has one lane.
 
     Raises:
         ValueError: if the traces have no steps.
@@ -158,11 +160,11 @@ class MeasureAccumulator:
         self._headroom, self._seconds = np.zeros((2, lanes))
 
     def add(self, start: int, loss_scale: NDArray[np.float64], scale_window: NDArray[Any] | None) -> None:
-        """Gather the steps of a stretch.
+        """Add a chunk of steps to the measures.
 
         Args:
-            start (int): its first step, counted from 0; up to there all is gathered.
-            loss_scale (NDArray): the scale of each step and that after the last one, shape (steps + 1, lanes).
+            start (int): the first step of the chunk, counted from 0. All earlier steps must have been added.
+            loss_scale (NDArray): the scale of each step and the scale after the last step, shape (steps + 1, lanes).
             scale_window (NDArray, optional): the windows, of the same shape; None for policies without a window.
         """
         used, steps = loss_scale[:-1], len(loss_scale) - 1
@@ -179,15 +181,15 @@ class MeasureAccumulator:
         counts["scale_changes"] += np.count_nonzero(loss_scale[1:] != used, axis=0)
         if scale_window is not None:
             counts["window_changes"] += np.count_nonzero(scale_window[1:] != scale_window[:-1], axis=0)
-        # While all steps so far were skipped, the first applied one is still ahead.
+        # If all earlier steps were skipped, the first applied step is in this chunk or after it.
         before_first = np.where(skipped == steps, steps, np.argmin(overflow, axis=0))
         counts["steps_to_first_applied"] += np.where(counts["steps_to_first_applied"] == start, before_first, 0)
-        # All lanes one after the other, each followed by a step that is not skipped.
+        # Join the flags of all lanes. A step that is not skipped ends each lane, so no run of skips spans two lanes.
         lane_by_lane = np.zeros((len(self._run), steps + 1), np.bool_)
         lane_by_lane[:, :steps] = overflow.T
         lane, step = np.divmod(consecutive_runs(np.flatnonzero(lane_by_lane)), steps + 1)
         lane, (first, last) = lane[:, 0], step.T
-        # A run of skips may have begun before this stretch.
+        # A run of skips at the first step of this chunk may have begun in an earlier chunk.
         lengths = last + 1 - first + np.where(first == 0, self._run[lane], 0)
         np.maximum.at(counts["longest_skip_run"], lane, lengths)
         self._run = np.zeros_like(self._run)
@@ -202,7 +204,7 @@ class MeasureAccumulator:
         self._known += np.count_nonzero((used <= lower_bound) | (used >= upper_bound), axis=0)
 
     def measures(self) -> list[Measures]:
-        """Return the measures of each lane on its whole trace."""
+        """Return the measures of each policy on its whole trace."""
         steps, lanes = len(self._traces[0]), len(self._run)
         has_seconds = [trace.seconds is not None for trace in self._traces]
         recovery = np.full(lanes, math.nan)
@@ -220,37 +222,37 @@ class MeasureAccumulator:
 
 
 def rows_of(traces: Sequence[Trace], name: str, start: int, stop: int) -> NDArray[np.float64]:
-    """Return a stretch of an attribute of traces, float64 of shape (steps, traces); nan where a trace has none."""
+    """Return some steps of an attribute of traces, float64 of shape (steps, traces); nan for a trace without it."""
     columns = [getattr(trace, name) for trace in traces]
     missing = np.full(stop - start, math.nan)
     return np.stack([missing if column is None else column[start:stop] for column in columns], axis=1)
 
 
 def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> float:
-    r"""Return what a configuration costs, in skipped steps for each 1000 steps of the run.
+    r"""Return the cost of a configuration, in skipped steps per 1000 steps of the run.
 
     .. code-block:: text
 
         cost = 1000 * skipped / steps + exchange_rate * headroom_lost
 
-    ``exchange_rate`` says how many skipped steps, for each 1000 of the run, one bit of headroom is worth that is
-    missing at every applied step. The two are of different kinds. A skipped step costs the time of a step. A bit of
-    headroom costs no time but may cost accuracy: the gradients lie one power of two lower than they could, so those
-    whose scaled values fall below FP16's normal numbers (2**-14) lose one bit of their 11, and those between 2**-25
-    and 2**-24, the last that round to something else than 0, become 0. How many gradients that are is a matter of
-    the model and not in a trace. FP16 spans 40 powers of two from its smallest subnormal to its largest number, so
-    where all gradients that matter lie close below the largest a bit is worth nothing, and where they already reach
-    into the subnormal numbers it may decide whether the training converges. Measure the gradients' range where you
-    can, and set the rate by it.
+    ``exchange_rate`` is the price of a bit: how many skipped steps per 1000 steps weigh as much as one bit of headroom
+    that is missing at every applied step. The two losses are of different kinds. A skipped step costs the time of a
+    step. A missing bit of headroom costs no time but may cost accuracy, because the gradients are half as large as they
+    could be. Gradients whose scaled values fall below FP16's normal numbers (2**-14) lose one of their 11 bits. Scaled
+    values between 2**-25 and 2**-24, the smallest that do not round to 0, become 0. How many gradients are affected
+    depends on the model, and a trace does not show it. FP16 spans 40 powers of two from its smallest subnormal to its
+    largest number. So a bit is worth nothing if all gradients that matter lie close below the largest number, and may
+    decide whether the training converges if they already reach into the subnormal numbers. If you can, measure the
+    range of the gradients and set the rate by it.
 
-    The default, 1 step in 1000 for a bit, is what usual settings pay: with a window of 1000 (the default of
-    ``loss_scale_window`` in MindFormers' ``TrainingArguments`` and of Megatron-LM) a scale that is as high as it can
-    be is raised all the same after 1000 steps, and one skipped step is paid to learn that there was not one bit more.
-    That price is a habit and not a measurement.
+    The default, 1 step in 1000 for a bit, is what usual settings pay. With a window of 1000 (the default of
+    ``loss_scale_window`` in MindFormers' ``TrainingArguments`` and of Megatron-LM), even a scale that is as high as
+    possible is raised after 1000 steps, and one skipped step is the price for learning that no further bit fits. This
+    price is a habit and not a measurement.
 
     Args:
-        measures (Measures): of a replay. Without any step to measure headroom by, none counts as lost.
-        exchange_rate (float): skipped steps in 1000 that a bit is worth. Default: 1.0.
+        measures (Measures): the measures of a replay. If no step has a headroom, no headroom counts as lost.
+        exchange_rate (float): how many skipped steps in 1000 a bit of headroom is worth. Default: 1.0.
 
     Returns:
         float.
@@ -260,10 +262,10 @@ def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> fl
 
 
 def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float64]:
-    """Return after how many steps the scale is back, for each rise of the ceilings.
+    """Return, for each rise of the ceilings, the number of steps until the loss scale has recovered.
 
-    The steps count from the first at which the ceilings are all the way up. The scale is back where it is at most 2
-    bits below the largest power of two that the level bears.
+    The count begins at the step at which the ceilings have risen completely. The scale has recovered when it is at most
+    2 bits below the largest power of two that does not exceed the level.
 
     Args:
         levels (ArrayLike): log2 of the ceilings without noise, shape (steps,), as
@@ -271,7 +273,7 @@ def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float
         loss_scale (ArrayLike): the scale that each step used, shape (steps,).
 
     Returns:
-        NDArray, float64 of shape (rises,); inf where the ceilings change, or the steps end, before the scale is back.
+        NDArray, float64 of shape (rises,); inf if the ceilings change, or the steps end, before the scale recovers.
 
     Examples:
         >>> recovery_steps([8.5, 4.0, 8.5, 8.5, 8.5], [2.0**8, 2.0**8, 2.0**4, 2.0**5, 2.0**6]).tolist()
@@ -287,7 +289,7 @@ def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float
 
 
 def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:
-    """Return how many steps are skipped as the ceilings fall and in the 20 steps after, for each fall.
+    """Return, for each fall of the ceilings, how many steps are skipped during the fall and in the 20 steps after it.
 
     Args:
         levels (ArrayLike): as for :func:`recovery_steps`.
@@ -306,13 +308,13 @@ def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:
 
 
 def _runs_of_change(levels: NDArray[np.float64], up: bool) -> NDArray[np.int64]:
-    """The first and the last step of each change upwards or downwards."""
+    """Return the first and the last step of each rise of the levels, or of each fall if ``up`` is False."""
     change = np.diff(levels)
     return consecutive_runs(np.flatnonzero(change > 0 if up else change < 0) + 1)
 
 
 def require_steps(trace: Trace) -> None:
-    """Refuse an empty trace: no mean is defined on it."""
+    """Raise ValueError if a trace has no steps, because its means are undefined."""
     if len(trace) == 0:
         raise ValueError(f"The trace {trace.name!r} must have at least 1 step, but got none. Leave it out.")
 

@@ -1,4 +1,4 @@
-"""What all policies look like from outside, and how one is made from its name and its system's own parameters."""
+"""Loss-scaling policies: their common interface, and making a policy from its name and its system's parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["POLICY_NAMES", "Policy", "make_policy", "refuse_unknown", "start_rul
 
 POLICY_NAMES = (*RULES, *PRESETS)
 
-# Arguments of a rule's start. All other arguments of a preset belong to the rule.
+# Arguments of DynamicRule.start(). All other arguments of a preset go to the constructor of DynamicRule.
 _STARTS = ("loss_scale", "scale_window", "clean_steps")
 
 
@@ -76,8 +76,8 @@ def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[
     """Return a rule and its state before the first step.
 
     Args:
-        policy (Union[str, type]): the name of the rule, or its class.
-        arguments (Mapping): by names of its ``all_arguments``; what is left out has its default.
+        policy (Union[str, type]): the name or the class of the rule.
+        arguments (Mapping): the arguments of the rule and of its start, by name. Arguments left out have defaults.
     """
     rule_class = find_rule(policy)
     refuse_unknown(policy, arguments, all_arguments(rule_class))
@@ -88,7 +88,7 @@ def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[
 
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
-    """The values of all parameters by the system's own names, checked."""
+    """Return the checked values of all parameters of a preset, by the names that the system gives them."""
     refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
     values: dict[str, Any] = {}
     for key, value in params.items():
@@ -107,7 +107,7 @@ def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, A
 
 
 def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError for the first of some parameters that a policy does not know."""
+    """Raise TypeError if a name in ``params`` is not one of the ``known`` parameters of the policy."""
     name = policy if isinstance(policy, str) else policy.__qualname__
     for key in params:
         if key not in known:
@@ -134,15 +134,15 @@ def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
 
 
 class Policy:
-    """A policy of loss scaling: a rule and the state that it is in.
+    """A loss-scaling policy: a rule and its current state.
 
     Args:
-        name (str): what the policy is called, see :func:`~mindformers_adaptive.lab.policies.make_policy`.
-        rule (Rule or DynamicRule): with ``step()``, what a step does to the state.
+        name (str): the name of the policy, see :func:`~mindformers_adaptive.lab.policies.make_policy`.
+        rule (Rule or DynamicRule): the rule, whose ``step()`` returns the state after a step.
         state (NamedTuple): the state before the first step.
 
     Attributes:
-        current (NamedTuple): the state that it is in; do not change it.
+        current (NamedTuple): the current state; do not change it.
 
     Examples:
         >>> from mindformers_adaptive.lab.policies import make_policy
@@ -165,9 +165,9 @@ class Policy:
 
     @property
     def scale_window(self) -> int | None:
-        """int: the present number of clean steps before a raise; None if the policy has no window."""
+        """int, optional: how many clean steps a raise needs at present; None if the policy has no window."""
         window = getattr(self.current, "scale_window", None)
-        # A user's rule may have a vector of this name.
+        # In the state of a user's rule, scale_window may be a vector, which is not the window in steps.
         return None if isinstance(window, tuple) else window
 
     @property
@@ -177,26 +177,26 @@ class Policy:
 
     @property
     def stopped(self) -> bool:
-        """bool: whether the system itself would have ended the training with an error by now.
+        """bool: whether the original system would have ended the training with an error by now.
 
-        DeepSpeed's ``DynamicLossScaler`` does so at its smallest scale, with its default
-        ``raise_error_at_min_scale``. A replay can go on: the scale then stays where it is until a raise.
+        DeepSpeed's ``DynamicLossScaler`` does so if a step overflows at its smallest scale, unless
+        ``raise_error_at_min_scale`` is False. A replay can go on: the scale stays the smallest until a raise.
         """
         return bool(getattr(self.current, "stopped", False))
 
     def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
-        """Take a step that overflowed or was clean, and return the loss scale for the next one.
+        """Update the state after a step that overflowed or was clean, and return the loss scale for the next step.
 
         Args:
             overflow (bool): whether it overflowed.
-            largest_gradient (float, optional): the largest absolute value of its gradients, unscaled, if it was
-                applied. Rules without this signal ignore it. Default: None, not known.
+            largest_gradient (float, optional): the largest absolute value of the step's unscaled gradients, if the step
+                was applied. Rules that use only the overflow ignore it. Default: None, not known.
         """
         self.current = self.rule.step(self.current, bool(overflow), largest_gradient)
         return self.loss_scale
 
     def state(self) -> dict[str, Any]:
-        """Return all that the policy remembers, as plain Python numbers by name."""
+        """Return the values of the current state by name, as plain Python numbers."""
         return dict(self.current._asdict())
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""The scalers of other systems, as rows of arguments of one rule: their parameters, with the systems' own defaults.
+"""The loss scalers of other systems as presets of one rule: their parameters, with the systems' own defaults.
 
-A comment names the source of each row. Where a system has no default of its own, the row says whose is used.
+A comment names the source of each preset. If a system has no defaults, the comment says whose defaults are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mindformers_adaptive.rules.checks import require_flag, require_integer, req
 
 __all__ = ["PRESETS", "REMOVED_PRESETS", "Parameter", "Preset"]
 
-# Takes the name of a parameter and a value; returns the value as its type, or raises.
+# A function that takes the name of a parameter and a value, and returns the value in its type or raises an error.
 _Check = Callable[[str, object], object]
 
 
@@ -32,13 +32,13 @@ _count: _Check = partial(require_integer, least=0, remedy="A fresh counter is 0.
 
 
 class Parameter(NamedTuple):
-    """A parameter of a system.
+    """A parameter of a system's loss scaler.
 
     Attributes:
-        sets (str, optional): what it is called in the rule or in its ``start``; None where the system takes it
-            and does not use it.
-        default (object): its value where it is left out.
-        check (Callable): takes its name and a value, returns the value as its type or raises.
+        sets (str, optional): the argument of ``DynamicRule`` or of its ``start()`` that the parameter sets; None if
+            the system accepts the parameter but does not use it.
+        default (object): the value if the parameter is left out.
+        check (Callable): takes the name of the parameter and a value, and returns the value in its type or raises.
     """
 
     sets: str | None
@@ -47,12 +47,12 @@ class Parameter(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """A system: the names of its parameters, and the arguments of the rule that it fixes.
+    """The loss scaler of a system: its parameters, and the arguments of ``DynamicRule`` that are constant.
 
     Attributes:
         parameters (Mapping[str, Parameter]): its parameters by name.
-        constants (Mapping[str, object]): arguments of the rule that are always the same.
-        aliases (Mapping[str, str]): second names of parameters.
+        constants (Mapping[str, object]): arguments of ``DynamicRule`` that no parameter sets.
+        aliases (Mapping[str, str]): further names of parameters, each with the main name of the parameter.
     """
 
     parameters: Mapping[str, Parameter]
@@ -67,19 +67,19 @@ _backoff = Parameter("backoff_factor", 0.5, _ratio_below_one)
 _tolerance = partial(Parameter, "tolerance", check=_steps)
 
 PRESETS: dict[str, Preset] = {
-    # MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell.
+    # MindSpore amp.FixedLossScaleManager. The name 'loss_scale_value' is from nn.FixedLossScaleUpdateCell.
     "fixed": Preset(
         {"loss_scale": _scale(128.0)},
         {"arithmetic": FLOAT64, "growth_factor": 1.0, "backoff_factor": 1.0},
         aliases={"loss_scale_value": "loss_scale"},
     ),
-    # MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager.
+    # MindSpore nn.DynamicLossScaleUpdateCell. Defaults and the name 'init_loss_scale' are from DynamicLossScaleManager.
     "dynamic": Preset(
         {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
         {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
         aliases={"loss_scale_value": "init_loss_scale"},
     ),
-    # MindSpore amp.DynamicLossScaler, which has no defaults: the defaults of DynamicLossScaleManager.
+    # MindSpore amp.DynamicLossScaler. It has no defaults, so use the defaults of DynamicLossScaleManager.
     "dynamic_scaler": Preset(
         {
             "scale_value": _scale(2.0**24),
@@ -99,8 +99,8 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
     ),
-    # Megatron-LM core DynamicGradScaler, which has no defaults: the defaults of OptimizerConfig, and the factors that
-    # get_megatron_optimizer passes.
+    # Megatron-LM core DynamicGradScaler. It has no defaults, so use the defaults of OptimizerConfig and the factors
+    # that get_megatron_optimizer passes.
     "megatron": Preset(
         {
             "initial_scale": _scale(2.0**32),
@@ -112,7 +112,7 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32},
     ),
-    # DeepSpeed runtime.fp16.loss_scaler.DynamicLossScaler, of the ZeRO optimizers.
+    # DeepSpeed runtime.fp16.loss_scaler.DynamicLossScaler, which the ZeRO optimizers use.
     "deepspeed": Preset(
         {
             "init_scale": _scale(2.0**32),
@@ -125,7 +125,7 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT64},
     ),
-    # Apex amp.scaler.LossScaler, which takes a scale_factor and always doubles and halves.
+    # Apex amp.scaler.LossScaler. It accepts a scale_factor, but always doubles and halves the scale.
     "apex": Preset(
         {
             "init_scale": _scale(2.0**16),
@@ -138,7 +138,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-# Presets of before 2.0.0, each with the policy that is nearest to it.
+# Presets that version 2.0.0 removed, each with the most similar policy that is left.
 REMOVED_PRESETS = {
     "metaseq": "deepspeed:init_scale=4,scale_window=256",
     "fairseq": "deepspeed:init_scale=2^15,scale_window=2000",

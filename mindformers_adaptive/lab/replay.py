@@ -1,4 +1,4 @@
-"""Replay policies on traces, one by one or many configurations side by side, and compare them."""
+"""Replay policies on traces, one policy at a time or many configurations side by side, and compare the results."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
 
-# Scales that are kept until they are measured: enough that NumPy works on long arrays, and few enough for a cache.
+# Collect this many loss scales before measuring them: arrays long enough for NumPy, and short enough for a CPU cache.
 _SCALES_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """What a policy did on a trace.
+    """The loss scales, overflows and measures of a policy that was replayed on a trace.
 
     Attributes:
         loss_scale (NDArray): float64 of shape (steps,), the scale that each step used.
         overflow (NDArray): bool of shape (steps,), whether it overflowed.
-        scale_window (NDArray, optional): int64 of shape (steps,), the window in force; None for a policy without one.
-        measures (Measures): all measures.
+        scale_window (NDArray, optional): int64 of shape (steps,), the window in each step; None for a policy without a
+            window.
+        measures (Measures): all measures of the replay.
         final_state (dict): the policy's state after the last step, with ``loss_scale`` and ``scale_window``.
     """
 
@@ -88,7 +89,7 @@ def replay(policy: Policy, trace: Trace) -> Replay:
     )
 
 
-# The loss scale of each step and after the last one, and the windows of a policy that has any.
+# The loss scale of each step and after the last step, and the windows if the policy has windows.
 _Path = tuple[NDArray[np.float64], NDArray[np.int64] | None]
 
 
@@ -105,7 +106,7 @@ def _replay_lane(policy: Policy, trace: Trace) -> _Path:
 
 
 def _joined(chunks: list[NDArray[Any]]) -> NDArray[Any]:
-    """Join chunks, each of which ends with the value that the next one begins with."""
+    """Join consecutive chunks. The last value of a chunk is the first value of the next chunk and is kept once."""
     return np.concatenate([*(chunk[:-1] for chunk in chunks), chunks[-1][-1:]])
 
 
@@ -121,29 +122,29 @@ def _replay_step_by_step(policy: Policy, trace: Trace) -> _Path:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What configurations did on a trace.
+    """The results of configurations on a trace.
 
     Attributes:
-        measures (tuple[Measures, ...]): of each configuration.
-        final_states (tuple[NamedTuple, ...]): of each configuration's rule after the last step.
+        measures (tuple[Measures, ...]): the measures of each configuration.
+        final_states (tuple[NamedTuple, ...]): the state of each configuration's rule after the last step.
     """
 
     measures: tuple[Measures, ...]
     final_states: tuple[Any, ...]
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Return one measure of all configurations, float64 of shape (configurations,); nan where there is none."""
+        """Return one measure of all configurations, float64 of shape (configurations,); nan where it is None."""
         return np.array([getattr(measures, name) for measures in self.measures], np.float64)
 
 
 def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
-    """Replay configurations side by side, with a few NumPy operations for each step of them all.
+    """Replay configurations side by side, with a few NumPy operations per step for all configurations.
 
     States, counts and ``known_share`` are exactly as if each configuration's rule was stepped by itself.
     ``headroom_lost`` and ``seconds_lost`` are float64 sums in another order, so their last digits may differ.
 
     Args:
-        configurations (Sequence[Configuration]): at least one, of any rules.
+        configurations (Sequence[Configuration]): at least one configuration; the rules may differ.
         trace (Trace): at least one step.
 
     Returns:
@@ -175,12 +176,12 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
 def replay_side_by_side(
     rules: Sequence[Rule], states: Sequence[Any], traces: Sequence[Trace]
 ) -> list[tuple[Measures, Any]]:
-    """Replay rules of one class whose steps compute the same with other numbers, all at once.
+    """Replay rules side by side. They have one class, and their steps differ only in the constants.
 
     Args:
-        rules (Sequence[Rule]): at least one, with equal ``rule.traced.shape``.
-        states (Sequence[NamedTuple]): of each rule, before the first step.
-        traces (Sequence[Trace]): one for all, or one for each rule; of one length, at least one step.
+        rules (Sequence[Rule]): at least one rule; all with equal ``rule.traced.shape``.
+        states (Sequence[NamedTuple]): the state of each rule before the first step.
+        traces (Sequence[Trace]): one trace for all rules, or one for each; equally long, with at least one step.
 
     Returns:
         list[tuple[Measures, NamedTuple]], the measures and the state after the last step of each rule.
@@ -197,7 +198,7 @@ def replay_side_by_side(
 def _chunks(
     lanes: Lanes, count: int, traces: Sequence[Trace]
 ) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64] | None]]:
-    """Take lanes through traces; yield chunks of steps, with the scales and windows of each and after its last step."""
+    """Replay lanes on traces. Yield, for each chunk of steps, its start, and the scales and windows up to its end."""
     steps = max(_SCALES_AT_ONCE // count, 1)
     for start in range(0, len(traces[0]), steps):
         stop = min(start + steps, len(traces[0]))
@@ -223,7 +224,7 @@ class Comparison:
 
     Attributes:
         traces (tuple[str, ...]): the names of the traces.
-        measures (dict[str, tuple[Measures, ...]]): for each policy its measures on each trace.
+        measures (dict[str, tuple[Measures, ...]]): for each policy, its measures on each trace.
         starts (dict[str, float]): for each policy the loss scale that it starts from.
     """
 
@@ -232,7 +233,7 @@ class Comparison:
     starts: dict[str, float]
 
     def means(self) -> dict[str, dict[str, float | None]]:
-        """Return for each policy the mean of each measure over the traces that have it, by name."""
+        """Return, by policy and by measure, the mean over the traces on which the measure is not None."""
         means: dict[str, dict[str, float | None]] = {}
         for policy, on_traces in self.measures.items():
             rows: list[dict[str, Any]] = [measures.as_dict() for measures in on_traces]
@@ -241,15 +242,15 @@ class Comparison:
         return means
 
     def pareto_front(self) -> list[str]:
-        """Return the policies for which no other is better in both skipped steps and headroom, in the mean."""
+        """Return the policies on the Pareto front of mean skipped steps and mean lost headroom."""
         means = self.means()
-        # An array has nan for None.
+        # A mean that is None becomes nan in the array.
         skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
         front = pareto_front(skipped, headroom)
         return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each policy and trace and, with several traces, one for the mean; ready for JSON.
+        """Return a row for each policy and trace and, with several traces, a row of means; ready for JSON.
 
         Returns:
             list[dict], with ``policy``, ``start``, the loss scale that it starts from, ``trace`` (None in a row of
@@ -266,11 +267,11 @@ class Comparison:
         return rows
 
     def text(self, each_trace: bool = False, details: bool = False) -> str:
-        """Return the rows as a table, those with the fewest skipped steps first.
+        """Return the rows as a table, sorted by skipped steps.
 
         Args:
-            each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
-            details (bool): with a second table, of the measures that the first one leaves out.
+            each_trace (bool): whether to add a row for each trace; with several traces, rows of means are always shown.
+            details (bool): whether to add a second table with the measures that the first table leaves out.
         """
         rows = [
             {
@@ -314,7 +315,7 @@ _MORE_COLUMNS = {
 
 
 def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table without the columns that are the same in every row, but for the names and the skipped steps."""
+    """Return a table. Leave out columns that are the same in every row, except policies and the main measures."""
     always = {"policy", "skipped", "headroom_lost", "known"}
     differing = {key for key in columns if len({row[key] for row in rows}) > 1}
     return text_table({key: columns[key] for key in columns if key in always | differing}, rows)
@@ -373,11 +374,11 @@ def compare(
 
 
 def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
-    """Return which of several results no other one beats: is at least as good in both and better in one.
+    """Return which results are on the Pareto front: no other is at least as good in both values and better in one.
 
     Args:
-        skipped (ArrayLike): shape (results,).
-        headroom (ArrayLike): shape (results,); nan, no step to measure by, counts as worse than any number.
+        skipped (ArrayLike): skipped steps, shape (results,).
+        headroom (ArrayLike): lost headroom, shape (results,); nan (no headroom) counts as worse than any number.
 
     Returns:
         NDArray, bool of shape (results,).
@@ -386,8 +387,8 @@ def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
         >>> pareto_front([1, 2, 3, 1], [5.0, 1.0, 2.0, 5.0]).tolist()
         [True, True, False, True]
     """
-    # NaN, as no headroom, is the worst. The points come sorted by the first and then the second number, each once: one
-    # is beaten unless its second number is lower than all second numbers before it.
+    # NaN (no headroom) counts as the worst headroom. unique() sorts the points by skipped steps, then by headroom. A
+    # point is beaten unless its lost headroom is lower than at all points before it.
     points, places = np.unique(
         np.column_stack([skipped, np.nan_to_num(headroom, nan=np.inf, posinf=np.inf)]), axis=0, return_inverse=True
     )

@@ -1,4 +1,4 @@
-"""What a loss scale did in a run, as phases: consecutive drops, consecutive raises."""
+"""The changes of the loss scale in a run, and phases of consecutive changes of one kind, such as raises."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ _IN_WORDS = {
     "overflow rise": "rose at {} overflow",
 }
 
-# Printed scales are rounded.
+# Relative tolerance, because logs print rounded loss scales.
 _NEAR = 1e-3
 
 
 class Change(NamedTuple):
-    """A step after which the loss scale or the window differs.
+    """A change of the loss scale, after one step or somewhere within several steps.
 
     Attributes:
         step (int): the number of the step.
-        kind (str): "drop", after an overflow; "raise", after an applied step; "applied fall" and "overflow rise", which
-            only some rules make; "fall" or "rise", all that happened in the several steps of a line of the log; "jump",
-            which no step has made, as far as is known of the rule: at a restart or a gap in the log.
+        kind (str): "drop" (after an overflow); "raise" (after an applied step); "applied fall" or "overflow rise" (only
+            some rules make these); "fall" or "rise" (the total change in a log line that stands for several steps);
+            "jump" (no known step of the rule explains the change: a restart, or a gap in the log).
         before (tuple[float, int or None]): the scale and the window that the step used; None for an unknown window.
-        after (tuple[float, int or None]): those for the next step.
-        first_step (int, optional): the first of several steps that the change lies in. Default: None, just ``step``.
-        clean_steps (int, optional): of a raise, the number of clean steps since the overflow or raise before it, if the
-            log knows each of them. Default: None.
+        after (tuple[float, int or None]): the scale and the window for the next step; None for an unknown window.
+        first_step (int, optional): the first of the steps within which the scale changed, if there are several.
+            Default: None, the scale changed after ``step``.
+        clean_steps (int, optional): for a raise, the number of clean steps since the overflow or raise before it, if
+            the log shows each of these steps. Default: None.
     """
 
     step: int
@@ -53,16 +54,16 @@ class Change(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Changes of one kind, one after another.
+    """Consecutive changes of one kind.
 
     Attributes:
         kind (str): as in :class:`Change`.
         changes (int): how many.
         first_step (int): the step of the first change.
-        last_step (int): number of the last step.
+        last_step (int): the step of the last change.
         scale_before (float): the loss scale before the first change.
-        scale_after (float): the loss scale after the last.
-        windows (tuple[int, ...]): the windows that were in force, in steps, each once; empty where unknown.
+        scale_after (float): the loss scale after the last change.
+        windows (tuple[int, ...]): the windows during the phase, in steps, without repetition; empty if unknown.
     """
 
     kind: str
@@ -75,7 +76,7 @@ class Phase(NamedTuple):
 
 
 def phases(changes: Iterable[Change]) -> list[Phase]:
-    """Return the phases of changes, which come in the order of their steps.
+    """Group changes, which must be in the order of their steps, into phases.
 
     Examples:
         >>> drops = [Change(step, "drop", (2.0**k, 20), (2.0 ** (k - 1), 20)) for step, k in ((1, 18), (2, 17))]
@@ -93,12 +94,12 @@ def phases(changes: Iterable[Change]) -> list[Phase]:
 
 
 def path_lines(path: Sequence[Phase]) -> list[str]:
-    """Return phases as a table, with the windows where there are any."""
+    """Return phases as the lines of a table, with a heading. Windows are shown if any phase has windows."""
     return [_HEADING + "        window" * any(phase.windows for phase in path), *map(path_line, path)]
 
 
 def path_line(phase: Phase) -> str:
-    """Return a phase as a line of that table."""
+    """Return a phase as one line of the table that :func:`path_lines` returns."""
     steps = as_range(phase.first_step, phase.last_step)
     plural = "s" if phase.changes > 1 else ""
     what = f"{_IN_WORDS.get(phase.kind, '{} ' + phase.kind).format(phase.changes)}{plural}"
@@ -107,10 +108,10 @@ def path_line(phase: Phase) -> str:
 
 
 def changes_of(run: RecordedRun) -> list[Change]:
-    """Return the changes of the scale of a recorded run.
+    """Return the changes of the loss scale in a recorded run.
 
-    Windows are those that the log names. Changes within a line that is about several steps are a fall or a rise. Where
-    the scale that a line states is not the one that the next step used, there was a jump.
+    The windows are taken from the log. Changes within a log line that stands for several steps are a fall or a rise. If
+    a line states another scale for the next step than that step used, the difference is a jump.
 
     Examples:
         >>> flags = np.array([True, False, False, False])
@@ -143,7 +144,7 @@ def changes_of(run: RecordedRun) -> list[Change]:
             if old == new:
                 continue
             clean_steps = _clean_steps(run, skipped, started, here) if name == "raise" else None
-            # A jump, a fall or a rise began at an unknown step.
+            # After a jump, fall or rise, it is not known at which step the new scale began: do not count clean steps.
             started = len(run) if name in ("jump", "fall", "rise") else here
             change = Change(int(run.step[here]), name, (old, windows[0]), (new, windows[1]), first_step, clean_steps)
             if first_step and changes and changes[-1][:2] == change[:2] and name in ("fall", "rise"):
@@ -153,7 +154,7 @@ def changes_of(run: RecordedRun) -> list[Change]:
 
 
 def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each step the first and the last step of what the log knows of it: itself, or a line of several."""
+    """Return the first and last step of the unit that each step belongs to: the step itself, or a line of several."""
     ends = run.line_ends()
     lengths = np.diff(ends, prepend=0)
     line = np.repeat(np.arange(len(ends)), lengths)
@@ -163,7 +164,7 @@ def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _can_move(before: float, after: float, steps: int, run: RecordedRun) -> bool:
-    """Return whether steps can move the scale so far, by one factor each."""
+    """Return whether ``steps`` steps can change the scale this much if each step changes it by at most one factor."""
     if min(before, after) <= 0 or math.isinf(max(before, after)):
         return False
     return abs(math.log2(after / before)) <= steps * math.log2(max(2.0, run.scale_factor) * (1 + _NEAR))
@@ -185,7 +186,7 @@ def _window(run: RecordedRun, index: int) -> int | None:
 
 
 def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, here: int) -> int | None:
-    """How many clean steps lie after the last overflow, or where the scale began, up to a place; None if unknown."""
+    """Return the number of clean steps up to ``here`` since the last overflow or since ``started``; None if unknown."""
     earlier = np.searchsorted(skipped, here)
     last = max(started, int(skipped[earlier - 1]) if earlier else -1)
     steps, first = here - last, max(last, 0)
@@ -196,7 +197,7 @@ def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, her
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return increasing numbers as text, with a range for each run of consecutive ones.
+    """Return increasing numbers as text, with a range for each run of consecutive numbers.
 
     Examples:
         >>> ranges([1, 2, 3, 7]), ranges([])
@@ -206,5 +207,5 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def as_range(first: int, last: int) -> str:
-    """Return the steps from one to another as text."""
+    """Return the steps from ``first`` to ``last`` as text."""
     return f"{first}" if first == last else f"{first}-{last}"

@@ -1,7 +1,7 @@
-r"""Synthetic traces, each of one behaviour and repeatable by its seed.
+r"""Synthetic traces, each with ceilings of one kind, reproducible by a seed.
 
-With :math:`t` from 0 to steps - 1, :math:`T` = max(steps - 1, 1) and independent standard normal numbers :math:`n_t`,
-log2 of the ceiling of step t is:
+For step :math:`t` from 0 to steps - 1, with :math:`T` = max(steps - 1, 1) and independent standard normal numbers
+:math:`n_t`, log2 of the ceiling is:
 
 .. code-block:: text
 
@@ -14,21 +14,22 @@ log2 of the ceiling of step t is:
     heavy-tailed     level + s_t / 2                      s_t: Student's t, 2 degrees of freedom, infinite variance
     random walk      level + (n_0 + ... + n_t) / 10       1000 steps lead about 3 bits away
 
-The level is 18 unless another one is given. Single low steps come once in 100, a tenth of the largest window of 1000.
+A condition in brackets is 1 if it holds, else 0. The level is 18 by default. Spikes come once in 100 steps on average:
+a tenth of 1000 steps, the default of the largest window.
 
-A training whose gradients are larger for a while, with another kind of data or a second loss, goes through *regimes*.
-Each lasts 30 to 400 steps, evenly distributed. With :math:`d_t` from 4 to 14 bits in a regime, evenly distributed and 0
-outside of regimes, log2 of the ceiling is :math:`level - d_t + n_t / 4`:
+If the gradients of a training are larger for a while, because of other data or a second loss, this is a *regime*. A
+regime lasts 30 to 400 steps, evenly distributed. log2 of the ceiling is :math:`level - d_t + n_t / 4`, where the depth
+:math:`d_t` is 4 to 14 bits in a regime, evenly distributed, and 0 outside of regimes:
 
 .. code-block:: text
 
-    one-off regime       one, after steps // 2
-    rare regimes         1000 to 3000 steps between them
-    alternating regimes  30 to 400 steps between them
-    ramped regimes       as alternating, d_t averaged over the last 20 steps
-    levels               one regime after the other, each 4 to 14 bits away from the last, d_t from 0 to 14
+    one-off regime       a single regime, after steps // 2 steps
+    rare regimes         1000 to 3000 steps between regimes
+    alternating regimes  30 to 400 steps between regimes
+    ramped regimes       as alternating regimes, but d_t is averaged over the last 20 steps
+    levels               no steps between regimes; d_t is 0 to 14, 4 to 14 bits away from d_t of the last regime
 
-Each is there without and, with ``with spikes`` behind its name, with the 6 * b_t of the spikes.
+Each kind of regime also exists with ``with spikes`` behind its name. Then 6 * b_t is subtracted as in ``spikes``.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from mindformers_adaptive.record.trace import Trace
 
 __all__ = ["KINDS", "REGIMES", "regime_levels", "synthetic_trace", "synthetic_traces"]
 
-# A small Llama trained in FP16 on CPU kept its dynamic loss scale between 2^16 and 2^20.
+# Default log2 of the ceilings: the dynamic loss scale of a small Llama in FP16 on CPU stayed between 2^16 and 2^20.
 _LEVEL = 18.0
 
-# The ceilings stay within the exponents of normal float32 numbers, as loss scales do.
+# Keep the ceilings within the exponents of normal float32 numbers, where loss scales are, too.
 _EXPONENTS = (-126.0, 127.0)
 
-# Lengths of regimes in steps, their depths in bits, steps between rare ones, and steps of a ramp.
+# Regimes: length in steps, depth in bits, distance between rare regimes in steps, length of a ramp in steps.
 _LENGTHS, _DEPTHS, _RARE, _RAMP = (30, 400), (4.0, 14.0), (1000, 3000), 20
 
 _WITH_SPIKES = " with spikes"
@@ -65,7 +66,7 @@ def _spikes(steps: int, seed: int) -> _Floats:
     return 6.0 * (random_of(seed, "b_t").random(steps) < 0.01)
 
 
-# log2 of the ceilings, from the level, n_t, t / T and the seed.
+# For each kind of trace, a function that returns log2 of the ceilings from the level, n_t, t / T and the seed.
 _FORMULAS: dict[str, Callable[[float, _Floats, _Floats, int], _Floats]] = {
     "stationary": lambda level, noise, *_: level + 0.5 * noise,
     "slowly rising": lambda level, noise, part, _: level + 6.0 * (part - 0.5) + 0.5 * noise,
@@ -80,7 +81,8 @@ _FORMULAS: dict[str, Callable[[float, _Floats, _Floats, int], _Floats]] = {
 
 KINDS = tuple(_FORMULAS)
 
-# How many steps lie before the next regime: of each kind a function of all steps and a generator.
+# For each kind of regime, a function that returns the number of steps before the next regime. Its arguments are the
+# number of steps of the trace and a random generator.
 _BETWEEN: dict[str, Callable[[int, np.random.Generator], int]] = {
     "one-off regime": lambda steps, _: steps // 2,
     "rare regimes": lambda _, random: int(random.integers(*_RARE, endpoint=True)),
@@ -93,7 +95,7 @@ REGIMES = tuple(kind + spikes for spikes in ("", _WITH_SPIKES) for kind in _BETW
 
 
 def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> NDArray[np.float64]:
-    """Return log2 of the ceilings of regimes without noise and spikes: where regimes begin and end.
+    """Return log2 of the ceilings without noise and spikes, which shows where regimes begin and end.
 
     Args:
         kind (str): one of ``REGIMES``.
@@ -123,7 +125,7 @@ def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> ND
 
 
 def _next_depth(depth: float, random: np.random.Generator) -> float:
-    """Return a depth that is 4 to 14 bits from this one: deeper if there is room, else drawn anew on either side."""
+    """Draw the depth after ``depth``, 4 to 14 bits away: deeper if the first draw is in range, else on either side."""
     change = random.uniform(*_DEPTHS)
     while not 0.0 <= depth + change <= _DEPTHS[1]:
         change = random.choice((-1.0, 1.0)) * random.uniform(*_DEPTHS)

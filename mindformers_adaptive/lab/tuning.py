@@ -1,4 +1,4 @@
-"""Find the configuration of loss scaling that costs least on recorded or made-up traces, and say how sure that is."""
+"""Find the loss-scaling configuration that costs least on recorded or synthetic traces, and how certain that is."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mindformers_adaptive.text.table import counted, text_table
 
 __all__ = ["DECIDED_FROM", "MOST_STEPS_SWEPT", "Tuning", "tune"]
 
-# Settings are recommended from this known share on. It is a judgement: below, what was assumed could decide.
+# Recommend settings only if their known share is at least this, a judgement: below it, assumptions could decide.
 DECIDED_FROM = 0.9
 
-# Below this known share most of what was counted was assumed.
+# Below this known share, most outcomes of steps are assumed.
 _LIKELY_FROM = 0.5
 _FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gradients)
 
@@ -36,7 +36,7 @@ _COLUMNS = {
     "known": "decided by the log (%)",
 }
 
-# A sweep of 900 settings over more steps takes minutes. Settings are for the run that goes on, so the last steps count.
+# Sweep only over this many last steps: more would take minutes, and settings are for the run as it goes on from there.
 MOST_STEPS_SWEPT = 200_000
 
 _MORE_NEEDED = (
@@ -48,18 +48,18 @@ _NOT_BETTER = "No settings to paste: the run itself did at least as well as the 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a search found.
+    """The result of a search for the cheapest configuration.
 
     Attributes:
-        traces (tuple[Trace, ...]): what was tried on.
-        configurations (tuple[Configuration, ...]): what was tried.
-        sweeps (tuple[SweepResult, ...]): on each trace.
+        traces (tuple[Trace, ...]): the traces of the search.
+        configurations (tuple[Configuration, ...]): the configurations that were tried.
+        sweeps (tuple[SweepResult, ...]): the results of all configurations on each trace.
         exchange_rate (float): see :func:`~mindformers_adaptive.lab.measures.cost`.
-        costs (NDArray): float64 of shape (configurations, traces), see
+        costs (NDArray): the cost of each configuration on each trace, float64 of shape (configurations, traces), see
             :func:`~mindformers_adaptive.lab.measures.cost`.
         assumed (dict[str, NDArray]): the costs under other assumptions about the ceilings, by the assumption's name.
-        notes (tuple[str, ...]): which traces were swept in part only.
-        recorded (tuple[Measures, ...]): what the recorded runs themselves did, if every trace is one of a run.
+        notes (tuple[str, ...]): a sentence on each trace that was swept only in part.
+        recorded (tuple[Measures, ...]): the measures of the recorded runs themselves, if all traces come from runs.
     """
 
     traces: tuple[Trace, ...]
@@ -75,39 +75,39 @@ class Tuning:
     def best(self) -> int:
         """int: the index of the recommended configuration.
 
-        It has the smallest mean cost of those that have at least 90 % of their steps decided by the traces, or of all
-        where none has; of equals the first.
+        It has the smallest mean cost of the configurations for which the traces decide at least 90 % of the steps. If
+        there is no such configuration, it is the cheapest of all. Of equally cheap configurations the first is taken.
         """
         return int(self._order()[0])
 
     def _order(self) -> NDArray[np.int64]:
-        """The indices of the configurations, those that the traces decide first, each by mean cost."""
+        """Return the indices of configurations by mean cost; first those for which the traces decide at least 90 %."""
         undecided = [self.known_share(index) < DECIDED_FROM for index in range(len(self.configurations))]
         order: NDArray[np.int64] = np.lexsort((self.costs.mean(axis=1), undecided))
         return order
 
     @property
     def recommended(self) -> Configuration:
-        """Configuration: what costs least, see :attr:`best`."""
+        """Configuration: the recommended configuration, see :attr:`best`."""
         return self.configurations[self.best]
 
     @property
     def settings_to_paste(self) -> str | None:
         """str, optional: the recommended configuration as a section of YAML.
 
-        None where the traces decide less than 90 % of its steps, or where the recorded runs cost no more.
+        None if the traces decide less than 90 % of its steps, or if the recorded runs themselves cost no more.
         """
         return None if self._without_settings() else self.recommended.scale_sense()
 
     def _without_settings(self) -> str:
-        """Return why there are no settings to paste; "" where there are."""
+        """Return why there are no settings to paste; "" if there are settings."""
         if (known := self.known_share(self.best)) < DECIDED_FROM:
             return _MORE_NEEDED.format(known)
         of_runs = [cost(measures, self.exchange_rate) for measures in self.recorded]
         return _NOT_BETTER if of_runs and float(np.mean(of_runs)) <= self.costs[self.best].mean() else ""
 
     def known_share(self, index: int) -> float:
-        """Return the share of a configuration's steps whose outcome the traces know, over all traces."""
+        """Return the share of a configuration's steps, over all traces, whose outcome is known and not assumed."""
         steps = [len(trace) for trace in self.traces]
         return float(np.average([result.measures[index].known_share for result in self.sweeps], weights=steps))
 
@@ -120,10 +120,10 @@ class Tuning:
             - ``known_share``: the share of the recommended configuration's steps whose outcome is known, not assumed;
             - ``verdict``: ``"known"`` from 0.9 on, ``"likely"`` from 0.5 on, else ``"a guess"``;
             - ``cost``: the recommended configuration's mean, smallest and largest cost over the traces;
-            - ``left_out``: for each trace, which configuration the other traces recommend, and its cost on this one
-              above the smallest there; empty with one trace;
-            - ``assumed``: for each other assumption about the ceilings the recommended configuration's mean cost, the
-              smallest of all, and which configuration has it.
+            - ``left_out``: for each trace, which configuration the other traces recommend, and how much more it costs
+              on this trace than the cheapest configuration; empty with one trace;
+            - ``assumed``: for each other assumption about the ceilings, the recommended configuration's mean cost, the
+              smallest mean cost, and the configuration with the smallest mean cost.
         """
         known = self.known_share(self.best)
         of_best = self.costs[self.best]
@@ -136,10 +136,10 @@ class Tuning:
         }
 
     def rows(self, count: int = 10) -> list[dict[str, Any]]:
-        """Return the best configurations, those that the traces decide to 90 % first, ready for JSON.
+        """Return the best configurations, ready for JSON. Those with at least 90 % of decided steps come first.
 
         Args:
-            count (int): at most so many. Default: 10.
+            count (int): the largest number of configurations. Default: 10.
 
         Returns:
             list[dict] with ``configuration`` (its label), ``cost``, ``largest_cost`` (of any trace), the means over
@@ -147,7 +147,7 @@ class Tuning:
             ``on_front``: whether no other configuration is better in both skipped steps and headroom.
         """
         skipped = np.mean([result.column("skipped") for result in self.sweeps], axis=0)
-        # The mean over the traces that have a headroom.
+        # Take the mean over the traces on which lost headroom could be measured.
         headroom = np.array([result.column("headroom_lost") for result in self.sweeps])
         headroom = np.ma.masked_invalid(headroom).mean(axis=0).filled(np.nan)  # type: ignore[no-untyped-call]
         front = pareto_front(skipped, headroom)
@@ -166,10 +166,10 @@ class Tuning:
         ]
 
     def text(self, count: int = 0) -> str:
-        """Return the recommendation and how sure it is, for a terminal.
+        """Return the recommendation and how certain it is, as text for a terminal.
 
         Args:
-            count (int): how many of the best configurations to list too. Default: 0.
+            count (int): how many of the best configurations to list in a table. Default: 0, no table.
         """
         [best, *equally_good] = self.rows(len(self.configurations))
         lines = [f"Best of {counted(len(self.configurations), 'setting')}: {best['configuration']} ({_lost(best)})."]
@@ -185,7 +185,7 @@ class Tuning:
         return "\n".join([*lines, *(self._details(count) if count else ["More settings: --rows 10"])])
 
     def _details(self, count: int) -> list[str]:
-        """The best configurations as a table, and how far other assumptions and other traces agree."""
+        """Return a table of the best configurations, and how they do under other assumptions and on other traces."""
         rows = [{**row, "known": 100 * row["known_share"]} for row in self.rows(count)]
         lines = ["", text_table(_COLUMNS, rows), ""]
         lines.append(f"The cost is in skipped steps of 1000; a bit of headroom counts as {self.exchange_rate:g}.")
@@ -305,12 +305,12 @@ def tune(
 
 
 def _costs(sweeps: Iterable[SweepResult], exchange_rate: float) -> NDArray[np.float64]:
-    """The costs of configurations, float64 of shape (configurations, traces)."""
+    """Return the costs of configurations, float64 of shape (configurations, traces)."""
     return np.array([[cost(measures, exchange_rate) for measures in result.measures] for result in sweeps]).T
 
 
 def _lost(row: Mapping[str, Any]) -> str:
-    """Say what a configuration or a run lost."""
+    """Return as text how many steps were skipped, and how much headroom was lost."""
     headroom = (
         "no step applied" if row["headroom_lost"] is None else f"{row['headroom_lost']:.1f} bits of headroom lost"
     )
@@ -318,6 +318,6 @@ def _lost(row: Mapping[str, Any]) -> str:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the mean of a measure over the rows that have it; None if none has."""
+    """Return the mean of a measure over the rows in which it is not None; None if there is no such row."""
     values = [row[name] for row in rows if row[name] is not None]
     return sum(values) / len(values) if values else None

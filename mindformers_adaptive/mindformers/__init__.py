@@ -1,1 +1,1 @@
-"""Into MindFormers: registration, the launcher, the trainer, and measuring a training from its YAML file."""
+"""Integration with MindFormers: registration, launcher, trainer, and measurements for the training of a YAML file."""

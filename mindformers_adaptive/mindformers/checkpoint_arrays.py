@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint, and a file of arrays that is read in the same way."""
+"""Read the arrays of a checkpoint; write arrays to a file that is read in the same way."""
 
 import mindspore
 import numpy as np
@@ -13,13 +13,13 @@ __all__ = ["load_newest", "read_arrays", "save_arrays"]
 
 
 def read_arrays(path):
-    """Return what a checkpoint, or a file of :func:`save_arrays`, holds of floating-point numbers.
+    """Return the floating-point arrays of a checkpoint, or of a file that :func:`save_arrays` wrote.
 
     Args:
         path (str): a file or folder, as in :func:`load_newest`.
 
     Returns:
-        tuple[dict[str, ndarray], int], the arrays by Parameter name, and the step, None where it is not known.
+        tuple[dict[str, ndarray], int], the arrays by Parameter name, and the step, None if it is unknown.
 
     Raises:
         FileNotFoundError: if there is no such path, or no checkpoint in the folder.
@@ -34,7 +34,7 @@ def save_arrays(file, arrays):
     """Write arrays by name into a .safetensors file, which appears whole or not at all.
 
     Args:
-        file (str): the file; one that is there is replaced.
+        file (str): the file; an existing file is replaced.
         arrays (dict[str, ndarray]): the arrays.
     """
     with install_hint("A .safetensors file"):
@@ -45,7 +45,7 @@ def save_arrays(file, arrays):
 
 
 def load_newest(path):
-    """Return the checkpoint, the newest of a folder, and its Parameters by name.
+    """Return a checkpoint, the newest if the path is a folder, and its Parameters by name.
 
     Args:
         path (str): a ``.ckpt`` or ``.safetensors`` file, or a folder of them, of ``rank_N`` folders or of MindFormers'
@@ -81,7 +81,7 @@ def _load(file):
     try:
         return mindspore.load_checkpoint(str(file), format=file.suffix[1:])
     except Exception as error:
-        # The library raises errors of several types, about arguments that the user never gave.
+        # MindSpore raises errors of several types, about arguments that the user never gave.
         raise ValueError(
             f"{str(file)!r} must be a checkpoint with at least one Parameter, but MindSpore finds none in it. {remedy}"
         ) from error

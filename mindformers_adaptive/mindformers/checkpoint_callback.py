@@ -18,22 +18,22 @@ __all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restor
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 _CommonInfo = getattr(stock, "CommonInfo", object)
-# MindSpore then hands checkpoints to another service.
+# With AITURBO=1, MindSpore hands checkpoints to another service.
 _SAVES_ELSEWHERE = os.getenv("AITURBO") == "1"
 
 
 class CheckpointMonitor(stock.CheckpointMonitor):
-    """MindFormers' ``CheckpointMonitor``, which keeps the state of loss scaling and notices when ``async_save`` fails.
+    """MindFormers' ``CheckpointMonitor`` that also saves the loss-scaling state and notices when ``async_save`` fails.
 
-    In the ``checkpoint:`` format it writes ``loss_scale.json`` too.
+    In the ``checkpoint:`` format it writes the state to ``loss_scale.json``.
 
     With ``async_save``, MindFormers takes a checkpoint for complete as soon as the thread or process that writes it has
-    ended, even if that failed, as on a full disk. This class checks that the files are there. If they are not, it warns
+    ended, even if writing failed, as on a full disk. This class checks that the files exist. If they do not, it warns
     at the next step, and training resumes from the last complete checkpoint. In the ``checkpoint:`` format incomplete
     folders do not count among the ``save_max`` that are kept, and a single process removes them.
 
     Arguments and everything else are as in the stock callback. After ``register()`` a YAML file that names
-    ``CheckpointMonitor`` gets this one.
+    ``CheckpointMonitor`` gets this class.
     """
 
     _complete_folders = None
@@ -41,27 +41,27 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     def _save_megatron_ckpt_file_format(self, cb_params):
         if cb_params.cur_step_num == self._last_triggered_step:
             return
-        # LossScaleMonitor looks when this is asked, which MindFormers does not do at the end of a training.
+        # LossScaleMonitor reads the steps when this method is called. MindFormers omits the call at the training's end.
         self._check_save_ckpt(cb_params, True)
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
         if isinstance(update_cell, RuleUpdateCell):
-            # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
+            # MindFormers saves common_info as common.json in the folder of this step, and then marks it as complete.
             self.common_info = CommonInfoWithLossScale(cb_params.network)
         if self._config.async_save:
             if self._complete_folders is None:
-                # What MindFormers would call at the end of a save is called by _finish_async_save.
+                # Let _finish_async_save call the function that MindFormers would call at the end of a save.
                 call_at_end = self.async_save_manager.add_finalize_fn
                 self.async_save_manager.add_finalize_fn = lambda note_step: call_at_end(
                     functools.partial(self._finish_async_save, note_step)
                 )
                 self._complete_folders = []
             self.async_save_manager.maybe_finalize(wait_finish=True)
-            # MindFormers would remove the oldest folder of this list while the newest is still being written.
+            # Empty this list, or MindFormers would remove its oldest folder while the newest is still being written.
             self.current_ckpt_step_list = []
         super()._save_megatron_ckpt_file_format(cb_params)
 
     def _finish_async_save(self, note_step):
-        # Rank 0 calls this when all ranks have ended a save. `note_step` makes its folder the one to resume from.
+        # Rank 0 calls this when all ranks have ended a save. `note_step` makes a resume start from the new folder.
         for folder in self.current_ckpt_step_list:
             if missing := self._missing_files(Path(folder)):
                 _warn_of_failed_save(f"{folder} lacks {', '.join(missing)}")
@@ -82,7 +82,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
 
         processes = stock.get_real_group_size()
         if _SAVES_ELSEWHERE or (self.need_remove_redundancy and processes > 1):
-            # Which process writes which file depends on the parallel setting.
+            # Do not check: files go elsewhere, or which process writes which file depends on the parallel settings.
             return []
         kinds = [FileType.MODEL, *([FileType.OPTIMIZER] if self.save_optimizer else [])]
         names = [
@@ -93,16 +93,16 @@ class CheckpointMonitor(stock.CheckpointMonitor):
         return [name for name in names if not (folder / name).is_file()]
 
     def record_last_ckpt_to_json(self, epoch, step, ckpt_file):
-        """Note in ``meta.json`` the file to resume from, if an ``async_save`` has written it."""
+        """Note in ``meta.json`` the file to resume from, unless an ``async_save`` failed to write this file."""
         if self._config.async_save and not _SAVES_ELSEWHERE and not Path(self._directory, ckpt_file).is_file():
             _warn_of_failed_save(f"{Path(self._directory, ckpt_file)} is not there")
             return
         super().record_last_ckpt_to_json(epoch, step, ckpt_file)
 
     def end(self, run_context):
-        """Save the last checkpoint, and note it when it is complete."""
+        """Save the last checkpoint, and note it in ``meta.json`` when it is complete."""
         super().end(run_context)
-        # MindFormers before 1.7 has no other format.
+        # MindFormers before 1.7 has only the legacy format.
         if getattr(self, "use_legacy_format", True) and self._config.async_save and not self.meta_updated:
             self.record_last_ckpt_to_json(self.last_epoch_num, self.last_step_num_in_epoch, self.last_ckpoint_file)
             self.meta_updated = True
@@ -133,9 +133,9 @@ class CommonInfoWithLossScale(_CommonInfo):
 
 
 class CommonInfo(_CommonInfo):
-    """MindFormers' ``CommonInfo``, whose loss scale is a Tensor when it was restored, as in MindFormers' other formats.
+    """MindFormers' ``CommonInfo`` that restores the loss scale as a Tensor, as MindFormers' other formats do.
 
-    A number is a loss scale that the user has set.
+    A plain number means a loss scale that the user has set.
     """
 
     @classmethod
@@ -147,7 +147,7 @@ class CommonInfo(_CommonInfo):
 
 
 def restores_sidecar(load_checkpoint):
-    """Make a function that loads MindFormers' ``checkpoint:`` format restore ``loss_scale.json`` too.
+    """Wrap a function that loads MindFormers' ``checkpoint:`` format, so that it restores ``loss_scale.json`` too.
 
     Args:
         load_checkpoint (function): takes ``checkpoint``, the folder of one step, ``network`` and ``optimizer``.
@@ -177,11 +177,11 @@ def _load_sidecar(update_cell, folder):
         return
     try:
         if update_cell.state()["cur_iter"] == 1:
-            # MindFormers restores the loss scale itself; this restores the rest of the state.
+            # MindFormers restores the loss scale itself; load_state() restores the rest of the state.
             update_cell.load_state(sidecar[1])
             return
-        # The Parameters have come back with the optimizer's. With several devices MindFormers may leave out
-        # Parameters that are in no graph.
+        # The state was restored with the optimizer's Parameters. With several devices MindFormers may leave out
+        # Parameters that no graph uses, so set these two from the file.
         for name in (RUN, FORM):
             if name in sidecar[1]:
                 getattr(update_cell, name).set_data(Tensor(to_integer(name, sidecar[1][name]), mstype.int32))

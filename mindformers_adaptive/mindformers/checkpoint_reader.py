@@ -1,4 +1,4 @@
-"""Read the state of loss scaling from checkpoints of every format, without keeping weights in memory; write a sidecar.
+"""Read the loss-scaling state from checkpoints of every format, without keeping weights; write a sidecar.
 
 MindSpore is imported only to read a ``.ckpt``.
 """
@@ -23,13 +23,13 @@ from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["FILE_NAME", "Checkpoint", "newest_state", "read_checkpoints", "read_sidecar", "write_sidecar"]
 
-# The state of loss scaling in a file beside common.json. MindFormers' `checkpoint:` format leaves it out where it
-# saves no optimizer.
+# The sidecar: a file beside common.json that holds the loss-scaling state. MindFormers' `checkpoint:` format itself
+# leaves this state out if the optimizer is not saved.
 FILE_NAME = "loss_scale.json"
 _FORMAT = 1
 
-# The fields that a checkpoint has with any rule. For the loss scale, prefer the number that MindFormers writes beside
-# the Parameter.
+# Checkpoint fields that exist whichever loss-scaling rule is used. MindFormers can also save the loss scale as a number
+# named loss_scale. The Parameter scale_sense comes last and takes precedence.
 _FIELDS = (
     Field("step_num", parameter="step_num"),
     Field("global_step", parameter="global_step"),
@@ -39,7 +39,7 @@ _FIELDS = (
 # Fields that MindFormers' own adaptive cell lacks.
 _NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
 
-# The values of a file by key or name, and the fields that it can hold by the name of the Parameter.
+# Values of a checkpoint file by their key, or of a state by their name; fields of the state by the Parameter's name.
 _Values = dict[str, Any]
 _Fields = dict[str, Field]
 
@@ -50,12 +50,12 @@ class Checkpoint:
 
     Attributes:
         path (Path): the file or folder.
-        rules (tuple[type, ...]): the rules whose states it can hold.
-        values (dict[str, int | float | list[float] | None]): steps, loss scale and the state of all rules; None where
-            there is no such value.
-        parameters (set[str]): the names of the Parameters that it has.
-        problems (list[str]): what could not be read, and what contradicts itself.
-        unreadable (bool): whether there is no state, and something could not be read.
+        rules (tuple[type, ...]): the rules whose states the checkpoint may hold.
+        values (dict[str, int | float | list[float] | None]): steps, loss scale and the state of all rules; None for
+            each value that the checkpoint does not have.
+        parameters (set[str]): the names of the Parameters in the checkpoint.
+        problems (list[str]): which files could not be read, and which values contradict each other.
+        unreadable (bool): whether no state was found and a file could not be read.
     """
 
     path: Path
@@ -67,7 +67,7 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """The kind of state, "none" if the checkpoint has no state, "unreadable" if that cannot be known."""
+        """The kind of state: "none" if the checkpoint has no state, "unreadable" if a damaged file may hide one."""
         if self.unreadable:
             return "unreadable"
         counted = {field.parameter for field in STEP_FIELDS}
@@ -82,21 +82,21 @@ class Checkpoint:
 
     @property
     def holds_state(self) -> bool:
-        """Whether there is any state of loss scaling."""
+        """Whether the checkpoint has any loss-scaling state."""
         return self.kind not in ("none", "unreadable")
 
     @property
     def rank(self) -> int | None:
-        """The rank whose folder the file lies in."""
+        """The rank N if the file lies in a folder ``rank_N``, else None."""
         match = re.fullmatch(r"rank_(\d+)", self.path.parent.name)
         return int(match[1]) if match else None
 
     @property
     def step(self) -> int | None:
-        """The step it was saved at, or None if neither the content nor the name has it."""
+        """The step at which the checkpoint was saved, or None if neither its content nor its name has the step."""
         if self.values["step_num"] is not None:
             return int(self.values["step_num"])
-        # A file is named by epoch and step within the epoch, which is the step itself only in the first epoch.
+        # The name of a file has the epoch and the step within it. Only in epoch 1 is that the step of the training.
         match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
@@ -104,11 +104,12 @@ class Checkpoint:
 def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list[Checkpoint]:
     """Read a checkpoint file, or all checkpoints of a folder.
 
-    A folder may hold files, folders ``rank_N`` with files, folders ``iteration_N``, or be such a folder itself.
+    A folder may hold checkpoint files, folders ``rank_N`` with such files, and folders ``iteration_N``. It may also be
+    a folder ``rank_N`` or ``iteration_N`` itself.
 
     Args:
         path (str): the file or folder.
-        rules (Sequence[type]): classes of your own rules, whose states may be there. Default: none.
+        rules (Sequence[type]): classes of your own rules whose states the checkpoints may hold. Default: none.
 
     Returns:
         list[Checkpoint], the newest last, with checkpoints of unknown step after all others. Empty if the folder has no
@@ -121,7 +122,7 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     try:
         root = Path(path).resolve(strict=True)
     except (RuntimeError, ValueError) as error:
-        # The path is a link to itself, or a name that no file can have.
+        # The path is a link that leads to itself, or a name that no file can have.
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}: {error}.") from None
     if root.is_file():
         return [_read(root, [root], all_rules)]
@@ -142,12 +143,12 @@ def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str
 
     Args:
         path (str): as in :func:`read_checkpoints`.
-        rules (Sequence[type]): classes of rules of your own, whose states may be there. Default: none.
+        rules (Sequence[type]): classes of your own rules whose states the checkpoints may hold. Default: none.
 
     Returns:
         dict with ``file`` (relative to ``path``), ``rank``, ``kind``, the steps and the state by name, None for each
         value that the checkpoint does not have, and ``notes``, a list of str: values that contradict each other, and
-        newer checkpoints that cannot be read. Of several ranks the first one is taken.
+        newer checkpoints that cannot be read. If several ranks saved the state, the first rank is taken.
 
     Raises:
         OSError: if there is no such path, or the folder cannot be read.
@@ -184,7 +185,7 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
 
 
 def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
-    """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
+    """Read a folder of MindFormers' ``checkpoint:`` format, beginning with the file from which a resume reads."""
     files = sorted(folder.glob("*-opt-*.safetensors"))
     return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).exists())], rules)
 
@@ -200,7 +201,7 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
         try:
             content = read(file, fields)
             values = _by_name(content, _fields_of_form(content, fields, checkpoint), checkpoint.problems)
-        except Exception as error:  # for a torn file every library has errors of its own
+        except Exception as error:  # each library raises its own errors for a torn file
             name = "" if file == path else f"{file.name} "
             checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
             any_is_torn = True
@@ -218,7 +219,7 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
 
 
 def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -> _Fields:
-    """Return the fields whose names in a file are known: a vector of another form has parts of other names."""
+    """Return the fields that can be read: without state vectors of another form, whose elements have other names."""
     readable = {name: field for name, field in fields.items() if name != FORM}
     by_name = {_last_part(name): value for name, value in content.items()}
     for rule in checkpoint.rules if FORM in by_name else ():
@@ -230,11 +231,11 @@ def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -
 
 
 def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -> _Values:
-    """Return the values in the content of a file by the names of ``state()``; add what contradicts itself."""
+    """Return the values of a file by their names in ``state()``; add contradicting values to ``problems``."""
     values: _Values = {}
 
     def find(name: str) -> Any:
-        # A name without a prefix comes first. A cell gets a prefix as a child of another cell.
+        # A key without a prefix comes first. Parameters of a cell get a prefix if it is a child of another cell.
         keys = sorted((key for key in content if _last_part(key) == name), key=lambda key: (key.count("."), key))
         for other in keys[1:]:
             if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
@@ -276,18 +277,18 @@ def _read_ckpt(file: Path, fields: _Fields) -> _Values:
     try:
         parameters = load_checkpoint(str(file), choice_func=choose)
     except ValueError:
-        # MindSpore also says this of a sound file from which no key was chosen.
+        # MindSpore also raises this error for an intact file if `choose` has chosen none of its keys.
         if not keys or any(_last_part(key) in fields for key in keys):
             raise
         return {}
-    # Entries that the user appended may be text.
+    # Entries that the user appended to the checkpoint may be text.
     numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
     fitting = {key: value for key, value in numbers.items() if _fits(fields[_last_part(key)], value.shape)}
     return {key: value.asnumpy().reshape(fields[_last_part(key)].shape).tolist() for key, value in fitting.items()}
 
 
 def _fits(field: Field, shape: Sequence[int]) -> bool:
-    """Return whether an array has the shape of a field of the state; a weight of the same name has another."""
+    """Return whether an array has the shape of a field; a weight of the same name would have another shape."""
     return tuple(shape) == field.shape if field.shape else set(shape) <= {1}
 
 
@@ -302,7 +303,7 @@ def _read_sidecar(file: Path, fields: _Fields) -> _Values:
     for saved_field in fields.values():
         if all(key in state for key in saved_field.keys):
             values[saved_field.parameter] = saved_field.value_in(state)
-    # Another rule may have a part of the same name.
+    # Without list_index, scale_window belongs to the state of another rule than the adaptive one.
     if "list_index" not in values:
         values.pop("scale_window", None)
     return values
@@ -323,17 +324,17 @@ def _one_line(error: Exception) -> str:
 
 _Reader = Callable[[Path, _Fields], _Values]
 _READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
-# By preference of a resume, after the optimizer's file.
+# Small files of a folder iteration_N, in the order in which a resume prefers them, after the optimizer's file.
 _SMALL_FILES: dict[str, _Reader] = {"common.json": _read_common, FILE_NAME: _read_sidecar}
 
 
 def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, float | Sequence[float]]) -> None:
-    """Write ``loss_scale.json``.
+    """Write the loss-scaling state to ``loss_scale.json``.
 
     Args:
         folder (str): the checkpoint of one step.
         loss_scale (float): the loss scale for the next step.
-        state (dict): as ``state()`` of an update cell returns it, numbers and lists of numbers.
+        state (dict): numbers and lists of numbers by name, as ``state()`` of an update cell returns them.
 
     Examples:
         >>> import tempfile
@@ -346,7 +347,7 @@ def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, flo
 
 
 def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:
-    """Read ``loss_scale.json``.
+    """Read the loss-scaling state from ``loss_scale.json``.
 
     Args:
         folder (str): the checkpoint of one step.
@@ -379,5 +380,5 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, str) and value in NOT_FINITE:
         return NOT_FINITE[value]
     if type(value) not in (int, float):
-        raise ValueError(f"its state must be numbers, but has {value!r}")
+        raise ValueError(f"its state must hold numbers only, but holds {value!r}")
     return value

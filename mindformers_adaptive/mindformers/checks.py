@@ -1,4 +1,4 @@
-"""Checks of a configuration before anything is built: what MindFormers ignores or reports late."""
+"""Check a configuration, before anything is built, for mistakes that MindFormers ignores or reports late."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
 _TRAIN_STEP = "runner_wrapper"
 
-# Keys of the section of a class that are not arguments of the class. The last two MindFormers sets itself.
+# Keys of a class's section that are not its arguments. MindFormers sets micro_batch_num and parallel_config itself.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
 _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 # The module in the register_path folder of this package, whose class is registered already.
@@ -38,7 +38,7 @@ def check_config(config: Any) -> None:
     """Check what a configuration says about the train step, loss scaling, resuming, formats and callbacks.
 
     Keys are compared with the arguments of the class that ``type`` names. A class that ``auto_register`` is still to
-    load is not checked, and for a user's class with ``**kwargs`` a doubtful key is only warned of. Values
+    load is not checked, and for a user's class with ``**kwargs`` a doubtful key only gives a warning. Values
     are checked by the update cells and callbacks of this package. All else is left to MindFormers.
 
     Args:
@@ -89,7 +89,7 @@ def _check_format_of_checkpoints(config: Any) -> None:
         from mindformers.checkpoint.layout_adapter import DTensor
     except ImportError:  # before MindFormers 2.0
         return
-    # DTensor is None without hyper-parallel; MindFormers says so at the first save.
+    # DTensor is None without hyper-parallel. MindFormers would report that only at the first save.
     if DTensor is None and config.get("checkpoint") and value_at(config, "context.mode") in (1, "PYNATIVE_MODE"):
         raise ValueError(
             "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for that this "
@@ -99,13 +99,13 @@ def _check_format_of_checkpoints(config: Any) -> None:
 
 
 def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str) -> None:
-    """Check the values that a section has for a class, if it is one of this package or a stock update cell."""
+    """Check the values in the section of a class, if the class is from this package or a stock update cell."""
     origin = cls.__module__.partition(".")[0]
     arguments = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
     try:
         if origin == "mindformers_adaptive":
             with warnings.catch_warnings():
-                # The class warns again when it is made to be used.
+                # The class warns again when MindFormers creates it for the training.
                 warnings.simplefilter("ignore")
                 cls(**arguments)
         elif origin in ("mindspore", "mindformers"):
@@ -115,7 +115,7 @@ def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str
 
 
 def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") -> None:
-    """Check a section that names a class: its keys, and that it has those without which the class cannot be built."""
+    """Check that a section that names a class has only keys that the class takes, and all that it requires."""
     cls = _find_class(section, path, kind)
     if cls is None:
         return
@@ -126,7 +126,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             f"{section['type']!r}. {train_step_instead_of(section)}"
         )
     if section["type"] == Rule.cell and "rule" in section:
-        # The arguments of the rule stand beside the arguments of its cell.
+        # The section has the arguments of the rule beside the arguments of its update cell.
         try:
             names |= arguments_of(find_rule(section["rule"])).keys() - {"start"}
         except (TypeError, ValueError) as error:
@@ -136,7 +136,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
         nearest = did_you_mean(key, accepted, most=3, similarity=0.8)
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {nearest}"
         if path == _TRAIN_STEP and not may_take_more and (is_former_key(key) or not nearest):
-            # MindFormers' train steps take any keyword, and ignore it.
+            # MindFormers' train steps accept any keyword, and ignore those that they do not know.
             warn_of_ignored_key(section, key)
         elif not may_take_more:
             raise TypeError(f"{message}It takes {', '.join(accepted)}.")
@@ -145,7 +145,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
     positional = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
     required = [each.name for each in positional if each.default is each.empty]
     missing = [name for name in required if name not in section]
-    # MindFormers gives the other classes arguments of its own.
+    # Only update cells are checked here, because MindFormers adds arguments for the other classes itself.
     if path == SCALE_SENSE and missing:
         raise TypeError(
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
@@ -185,7 +185,7 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
 
 
 def _may_stand_at(path: str, kind: str, name: str) -> bool:
-    """Return whether the checks take a class there: a train step in ``runner_wrapper``, an update cell below it."""
+    """Return whether a class fits at a path: a train step as ``runner_wrapper``, an update cell as ``scale_sense``."""
     from mindformers.tools.register import MindFormerRegister
 
     needed = {_TRAIN_STEP: PER_TOKEN, SCALE_SENSE: "loss_scale_value"}.get(path)
@@ -193,14 +193,14 @@ def _may_stand_at(path: str, kind: str, name: str) -> bool:
 
 
 def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Return the keyword arguments of a class, and whether code of a user may take others from ``**kwargs``."""
+    """Return the keyword arguments of a class, and whether a user's code may take more from ``**kwargs``."""
     names, may_take_more = set(), False
     for base in [each for each in cls.__mro__ if "__init__" in vars(each)] if inspect.isclass(cls) else [cls]:
         parameters = _parameters_of(base)
         names |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             break
-        # Arguments that this class does not take go to the next class.
+        # An argument that this class does not take goes to its next base class.
         may_take_more |= base.__module__.partition(".")[0] not in ("mindspore", "mindformers", "mindformers_adaptive")
     return names, may_take_more
 

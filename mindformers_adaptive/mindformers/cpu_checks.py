@@ -9,7 +9,7 @@ from mindformers_adaptive.mindformers.keys import COMPILED_PARALLELISM, model_va
 
 __all__ = ["check_cpu"]
 
-# What a CPU needs in the configuration of a model, and why.
+# By key of the model's configuration: the value that a CPU needs, and the reason.
 _CPU_MODEL: dict[str, tuple[bool, str]] = {
     "use_flash_attention": (False, "MindSpore has no flash attention (FlashAttentionScore) for a CPU"),
     "fused_rms_norm": (False, "MindSpore has no fused norm (RmsNorm) for a CPU"),
@@ -19,19 +19,19 @@ _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_paral
 
 
 def check_cpu(config: Any, model_config: Any = None) -> None:
-    """Refuse a training on a CPU that asks for what MindSpore or MindFormers cannot do there.
+    """Raise ValueError if a training on a CPU uses features that MindSpore or MindFormers lacks there.
 
-    MindSpore says it after it has compiled, or not at all.
+    MindSpore itself would report these features only after compilation, or not at all.
 
     Args:
-        config (MindFormerConfig): of a training.
-        model_config (PretrainedConfig, optional): of the model, where it is built already. Default: None, the section
-            ``model.model_config``, and the defaults of the class that it names.
+        config (MindFormerConfig): the configuration of a training.
+        model_config (PretrainedConfig, optional): the configuration of the model, if it is built already. Default:
+            None, the section ``model.model_config`` and the defaults of the class that it names.
 
     Raises:
         ValueError: for flash attention, fused norms, BF16, mixture of experts, mcore models, semi-automatic
             parallelism, pipeline stages, the ``checkpoint:`` section of several processes, dumps of ``monitor_config``
-            and Lamb; it names each key, and what to set instead.
+            and Lamb; the message names each key, and its remedy.
     """
     model = model_values(config) if model_config is None else vars(model_config)
     if problems := [*_cpu_problems(config, model)]:
@@ -52,7 +52,7 @@ def _cpu_problems(config: Any, model: Mapping[str, Any]) -> Iterator[str]:
         )
     if (experts := value_at(config, "moe_config.expert_num") or 1) > 1:
         yield f"'moe_config.expert_num' must be 1, but is {experts}: MindFormers' experts need an Ascend"
-    # MindFormers reads these in a parallel run only.
+    # MindFormers reads the settings of parallelism in a parallel run only.
     parallel = config if config.get("use_parallel") else {}
     if (mode := value_at(parallel, "parallel.parallel_mode")) in COMPILED_PARALLELISM:
         yield (

@@ -29,27 +29,29 @@ FORMER_KEYS = {
 
 
 def value_at(config: Any, key: str) -> Any:
-    """Return the value at a dotted key of a configuration, or None."""
+    """Return the value at a dotted key of a configuration, or None if the key is missing."""
     for name in key.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
     return config
 
 
 def given_to_train_step(config: Any, name: str) -> Any:
-    """Return what MindFormers gives to a train-step cell: from the cell's own section, or else from the top."""
+    """Return the argument that MindFormers gives to a train-step cell, from ``runner_wrapper`` or the top level."""
     value = value_at(config, f"runner_wrapper.{name}")
     return value_at(config, name) if value is None else value
 
 
 def micro_batches_of(config: Any, is_parallel: bool, device_target: str) -> int:
-    """Return by how many micro-batches the training of a configuration divides a loss before the backward pass.
+    """Return the number of micro-batches by which a training divides each loss before the backward pass.
 
-    Semi-automatic parallelism takes the mean over all data-parallel processes, so each of these counts as well.
+    Semi-automatic parallelism takes the mean over all data-parallel processes, so the result is multiplied by
+    their number.
 
     Args:
-        config (MindFormerConfig): of a training.
-        is_parallel (bool): whether it trains in several processes.
-        device_target (str): on a CPU this package accumulates; MindFormers does so in semi-automatic parallelism only.
+        config (MindFormerConfig): the configuration of a training.
+        is_parallel (bool): whether the training runs in several processes.
+        device_target (str): the device. On a CPU this package accumulates gradients; MindFormers accumulates them in
+            semi-automatic parallelism only.
     """
     if given_to_train_step(config, PER_TOKEN):
         # The gradients are divided by the number of tokens, after the backward pass.

@@ -24,7 +24,7 @@ EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
 
 _RUN_MODES = ("train", "finetune", "eval", "predict")
 
-# A file with more base files than this names itself, directly or through others.
+# A file that leads to more base files than this must lead back to itself.
 _MOST_FILES = 30
 
 # Modules in which training, evaluation or prediction take their steps, and the step function of the PyNative trainer.
@@ -43,17 +43,17 @@ def load_config(
     Args:
         path (str): the YAML file.
         overrides (Mapping, optional): values by dotted key, as in ``{"optimizer.betas.1": 0.99}``, set in this order;
-            see :func:`set_key`. A limit on the samples of evaluation data that are not there has no effect. Default:
+            see :func:`set_key`. A limit on evaluation samples has no effect if there are no evaluation data. Default:
             None.
         register_path (str, optional): folder of further classes for ``auto_register``. Default: None.
-        may_add (Collection[str]): keys that the file need not have; any other that is added is warned of. Default: ().
+        may_add (Collection[str]): keys that the file need not have; adding any other key gives a warning. Default: ().
 
     Returns:
         MindFormerConfig, ready for :func:`launch`.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        TypeError: if the file, or one that its ``base_config`` leads to, does not hold keys, or
+        TypeError: if the file, or a file that its ``base_config`` leads to, does not hold keys, or
             :func:`mindformers_adaptive.mindformers.checks.check_config` raises it.
         ValueError: for the same reasons, and by :func:`mindformers_adaptive.mindformers.cpu_checks.check_cpu`; and if
             the file's name does not end in .yaml or .yml, it is not YAML, its ``base_config`` leads back to it,
@@ -69,12 +69,12 @@ def load_config(
     use_register_path(register_path)
     register()
     overrides = dict(overrides or {})
-    # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
+    # MindFormers chooses its template by the run mode, so it must know the run mode while it reads the file.
     run_mode = {key: value for key, value in overrides.items() if key == "run_mode"}
     try:
         config = MindFormerConfig(path, **run_mode)
     except KeyError as error:
-        # MindFormers answers an unknown key with this error.
+        # MindFormers raises KeyError for an unknown key.
         raise ValueError(f"{path}: {error.args[0]}") from error
     for key, value in overrides.items():
         if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
@@ -112,7 +112,7 @@ def require_yaml_file(path: str | Path) -> str:
 
 
 def _check_files(path: str) -> None:
-    """Check what a YAML file and those that ``base_config`` leads to look like, before MindFormers reads them."""
+    """Check a YAML file, and the files that its ``base_config`` leads to, before MindFormers reads them."""
     waiting, read = [path], 0
     while waiting:
         file = waiting.pop()
@@ -144,11 +144,11 @@ def set_key(config: Any, key: str, value: Any) -> bool:
 
     Args:
         config (MindFormerConfig): the loaded file; changed in place.
-        key (str): the path to the key with dots between, a number for a place in a list: ``callbacks.0.type``.
+        key (str): the path to the key, joined by dots, with numbers for positions in lists: ``callbacks.0.type``.
         value (object): the new value.
 
     Returns:
-        bool, whether the key was there before, be it null. Where it was not, it is added, with the sections above it.
+        bool, whether the key existed before, even with the value null. A missing key is added with the sections above.
 
     Raises:
         ValueError: if the path leads through something that is neither a section nor a place in a list, or a key of
@@ -171,10 +171,10 @@ def set_key(config: Any, key: str, value: Any) -> bool:
 
 
 def had_begun(error: BaseException) -> bool:
-    """Return whether an error came out of the steps of a training, an evaluation or a prediction."""
+    """Return whether an error was raised during the steps of a training, an evaluation or a prediction."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     functions = {frame.f_code.co_name for frame in frames}
-    # Errors of a callback before the first step are bad input, like the trainer's own errors before it.
+    # An error that a callback raises before the first step counts as bad input, like the trainer's own early errors.
     if not functions.isdisjoint(("begin", "on_train_begin", "on_eval_begin")):
         return False
     return _PYNATIVE_LOOP in functions or any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)

@@ -1,4 +1,4 @@
-"""Why the training of a YAML file of MindFormers overflows, and which of its settings helps."""
+"""Find out why the training of a MindFormers YAML file overflows, and which of its settings helps."""
 
 import dataclasses
 import functools
@@ -19,13 +19,13 @@ from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["DEFAULT_BATCHES", "why"]
 
-# Each batch is passed through three times in PyNative mode, and any batch shows an overflow of the model.
+# Each batch costs three passes in PyNative mode, and an overflow of the model shows up with any batch.
 DEFAULT_BATCHES = 2
 
 _SECTION = "model.model_config"
 
-# Settings that let a model compute a part in float32 instead of float16 or bfloat16: of MindFormers' legacy models,
-# and of its mcore models. compute_dtype, which is for everything, is the last resort.
+# Settings of MindFormers' legacy and mcore models that let a part of the model compute in float32 instead of float16
+# or bfloat16. compute_dtype, which sets the dtype of the whole model, is the last resort.
 _DTYPES = ("softmax_compute_type", "softmax_compute_dtype", "layernorm_compute_type", "layernorm_compute_dtype")
 _DTYPES += ("rotary_dtype", "residual_dtype", "embedding_init_type", "moe_router_dtype", "router_dense_type")
 _LAST = ("compute_dtype",)
@@ -50,18 +50,18 @@ def why(
     """Say why the training of a YAML file overflows, in which layer, and which of its settings helps.
 
     The passes are made by the train-step cell that a training would use, with the weights that it would start from, as
-    in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Where it overflows, each setting of the file's
+    in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. If they overflow, each setting of the file's
     ``model_config`` that makes a part of the model compute in half precision is tried in float32.
 
     Args:
         config_path (str): the YAML file.
         checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
-            Default: None, what the YAML file says to load.
-        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
-        loss_scale (float, optional): the loss scale of the training. Default: None, the one that it starts from.
+            Default: None, the checkpoint that the YAML file says to load.
+        train_dataset_dir (str, optional): the training data, instead of those that the YAML file names. Default: None.
+        loss_scale (float, optional): the loss scale of the training. Default: None, its initial loss scale.
         batches (int): how many batches of the training data. Default: 2.
-        batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, in place of the
-            training data. Default: None.
+        batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, to be used instead
+            of the training data. Default: None.
         failure (str): which steps of the training had a loss that is inf or NaN, in words. Where the passes have finite
             losses, the explanation says that it is not about that failure. Default: "".
         graph (bool): as in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False.
@@ -110,7 +110,7 @@ def why(
 
 
 def _micro_batches(batch, size):
-    """Yield the micro-batches of a saved batch, which has all micro-batches of a step."""
+    """Split a saved batch, which holds all micro-batches of a step, and yield its micro-batches."""
     rows = {values.shape[:1] for values in batch}
     can_split = len(rows) == 1 and () not in rows and not next(iter(rows))[0] % size
     parts = [np.split(values, len(values) // size) if can_split else [values] for values in batch]
@@ -118,7 +118,7 @@ def _micro_batches(batch, size):
 
 
 def _worth_trying(network, section):
-    """Yield the settings of a model, and their values, that would make a part of it compute in float32."""
+    """Yield the key and value of each setting that would make a part of the model compute in float32."""
     config = next((cell.config for _, cell in network.cells_and_names() if hasattr(cell, "config")), None)
 
     def is_narrow(key):
@@ -132,11 +132,11 @@ def _worth_trying(network, section):
 
 
 def _with_setting(network, config_path, train_dataset_dir, overrides):
-    """Build the training with other settings, and with the weights of a network."""
+    """Return the train-step cell of the training with changed settings, and with the weights of ``network``."""
     import warnings
 
     with warnings.catch_warnings():
-        # The key may be missing in the file.
+        # Ignore the warning that the file does not have the key of the setting.
         warnings.simplefilter("ignore")
         train_step = build_training(config_path, train_dataset_dir, overrides).train_step
     weights = {weight.name: weight for weight in network.get_parameters()}

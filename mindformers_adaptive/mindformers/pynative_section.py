@@ -20,7 +20,7 @@ __all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", 
 
 SECTION = "training.loss_scale"
 
-# Sections that only the graph-mode one of MindFormers' two trainers reads.
+# Sections that only MindFormers' graph-mode trainer reads.
 _GRAPH = ("runner_config", "runner_wrapper", "parallel_config", "lr_schedule", "trainer")
 _TYPES = f"{', '.join(rule.cell for rule in RULES.values())}, or RuleLossScaleUpdateCell with a 'rule'"
 
@@ -126,7 +126,7 @@ def read_section(section: object) -> dict[str, Any]:
     of_rule = {name: value for name, value in arguments.items() if name not in (*of_start, "loss_scale_value")}
     try:
         with warnings.catch_warnings():
-            # The class warns again when it is made to be used.
+            # The rule warns again when it is created for the training.
             warnings.simplefilter("ignore")
             make_rule(rule, **of_rule).start(arguments["loss_scale_value"], **of_start)
     except (TypeError, ValueError) as error:
@@ -135,7 +135,7 @@ def read_section(section: object) -> dict[str, Any]:
 
 
 def _rule_of(arguments: dict[str, Any]) -> type[Rule]:
-    """Take ``type``, and ``rule`` if the type needs it, out of the section, and return the rule that they name."""
+    """Remove ``type``, and ``rule`` if the type needs it, from the arguments, and return the rule that they name."""
     kind = arguments.pop("type", None)
     if kind == Rule.cell:
         try:
@@ -193,14 +193,14 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
 
 
 def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stacklevel: int) -> None:
-    """Warn where a model in float16 has no loss scaling, or one in bfloat16 has one that moves its loss scale.
+    """Warn if a float16 model has no loss scaling, or the loss scale of a bfloat16 model moves.
 
     Args:
         key (str): the key of the dtype.
-        dtype (object): what the model computes in.
-        section (str): the key of the loss scaling.
-        kind (str, optional): its type; "" for a scale that stays, None where there is none.
-        stacklevel (int): as of ``warnings.warn``.
+        dtype (object): the dtype in which the model computes.
+        section (str): the key of the loss-scaling section.
+        kind (str, optional): the type in that section; "" for a fixed loss scale, None without a section.
+        stacklevel (int): as in ``warnings.warn``.
     """
     name, short = str(dtype).lower().rpartition(".")[2], section.rpartition(".")[2]
     if name in ("float16", "fp16") and kind is None:

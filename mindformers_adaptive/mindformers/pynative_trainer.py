@@ -77,7 +77,7 @@ def trainer_class():
 
 
 def _with_loss_scale(create_common_info, train_step, state):
-    """Return what a ``CheckpointCallback`` saves as ``common.json``, which then saves the state of loss scaling too."""
+    """Return the content of ``common.json`` for a ``CheckpointCallback``; with it the loss-scaling state is saved."""
     info = CommonInfoWithLossScale(train_step)
     vars(info).update(vars(create_common_info(state)))
     return info
@@ -88,7 +88,7 @@ def restore(scaler, folder):
 
     Args:
         scaler (RuleLossScaler): changed, unless there is nothing to go on from.
-        folder (str): the checkpoint of one step.
+        folder (str): the checkpoint folder of one step.
 
     Warns:
         UserWarning: if there is no such file, or it cannot be used; loss scaling starts afresh then.
@@ -114,7 +114,7 @@ def restore(scaler, folder):
 
 
 class _Step:
-    """What the monitors look up in a network: the loss scale and the update cell of a scaler."""
+    """Stands for the network in which monitors look up the loss scale and the update cell, here a scaler's."""
 
     def __init__(self, scaler):
         self.scale_sense, self.loss_scaling_manager = scaler.scale_value, scaler.update_cell
@@ -124,7 +124,7 @@ class _Step:
 
 
 class _NoUpdate:
-    """Stands for the optimizer in a step that overflowed, so that nothing of it changes, not even its step."""
+    """Replaces the optimizer in a step that overflowed, so that neither its state nor its step count changes."""
 
     def __init__(self, optimizer):
         self.parameters = optimizer.parameters
@@ -167,7 +167,7 @@ class LossScaledTraining:
                 f"'loss_scaler' must be a loss scaler of this package, but got {type(loss_scaler).__name__}. Give an "
                 "AdaptiveLossScaler, or a RuleLossScaler with a rule of your own."
             )
-        # A scaler that the user gave is checked already.
+        # A scaler that the user gave has checked its arguments already.
         check_config(config, 1.0 if section is None else section)
         self.scaler = make_scaler(section) if loss_scaler is None else loss_scaler
         super().__init__(config, *args, **kwargs)
@@ -221,7 +221,7 @@ class LossScaledTraining:
         return super().training_step(*args, **kwargs)
 
     def _forward_backward(self, model, inputs):
-        # This is the only place at which MindFormers lets the loss be multiplied before backward().
+        # MindFormers lets the loss be multiplied before backward() only through get_loss_sense().
         module = stock_trainer()
         get_loss_sense = module.get_loss_sense
         module.get_loss_sense = lambda **arguments: get_loss_sense(**arguments) * self.state.loss_scale
@@ -254,8 +254,8 @@ class LossScaledTraining:
         return tuple(local)
 
     def _decide(self, gradients):
-        """Return whether the step overflowed in any process, after the scaler has taken it."""
-        # A process without gradients decides with the others.
+        """Tell the scaler whether the step overflowed in any process, and return that."""
+        # A process without gradients takes part in the common decision too.
         overflow, largest = bool(gradients) and not bool(amp.all_finite(gradients)), 0.0
         if gradients and self.scaler.rule.needs_gradients:
             each = [ops.cast(gradient, mstype.float32).abs().max() for gradient in gradients]
@@ -265,6 +265,6 @@ class LossScaledTraining:
             seen = Tensor(np.array([overflow, largest], np.float32))
             module.all_reduce(seen, op=ops.ReduceOp.MAX)
             overflow, largest = bool(seen.asnumpy()[0]), float(seen.asnumpy()[1])
-        # A rule needs nothing of the gradients but the largest one.
+        # A rule only needs the largest gradient.
         self.scaler.adjust(Tensor(not overflow), (Tensor([largest], mstype.float32),))
         return overflow

@@ -14,7 +14,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 __all__ = ["register"]
 
-# A name that MindFormers lacks, and the short names that it gives to its own wrappers.
+# Further names of the wrappers: AdaptiveLossScale, which MindFormers lacks, and MindFormers' own short names.
 _ALIASES = {
     AdaptiveRule.cell: wrapper.AdaptiveLossScaleUpdateCell,
     "loss_scale_wrapper": wrapper.TrainOneStepWithLossScaleCell,
@@ -50,8 +50,8 @@ def register():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
     for callback in (CheckpointMonitor, CollapseWatch, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
-    # Replace the name of the function in the trainer's module. If register() runs only when the trainer builds its
-    # wrapper, through auto_register, the checkpoint is still to be loaded then.
+    # Replace the function in the trainer's module. Even if auto_register calls register() only when the trainer builds
+    # its wrapper, this is early enough: the trainer loads the checkpoint later.
     load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
     if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
         base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)
@@ -62,7 +62,7 @@ def register():
 
 
 def _leaves_out_own(auto_register):
-    """Return ``MindFormerRegister.auto_register`` without the classes of this package, which are registered already."""
+    """Wrap ``MindFormerRegister.auto_register`` so that it skips this package's already registered classes."""
 
     def register_others(class_reference, *args, **kwargs):
         if not str(class_reference).startswith(OWN_AUTO_REGISTER):

@@ -1,4 +1,4 @@
-"""The configuration of a training as it ran: written into its output folder, and read back for ``why --run``."""
+"""Write the configuration of a training into its output folder, and read it back for ``why --run``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["as_text", "read_run", "save_configuration"]
 
-# This line stands before the YAML, because MindFormers has no key for the folder of the user's classes.
+# The file names the folder of the user's classes in a line above the YAML, because MindFormers has no key for it.
 _REGISTER_PATH = "# register-path: "
 
 
 def save_configuration(config: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
-    """Write the configuration of a training to its output folder; the first process does it.
+    """Write the configuration of a training to its output folder, in the first process only.
 
     Args:
-        config (MindFormerConfig): of the training.
-        before (Mapping): its sections as :func:`as_text` returned them before MindFormers built objects of some.
+        config (MindFormerConfig): the configuration.
+        before (Mapping): the sections of the configuration, as :func:`as_text` returned them before MindFormers
+            replaced some of them by objects.
 
     Returns:
-        str, the folder, or None where the configuration cannot be written.
+        str, the folder, or None if the configuration cannot be written.
     """
     from mindformers.tools.logger import logger
     from mindformers.tools.utils import get_real_rank
@@ -53,9 +54,9 @@ def save_configuration(config: Mapping[str, Any], before: Mapping[str, Any]) -> 
 
 
 def as_text(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sections of a configuration as YAML, by key, except those that MindFormers has made objects of."""
+    """Return each section of a configuration as YAML text, by key, except sections that hold objects."""
     sections = {}
-    # MindFormers turns 'metric' into a list, which it cannot read back.
+    # Leave out 'metric': MindFormers turns it into a list, which it cannot read back.
     for key, value in ((key, value) for key, value in config.items() if key != "metric"):
         with contextlib.suppress(yaml.YAMLError):
             sections[key] = yaml.safe_dump({key: _plain(value)}, sort_keys=False, allow_unicode=True)
@@ -69,18 +70,18 @@ def _plain(value: Any) -> Any:
 
 
 def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what the output folder of a training says, as the arguments of ``why`` by name.
+    """Return the arguments of ``why``, by name, that the output folder of a training provides.
 
     Args:
         folder (str): the output folder.
 
     Returns:
-        dict with ``config_path``; and where the folder has them ``register_path``, ``checkpoint`` (the last whole one),
-        ``batch``, ``loss_scale``, and ``failure``, which steps of the training had a loss that is inf or NaN.
+        dict with ``config_path`` and, if the folder has them, ``register_path``, ``checkpoint`` (the newest complete
+        one), ``batch``, ``loss_scale`` and ``failure``, a text about the first loss that was inf or NaN.
 
     Raises:
         FileNotFoundError: if the folder has no configuration.
-        ValueError: if it cannot be read.
+        ValueError: if the configuration cannot be read.
     """
     file = Path(folder, CONFIG_FILE)
     if not file.is_file():
@@ -95,7 +96,7 @@ def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     record = next((Path(each["record_path"]) for each in callbacks if each.get("record_path")), None)
     record = record or Path(folder, "loss_scale_record.jsonl")
     arguments: dict[str, Any] = {"config_path": str(file), "register_path": register_path}
-    # Older files are of an earlier training in the same folder.
+    # Files older than the configuration are from an earlier training in the same folder.
     batch = record.parent / BATCH_FILE
     arguments["batch"] = str(batch) if batch.is_file() and batch.stat().st_mtime >= began else None
     folders = [Path(each["directory"]) for each in callbacks if each.get("directory")]

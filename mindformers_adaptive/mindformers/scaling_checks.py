@@ -20,10 +20,10 @@ __all__ += ["usual_values", "warn_of_ignored_key", "warn_of_scaling"]
 _WEIGHTS_DTYPE = "model.model_config.param_init_type"
 # Update cells that do not move the scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
-# Besides the cells of RULES, these cells move the scale, and so skip steps and keep a state.
+# Further update cells, besides the cells of RULES, that move the scale, skip steps and keep a state.
 _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
-# Usual values of the arguments without which an update cell cannot be built. MindSpore's own cell uses the window
-# below.
+# Usual values of the arguments that an update cell requires. For MindSpore's own cell the usual window is
+# _STOCK_WINDOW.
 _USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 20}
 _STOCK_WINDOW = 1000
 # Optimizers of MindSpore whose state has the type of the weights. MindFormers' AdamW always keeps it in float32.
@@ -48,9 +48,9 @@ def check_scale_sense(scale_sense: Any) -> None:
 
 
 def check_stock_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError if MindSpore's own update cells, which check nothing, cannot work with a value.
+    """Raise TypeError or ValueError for a value that MindSpore's own update cells cannot use; they check nothing.
 
-    A factor of 1, with which the scale stays as it is, is in files that MindFormers ships.
+    A factor of 1, which keeps the loss scale as it is, is accepted: YAML files that MindFormers ships have it.
 
     Examples:
         >>> check_stock_arguments({"loss_scale_value": 4096, "scale_factor": 1, "scale_window": 100000})
@@ -66,7 +66,7 @@ def check_stock_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def usual_values(cell: str, names: Iterable[str]) -> str:
-    """Return the advice to add missing arguments of an update cell, with the values that are usual.
+    """Return a sentence that tells the user to add the missing arguments of an update cell, with usual values.
 
     Examples:
         >>> usual_values("AdaptiveLossScale", ["scale_factor", "scale_window"])
@@ -79,18 +79,18 @@ def usual_values(cell: str, names: Iterable[str]) -> str:
 
 
 def is_former_key(key: str) -> bool:
-    """Return whether MindFormers' train steps took a key formerly, or users write it there by mistake."""
+    """Return whether a key is one that MindFormers' train steps once took, or that users write there by mistake."""
     return key in FORMER_KEYS
 
 
 def warn_of_ignored_key(section: Mapping[str, Any], key: str) -> None:
-    """Warn of a key that MindFormers' train step ignores, and name the key that has the effect today."""
+    """Warn of a key that MindFormers' train step ignores, and name the key that has the same effect today."""
     remedy = f"Write {_present_key(key, section[key])} instead." if FORMER_KEYS.get(key) else "Take it out."
     warnings.warn(f"'runner_wrapper.{key}' has no effect, because {section['type']} ignores it. {remedy}", stacklevel=5)
 
 
 def train_step_instead_of(section: Mapping[str, Any]) -> str:
-    """Return the advice to use MindFormers' train step, with its names for former keys in the section.
+    """Return a sentence that recommends MindFormers' train step, and translates former keys in the section.
 
     Examples:
         >>> train_step_instead_of({"type": "TrainOneStepCell", "sens": 1024})
@@ -109,7 +109,7 @@ def warn_of_scaling(config: Any) -> None:
     """Warn of formats and starts with which a training loses updates or steps.
 
     Args:
-        config (MindFormerConfig): of a training, with this package registered.
+        config (MindFormerConfig): the configuration of a training, with this package registered.
     """
     _warn_of_lost_updates(config)
     if isinstance(config.runner_wrapper, dict) and config.runner_wrapper:
@@ -127,14 +127,14 @@ def _warn_of_rounding_start(scale_sense: Any) -> None:
         return
     kind = scale_sense.get("type")
     rule = find_rule(scale_sense["rule"]) if kind == Rule.cell else rule_of_cell(kind)
-    # Other rules of this package start at a power of two below, and say so.
+    # Other rules of this package round the initial loss scale down to a power of two, and warn of that themselves.
     if rule in (None, AdaptiveRule):
         warn_of_rounding(f"{SCALE_SENSE}.loss_scale_value", scale_sense.get("loss_scale_value"), stacklevel=6)
 
 
 def _warn_of_lost_updates(config: Any) -> None:
-    # The optimizers compute in float32, and write the weights in their own type. Half the distance between two numbers
-    # of float16 is 1/4096 to 1/2048 of them.
+    # The optimizers compute in float32, and write the weights in the dtype of the weights. Half the distance between
+    # neighbouring float16 numbers is 1/4096 to 1/2048 of their value.
     if str(value_at(config, _WEIGHTS_DTYPE)).lower() != "float16":
         return
     text = f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."

@@ -73,20 +73,20 @@ class Trainer(mindformers.Trainer):
             _set_or_compare(arguments, "optimizers", wrapper.optimizer)
         with warnings.catch_warnings():
             if wrapper is not None:
-                # The user's cell scales the loss.
+                # This warning would be wrong, because the user's cell scales the loss.
                 warnings.filterwarnings("ignore", message=".*the loss is not scaled")
             super().__init__(**arguments)
         self.wrapper = wrapper
         if wrapper is not None:
-            # MindFormers calls this to get the cell; it does not pass on a wrapper itself.
+            # MindFormers calls this method to get the train-step cell; it does not pass on a wrapper itself.
             self.trainer.create_model_wrapper = self._give_wrapper
             if hasattr(wrapper, "scale_sense"):
-                # MindFormers puts the loss scale of the checkpoint that it resumes from here.
+                # On a resume, MindFormers puts the loss scale of the checkpoint here.
                 loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
                 self.config.runner_wrapper.scale_sense = loss_scale
 
     def _config_init(self, args=None, task_config=None):
-        # The configuration is complete here, and nothing has been built.
+        # At this point the configuration is complete, and nothing has been built yet.
         config = mindformers.Trainer._config_init(args, task_config)
         if isinstance(args, TrainingArguments):
             _fit_window(args, config.runner_wrapper.scale_sense)
@@ -96,14 +96,14 @@ class Trainer(mindformers.Trainer):
         return config
 
     def _check_config_rules(self):
-        # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
+        # MindFormers calls this when the arguments of train() are known, before it looks for a checkpoint.
         apply_workarounds(self.config)
         if self.wrapper is None:
             _keep_fixed_scale(self.trainer, self.config)
         super()._check_config_rules()
 
     def _init_model(self, is_train=False):
-        # The configuration need not name a model or data that the user built.
+        # Do not save the configuration if the user built the model or the data: it need not describe them.
         built_by_user = isinstance(self.model, nn.Cell) or self.train_dataset is not None
         folder = save_configuration(self.config, self._sections) if is_train and not built_by_user else None
         super()._init_model(is_train)
@@ -159,7 +159,7 @@ class LaunchedTrainer(Trainer):
 
 
 def _keep_fixed_scale(trainer, config):
-    """Make a trainer build its cell with the fixed loss scale of the configuration, not of a checkpoint."""
+    """Make a trainer build its train-step cell with the configured fixed loss scale, not with a checkpoint's."""
     scale_sense = config.runner_wrapper and config.runner_wrapper.get("scale_sense")
     if isinstance(scale_sense, dict):
         if scale_sense.get("type") not in FIXED_SCALES:
@@ -170,7 +170,7 @@ def _keep_fixed_scale(trainer, config):
     create_model_wrapper = trainer.create_model_wrapper
 
     def create(*args, **kwargs):
-        # By now MindFormers has put the loss scale of the checkpoint here.
+        # By now MindFormers has put the loss scale of the checkpoint here; put the fixed one back.
         trainer.config.runner_wrapper.scale_sense = scale_sense
         return create_model_wrapper(*args, **kwargs)
 
@@ -178,14 +178,14 @@ def _keep_fixed_scale(trainer, config):
 
 
 def _fit_window(args, scale_sense):
-    """Change the window in the section of the update cell that ``args`` names, unless MindFormers' default fits."""
+    """Replace MindFormers' default window by the smallest one, or remove it if the cell in ``args`` takes none."""
     if (rule := rule_of_cell(args.scale_sense)) is None:
         return
     is_default = args.loss_scale_window == TrainingArguments.loss_scale_window
     if "scale_window" not in rule.start_arguments:
         scale_sense.pop("scale_window", None)
     elif is_default:
-        # The default window is the largest, which is not on a ladder with other bounds.
+        # The default window is the default maximum, which is not on a ladder with other bounds.
         scale_sense.scale_window = args.min_scale_window
     if "scale_window" not in scale_sense and not is_default:
         warnings.warn(
@@ -216,7 +216,7 @@ def _check_train_step(wrapper):
 
 
 def _model_of(wrapper, reset_model):
-    # The model may be within other cells, such as nn.GradAccumulationCell.
+    # The model may be inside other cells, such as nn.GradAccumulationCell.
     models = [cell for _, cell in wrapper.network.cells_and_names() if isinstance(cell, PreTrainedModel)]
     if not models:
         raise TypeError(
@@ -242,15 +242,15 @@ def _set_or_compare(arguments, name, value):
 
 
 class MeanOverMicroBatches(nn.Cell):
-    """The mean loss over the micro batches that a batch is split into, whose gradients are accumulated.
+    """Splits a batch into micro-batches and returns their mean loss; their gradients are accumulated.
 
     Args:
-        network (Cell): returns the loss of a micro batch, a Tensor.
-        micro_batches (int): how many, at least 1.
+        network (Cell): returns the loss of a micro-batch, a Tensor.
+        micro_batches (int): the number of micro-batches, at least 1.
 
     Inputs:
-        - **inputs** (tuple[Tensor]) - of the network, with the batch as their first axis, a multiple of
-          ``micro_batches``.
+        - **inputs** (tuple[Tensor]) - the inputs of the network. Their first axis is the batch, with a length that is
+          a multiple of ``micro_batches``.
 
     Outputs:
         Tensor, of the shape and dtype of the network's loss.
@@ -265,7 +265,7 @@ class MeanOverMicroBatches(nn.Cell):
 
     def __init__(self, network, micro_batches):
         super().__init__(auto_prefix=False)
-        # MindSpore's own cell returns the sum, and leaves the division to a train-step cell for Ascend.
+        # MindSpore's own cell returns the sum of the losses; on Ascend the train-step cell divides it.
         self.network = nn.GradAccumulationCell(network, micro_batches)
         self.micro_batches = micro_batches
 
@@ -276,11 +276,11 @@ class MeanOverMicroBatches(nn.Cell):
 def take_accumulation_steps(config):
     """Take ``runner_config.gradient_accumulation_steps`` out of a configuration, and return it.
 
-    The batches become larger by it, as MindFormers makes them in semi-automatic parallel mode; elsewhere it would set
-    the number to 1.
+    The batch size is multiplied by it, as MindFormers does in semi-automatic parallel mode. In other modes MindFormers
+    would set the number of steps to 1.
 
     Args:
-        config (MindFormerConfig): of a training; changed in place.
+        config (MindFormerConfig): the configuration of a training; changed in place.
 
     Returns:
         int, to be given to :func:`accumulate`; 1 for no accumulation.
@@ -293,30 +293,30 @@ def take_accumulation_steps(config):
 
 
 def accumulate(trainer, steps):
-    """Make a trainer cut each batch of its training into micro batches, and add up their gradients.
+    """Make a trainer split each training batch into micro-batches, and add up their gradients.
 
     Args:
         trainer (BaseTrainer): MindFormers' trainer of a task; changed in place, before its ``set_config()``.
-        steps (int): the number of micro batches, by which the batch size in its configuration was multiplied.
+        steps (int): the number of micro-batches, by which the batch size in its configuration was multiplied.
     """
     wrap_network = trainer.wrap_network_with_tool_cells
     check_batch_size = trainer._check_global_batch_size_for_auto_parallel
     reset_batch_size = trainer._reset_dataset_batch_size
 
     def wrap(network):
-        # With a loss per token the sums of losses and tokens are what is needed, and the losses are no means.
+        # With a per-token loss, MindFormers needs the sum of losses and the number of tokens, not a mean loss.
         per_token = given_to_train_step(trainer.config, PER_TOKEN)
         cell = GradAccumulationCellWithTwoOutput if per_token else MeanOverMicroBatches
         return cell(wrap_network(network), steps)
 
     def check():
         check_batch_size()
-        # The number of samples that the model sees at a time.
+        # The model sees the samples of one micro-batch at a time.
         trainer.config.runner_config.mini_batch_size //= steps
 
     def reset():
         reset_batch_size()
-        # Evaluation accumulates nothing.
+        # Evaluation does not accumulate, so its batch size stays as configured.
         if trainer.config.eval_dataset is not None:
             trainer.config.eval_dataset.batch_size //= steps
 

@@ -20,7 +20,7 @@ from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["build_training", "build_training_at_start", "load_weights", "probe"]
 
-# The mean over many tokens makes batches alike, so a few batches show an unusual one.
+# Each loss is a mean over many tokens, so batches differ little, and a few of them represent the data.
 DEFAULT_BATCHES = 4
 
 
@@ -39,26 +39,26 @@ def probe(
 ):
     """Sweep over loss scales with the model and the data of a MindFormers YAML file.
 
-    The backward pass is made by the train-step cell that a training would use, with the weights that it would start
-    from. Which they are is the sweep's ``measured``. It runs in one process. Where a step of the training adds up
-    several micro-batches and divides their losses before the backward pass, each batch is measured as one of them; see
-    :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`.
+    The backward pass is made by the train-step cell that a training would use, in one process, with the weights that
+    the training would start from; ``measured`` of the result says which weights. If a step of the training adds up
+    several micro-batches and divides their losses before the backward pass, each batch is measured as one micro-batch;
+    see :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`.
 
     Args:
         config_path (str): the YAML file.
         checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
-            Default: None, what the YAML file says to load, ``load_checkpoint`` or ``checkpoint.load_path``, and new
-            weights where it says nothing.
-        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
-        loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
+            Default: None, the checkpoint that the YAML file names as ``load_checkpoint`` or ``checkpoint.load_path``,
+            or new weights if it names no checkpoint.
+        train_dataset_dir (str, optional): the training data, instead of those that the YAML file names. Default: None.
+        loss_scales (Iterable[float]): the loss scales, in any order. Default: 2^0, 2^4, ..., 2^32.
         batches (int): how many batches of the training data. Default: 4.
         overrides (dict, optional): values by dotted key that replace values of the YAML file, ``{"seed": 1}``. Default:
             None.
-        layers (Iterable[str]): layers whose outputs, and the gradients of these, are measured too, by name or by the
+        layers (Iterable[str]): layers whose outputs and output gradients are measured too, given by name or by the
             name of their class. Default: none.
         progress (Callable, optional): called with the number of backward passes done; there are
             ``batches * len(loss_scales)``, and with ``layers`` twice as many. Default: None.
-        observe (Callable, optional): called with the loss scale and the gradients of each pass, as there. Default:
+        observe (Callable, optional): called with the loss scale and the gradients of each backward pass. Default:
             None.
         gradient_format (Union[str, dict, Format]): the format of the gradients in the backward pass, as in
             :func:`~mindformers_adaptive.gradients.ranges.gradient_ranges`. Default: "float16".
@@ -90,12 +90,12 @@ def probe(
 
 
 class Training(NamedTuple):
-    """The training of a YAML file in one process.
+    """What is measured of the training of a YAML file, built in one process.
 
     Attributes:
-        train_step (Cell): has the model as its ``network``. The optimizer is a stand-in, which has the Parameters and
-            no state.
-        dataset (Dataset): the data in batches; where gradients are accumulated, in micro-batches.
+        train_step (Cell): the train-step cell, with the model as its ``network``. Its optimizer is a stand-in that has
+            the Parameters but no state.
+        dataset (Dataset): the data in batches, or in micro-batches if gradients are accumulated.
         micro_batches (int): see :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`.
         weights (str): which weights the model has, in words.
     """
@@ -158,7 +158,7 @@ def _read_config(config_path, train_dataset_dir, overrides):
     overrides = {"run_mode": "train", **(overrides or {})}
     if train_dataset_dir is not None:
         overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
-    # The measurement itself runs in one process.
+    # The measurement runs in one process, whatever the training uses.
     config = load_config(config_path, {**overrides, "use_parallel": False}, may_add=("run_mode", "use_parallel"))
     is_parallel = overrides.get("use_parallel", MindFormerConfig(str(config_path)).use_parallel)
     device_target = value_at(config, "context.device_target") or mindspore.get_context("device_target")

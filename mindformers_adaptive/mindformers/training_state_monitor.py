@@ -10,17 +10,17 @@ __all__ = ["TrainingStateMonitor"]
 
 
 class TrainingStateMonitor(callback.TrainingStateMonitor):
-    """``mindformers.core.callback.TrainingStateMonitor`` that knows of skipped steps.
+    """``mindformers.core.callback.TrainingStateMonitor`` that does not report skipped steps as anomalies.
 
-    Arguments are the same as of the stock class. In a step that overflowed, the norm of the gradients is inf or NaN
-    because the loss scale was too large; the step is skipped, and the scale falls. So in such a step
+    It takes the arguments of the stock class. In a step that overflowed, the norm of the gradients is inf or NaN
+    because the loss scale was too large; the step is skipped, and the loss scale falls. So in such a step
 
     - ``check_for_nan_in_loss_and_grad`` checks the loss only. No loss scale makes a loss inf or NaN, because only the
       gradients are multiplied by it: then training ends, as with the stock class.
     - ``use_skip_data_by_global_norm`` and ``check_for_global_norm`` do not count the norm as a spike. Consecutive
-      spikes before it still count.
+      spikes before this step still count.
 
-    All other steps are checked as by the stock class.
+    All other steps are checked as in the stock class.
 
     Raises:
         ValueError: in training, for a loss that is inf or NaN, with ``check_for_nan_in_loss_and_grad``.
@@ -34,12 +34,12 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
     """
 
     def abnormal_global_norm_check(self, cb_params):
-        """As in the stock class, where the step did not overflow."""
+        """Check the gradient norm as the stock class does, unless the step overflowed."""
         if not _overflowed(cb_params.net_outputs):
             super().abnormal_global_norm_check(cb_params)
 
     def on_train_step_end(self, run_context):
-        """As in the stock class; of a step that overflowed only the loss is checked for inf and NaN."""
+        """Check a step as the stock class does. If the step overflowed, check only its loss for inf and NaN."""
         checks = self.check_for_nan_in_loss_and_grad
         params = run_context.original_args()
         overflowed = _overflowed(params.net_outputs)
@@ -57,5 +57,5 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
 
 
 def _overflowed(outputs):
-    # A network of a user may return something else beside its loss.
+    # A user's network may return something other than an overflow flag beside its loss.
     return isinstance(outputs, tuple | list) and len(outputs) > 2 and read_overflow(outputs)

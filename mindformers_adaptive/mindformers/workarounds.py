@@ -1,4 +1,4 @@
-"""What MindFormers 1.9.0 needs to train on a CPU, and to resume in a single process or after a kill."""
+"""Changes that MindFormers 1.9.0 needs to train on a CPU, and to resume in a single process or after a kill."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 __all__ = ["apply_workarounds", "is_whole"]
 
-# The name that makes MindFormers take a folder's safetensors as whole, not as the part of one process.
+# If a folder has a file of this name, MindFormers reads a complete checkpoint from it, not one process's part.
 _WHOLE_CHECKPOINT = "hyper_param.safetensors"
 
-# Each process looks at the files of all; on a large cluster that would take minutes.
+# Each process checks the files of all processes. With more folders than this it does not, to save minutes.
 _MOST_FOLDERS = 16
 
 
@@ -24,16 +24,16 @@ def apply_workarounds(config: Any) -> None:
     """Change a configuration so that MindFormers can train on a CPU and resume.
 
     On a CPU, sink mode is turned off and the barrier of several processes is replaced. ``resume_training: True`` works
-    with ``checkpoint.load_path`` alone, and is warned of without a checkpoint. A single process that resumes from the
+    with ``checkpoint.load_path`` alone, and gives a warning without a checkpoint. A single process that resumes from
     safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers accepts. If
-    the newest checkpoint is torn, or MindFormers' note of it empty, damaged or wrong, the newest complete one is taken.
+    the newest checkpoint is torn, or MindFormers' note of it is damaged or wrong, the newest complete one is used.
 
     Args:
         config (MindFormerConfig): the configuration of a trainer; changed in place.
 
     Raises:
         FileNotFoundError: if ``resume_training`` names a file that is not there.
-        ValueError: if it is True, and no file to resume from is whole.
+        ValueError: if ``resume_training`` is True, and no file to resume from is complete.
     """
     import mindspore
 
@@ -53,12 +53,12 @@ def apply_workarounds(config: Any) -> None:
 
 
 def _keep_resume_training(config: Any) -> None:
-    """Make sure that ``resume_training: True`` has a checkpoint; MindFormers sets it to False otherwise."""
+    """Find a checkpoint for ``resume_training: True``, or warn: without it MindFormers does not resume."""
     if config.resume_training is not True:
         return
     section = config.get("checkpoint") or {}
     if not config.load_checkpoint and section.get("load_path"):
-        # Otherwise MindFormers would load the weights, but neither the optimizer nor the step.
+        # With 'load_path' alone, MindFormers would load the weights, but neither the optimizer nor the step.
         config.load_checkpoint = section["load_path"]
     folder = Path(config.load_checkpoint or "")
     if not config.load_checkpoint or (folder.is_dir() and not any(folder.iterdir())):
@@ -71,7 +71,7 @@ def _keep_resume_training(config: Any) -> None:
 
 
 def _resume_from_whole_file(config: Any) -> None:
-    """Choose the file to resume from in the legacy formats, where MindFormers would take a torn one or none."""
+    """Choose the file to resume from in the legacy formats, if MindFormers would take a torn file or none."""
     from mindformers.tools.utils import get_real_group_size
 
     if not config.resume_training or not config.load_checkpoint or config.get("checkpoint"):
@@ -90,7 +90,7 @@ def _resume_from_whole_file(config: Any) -> None:
     if file is not None and needs_link:
         _link_safetensors(config, file)
     elif file is not None:
-        # In the folder of each process MindFormers looks for the file with its number in the name.
+        # In the folder of each process, MindFormers looks for this file name with the rank of that process.
         config.resume_training = file.name
 
 
@@ -104,7 +104,7 @@ def _link_safetensors(config: Any, file: Path) -> None:
 
 
 def _file_to_resume_from(folders: Sequence[Path], extension: str, resume_training: bool | str) -> Path | None:
-    """Return the file that is named by ``resume_training`` or ``meta.json``, else the newest whole one, if any."""
+    """Return the file that ``resume_training`` or ``meta.json`` names, else the newest complete file, or None."""
     first = folders[0]
     if isinstance(resume_training, str):
         file = first / resume_training
@@ -124,7 +124,7 @@ def _file_to_resume_from(folders: Sequence[Path], extension: str, resume_trainin
 
 
 def _file_of_meta(folders: Sequence[Path]) -> tuple[Path | None, str]:
-    """Return the file that ``meta.json`` names, or None and what is wrong with it."""
+    """Return the file that ``meta.json`` names, or None and a text that says what is wrong."""
     meta = folders[0] / "meta.json"
     try:
         # MindFormers writes this file when a checkpoint is complete.
@@ -141,12 +141,12 @@ def _file_of_meta(folders: Sequence[Path]) -> tuple[Path | None, str]:
 
 
 def _is_whole_in_all(file: Path, folders: Sequence[Path]) -> bool:
-    """Return whether a file is whole, and the files of all other processes too."""
+    """Return whether a checkpoint file is complete, and so are the files of all other processes."""
     return all(is_whole(folder / re.sub(r"rank_\d+", folder.name, file.name)) for folder in folders)
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has all the bytes that its headers promise, and an ``iteration_N`` all its files."""
+    """Return whether a file has all bytes that its headers promise, or a folder ``iteration_N`` all its files."""
     if checkpoint.is_dir():
         return _is_complete(checkpoint)
     from safetensors import SafetensorError, safe_open
@@ -161,7 +161,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def _ends_with_an_entry(file: Path) -> bool:
-    """Whether a ``.ckpt`` ends where its last entry does; each is a protobuf field 1 with its length before it."""
+    """Return whether a ``.ckpt`` ends where its last entry ends. Entries are protobuf fields 1 with a length."""
     size = file.stat().st_size
     with file.open("rb") as content:
         while content.tell() < size:
@@ -179,8 +179,8 @@ def _ends_with_an_entry(file: Path) -> bool:
 
 
 def _choose_newest_iteration(config: Any) -> None:
-    # MindFormers empties the note before it writes the step into it, so a kill may leave it empty. By then that
-    # checkpoint is complete, and nothing of the next one has been written.
+    # MindFormers empties the note before it writes the step, so a kill may leave the note empty. At that moment the
+    # checkpoint of the step is complete, and nothing of the next checkpoint has been written.
     section, key = config.get("checkpoint") or {}, "load_path"
     if section.get(key) is None:
         section, key = config, "load_checkpoint"
@@ -191,7 +191,7 @@ def _choose_newest_iteration(config: Any) -> None:
     step = note.read_text(encoding="utf-8", errors="replace").strip()
     if step and not (step.isdecimal() and not _is_complete(folder / f"iteration_{int(step):08d}")):
         return
-    # Take the newest by time: a run that went back to an older checkpoint saves beside folders of later steps.
+    # Take the newest folder by time: a run that went back to an older checkpoint saves beside folders of later steps.
     folders = filter(_is_complete, folder.glob("iteration_*"))
     complete = sorted(folders, key=lambda iteration: (iteration / "common.json").stat().st_mtime_ns)
     if complete:
@@ -210,17 +210,17 @@ def _is_complete(iteration: Path) -> bool:
 
 
 def _patch_barrier() -> None:
-    """Let processes on a CPU wait for each other: MindFormers uses an operator that a CPU lacks."""
+    """Let processes on a CPU wait for each other: MindFormers' barrier uses an operator that a CPU lacks."""
     try:
         from mindspore.communication import comm_func
     except ImportError:  # from MindSpore 2.11
         return
-    # MindFormers 2.1 has another barrier, which a CPU has too.
+    # MindFormers 2.1 uses another barrier, which works on a CPU too.
     stock = comm_func.barrier
     if stock is _barrier_by_all_reduce:
         return
     for module in list(sys.modules.values()):
-        # MindFormers' modules have imported the function by name.
+        # MindFormers' modules have imported the function by name, so replace it in each of them.
         if getattr(module, "__name__", "").startswith(("mindformers.", "mindspore.communication.comm_func")):
             for name, value in list(vars(module).items()):
                 if value is stock:
@@ -228,7 +228,7 @@ def _patch_barrier() -> None:
 
 
 def _barrier_by_all_reduce(group: str | None = None) -> None:
-    # A sum over all processes waits for all of them too.
+    # A sum over all processes is a barrier too, because it waits for all of them.
     from mindspore import Tensor, ops
     from mindspore.communication import GlobalComm
 

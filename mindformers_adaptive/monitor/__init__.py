@@ -1,4 +1,4 @@
-"""What a run did with its loss scale: the record, the callbacks that write it, TensorBoard."""
+"""Callbacks that record the loss scaling of a run, in a file and in TensorBoard."""
 
 from mindformers_adaptive.public_names import lazy_names
 

@@ -1,4 +1,4 @@
-"""What ``LossScaleMonitor(explain=True)`` does at a bad loss or a collapse: it says why, and saves the batch."""
+"""Explain a bad loss or a collapse for ``LossScaleMonitor(explain=True)``, and save the batch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ EXPLANATION_FILE = "overflow_explanation.json"
 def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Path) -> str:
     """Explain the overflow of a batch, and write the explanation and the batch to a folder.
 
-    Nothing of the training is changed.
+    The training itself is not changed.
 
     Args:
         train_step (Cell): the train-step cell, at the weights of that step.
-        batch (tuple[Tensor], optional): the inputs of its network; None in data-sink mode, where nobody has it.
-        loss_scale (float): of the step.
-        folder (Path): where to write.
+        batch (tuple[Tensor], optional): the inputs of the network; None in data-sink mode, which hides the batch.
+        loss_scale (float): the loss scale of that step.
+        folder (Path): the folder to write to.
 
     Returns:
-        str for the log, the explanation or why there is none.
+        str for the log: the explanation, or the reason why there is none.
     """
     if not batch:
         return (
@@ -40,11 +40,11 @@ def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Pat
         return f"'explain' needs a loss scale above 0, but it is {loss_scale}."
     file = folder / BATCH_FILE
     try:
-        # Save the batch first, so that it can be looked at again whatever happens.
+        # Save the batch first, so that it is kept even if the explanation fails.
         save_batch(file, [to_numpy(column) for column in batch])
         explanation = explain_overflow(train_step, [batch], loss_scale, measured="weights of this step")
         write_json(folder / EXPLANATION_FILE, explanation.to_dict())
-    # The training goes on even if its explanation fails.
+    # The training goes on even if the explanation fails.
     except Exception as error:
         return f"The overflow could not be explained: {type(error).__name__}: {error}"
     return f"Why it overflows, on the batch of this step, which is saved as {file}:\n{explanation}"

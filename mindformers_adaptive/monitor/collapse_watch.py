@@ -1,4 +1,4 @@
-"""``CollapseWatch``: says that a training skips all its steps, where no ``LossScaleMonitor`` is there to say it."""
+"""``CollapseWatch``: warns of a training that skips all its steps, if no ``LossScaleMonitor`` does."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["CollapseWatch"]
 
 # This many overflows in a row are a collapse, as in LossScaleMonitor.
 _LIMIT = 50
-# Cells of this package count overflows on the device: the host need not wait for each step.
+# Update cells of this package count overflows on the device, so the host need not wait for each step, only every 10th.
 _EVERY = 10
 
 
 class CollapseWatch(Callback):
     """Callback that warns of a loss that is inf or NaN, and of a training in which every step is skipped.
 
-    ``Trainer`` and the launcher add it. It writes nothing but these lines of the log, and does nothing where the
+    ``Trainer`` and the launcher add this callback. It only writes these warnings to the log, and does nothing if the
     training has a :class:`mindformers_adaptive.monitor.loss_scale_monitor.LossScaleMonitor`.
 
     Args:
-        run_folder (str, optional): the output folder, where the configuration of the training was written to it.
+        run_folder (str, optional): the output folder, if the configuration of the training was written there.
     """
 
     def __init__(self, run_folder: str | None = None) -> None:
@@ -55,18 +55,18 @@ class CollapseWatch(Callback):
         self._longest = 0
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Look at the first step, and then at every tenth.
+        """Check the first step, and then every tenth, or every step if the update cell counts no overflows.
 
         Args:
             run_context (RunContext): what MindSpore knows of the training.
         """
         step = run_context.original_args().cur_step_num
-        # A sink may step over a multiple.
+        # A data sink takes several steps per call, and may pass over a multiple of self._every.
         if self._reader is not None and (self._last == self._first or step // self._every > self._last // self._every):
             self._look(self._reader, run_context.original_args())
 
     def on_train_end(self, run_context: Any) -> None:
-        """Look at the last step, and say so if no step was applied.
+        """Check the last step, and warn if no step of the training was applied.
 
         Args:
             run_context (RunContext): what MindSpore knows of the training.

@@ -193,14 +193,14 @@ def _find_train_step(train_network: Any) -> Any:
 
 
 def _micro_batches(train_step: Any) -> int:
-    """Return into how many micro-batches MindSpore's cells for accumulation and pipelines split a batch."""
+    """Return the number of micro-batches into which MindSpore's accumulation or pipeline cell splits a batch."""
     return next((cell.micro_size for _, cell in train_step.cells_and_names() if hasattr(cell, "micro_size")), 1)
 
 
 def _by_micro_batch(outputs: Mapping[str, list[Any]], micro_batches: int) -> Iterator[tuple[str, Any]]:
-    """Yield a tag and an array of shape (elements,) for each layer, or for each micro-batch of a layer."""
+    """Yield a TensorBoard tag and the outputs, of shape (elements,), for each layer or each of its micro-batches."""
     for name, calls in outputs.items():
-        # A layer that is not called equally often in each micro-batch cannot be split.
+        # Outputs cannot be split by micro-batch if the layer is not called equally often in each micro-batch.
         parts = micro_batches if len(calls) % micro_batches == 0 else 1
         length = len(calls) // parts
         for index in range(parts):
@@ -210,7 +210,7 @@ def _by_micro_batch(outputs: Mapping[str, list[Any]], micro_batches: int) -> Ite
 
 def _loss_scale(train_step: Any) -> float:
     scale = getattr(train_step, "scale_sense", None)
-    # A stock cell with a constant scale has it as `sens`, which is None for a scale of 1.
+    # A stock cell with a constant loss scale keeps the scale in `sens`, which is None for a scale of 1.
     return float(train_step.sens or 1.0) if scale is None else float(scale.asnumpy().item())
 
 

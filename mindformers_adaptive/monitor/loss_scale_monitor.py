@@ -1,4 +1,4 @@
-"""``LossScaleMonitor``: what loss scaling did in every step, in a file, in TensorBoard and in the log."""
+"""``LossScaleMonitor``: records what loss scaling did in every step, in a file, in TensorBoard and in the log."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class LossScaleMonitor(RecordingCallback):
             return
         self._train_step, self._explained = train_step, False
         self._open(params, train_step)
-        # The host has the batch of the current step only, and none in data-sink mode.
+        # The host has the batch of the current step only, and no batch in data-sink mode.
         self._has_batch = self._explain and self._every_n_steps == 1 and not params.dataset_sink_mode
         batch = str(self._record.path.parent / BATCH_FILE) if self._has_batch else ""
         callbacks = getattr(params.list_callback, "_callbacks", params.list_callback)
@@ -172,7 +172,7 @@ class LossScaleMonitor(RecordingCallback):
             return
         called_before = self._called_at
         self._note_call(run_context)
-        # A sink may step over a multiple.
+        # A data sink takes several steps per call, and may pass over a multiple of every_n_steps.
         if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
 
@@ -205,7 +205,7 @@ class LossScaleMonitor(RecordingCallback):
         self._seen[self._called_at] = params.net_outputs
 
     def _look_before_saving(self, run_context: Any) -> None:
-        # A run that is killed goes on after its last checkpoint, so the steps before have to be in the record by then.
+        # A run that is killed resumes after its last checkpoint, so record all steps before a checkpoint is saved.
         self._look_now = functools.partial(self._note_and_look, run_context)
         savers = run_context.original_args().list_callback
         self._savers = [saver for saver in savers if isinstance(saver, ModelCheckpoint)]
@@ -226,7 +226,7 @@ class LossScaleMonitor(RecordingCallback):
             return
         fields = (*FIELDS, *self._reader.recorded)
         names = (*fields, *RARE_FIELDS)
-        # A resumed record is marked at its first step.
+        # Mark the first step after a resume in the record.
         if self._resumes:
             entries[0]["resumed"], self._resumes = True, False
         self._append([{field: entry[field] for field in names if field in entry} for entry in entries])
@@ -234,7 +234,7 @@ class LossScaleMonitor(RecordingCallback):
             for field in fields[1:]:
                 self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
-        # Warn after the record is written: it is then complete for whoever looks for the cause.
+        # Warn only after the record is written, so that it is complete when a user looks for the cause.
         self._longest = entries[-1]["consecutive_overflows"] or 0
         for entry in entries:
             if (line := self._bad_loss.check(entry)) and self._writes:
@@ -246,7 +246,7 @@ class LossScaleMonitor(RecordingCallback):
                 self._react_to_collapse(message, run_context)
 
     def _read_entries(self, outputs: Any) -> list[dict[str, Any]]:
-        """Return the steps since the last look, oldest first, with the losses and norms that the host has seen."""
+        """Return the steps since the last call, oldest first, with the losses and norms that the host has seen."""
         taken = self._reader.steps_taken()
         step = self._called_at if taken is None else self._ahead_of_cell + taken
         seen, self._seen = self._seen, {}
@@ -255,10 +255,10 @@ class LossScaleMonitor(RecordingCallback):
         went_back = step < self._last_step
         entries: list[dict[str, Any]] = self._reader.read(step, step if went_back else step - self._last_step, outputs)
         if went_back:
-            # The training was set back to an earlier state: the steps since then are taken again.
+            # The training was set back to an earlier state, and takes the steps after that state again.
             self._resume_after = entries[0]["step"] - 1
             self._resumes = True
-        # Where one call of the network takes several steps, it returns the loss of the last step.
+        # If one call of the network takes several steps, it returns only the loss of the last step.
         if step != self._called_at:
             seen = {step: seen[self._called_at]}
         for entry in entries:
@@ -281,7 +281,7 @@ class LossScaleMonitor(RecordingCallback):
     def _explain_once(self, params: Any, entry: Mapping[str, Any]) -> None:
         if not self._explain or self._explained or not self._writes:
             return
-        # Import it only now, because most trainings never need it.
+        # Import explain_collapse only here, because most trainings never need it.
         from mindformers_adaptive.monitor.collapse_explanation import explain_collapse
 
         self._explained = True
@@ -290,7 +290,7 @@ class LossScaleMonitor(RecordingCallback):
         logger.warning("%s", explain_collapse(self._train_step, batch, scale, self._record.path.parent))
 
     def _react_to_collapse(self, message: str, run_context: Any) -> None:
-        # Overflows are the same in all processes, so all of them stop at the same step.
+        # All processes see the same overflows, so they all stop at the same step.
         if self._on_collapse == "raise":
             raise RuntimeError(message)
         if self._on_collapse == "stop":

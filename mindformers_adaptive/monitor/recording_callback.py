@@ -1,4 +1,4 @@
-"""The base of the callbacks that write: a record, and scalars and histograms for TensorBoard."""
+"""The base class of callbacks that write a record, and scalars and histograms for TensorBoard."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _Choice = TypeVar("_Choice")
 
 _FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
 _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")
-# What to do besides choosing another path, by errno.
+# The remedy in the message by errno; each message also recommends another path.
 _REMEDIES = _FULL | _READ_ONLY
 
-# The writer of TensorBoard files refuses an array of which no value is within its bins, which end just above this.
+# TensorBoard's writer rejects an array without any value inside its bins, which end just above this value.
 _LARGEST_BIN = 9e19
 
 
 class RecordingCallback(Callback):
-    """A callback with a record and a TensorBoard writer, which are closed however a training ends.
+    """Callback with a record and a TensorBoard writer, which are closed even if the training fails.
 
-    A subclass calls ``_open`` when a training begins, and sets ``subject``, what is recorded, for the messages;
+    A subclass calls ``_open`` when a training begins, and sets ``subject``, the recorded quantity, for messages;
     ``file_name``, the record's name in MindFormers' output folder; and ``every_step``, whether the record has a line
     for steps that are missing.
 
     Args:
-        record_path (str, optional): the record, if it is to be another file.
+        record_path (str, optional): the file of the record; None for ``file_name`` in the output folder.
         tensorboard_dir (str, optional): a folder for TensorBoard where the YAML file has no ``tensorboard`` section.
         all_ranks (bool): whether every process writes, each into files of its own, or only the first one.
         on_write_error (str): ``"warn"`` or ``"raise"``. Default: ``"warn"``.
@@ -78,7 +78,7 @@ class RecordingCallback(Callback):
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Model.fit enters and leaves its callbacks in the midst of a training too, to evaluate.
+        # Model.fit also enters and leaves its callbacks during a training, for each evaluation.
         self._entered -= 1
         if self._entered == 0:
             self._release()
@@ -92,7 +92,7 @@ class RecordingCallback(Callback):
         self._release()
 
     def _open(self, params: Any, train_step: Any) -> None:
-        """Start to write the steps of a training, of which MindSpore gives ``params`` to a callback."""
+        """Prepare the record and the TensorBoard writer for a training; MindSpore gives ``params`` to a callback."""
         update_cell = getattr(train_step, "loss_scaling_manager", None)
         self._last_step = last_step_before(params, update_cell, self._last_step)
         self._ahead_of_model = self._last_step - params.cur_step_num
@@ -102,15 +102,15 @@ class RecordingCallback(Callback):
         if self._all_ranks:
             path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
             folder = folder and folder / f"rank_{rank}"
-        # Update cells of other packages keep no number of the run.
+        # Update cells of other packages have no run number.
         self._update_cell = update_cell if hasattr(update_cell, "run_number") else None
-        # A resumed run has the number from its checkpoint, or none.
+        # Only a new run gets a number; a resumed run has the number in its checkpoint, or has none.
         if self._update_cell is not None and self._writes and not self._last_step and not self._update_cell.run_number:
             self._update_cell.run_number = new_run()
         self._record, self._failed = RunRecord(path, self.every_step), False
-        # The steps after it are removed from the record before the next line is written.
+        # Steps after the resumed step are removed from the record before the next line is written.
         self._resume_after = self._last_step
-        # Where the YAML file has a tensorboard section, MindFormers has a writer already.
+        # If the YAML file has a tensorboard section, MindFormers has created a writer already.
         self._writer, self._owns_writer = get_tensorboard_writer() if self._writes else None, False
         if not self._writes or self._writer is not None or folder is None:
             return
@@ -150,12 +150,12 @@ class RecordingCallback(Callback):
             self._failed = True
 
     def _add_scalar(self, tag: str, value: float | None, step: int) -> None:
-        """Write a number for TensorBoard; None, inf and NaN have no place in a curve."""
+        """Write a number for TensorBoard, unless it is None, inf or NaN, which a curve cannot show."""
         if self._writer is not None and value is not None and math.isfinite(value):
             self._writer.add_scalar(tag, float(value), step)
 
     def _add_histogram(self, tag: str, array: Any, step: int) -> None:
-        """Write a histogram for TensorBoard of the values that its bins hold, if there are any."""
+        """Write a histogram of the values that lie within TensorBoard's bins, if there are any."""
         if self._writer is not None:
             # TensorBoard's writer sums the values and their squares in their dtype, and FP16 sums overflow.
             values = np.asarray(array, np.float64)
@@ -164,7 +164,7 @@ class RecordingCallback(Callback):
                 self._writer.add_histogram(tag, values, step)
 
     def _release(self) -> None:
-        """Close what was opened; calling it again does nothing."""
+        """Close the record and the TensorBoard writer. Further calls do nothing."""
         if self._record is not None:
             self._record.close()
         if self._writer is not None and self._owns_writer:

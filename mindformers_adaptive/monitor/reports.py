@@ -1,4 +1,4 @@
-"""What the log says of a run: overflows, a collapsed scale, and a window that is too long."""
+"""Messages for the log of a run: a bad loss, a collapsed loss scale, and a window that is too long."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def way_to_the_cause(callbacks: Iterable[Any] = (), batch: str = "") -> str:
     """Return the sentence that says how to find the layer that overflows and a remedy, with a command to paste.
 
     Args:
-        callbacks (Iterable[Callback]): of the training; where it can be repeated, one of them knows its output folder.
-        batch (str): the file of the batch, if it was saved. Default: "".
+        callbacks (Iterable[Callback]): the callbacks of the training. If the training can be repeated, one callback
+            has its output folder as ``run_folder``.
+        batch (str): the file of the batch, if the batch was saved. Default: "".
     """
     folder = next(filter(None, (getattr(callback, "run_folder", None) for callback in callbacks)), None)
     if folder is not None:
@@ -27,11 +28,12 @@ def way_to_the_cause(callbacks: Iterable[Any] = (), batch: str = "") -> str:
 
 
 class CollapseDetector:
-    """Watches the number of consecutive overflows of a run.
+    """Reports when a run has too many consecutive overflows.
 
     Args:
-        max_consecutive_overflows (int, optional): how many are a collapse, at least 1. None: any number is fine.
-        way (str): what to do, see :func:`way_to_the_cause`. Default: "".
+        max_consecutive_overflows (int, optional): how many consecutive overflows are a collapse, at least 1; None for
+            no limit.
+        way (str): the advice at the end of the message, see :func:`way_to_the_cause`. Default: "".
 
     Examples:
         >>> detector = CollapseDetector(max_consecutive_overflows=2)
@@ -90,11 +92,11 @@ def _collapse_message(entry: Mapping[str, Any], way: str) -> str:
 
 
 class BadLossDetector:
-    """Makes a message of the first loss of a run that is inf or NaN, and one of the first loss after it that is not.
+    """Reports the first loss of a run that is inf or NaN, and the first finite loss after it.
 
     Args:
-        way (str): what to do, see :func:`way_to_the_cause`.
-        batch (str): the file of the batch of the first such step, if it is saved. Default: "".
+        way (str): the advice in the message, see :func:`way_to_the_cause`.
+        batch (str): the file with the batch of the first bad step, if that batch is saved. Default: "".
 
     Examples:
         >>> detector = BadLossDetector("...")
@@ -114,7 +116,7 @@ class BadLossDetector:
         """Return the message for a step, or None.
 
         Args:
-            entry (Mapping): a step, with ``step`` and ``loss``, which is None where it is not known.
+            entry (Mapping): a step, with ``step`` and ``loss``; an unknown loss is None.
         """
         loss, first = entry["loss"], self._first
         if loss is None or self._is_over or math.isfinite(loss) is (first is None):
@@ -133,7 +135,7 @@ class BadLossDetector:
 
 
 def none_applied(steps: int, way: str) -> str:
-    """Return a warning for a training that ends after so many steps, all of which were skipped."""
+    """Return a warning for a training that ends after ``steps`` steps, all of which were skipped."""
     return f"Loss scaling: all {steps} steps of this training overflowed and were skipped. No weight has changed. {way}"
 
 
@@ -143,7 +145,7 @@ def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, st
     Args:
         params (Mapping): what MindSpore gives to a callback; ``epoch_num`` and ``batch_num`` tell the number of steps.
         scale_window (int, optional): steps without overflow before the scale rises; None if unknown.
-        steps_before (int): steps taken before; after a resume nothing is said, because the window began earlier.
+        steps_before (int): steps taken before; after a resume there is no warning, as the window began earlier.
 
     Examples:
         >>> too_short_for_window({"epoch_num": 1, "batch_num": 25}, 1000, 0).partition(":")[0]

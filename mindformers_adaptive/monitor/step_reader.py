@@ -1,4 +1,4 @@
-"""The loss scaling of the last steps, read from a train-step cell."""
+"""Read the loss scaling of the last steps from a train-step cell."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mindformers_adaptive.rules.saved_state import all_fields
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
 _OF_WINDOW = ("scale_window", "window_index")
-# Fields that some update cells lack.
+# Fields that some update cells lack. An unknown value is None.
 _UNKNOWN = dict.fromkeys((*AdaptiveRule.recorded, "largest_gradient"))
 
-# The positions of the norm of all gradients and of the squared norms by Parameter in what MindFormers' train steps
-# return.
+# Positions in the outputs of MindFormers' train steps: of the norm of all gradients, and of the squared norm of each
+# Parameter's gradient.
 _PLACE_OF_NORM, _PLACE_OF_SQUARES = 4, 5
 
 # Packages whose update cells count their steps.
@@ -35,14 +35,14 @@ def find_train_step(*networks: Any) -> Any:
 
 
 def last_step_before(params: Any, update_cell: Any, last_step: int) -> int:
-    """Return the number of the step before the first that a training takes.
+    """Return the number of the last step that was taken before a training starts or resumes.
 
     Args:
         params (dict): what MindSpore gives to a callback.
-        update_cell (Cell, optional): its count comes back with its state.
+        update_cell (Cell, optional): the update cell, whose step count is restored with its state.
         last_step (int): the last step of an earlier training with the same callback, or 0.
     """
-    # MindFormers counts from 0 again after a resume, and its callback that prints the loss knows what to add.
+    # After a resume, MindFormers counts from 0 again. Its callback that prints the loss has the number to add.
     counts = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
     by_model = params.cur_step_num + max((count for count in counts if isinstance(count, int)), default=0)
     by_cell = steps_taken(update_cell)
@@ -52,7 +52,7 @@ def last_step_before(params: Any, update_cell: Any, last_step: int) -> int:
 def steps_taken(update_cell: Any) -> int | None:
     """Return how many steps an update cell has counted, or None if it does not count. Waits for the device."""
     count = _count({field.name: parameter for field, parameter in _state_fields(update_cell)})
-    # A user's own cell that inherits the count may leave it at its start.
+    # A user's update cell may inherit the count without increasing it.
     counts = count != 1 or type(update_cell).construct.__module__.partition(".")[0] in _COUNTING
     return count - 1 if counts and 1 <= count < _LARGEST_COUNT else None
 
@@ -62,7 +62,7 @@ def _count(parameters: dict[str, Any]) -> int:
 
 
 def read_loss(loss: Any) -> float | None:
-    """Return the mean of a loss as a float, or None if it is no number. Waits for the device."""
+    """Return the mean of a loss as a float, or None if the loss is not a number. Waits for the device."""
     if not isinstance(loss, Tensor):
         return float(loss) if isinstance(loss, int | float) else None
     return float(np.mean(loss.float().asnumpy()))
@@ -88,10 +88,11 @@ class StepReader:
         train_step (Cell): from :func:`find_train_step`.
 
     Attributes:
-        window (tuple): the window in steps and its index; None if unknown.
-        recorded (tuple[str, ...]): what the rule of the update cell records beside what all of them do.
+        window (tuple): the window in steps, and its index on the ladder; None if unknown.
+        recorded (tuple[str, ...]): fields that only the rule of this update cell records, beside the common fields.
         measures_gradients (bool): whether the update cell is told the largest gradient of each step.
-        counts_overflows (bool): whether it counts consecutive overflows, so that the host need not look at each step.
+        counts_overflows (bool): whether the update cell counts consecutive overflows, so that the host need not read
+            every step.
     """
 
     def __init__(self, train_step: Any) -> None:
@@ -117,19 +118,19 @@ class StepReader:
     def count_from(self, skipped_steps: int | None) -> None:
         """Set how many steps were skipped before, or None if unknown.
 
-        A cell that does not count them continues from there, and so does one that did not see all of them, because
-        another cell trained before.
+        Counting continues from this number if the update cell does not count skipped steps, or if it did not see all
+        of them because another cell trained before.
         """
         self._skipped_steps = skipped_steps
         self._skipped_by_others = max((skipped_steps or 0) - self._state().get("skipped_steps", 0), 0)
 
     def read(self, step: int, count: int, outputs: Any) -> list[dict[str, Any]]:
-        """Return the last steps.
+        """Return the steps since the last call, as far as they are known.
 
         Args:
             step (int): the number of the last step.
-            count (int): how many steps have been taken since this was last called, at least 1.
-            outputs (object): of the train-step cell in the last step.
+            count (int): the number of steps since the last call, at least 1.
+            outputs (object): the outputs of the train-step cell in the last step.
 
         Returns:
             list[dict], oldest first and without gaps: the last step at least, and all ``count`` if the update cell
@@ -154,7 +155,7 @@ class StepReader:
         Waits for the device.
 
         Args:
-            outputs (object): of the train-step cell.
+            outputs (object): the outputs of the train-step cell.
         """
         if not isinstance(self._train_step, MFTrainOneStepCell | MFPipelineWithLossScaleCell):
             return None
@@ -162,7 +163,7 @@ class StepReader:
         norm, squares = (outputs[at] if len(outputs) > at else None for at in (_PLACE_OF_NORM, _PLACE_OF_SQUARES))
         if isinstance(norm, Tensor) and norm.size == 1:
             return float(norm.asnumpy().item())
-        # The gradients of one process are all gradients only where it trains alone.
+        # The squared norms cover the gradients of all processes only if this process trains alone.
         if isinstance(squares, Tensor) and not self._train_step.is_distributed:
             return math.sqrt(np.sum(squares.asnumpy(), dtype=np.float64))
         return None
@@ -172,13 +173,13 @@ class StepReader:
 
         Args:
             overflow (bool, optional): whether the step overflowed, and was skipped for that.
-            norm (float, optional): of the step's gradients.
+            norm (float, optional): the norm of the step's gradients.
         """
         if overflow or not getattr(self._train_step, "use_skip_data_by_global_norm", False):
             return False
         if overflow is None or norm is None:
             return None
-        # A NaN is not below the threshold, as in the graph.
+        # Compare as the graph does: a NaN is not below the threshold, so the step was dropped.
         return not norm < self._train_step.global_norm_spike_threshold
 
     def _read_last(self, step: int, count: int, outputs: Any) -> dict[str, Any]:
@@ -195,7 +196,7 @@ class StepReader:
         return {
             "step": step,
             "overflow": overflow,
-            # Unknown if several steps were taken since, unless the scale never moves.
+            # The step's loss scale is unknown if several steps were taken since the last call, unless it never moves.
             "loss_scale": self._loss_scale if count == 1 else next_loss_scale if is_fixed else None,
             "next_loss_scale": next_loss_scale,
             **{name: state.get(name) for name in (*_UNKNOWN, *self.recorded)},
@@ -207,7 +208,7 @@ class StepReader:
         state: dict[str, Any] = {}
         for field, parameter in self._fields:
             state |= field.by_key(parameter.asnumpy().tolist())
-        # The window of MindSpore's own dynamic cell is a constant, which a cell with a rule has and does not use.
+        # MindSpore's own dynamic cell keeps its window as a constant. A cell with a rule does not use this constant.
         window = getattr(self._update_cell, "scale_window", None)
         if "scale_window" not in state and isinstance(window, Tensor) and not hasattr(self._update_cell, "rule"):
             state["scale_window"] = int(window.asnumpy())
@@ -218,7 +219,7 @@ class StepReader:
 
 
 def _rule_of(update_cell: Any) -> Any:
-    """Return the rule of an update cell; for MindFormers' own cell, and any other, the adaptive rule."""
+    """Return the rule of an update cell; the adaptive rule for MindFormers' own and other cells without a rule."""
     return getattr(update_cell, "rule", AdaptiveRule)
 
 
@@ -226,7 +227,7 @@ def _state_fields(update_cell: Any) -> list[tuple[Field, Any]]:
     """Return the fields of an update cell that are recorded, with their Parameters."""
     if not isinstance(update_cell, nn.Cell):
         return []
-    # Cells that add a prefix to names put it in front.
+    # Parent cells may put a prefix in front of the names of Parameters.
     by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
     rule = _rule_of(update_cell)
     recorded = {*_UNKNOWN, *rule.recorded, *(field.name for field in STEP_FIELDS)}

@@ -1,4 +1,4 @@
-"""A batch in a file, so that what overflowed in a training can be looked at again."""
+"""Save and read a batch as a file, so that an overflow in a training can be examined later."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mindformers_adaptive.text.files import atomic_write
 
 __all__ = ["read_batch", "save_batch"]
 
-# A batch of text has some megabytes. A damaged or hostile file may promise any number of bytes.
+# A batch of text has a few megabytes. A damaged or hostile file may claim any size.
 _MOST_BYTES = 2**32 - 2
 
 
 def save_batch(path: str | os.PathLike[str], batch: Sequence[NDArray[Any]]) -> None:
-    """Write the columns of a batch to an .npz file, which appears whole or not at all.
+    """Write the columns of a batch to an .npz file. If writing fails, no partial file is left.
 
     Args:
         path (str): the file; one that is there is replaced.
-        batch (Sequence[numpy.ndarray]): in the order of the network's inputs.
+        batch (Sequence[numpy.ndarray]): the columns, in the order of the network's inputs.
 
     Raises:
         OSError: if the file cannot be written.
@@ -33,17 +33,17 @@ def save_batch(path: str | os.PathLike[str], batch: Sequence[NDArray[Any]]) -> N
 
 
 def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
-    """Read a batch that :func:`save_batch` wrote; nothing in the file is run.
+    """Read a batch that :func:`save_batch` wrote; no code in the file is run.
 
     Args:
         path (str): the file.
 
     Returns:
-        tuple[numpy.ndarray, ...], in the order of the network's inputs.
+        tuple[numpy.ndarray, ...], the columns in the order of the network's inputs.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is no such file, or holds more than 4 GB.
+        ValueError: if :func:`save_batch` did not write the file, or the file holds more than 4 GB.
 
     Examples:
         >>> import pathlib, tempfile
@@ -62,7 +62,7 @@ def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
             if not names or sorted(columns.files) != sorted(names):
                 raise ValueError(f"it has {columns.files[:3]}")
             batch = [columns[name] for name in names]
-            # Entries that are no arrays come as bytes.
+            # NumPy returns entries that are not arrays as bytes.
             if not all(isinstance(column, np.ndarray) for column in batch):
                 raise ValueError("a column is no array")
             return tuple(batch)

@@ -1,4 +1,4 @@
-"""``explain_overflow``: passes of a train step that are watched, and the same passes with what could help."""
+"""``explain_overflow``: watch passes of a train step, then repeat them with changes that could help."""
 
 import contextlib
 import dataclasses
@@ -27,18 +27,19 @@ from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["PyNativeError", "explain_overflow", "in_float32", "watched_passes"]
 
-# No loss scale of a training is looked for above this; 2^32 is the usual start.
+# Try no loss scale above this limit. Training usually starts at 2^32.
 _HIGHEST = 2.0**40
-# A scale this much lower is tried too. If it overflows as well, the forward pass does, not the gradients.
+# Another trial uses a loss scale that is lower by this factor. If it overflows too, the cause is the forward pass, not
+# the gradients.
 _FAR_BELOW = 2.0**-20
-# A cast to FP16 rounds numbers below this one to its largest number.
+# From this number on, a cast to FP16 gives inf; smaller numbers are rounded to at most 65504.
 _BEYOND_FP16 = 65520.0
-# Attributes of cells that are dtypes of weights, not dtypes that the cell computes in.
+# Attributes of cells with these words in their names are dtypes of weights, not of the computation.
 _OF_WEIGHTS = ("param", "init", "weight")
 
 
 class PyNativeError(RuntimeError):
-    """A network cannot run in the mode that its values are seen in."""
+    """Raised if a network cannot run in the mode that is needed to see its values."""
 
 
 def explain_overflow(
@@ -154,7 +155,7 @@ def _scale_of(network):
 
 
 def _overflow_mode():
-    """What an Ascend makes of a number beyond the format; a CPU makes it inf."""
+    """Return what an overflow becomes on this device: "inf", or "saturation" (the largest finite number)."""
     on_ascend = mindspore.get_context("device_target") == "Ascend"
     asked = os.environ.get("MS_ASCEND_CHECK_OVERFLOW_MODE", "INFNAN_MODE").upper()
     return "saturation" if on_ascend and asked == "SATURATION_MODE" else "inf"
@@ -162,7 +163,7 @@ def _overflow_mode():
 
 @contextlib.contextmanager
 def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
-    """Yield a function from batches and a loss scale to the passes; everything is restored afterwards.
+    """Yield a function that takes batches and a loss scale and returns the passes; restore everything afterwards.
 
     Args:
         network (Cell): as in :func:`explain_overflow`.
@@ -176,8 +177,8 @@ def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
     inner = _inner(network)
     backward = backward_pass(network)
     names = [weight.name for weight in backward.weights]
-    # Op by op, MindSpore's threads spin on a CPU while they wait for each other, and a small pass takes many times as
-    # long, unless each operator is waited for. Here all are, since their values are read.
+    # In PyNative mode on a CPU, MindSpore's threads spin while they wait for each other, which makes a small pass many
+    # times slower. Synchronous execution avoids this. It costs nothing here, because every value is read anyway.
     modes = {"mode": mindspore.PYNATIVE_MODE, "pynative_synchronize": True}
     if graph:
         modes = {"mode": mindspore.GRAPH_MODE}
@@ -214,14 +215,14 @@ def _inner(network):
 
 
 def _reason(error):
-    """Return the line of an error that says what is wrong. Errors of MindSpore begin with titles between lines."""
+    """Return the line of an error message that says what is wrong; skip MindSpore's titles, which begin with dashes."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = next((line for line in lines if line and not line.startswith("-")), "")
     return f"{type(error).__name__}: {said.rstrip('.')}"
 
 
 class _Seen:
-    """What the first passes showed: by scale whether one overflowed, the origin, and the passes closest to overflow."""
+    """The results of the first passes: which loss scales overflow, the origin, and the passes closest to overflow."""
 
     def __init__(self, loss_scale, passes):
         self.loss_scale, self.scales, self._first_overflow = loss_scale, {}, None
@@ -258,7 +259,7 @@ class _Seen:
 
 
 def _look(passes, batches, loss_scale):
-    """Make at most 3 passes of each batch."""
+    """Run at most 3 passes of each batch, at different loss scales, and return their results."""
     seen = _Seen(loss_scale, passes(batches, loss_scale))
     if seen.forward and not seen.origin.hidden:
         return seen
@@ -269,7 +270,8 @@ def _look(passes, batches, loss_scale):
             seen.closest = lowest
             seen.note(lowest)
         if seen.forward:
-            # Inf in the forward pass can be meant, or do harm; a scale without overflow tells which.
+            # An inf in the forward pass may be intended. It does no harm if nothing overflows at a much lower loss
+            # scale.
             seen.forward_is_harmless = not _overflows(passes(batches, min(loss_scale, 1.0) * _FAR_BELOW))
             return seen
         if seen.scales[lowest[0].loss_scale]:
@@ -277,7 +279,7 @@ def _look(passes, batches, loss_scale):
     limit = _limit(seen.closest)
     above = 2 * limit
     if above not in seen.scales and 1.0 <= above <= _HIGHEST and not (seen.overflow and above > loss_scale):
-        # Name the place where it overflows first: at a higher scale, what comes after may hide it.
+        # Try the lowest scale that should overflow: at a higher scale, later overflows could hide the first one.
         if not seen.note(passes(batches, above)):
             return seen
         if not seen.overflow and limit > loss_scale:
@@ -290,7 +292,7 @@ def _overflows(passes):
 
 
 def _limit(passes):
-    """The largest power of two that the gradients seen allow as a loss scale, as they grow with it."""
+    """Return the largest power of two that the recorded gradients allow as the loss scale that multiplies them."""
     ranges = [layer.backward.headroom for layer in layer_ranges(passes) if layer.backward is not None]
     ranges += [reading.headroom for seen_pass in passes for reading in seen_pass.weights.values()]
     bits = min(ranges, default=math.inf)
@@ -299,7 +301,7 @@ def _limit(passes):
 
 
 def _try_scale(passes, batches, seen):
-    """A lower loss scale, which is tried at the largest that the gradients seen allow."""
+    """Try the largest lower loss scale that the recorded gradients allow, and return the result in a list."""
     if seen.forward:
         return [Tried("a lower loss_scale_value", None, None, note="it overflows before the loss is scaled")]
     if not seen.safe:
@@ -312,7 +314,7 @@ def _try_scale(passes, batches, seen):
 
 
 def _try_layer(network, batches, seen, watched):
-    """The layer that overflows in float32, by what it knows its dtype by."""
+    """Try the overflowing layer in float32, and return the result, which names the changed attributes, in a list."""
     layer = seen.origin.layer
     cell = named_cells(_inner(network)).get(layer or "")
     if cell is None:
@@ -323,16 +325,16 @@ def _try_layer(network, batches, seen, watched):
 
 @contextlib.contextmanager
 def in_float32(cell):
-    """Let a cell, and those inside, compute in float32 instead of float16 or bfloat16 for a while.
+    """Let a cell and the cells inside it compute in float32 instead of float16 or bfloat16 within the block.
 
-    What MindFormers' cells compute in is an attribute of theirs, such as ``dtype`` or ``compute_dtype``; other cells of
-    MindSpore know it by ``to_float()``.
+    MindFormers' cells hold the dtype of their computation in an attribute, such as ``dtype`` or ``compute_dtype``; for
+    other cells of MindSpore, ``to_float()`` sets the dtype.
 
     Args:
-        cell (Cell): changed in place, and restored.
+        cell (Cell): the cell, which is changed in place and restored afterwards.
 
     Yields:
-        str, what was changed, as it is written in a program; "" if there was nothing.
+        str, the names of the changed attributes and "to_float" for a changed flag; "" if nothing was changed.
 
     Examples:
         >>> with in_float32(nn.Dense(2, 2).to_float(mstype.float16)) as changed:
@@ -363,7 +365,7 @@ def _try_setting(name, build, batches, seen, watched):
 
 
 def _outcome(name, network, batches, seen, watched):
-    """Look at the batch that overflowed with something changed, at a scale of 1 and at the largest that then fits."""
+    """Run the overflowing batch in a changed network, at a loss scale of 1 and at the largest that should then fit."""
     batch = [batches[seen.worst]]
     with watched(network) as passes:
         changed = _Seen(1.0, passes(batch, 1.0))
@@ -377,13 +379,13 @@ def _outcome(name, network, batches, seen, watched):
 
 
 def _weights_beyond(network, in_half):
-    """The weights that FP16 cannot hold, or without ``in_half`` that are inf or NaN; None where there is none."""
+    """Return the weights that FP16 cannot hold, or without ``in_half`` the weights with inf or NaN; None if all fit."""
     limit = _BEYOND_FP16 if in_half else np.inf
     beyond = []
     for weight in filter(Tensor.is_floating_point, _inner(network).get_parameters()):
         reading, array = read_tensor(weight), to_numpy(weight)
         is_mask = reading.only_minus_inf and not weight.requires_grad
-        # A NaN is not below the limit.
+        # Count the elements that are not below the limit: this includes NaN, for which every comparison is false.
         if not is_mask and (count := int(array.size - np.count_nonzero(np.abs(array) < limit))):
             beyond.append((weight.name, count, reading))
     if not beyond:

@@ -1,4 +1,4 @@
-"""Why a training overflows: the verdict, what helps and the evidence as a text, the details, and all as JSON."""
+"""Explain why a training overflows: a text with verdict, remedies and evidence; more details; everything as JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _WHAT_TO_GIVE = (
 
 @dataclass(frozen=True)
 class Tried:
-    """What happened with one setting.
+    """The result of trying one setting.
 
     Attributes:
-        setting (str): as it is written, ``softmax_compute_type: float32``.
+        setting (str): the setting as it is written, for example ``softmax_compute_type: float32``.
         safe_scale (float, optional): the largest loss scale that was tried without an overflow; None if there was none.
-        origin (Origin, optional): where it overflows even at a scale of 1, None if it does not.
-        helps (bool): whether it ends an overflow that no scale ends, or allows a larger scale than without it.
-        note (str): why it could not be tried, or what else is to be known. Default: "".
+        origin (Origin, optional): where the pass overflows even at a loss scale of 1; None if it does not.
+        helps (bool): whether the setting removes an overflow that occurs at every loss scale, or allows a larger loss
+            scale.
+        note (str): why the setting could not be tried, or another remark. Default: "".
     """
 
     setting: str
@@ -111,12 +112,12 @@ class Explanation:
 
     @property
     def saturates(self) -> bool:
-        """bool: whether the device makes no inf of a number that is too large."""
+        """bool: whether a number that is too large becomes the largest finite number on the device, not inf."""
         return self.overflow_mode == "saturation"
 
     @property
     def swallowed(self) -> str:
-        """str: the first layer with values that are inf or NaN, where the loss and its gradients are finite."""
+        """str: the first layer with inf or NaN if the loss and its gradients are finite nevertheless; "" otherwise."""
         layer = next((each for each in self.layers if each.forward is not None and not each.forward.finite), None)
         if layer is None or (self.origin is not None and self.origin.phase == "forward"):
             return ""
@@ -124,7 +125,7 @@ class Explanation:
 
     @property
     def explains_failure(self) -> bool:
-        """bool: False where the training had a loss that is inf or NaN, and these passes have none."""
+        """bool: False if the training had a loss that is inf or NaN, but all losses of these passes are finite."""
         return not self.failure or not all(map(math.isfinite, self.losses))
 
     @property
@@ -225,7 +226,7 @@ class Explanation:
         columns = [("forward", "bits left forward")]
         shown = self.layers
         if self.origin is not None and self.origin.phase == "forward":
-            # What comes after this layer is inf and NaN too, and so is the whole backward pass.
+            # All layers after this layer, and the whole backward pass, have inf and NaN too.
             end = next((n for n, layer in enumerate(shown) if layer.layer == self.origin.layer), len(shown))
             shown = tuple(layer for layer in shown[:end] if layer.forward is not None and layer.forward.finite)
         else:
@@ -261,7 +262,7 @@ def _indented(lines: Iterable[str]) -> list[str]:
 
 
 def _place(origin: Origin) -> str:
-    """Name an origin within a sentence."""
+    """Return a phrase that names an origin, for use within a sentence."""
     if origin.layer is None:
         return "where no layer was seen to do it"
     if origin.what == "batch":
@@ -275,7 +276,7 @@ def _place(origin: Origin) -> str:
 
 
 def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:
-    """Return the rows of the layers with the least headroom, of layers in formats that can run out of it."""
+    """Return the table rows of the layers with the least headroom, of narrow formats such as FP16 if there are any."""
     narrow = {name for name, each in FORMATS.items() if each.largest < 1e30}
     readings = [(getattr(layer, phase), layer.layer or "(the network)") for layer in layers]
     known = [pair for pair in readings if pair[0] is not None and math.isfinite(pair[0].headroom)]

@@ -1,4 +1,4 @@
-"""Looks at the cells of a network while it runs in graph mode: their magnitudes come out as gradients."""
+"""Measures the cells of a network in graph mode. The measurements are returned as gradients of extra Parameters."""
 
 import contextlib
 import inspect
@@ -14,24 +14,24 @@ from mindformers_adaptive.overflow.watch import read_tensor
 __all__ = ["GraphWatch"]
 
 _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
-# What is measured: of a value, of its gradient, and once for both.
+# The measured quantities: three of a value, two of its gradient, and three of the pair.
 _MEASURED = ("largest", "bad", "sum_of_bad", "gradient_largest", "gradient_bad", "size", "dtype", "calls")
-# A cell that takes any number of inputs has this many of them measured. Flash attention returns its values as the
-# fourth output.
+# For a cell with *args, at most this many inputs are measured; for every cell, at most this many outputs. Flash
+# attention returns its result as the fourth output.
 _MOST_INPUTS, _MOST_OUTPUTS = 8, 4
 
 
 class GraphWatch:
-    """Records each pass of a network within ``watching()``, as ``Watch`` does, but of cells only.
+    """Records the calls of cells in each pass of a network within ``watching()``, as ``Watch`` does, but no operators.
 
-    For a network that does not run op by op. Each value that goes into a cell or comes out passes through a cell with a
-    gradient of its own, which has a second input: a Parameter, the sink. The gradient of the sink is what is measured.
-    So nothing is written in the backward pass, where MindSpore could not put writing into an order. Operators are not
-    seen: where values overflow between cells, the cell around them is named. Of a cell that is called several times,
-    the mean of the calls is measured.
+    Use it for a network that runs only in graph mode. Each input and output of a cell passes through a measuring cell,
+    which has a custom gradient and a second input: a Parameter, the *sink*. The gradient of the sink is the
+    measurement. So nothing is written in the backward pass, where MindSpore could not keep writes in order. Operators
+    are not seen: if values overflow between cells, the surrounding cell is named. For a cell that is called several
+    times, the mean over its calls is measured.
 
     Args:
-        network (Cell): without a train-step cell around it.
+        network (Cell): the network, without a train-step cell around it.
         names (Mapping[str, Cell]): the cells to record, by name.
     """
 
@@ -47,11 +47,11 @@ class GraphWatch:
 
     @contextlib.contextmanager
     def watching(self, *differentiating):
-        """Record passes, as many as are made.
+        """Record every pass that runs within the block.
 
         Args:
-            *differentiating (Cell): the cells whose ``weights`` say what to differentiate by. Their gradients get those
-                of ``sinks`` added at the end.
+            *differentiating (Cell): the cells that differentiate by their ``weights``. The sinks are appended to these
+                weights, so the gradients of the sinks come last.
         """
         with contextlib.ExitStack() as stack:
             for cell in differentiating:
@@ -67,12 +67,12 @@ class GraphWatch:
             yield
 
     def take(self, loss, weights, gradients_of_sinks):
-        """Return what was recorded of the pass that was made last, and forget it.
+        """Return the record of the last pass, and forget that pass.
 
         Args:
-            loss (Tensor): what it returned as the loss.
+            loss (Tensor): the loss that the pass returned.
             weights (Mapping[str, Reading]): the gradients of the trained Parameters.
-            gradients_of_sinks (Sequence[Tensor]): in the order of ``sinks``.
+            gradients_of_sinks (Sequence[Tensor]): the gradients of ``sinks``, in the same order.
 
         Returns:
             tuple, ``calls``, ``backward`` and ``loss_source`` of a ``Pass``.
@@ -99,7 +99,7 @@ class GraphWatch:
 
 
 def _parents(network, names):
-    """Return the name of the cell around each cell; by paths, because names leave out cells around the network."""
+    """Return the name of the cell around each cell. Compare paths, because names omit the cells around the network."""
     paths = {path: id(cell) for path, cell in network.cells_and_names() if path}
     parents = {}
     for path, cell in paths.items():
@@ -112,7 +112,7 @@ def _parents(network, names):
 
 
 def _backward_order(calls, weights):
-    """Yield the gradients in the reverse of the nested order of the forward pass, gradients of weights included."""
+    """Yield all gradients in the order of the backward pass, the reverse of the nested calls of the forward pass."""
     inside = {}
     for call in calls[1:]:
         inside.setdefault(call.parent, []).append(call)
@@ -122,7 +122,7 @@ def _backward_order(calls, weights):
         for child in reversed(inside.get(call.index, [])):
             yield from go_back(child)
         of_inputs = [gradient for gradient in call.gradients if not gradient.of_output]
-        # A layer's weights come before what it gives back to the layers before it.
+        # Order: the gradients of a layer's weights come before the gradients that it passes to the preceding layers.
         for index, value in enumerate(call.inputs):
             if value.weight in weights:
                 call.gradients.append(Gradient(False, index, weights.pop(value.weight)))
@@ -133,7 +133,7 @@ def _backward_order(calls, weights):
 
 
 class _Watched(nn.Cell):
-    """Calls a cell of the network in that cell's place, and measures what goes in and out."""
+    """Replaces a cell of the network: calls the cell, and measures its inputs and outputs."""
 
     def __init__(self, name, layer, clock):
         super().__init__(auto_prefix=False)
@@ -155,7 +155,7 @@ class _Watched(nn.Cell):
             return super().__getattr__(name)
         except AttributeError:
             layer = vars(self)["_cells"].get("layer")
-            # Flags of a cell, such as fp16, are its own settings.
+            # Do not take flags, such as fp16, from the layer: they are settings of the layer alone.
             if layer is None or name.startswith("_") or name in layer.get_flags():
                 raise
             return getattr(layer, name)
@@ -179,7 +179,7 @@ class _Watched(nn.Cell):
         return value
 
     def read(self, measured, index, parent):
-        """Return the call of the pass that was made last, from what was measured of all sinks, and forget it."""
+        """Return the call of this cell in the last pass, from the measurements of all sinks, and reset its time."""
         name = self.began.name.removeprefix("watch_of_").removesuffix(".began")
         call = Call(index, name, type(self.layer).__name__, parent=parent)
         for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):
@@ -214,11 +214,11 @@ def _readings(values):
 
 
 class _Measure(nn.Cell):
-    """Return a value as it is. The gradient of the second input is what was measured of the value."""
+    """Returns a value unchanged. The gradient of the second input is the measurements of the value and its gradient."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
-        # A graph is compiled from functions many times slower than from these.
+        # Graphs compile many times faster from these Primitives than from functions.
         self.abs, self.cast, self.zeros_like = ops.Abs(), ops.Cast(), ops.ZerosLike()
         self.is_finite, self.logical_not, self.select = ops.IsFinite(), ops.LogicalNot(), ops.Select()
         self.reduce_max, self.reduce_sum, self.stack = ops.ReduceMax(), ops.ReduceSum(), ops.Stack()
@@ -232,7 +232,7 @@ class _Measure(nn.Cell):
         size, dtype = self.cast(float(value.size), mstype.float32), self.cast(dtype, mstype.float32)
         in_float32 = self.cast(value, mstype.float32)
         largest, bad, is_finite = self._largest(in_float32)
-        # The sum shows which of -inf, inf and NaN the value has, in one element or in many.
+        # The sum of the bad elements shows their kind: inf, -inf, or NaN, also for a mixture of kinds.
         sum_of_bad = self.reduce_sum(self.select(is_finite, self.zeros_like(in_float32), in_float32))
         gradient_largest, gradient_bad, _ = self._largest(self.cast(dout, mstype.float32))
         measured = (largest, bad, sum_of_bad, gradient_largest, gradient_bad, size, dtype, self.one)

@@ -18,11 +18,11 @@ class LayerRange:
     """The largest values of a layer over some passes at one loss scale.
 
     Attributes:
-        layer (str): its name; "" is the whole network.
+        layer (str): the name of the layer; "" is the whole network.
         layer_class (str): its class.
-        forward (Reading, optional): of what it computes, the reading with the least headroom; None where nothing of
-            floating point was seen.
-        backward (Reading, optional): the same for the gradients of its values.
+        forward (Reading, optional): the reading with the least headroom among the values that the layer computes; None
+            if no floating-point value was seen.
+        backward (Reading, optional): the reading with the least headroom among the gradients of the layer's values.
     """
 
     layer: str
@@ -31,7 +31,7 @@ class LayerRange:
     backward: Reading | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything by name, with the headroom in bits; None for one without end."""
+        """Return the attributes as a dict, with the headroom in bits, or None for an infinite headroom."""
         both = {"forward": _to_dict(self.forward), "backward": _to_dict(self.backward)}
         return {"layer": self.layer, "layer_class": self.layer_class, **both}
 
@@ -45,10 +45,10 @@ def _to_dict(reading: Reading | None) -> dict[str, object] | None:
 def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
     """Return the largest values of each layer over passes at one loss scale, in the order of execution.
 
-    What no weight and no input can change, such as a mask, is left out.
+    Values that depend on no weight and no input, such as a mask, are left out.
 
     Args:
-        passes (Sequence[Pass]): one for each batch.
+        passes (Sequence[Pass]): one pass for each batch.
     """
     classes: dict[str, str] = {}
     forward: dict[str, Reading] = {}
@@ -71,7 +71,7 @@ def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
 def _constant_calls(seen: Pass) -> set[int]:
     constant: set[int] = set()
     for call in seen.calls:
-        # A cell that was looked into is known by what it returns, from the operator that made it.
+        # In graph mode every value seems to get a gradient. So a call without inputs counts as constant there.
         gets_gradient = call.gradients and (seen.sees_operators or call.inputs)
         if all(_is_constant(call, index, constant) for index in range(len(call.inputs))) and not gets_gradient:
             constant.add(call.index)
@@ -85,7 +85,7 @@ def _is_constant(call: Call, index: int, constant: set[int]) -> bool:
 
 
 def _is_as_large_as_a_constant(call: Call, constant: set[int]) -> bool:
-    """Whether a sum is as large as it is by what is added to it, as a mask is to the scores of attention."""
+    """Return whether a sum is large only because of a constant summand, such as a mask added to attention scores."""
     if not call.operator or not call.kind.startswith(("Add", "Sub", "Radd", "Rsub")) or len(call.inputs) < 2:
         return False
     largest = max((reading.largest for reading in call.outputs), default=0.0)
@@ -102,13 +102,14 @@ def _keep_closest(closest: dict[str, Reading], layer: str, readings: Iterable[Re
 
 @dataclass(frozen=True)
 class WeightsBeyond:
-    """The weights that a format cannot hold: they are inf as soon as they are cast to it.
+    """The weights that a format cannot hold: a cast to the format turns them into inf.
 
     Attributes:
-        elements (int): how many.
-        parameters (tuple[str, ...]): the Parameters that have some, the one with the largest first.
-        largest (float): the largest magnitude.
-        infs_and_nans (int): how many are inf or NaN as they are.
+        elements (int): the number of elements that the format cannot hold.
+        parameters (tuple[str, ...]): the Parameters with such elements; the Parameter with the largest element is
+            first.
+        largest (float): the largest finite magnitude in these Parameters.
+        infs_and_nans (int): the number of elements that are inf or NaN even before a cast.
         weight_format (Format): the format.
     """
 

@@ -1,4 +1,4 @@
-"""Which inf and NaN are meant: the -inf by which a mask hides values, until softmax takes it away again."""
+"""Tell the intended -inf of masks from overflows. A mask hides values by -inf, which softmax turns into 0."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from mindformers_adaptive.overflow.readings import CASTS, Call, Operand, Pass
 
 __all__ = ["Masks"]
 
-# Operators that replace numbers by others.
+# Operators that replace elements of a tensor by given values.
 _FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike", "MaskedScatter"}
-# Operators that multiply, by parts of their names.
+# Parts of the names of operators that multiply.
 _MULTIPLIES = ("MatMul", "Matmul", "Mul", "Bmm", "Mm", "Conv", "Dense", "Linear", "Norm", "Div")
 
 
 class Masks:
-    """Tells the values of masks of a pass from overflows.
+    """Distinguishes the inf of masks in a pass from overflows.
 
-    A mask begins where an operator fills in inf, where one makes -inf of values that depend on no weight and get no
-    gradient, such as the logarithm of 0, and where a batch, a Parameter or a Tensor that gets no gradient has -inf. It
-    goes on where -inf stays -inf.
+    A mask begins at an operator that fills in inf, or that computes -inf from values without weights and gradients,
+    such as the logarithm of 0. A mask also begins at a batch, Parameter or Tensor that has -inf and gets no gradient.
+    The mask continues through the calls that keep -inf as -inf.
 
     Args:
         seen (Pass): the pass.
@@ -38,7 +38,7 @@ class Masks:
             if call.index in self._begins or self._goes_on(call):
                 self.calls.add(call.index)
         for call in reversed(seen.calls):
-            # What a cell returns comes from the calls inside, where these were seen.
+            # The output of a cell belongs to a mask if all bad outputs of the calls inside the cell do.
             inside = [each.index for each in seen.inside(call) if has_bad_output(each)] if has_bad_output(call) else []
             if inside and self.calls.issuperset(inside):
                 self.calls.add(call.index)
@@ -46,7 +46,7 @@ class Masks:
                 self.calls.discard(call.index)
 
     def is_mask(self, call: Call, index: int) -> bool:
-        """Return whether the inf of an input is meant."""
+        """Return whether the inf in an input of a call belongs to a mask."""
         value = call.inputs[index]
         if value.is_computed:
             return value.source in self.calls
@@ -58,21 +58,21 @@ class Masks:
         return not value.reading.largest
 
     def overflowed_inputs(self, call: Call) -> list[Operand]:
-        """Return the inputs with inf or NaN that is not meant."""
+        """Return the inputs of a call with inf or NaN that does not belong to a mask."""
         bad = [index for index, value in enumerate(call.inputs) if not value.reading.finite]
         return [call.inputs[index] for index in bad if not self.is_mask(call, index)]
 
     def has_overflowed_output(self, call: Call) -> bool:
-        """Return whether an output has inf or NaN that is not meant."""
+        """Return whether an output of a call has inf or NaN that does not belong to a mask."""
         return has_bad_output(call) and call.index not in self.calls
 
     def joins_weights(self, call: Call) -> bool:
-        """Return whether a mask that goes into a call hides what the network computes, and is not just data."""
+        """Return whether a mask among the inputs of a call hides values that depend on weights; in graph mode, True."""
         sources = [value.source for value in self._masked_inputs(call)]
         return not self._pass.sees_operators or any(source in self._from_weights for source in sources)
 
     def begins(self, call: Call) -> Iterator[tuple[Call, Operand | None]]:
-        """Yield where the masks of a call begin: calls that make one, and calls with the operand that is one."""
+        """Yield each call where a mask begins, with the operand that is the mask, or None if the call makes a mask."""
         waiting, visited = [call], {call.index}
         while waiting:
             each = waiting.pop()
@@ -114,7 +114,7 @@ def multiplies(call: Call) -> bool:
 
 
 def fills(call: Call) -> bool:
-    """Return whether a call puts numbers in the place of others."""
+    """Return whether a call replaces elements of a tensor by given values."""
     return call.operator and call.kind in _FILLS
 
 

@@ -1,4 +1,4 @@
-"""Where the first value that is not finite came from: the layer, and the operator where it was seen."""
+"""Find the layer, and if possible the operator, in which the first inf or NaN of a pass appeared."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from mindformers_adaptive.overflow.readings import BATCH, CASTS, Call, Gradient,
 
 __all__ = ["Origin", "find_origin"]
 
-# Operators that overflow at small inputs, by the beginnings of their names.
+# Prefixes of the names of operators that overflow at small inputs.
 _NEAR_ZERO = "Div RealDiv Truediv Rtruediv Itruediv Xdivy Log Rsqrt Sqrt Pow Reciprocal Inv"
 _OVERFLOWS_NEAR_ZERO = tuple(_NEAR_ZERO.split())
-# Operators that make NaN of inf and 0.
+# Prefixes of the names of operators that multiply: inf times 0 is NaN.
 _MULTIPLIED = ("Mul", "Rmul", "Imul", "MatMul", "BatchMatMul", "Bmm")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The first place in the order of execution whose inputs are finite, and whose output or gradient is not.
+    """The first cell or operator of a pass with finite inputs but an output or gradient that is inf or NaN.
 
     Attributes:
         phase (str): "forward" or "backward".
-        layer (str, optional): the cell; "" is the whole network. None where nothing was seen to overflow.
-        layer_class (str): its class.
-        operator (str): the operator inside, with the name by which the cell knows it; "" where the cell has none, or it
-            was not seen.
-        what (str): which value is not finite, in words.
-        reading (Reading, optional): its magnitudes.
-        largest_input (float, optional): the largest finite magnitude that went in: forward of the inputs, backward of
-            the gradients.
-        largest_weight (float, optional): the largest finite magnitude of the Parameters that went in.
+        layer (str, optional): the name of the cell; "" is the whole network. None if no cell or operator was seen to
+            overflow.
+        layer_class (str): the class of the cell.
+        operator (str): the operator in the cell, followed by the attribute of the cell that holds it, if any; "" if no
+            operator was seen.
+        what (str): a description of the value that is inf or NaN, such as "output".
+        reading (Reading, optional): the magnitudes of that value.
+        largest_input (float, optional): the largest finite magnitude among the inputs (forward) or among the incoming
+            gradients (backward).
+        largest_weight (float, optional): the largest finite magnitude among the Parameters that are used there.
         smallest_input (float, optional): the smallest magnitude of the forward inputs, for an operator that overflows
             near 0, such as a division.
-        weight (str, optional): the Parameter, where the value is one or is the gradient of one.
-        source (str): the other layer that the largest input came from; "" where it is the same, or not known.
-        hidden (bool): whether the loss is finite all the same, because an operator in between swallows inf and NaN.
-        mask (bool): whether a mask made the NaN: its -inf fills a whole row, or is multiplied by 0.
+        weight (str, optional): the Parameter or buffer that the value is, or the Parameter whose gradient the value is.
+        source (str): the other layer that computed the largest input; "" if it is the same layer or is not known.
+        hidden (bool): whether the loss is finite nevertheless, because a later operator swallows inf and NaN.
+        mask (bool): whether a mask caused the NaN: its -inf values fill a whole row, or are multiplied by 0.
     """
 
     phase: str
@@ -62,7 +63,7 @@ class Origin:
         return self.mask and not self.operator.startswith(_MULTIPLIED)
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything by name."""
+        """Return the attributes as a dict, in which the reading is a dict too."""
         reading = None if self.reading is None else {**self.reading.to_dict(), "limit": self.reading.limit}
         return {**vars(self), "reading": reading}
 
@@ -70,9 +71,10 @@ class Origin:
 def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
     """Return where a pass overflowed, or None if it did not.
 
-    A value is followed back only from a loss or a gradient that is not finite: an inf in a mask, which softmax turns
-    into 0, is not an overflow. The gradient of each value is seen twice, where it is used and where it was made, so
-    that a sum over several uses that overflows can be told from what is added up.
+    Start from a loss or gradient that is inf or NaN, and follow the bad values back. An inf that reaches neither is no
+    overflow, such as an inf in a mask that softmax turns into 0. The gradient of each value is recorded twice: where
+    the value is used and where it is computed. This separates an overflow in the sum over several uses from an overflow
+    in a summand.
 
     Args:
         seen (Pass): the pass.
@@ -80,7 +82,7 @@ def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
             gradients of the same batch are finite at another loss scale. Default: False.
 
     Returns:
-        Origin; its ``layer`` is None where no cell or operator was seen to make the first such value.
+        Origin; its ``layer`` has the value None if no cell or operator was seen to compute the first inf or NaN.
     """
     # The loss is the first output of the whole network.
     losses = [reading for call in seen.calls[:1] for reading in call.outputs[:1]]
@@ -93,9 +95,9 @@ def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
 
 
 def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
-    """Follow the values that are not finite from a call to where they began.
+    """Follow inf and NaN from a call back to their origin.
 
-    A call that makes inf or NaN of finite values comes first, then a value that nobody computes, such as a weight.
+    Prefer a call that turns finite values into inf or NaN, then a value that no call computes, such as a weight.
     """
     waiting, visited = [begin], {begin}
     candidates: list[tuple[int, int, Origin]] = []
@@ -103,7 +105,7 @@ def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
         call = seen.calls[waiting.pop()]
         bad = masks.overflowed_inputs(call)
         before = {value.source for value in bad if value.source is not None and _explains(seen, value)}
-        # If no operator was seen to make an output of a cell, it comes from within the cell.
+        # The inf or NaN may also come from a call inside this cell, even if its path to the output was not seen.
         before |= {each.index for each in seen.inside(call) if masks.has_overflowed_output(each)}
         for value in bad:
             if _explains(seen, value):
@@ -123,7 +125,7 @@ def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
 
 
 def _explains(seen: Pass, value: Operand) -> bool:
-    """Whether a value is inf or NaN because the call that it comes from made it so."""
+    """Return whether the call that computed a value has inf or NaN in its outputs."""
     return value.is_computed and value.source is not None and has_bad_output(seen.calls[value.source])
 
 
@@ -132,11 +134,11 @@ def _is_unknown(value: Operand) -> bool:
 
 
 def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
-    """Return the origin if a call makes NaN of a mask, or of a value that only looks like a mask."""
+    """Return the origin if the bad output of a call comes from a mask or a value that looks like a mask, else None."""
     begins = list(masks.begins(call))
     if not begins:
         return None
-    # A -inf that reaches the loss as it is, or that is multiplied, hides nothing.
+    # A -inf that reaches the loss unchanged, or that is multiplied, hides no values, so it is not a mask.
     reaches_loss = not any(reading.nans for reading in call.outputs)
     if reaches_loss or multiplies(call) or not masks.joins_weights(call):
         for origin_call, value in begins:
@@ -149,7 +151,7 @@ def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
 
 
 def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
-    """The calls that may have led to a value of unknown origin: earlier ones in the same cell, or what it was given."""
+    """Return the calls that may have led to a value of unknown origin: in the same cell, or sources of its inputs."""
     around = None if call.parent is None else seen.calls[call.parent]
     if around is None:
         return set()
@@ -163,7 +165,7 @@ def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
 
 
 def _made_by(seen: Pass, call: Call) -> Origin:
-    """The origin is a call with finite inputs: an operator, or a cell in which nothing was seen to overflow."""
+    """Return the origin for a call with finite inputs: an operator, or a cell in which no call was seen to overflow."""
     bad = next(reading for reading in call.outputs if not reading.finite)
     weights = [value.weight for value in call.inputs if value.weight]
     inputs = [value.reading for value in call.inputs if not value.weight]
@@ -189,7 +191,7 @@ def _source_of(seen: Pass, call: Call) -> str:
 
 
 def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
-    """The origin is what a call was given by no call that was seen."""
+    """Return the origin for an input that no recorded call computed, such as a weight, a buffer or the batch."""
     reading = value.reading
     if value.weight or value.buffer:
         what = "weight" if value.weight else "buffer"
@@ -200,7 +202,7 @@ def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
         return Origin("forward", "", seen.calls[0].kind, "", "batch", reading)
     around = seen.calls[call.parent or 0]
     while around.parent is not None and any(not each.reading.finite and _is_unknown(each) for each in around.inputs):
-        # The value was given to the surrounding cell too.
+        # The surrounding cell got an input of unknown origin too, so look further out.
         call, around = around, seen.calls[around.parent]
     what = f"a value that it gives to {_operator(call) or call.name}, from an operator that cannot be seen"
     largest = largest_of(each.reading for each in around.inputs)
@@ -208,7 +210,7 @@ def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
 
 
 def _backward_origin(seen: Pass, forward_is_harmless: bool) -> Origin:
-    """The first gradient that is not finite, in the order in which they came: all that came before it were finite."""
+    """Return the origin for the first gradient that is inf or NaN; all earlier gradients of the pass are finite."""
     masks = Masks(seen)
     for index, gradient in seen.backward:
         if not gradient.reading.finite:
@@ -236,8 +238,8 @@ def _gradient_origin(seen: Pass, call: Call, gradient: Gradient) -> Origin:
         what = f"the loss scale itself, as the loss is in {reading.dtype}"
         return Origin("backward", "", call.kind, "", what, reading)
     if gradient.of_output:
-        # All cells that use the output were looked at. The sum of their gradients remains, or code around the cell
-        # that was not seen.
+        # The gradients from all cells that use the output are finite. So the overflow is in the sum of these gradients,
+        # or in code around the cell that was not seen.
         around = seen.calls[call.parent or 0]
         used = list(_uses(seen, call))
         which = "sum of the gradients" if len(used) > 1 else "gradient"
@@ -254,7 +256,7 @@ def _gradient_origin(seen: Pass, call: Call, gradient: Gradient) -> Origin:
 
 
 def _weight_behind(seen: Pass, value: Operand) -> str | None:
-    """The Parameter that a value is, or was before it was cast."""
+    """Return the name of the Parameter that a value is, or that the value was cast from; otherwise None."""
     while value.weight is None and value.is_computed and value.source is not None:
         maker = seen.calls[value.source]
         if maker.kind not in CASTS or not maker.inputs:
@@ -264,7 +266,7 @@ def _weight_behind(seen: Pass, value: Operand) -> str | None:
 
 
 def _uses(seen: Pass, call: Call) -> Iterator[Reading]:
-    """The gradients that the users of a call's output give back."""
+    """Yield the gradients that flow back to the output of a call from the calls that use the output."""
     for other in seen.calls:
         for each in other.gradients:
             if not each.of_output and other.inputs[each.index].source == call.index:
@@ -272,7 +274,7 @@ def _uses(seen: Pass, call: Call) -> Iterator[Reading]:
 
 
 def _largest_weight(seen: Pass, call: Call) -> float | None:
-    """The largest Parameter that goes into a call, or else into its layer, which may use it after a cast."""
+    """Return the largest magnitude among the Parameters of a call, or else of its layer, which may cast them first."""
     for calls in ([call], [each for each in seen.calls if each.layer == call.layer]):
         if weights := [value.reading for each in calls for value in each.inputs if value.weight]:
             return largest_of(weights)

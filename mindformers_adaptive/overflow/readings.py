@@ -1,4 +1,4 @@
-"""What a pass through a network showed: the values at each cell and operator, forward and backward."""
+"""The record of a pass through a network: the values at each cell and operator, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["BATCH", "CASTS", "Call", "Gradient", "Operand", "Pass", "Reading", "
 # The names of operators that only change the dtype.
 CASTS = {"Cast", "Astype", "To", "Type", "TypeAs"}
 
-# The source of a value that is a part of the batch.
+# The source of an operand that is a part of the batch.
 BATCH = -1
 
-# By dtype, the largest finite number. Values of 8-bit formats are held in wider tensors here.
+# The largest finite number of each dtype. Values in 8-bit formats are held in tensors of wider dtypes.
 _LARGEST = {name: FORMATS[name].largest for name in ("float16", "bfloat16")}
 _LARGEST |= {"float32": float(np.finfo(np.float32).max), "float64": float(np.finfo(np.float64).max)}
 
@@ -30,7 +30,7 @@ class Reading:
     """The magnitudes of one tensor.
 
     Attributes:
-        dtype (str): as MindSpore calls it, in small letters.
+        dtype (str): MindSpore's name of the dtype, in lower case.
         size (int): number of elements.
         largest (float): the largest finite magnitude; 0.0 if there is none.
         infs_and_nans (int): how many elements are inf or NaN.
@@ -59,7 +59,7 @@ class Reading:
 
     @property
     def only_minus_inf(self) -> bool:
-        """Whether an element is -inf, and none is +inf or NaN, as in an additive mask."""
+        """Whether some element is -inf and no element is +inf or NaN, as in an additive mask."""
         return self.infs_and_nans > self.nans + self.positive_infs == 0
 
     @property
@@ -69,25 +69,26 @@ class Reading:
 
     @property
     def headroom(self) -> float:
-        """By how many powers of two the values may grow; 0 where one has overflowed, inf where all are 0."""
+        """The number of powers of two by which the values may grow; 0 after an overflow, inf if all values are 0."""
         if not self.finite:
             return 0.0
         # Subtract logarithms, because the quotient may be beyond a float.
         return math.log2(self.limit) - math.log2(self.largest) if self.largest else math.inf
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything by name."""
+        """Return the dtype, the size, the largest magnitude, and the number of inf and NaN as a dict."""
         return {name: getattr(self, name) for name in ("dtype", "size", "largest", "infs_and_nans")}
 
 
 def read_values(array: NDArray[np.floating[Any]], dtype: str) -> Reading:
-    """Return what there is to know of an array.
+    """Return the magnitudes of an array.
 
     Args:
-        array (numpy.ndarray): of float16, float32 or float64.
-        dtype (str): the dtype of the tensor that it was, which NumPy may not have.
+        array (numpy.ndarray): an array of float16, float32 or float64.
+        dtype (str): the dtype of the tensor from which the array was made, which NumPy may not have.
     """
-    # The bits of a magnitude, read as an integer, are in its order; this takes a tenth of the time of abs and isfinite.
+    # Read as integers, the bits of magnitudes have the same order as the magnitudes. Comparing integers takes a tenth
+    # of the time of abs and isfinite.
     integer = np.dtype(f"u{array.dtype.itemsize}")
     sign = integer.type(1 << (8 * array.dtype.itemsize - 1))
     bits = np.ascontiguousarray(array).reshape(-1).view(integer)
@@ -106,19 +107,19 @@ def read_values(array: NDArray[np.floating[Any]], dtype: str) -> Reading:
 
 
 def largest_of(readings: Iterable[Reading]) -> float | None:
-    """Return the largest finite magnitude of several readings, None without any."""
+    """Return the largest finite magnitude of several readings, or None if there is no reading."""
     return max((reading.largest for reading in readings), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that goes into a call.
+    """An input tensor of a call.
 
     Attributes:
         reading (Reading): its magnitudes.
-        source (int, optional): the index of the call that it comes from, or ``BATCH``; None where it is not known.
-        weight (str, optional): the name of the Parameter that it is.
-        buffer (str, optional): the layer and the attribute of the Tensor that it is, if a layer holds it.
+        source (int, optional): the index of the call that computed the tensor, or ``BATCH``; None if it is not known.
+        weight (str, optional): the name of the Parameter, if the tensor is a Parameter.
+        buffer (str, optional): the layer and its attribute, if the tensor is a constant Tensor that a layer holds.
     """
 
     reading: Reading
@@ -134,12 +135,12 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of a tensor of a call.
+    """The gradient of an input or output of a call.
 
     Attributes:
-        of_output (bool): whether the tensor is an output of the call, else it is an input. The gradient of an output is
-            the sum over all that use it; the gradient of an input is what this call gives back.
-        index (int): which output, or input.
+        of_output (bool): whether the tensor is an output of the call; otherwise it is an input. The gradient of an
+            output is the sum over all its uses; the gradient of an input is the contribution of this call.
+        index (int): the index of the output or input.
         reading (Reading): its magnitudes.
     """
 
@@ -153,15 +154,15 @@ class Call:
     """One call of a cell or of an operator.
 
     Attributes:
-        index (int): its place in the order in which calls begin.
+        index (int): the position of the call in the order in which calls begin.
         layer (str): the name of the cell, or of the innermost cell that calls the operator; "" is the whole network.
         kind (str): the class of the cell, or the name of the operator.
-        operator (bool): whether it is an operator.
-        parent (int, optional): the index of the cell's call around it; None for the whole network.
-        attribute (str): the name by which the cell knows the operator, if it does.
-        inputs (list[Operand]): its inputs of floating point.
-        outputs (list[Reading]): its outputs of floating point.
-        gradients (list[Gradient]): in the order in which they came.
+        operator (bool): whether the call is a call of an operator.
+        parent (int, optional): the index of the call of the surrounding cell; None for the whole network.
+        attribute (str): the attribute of the cell that holds the operator; "" if there is no such attribute.
+        inputs (list[Operand]): the floating-point inputs.
+        outputs (list[Reading]): the floating-point outputs.
+        gradients (list[Gradient]): the gradients of inputs and outputs, in the order of the backward pass.
     """
 
     index: int
@@ -176,11 +177,11 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The layer with the attribute, ``attention.batch_matmul``."""
+        """The layer and the attribute, such as ``attention.batch_matmul``."""
         return ".".join(filter(None, (self.layer, self.attribute)))
 
     def gets_gradient(self, index: int) -> bool:
-        """Whether a gradient came back to an input."""
+        """Return whether the backward pass computed a gradient of an input."""
         return any(not gradient.of_output and gradient.index == index for gradient in self.gradients)
 
 
@@ -191,12 +192,13 @@ class Pass:
     Attributes:
         loss_scale (float): the scale.
         loss (float): the loss, without the scale.
-        calls (list[Call]): in the order in which they begin.
-        backward (list[tuple[int, Gradient]]): gradients in the order in which they came, with the index of their call.
-        weights (Mapping[str, Reading]): by name of a trainable Parameter, its gradient.
-        loss_source (int, optional): the call that the loss comes from.
-        sees_operators (bool): whether operators were seen, and which values get a gradient in training; in graph mode
-            they are not. Default: True.
+        calls (list[Call]): the calls, in the order in which they begin.
+        backward (list[tuple[int, Gradient]]): the gradients in the order of the backward pass, each after the index of
+            its call.
+        weights (Mapping[str, Reading]): the gradient of each trainable Parameter, by name.
+        loss_source (int, optional): the index of the call that computed the loss.
+        sees_operators (bool): whether the pass shows operators, and which values get a gradient in training. In graph
+            mode it shows neither. Default: True.
     """
 
     loss_scale: float
@@ -213,7 +215,7 @@ class Pass:
         return not all(reading.finite for reading in self.weights.values())
 
     def inside(self, call: Call) -> Iterator[Call]:
-        """Yield the calls that a call makes itself, directly or by others."""
+        """Yield the calls within a call, at any depth."""
         within = {call.index}
         for other in self.calls[call.index + 1 :]:
             if other.parent in within:

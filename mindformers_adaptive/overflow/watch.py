@@ -17,50 +17,51 @@ from mindformers_adaptive.overflow.readings import BATCH, Call, Gradient, Operan
 
 __all__ = ["Watch", "read_tensor"]
 
-# Methods of Tensors that compute, among them the methods of Python's operators; others are functions of Python, which
-# call these. Underscored names are MindSpore's own.
+# Methods of Tensors that are implemented in C++, including Python's operators. Other methods are Python functions that
+# call these. Names with a leading underscore are internal to MindSpore.
 _METHODS = [name for name, value in vars(TensorPy).items() if isinstance(value, types.MethodDescriptorType)]
 _DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg abs"
 _DUNDERS += " floordiv rfloordiv ifloordiv mod rmod imod getitem"
-# Beginnings of the names of methods that compute nothing.
+# Prefixes of the names of methods that compute nothing.
 _QUERIES = "_ is_ get_ set_ data_ init convert register remove_hook storage offload assign_value value untyped"
 _QUERIES += " pin_memory wait flush move_to getitem setitem from_ asnumpy numpy item tolist dim numel nelement"
 _QUERIES += " ndimension stride hooks"
 _COMPUTING = [name for name in _METHODS if not name.startswith(tuple(_QUERIES.split()))]
 _TENSOR_METHODS = [f"__{name}__" for name in _DUNDERS.split()]
 _TENSOR_METHODS += [name for name in _COMPUTING if not name.endswith("_")]
-# Methods that write to their Tensor; a hook would make another Tensor of it.
+# Methods that write to their Tensor. Do not hook the Tensor, because a hook returns another Tensor.
 _IN_PLACE = ["__setitem__", *(name for name in _METHODS if name.endswith("_") and not name.startswith("_"))]
-# Functions of mint are these of another module.
+# The functions of mint are functions of this module, functional_overload.
 _OF_MINT = [name for name, value in vars(functional_overload).items() if name.endswith("_instance") and callable(value)]
-# Operators that are no Primitive to Python, of which functions such as ops.softmax are made.
+# Operators that are not Primitives in Python. Functions such as ops.softmax call them.
 _INNER = [kind for kind in vars(inner).values() if isinstance(kind, type) and kind.__module__ == inner.__name__]
-# Operators that communicate. Some write to what they are given.
+# Operators that communicate, or print. Some of them write to their inputs.
 _COMMUNICATES = {name for name, kind in vars(comm_ops).items() if isinstance(kind, type)} | {"Print"}
 
-# Operators that move numbers and make none, forward or backward.
+# Operators that only move values, forward and backward, without computing new ones.
 _MOVES = {"Reshape", "Transpose", "ExpandDims", "Squeeze", "Depend", "Identity", "Load", "Shape", "StopGradient"}
 _MOVES |= {"View", "ViewAs", "Permute", "Unsqueeze", "Swapaxes", "Swapdims", "T", "Flatten", "Contiguous", "ReshapeAs"}
 _MOVES |= {"Movedim", "Moveaxis", "TransposeView", "TransposeExt", "FlattenExt", "Detach", "TensorShape"}
 
-# Queries of Tensors as they are when nothing is watched.
+# The original method of Tensors, which watching does not replace.
 _is_floating_point = Tensor.is_floating_point
 
 
 def read_tensor(tensor):
-    """Return the magnitudes of a Tensor of floating point."""
+    """Return the magnitudes of a floating-point Tensor."""
     return read_values(to_numpy(tensor), str(tensor.dtype).lower())
 
 
 class Watch:
-    """Records each pass of a network within ``watching()``, and changes nothing that the network computes.
+    """Records each pass of a network within ``watching()``, without changing what the network computes.
 
-    Python sees what runs op by op only: in graph mode, and within functions that are compiled, nothing is recorded.
-    Operators are seen where they are Primitives, methods of Tensors or functions of ``mint``; what other code does is
-    seen from the cell around it. Parameters that a pass writes are restored after it.
+    Only code that runs op by op is recorded, so nothing is recorded in graph mode or within compiled functions.
+    Operators are recorded if they are Primitives, methods of Tensors or functions of ``mint``. For other code, only the
+    inputs and outputs of the cell around it are recorded. Parameters that a pass overwrites are restored after the
+    pass.
 
     Args:
-        network (Cell): without a train-step cell around it.
+        network (Cell): the network, without a train-step cell around it.
         names (Mapping[str, Cell]): the cells to record, by name.
     """
 
@@ -88,10 +89,10 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self, *_):
-        """Record passes, as many as are made."""
+        """Record every pass that runs within the block."""
         with contextlib.ExitStack() as self._patches:
-            # Remember what was bad from the start. Otherwise a Parameter that the forward pass overwrites would look
-            # like a bad checkpoint.
+            # Remember which Parameters have inf or NaN from the start. Otherwise a Parameter that the forward pass
+            # overwrites would look like a bad checkpoint.
             self._bad_from_start = {id(each) for each in self._network.get_parameters() if not _is_finite(each)}
             self._patch(Parameter, "set_data", self._set_data)
             self._patch(nn.Cell, "__call__", self._call_cell)
@@ -109,7 +110,8 @@ class Watch:
                     self._patch(owner, name, functools.partial(call, _operator_name(name)))
             for cell in self._cells:
                 if getattr(cell, "_recompute_cell", None) is not None:
-                    # Recomputation would hide the cells inside, which it calls again in the backward pass.
+                    # Recomputation would hide the cells inside the recomputed cell, because it calls them again in the
+                    # backward pass.
                     self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             yield
 
@@ -127,7 +129,7 @@ class Watch:
         self._going_back = self._in_operator = False
 
     def _patch(self, owner, name, function):
-        """Put a function in the place of an attribute; it is given what was there first."""
+        """Replace an attribute by a function, which gets the original attribute as its first argument."""
         before, class_attribute = getattr(owner, name), vars(owner).get(name)
         setattr(owner, name, lambda *args, **kwargs: function(before, *args, **kwargs))
         self._patches.callback(
@@ -137,7 +139,7 @@ class Watch:
     def _call_cell(self, call, cell, *args, **kwargs):
         name = self._names.get(id(cell))
         is_whole = cell is self._network and not self._stack
-        # Recomputation in the backward pass calls cells again.
+        # Recomputation calls cells again in the backward pass. Do not record these calls.
         if name is None or not (is_whole or self._stack) or (self._going_back and not is_whole) or self._in_operator:
             return call(cell, *args, **kwargs)
         if is_whole:
@@ -157,7 +159,8 @@ class Watch:
 
     def _call_primitive(self, call, primitive, *args, **kwargs):
         if hasattr(primitive, "__morph_fn__"):
-            # MindFormers' mcore layers put functions into graphs by this one; op by op they are just called.
+            # MindFormers' mcore layers put functions into graphs by this primitive. In PyNative mode, just call the
+            # function.
             return primitive.__morph_fn__(*args, **kwargs)
         return self._call_operator(primitive.name, primitive, functools.partial(call, primitive), args, kwargs)
 
@@ -178,7 +181,7 @@ class Watch:
             return output
         parent, cell = self._stack[-1]
         begun = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
-        # The Tensor that is written to must be the caller's own.
+        # Do not hook a Tensor that the operator writes to: it must get the caller's Tensor, not the output of a hook.
         target = args[0] if args and (in_place or _writes(primitive, args[0])) else None
         hooked = target is None and kind not in _COMMUNICATES
         args, kwargs = self._take_in(begun, (args, kwargs), None, hooked)
@@ -212,7 +215,7 @@ class Watch:
             operand = self._look_up(tensor, unknown)
             index = len(begun.inputs)
             begun.inputs.append(operand)
-            # A Parameter that is not trained may be written to.
+            # Do not hook a Parameter that is not trained, because the call may write to it.
             if hooked and not (isinstance(tensor, Parameter) and not tensor.requires_grad):
                 tensor = self._hook(tensor, begun, False, index)
             if not isinstance(tensor, Parameter):
@@ -225,7 +228,7 @@ class Watch:
         return id(tensor) in self._sources or id(tensor) in self._buffers or isinstance(tensor, Parameter)
 
     def _look_up(self, tensor, unknown=None):
-        """Return a Tensor as an operand: its magnitudes, and where it comes from as far as that is known."""
+        """Return the Operand of a Tensor: its magnitudes, and its source if the source is known."""
         with replaced_in(vars(self), "_in_operator", True):
             reading = read_tensor(tensor)
         known = self._sources.get(id(tensor))
@@ -241,7 +244,8 @@ class Watch:
             known = self._look_up(tensor)
             begun.outputs.append(known.reading)
             tensor = self._hook(tensor, begun, True, index) if hooked else tensor
-            # If the operator inside that made a cell's output was seen, the output comes from it.
+            # If an operator inside a cell was seen to compute the cell's output, keep the operator as the source of the
+            # output.
             known = known if keeps_source and known.source is not None else Operand(known.reading, begun.index)
             self._remember(tensor, known)
             return tensor
@@ -250,14 +254,14 @@ class Watch:
 
     def _remember(self, tensor, operand):
         self._sources[id(tensor)] = operand
-        # Keep it, or another tensor might take its place in memory, and its id.
+        # Keep a reference to the tensor. Otherwise another tensor could reuse its memory, and with it the id.
         self._kept.append(tensor)
 
     def _hook(self, tensor, begun, of_output, index):
         backward = self._backward
 
         def record(gradients):
-            # Operators of these are not the network's.
+            # From here on, operators belong to the backward pass. Do not record them as calls of the network.
             self._going_back = True
             gradient = Gradient(of_output, index, read_tensor(gradients[0]))
             begun.gradients.append(gradient)
@@ -274,7 +278,7 @@ def _tensors(values):
 
 
 def _replaced(values, function):
-    """Return values with each tensor of floating point replaced, however deep in tuples, lists and dicts it is."""
+    """Return the values with a function applied to each floating-point tensor, also in nested tuples, lists, dicts."""
     if isinstance(values, Tensor):
         return function(values) if _is_floating_point(values) else values
     if type(values) in (tuple, list):
@@ -285,7 +289,7 @@ def _replaced(values, function):
 
 
 def _writes(primitive, target):
-    """Whether an operator writes to its first input."""
+    """Return whether an operator writes to its first input."""
     has_effect = (getattr(primitive, "attrs", None) or {}).get("side_effect_mem")
     return bool(has_effect) and (isinstance(target, Parameter) or primitive.name.startswith("Inplace"))
 
@@ -295,7 +299,7 @@ def _is_finite(tensor):
 
 
 def _cells_in_lists(names):
-    """Return cells that lists and dicts of Python hold, which MindSpore does not know as parts of a cell."""
+    """Return the cells in plain lists and dicts of a cell, which MindSpore does not register as subcells."""
     known, hidden = set(map(id, names.values())), {}
     waiting = [(name, key, value) for name, cell in names.items() for key, value in vars(cell).items()]
     waiting = [entry for entry in waiting if not entry[1].startswith("_")]

@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib loaded on first use, one style, files written whole."""
+"""Common code of all pictures: matplotlib loaded on first use, one style, and files that are never half written."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MUTED, CONTEXT = "#5f5f5f", "#e3e3e3"
 _COLOURS = (MAIN, WARNING, SECOND, PURPLE, "#e69f00", FAINT)
 LINE_STYLES = tuple((colour, dashes) for dashes in ("solid", "dashed", "dotted", "dashdot") for colour in _COLOURS)
 
-# A share that is lost is no alarm below this: what underflows are the smallest gradients, and `find` calls up to 20 %
-# of the norm of a gradient harmless.
+# A share of underflowed gradients below this is not marked as a warning. The smallest gradients underflow first, and
+# `find` calls a loss of up to 20 % of a gradient's norm harmless.
 ALARMING = 0.01
 
 _DOTS_PER_INCH = 120
@@ -44,10 +44,10 @@ _LABEL_SIZE = 10.5
 
 _width_factor: ContextVar[float] = ContextVar("width_factor", default=1.0)
 
-# Up to so many points a line shows each of them.
+# A line with at most this many points has a mark at each point.
 _FEW_POINTS = 50
 
-# The lines of more steps than that would fill the panel; they are gathered into blocks.
+# With more steps than this, one point per step would fill the panel. So the steps are grouped into this many blocks.
 _BAND_FROM, _BLOCKS = 8000, 400
 
 _CEILING = "#9a9a9a"
@@ -57,8 +57,8 @@ def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure, without a window and without matplotlib's global state.
 
     Args:
-        width (float): in inches of 120 dots; 10 inches are 1200 pixels.
-        height (float): in inches.
+        width (float): the width in inches; 10 inches are 1200 pixels, at 120 dots per inch.
+        height (float): the height in inches.
 
     Raises:
         ImportError: if matplotlib cannot be imported; the message says how to install it.
@@ -91,7 +91,7 @@ def narrower(factor: float) -> Iterator[None]:
 
 
 def write_svg(figure: Figure, file: IO[bytes], transparent: bool = True) -> None:
-    """Write a picture as SVG, without a background or with its own."""
+    """Write a picture as SVG, with a transparent background or with its own background."""
     from matplotlib import rc_context
 
     # Without dates and random names, the file changes only if the picture does.
@@ -159,19 +159,19 @@ def style_axes(axes: Axes, *, title: str = "", x_label: str = "", y_label: str =
 
 
 def point_marker(points: int) -> str:
-    """Return the marker of a line, whose points are all shown if they are few: between gaps one point makes no line."""
+    """Return the marker of a line: "." for few points, because a single point between gaps draws no line, else ""."""
     return "." if points <= _FEW_POINTS else ""
 
 
 def mark_above(axes: Axes, x: Floats, colour: str, label: str, gid: str) -> None:
-    """Mark places at the upper edge of a panel, if there are any."""
+    """Mark the given x positions, if any, at the upper edge of a panel."""
     if len(x):
         style: dict[str, Any] = {"linestyle": "none", "marker": "v", "clip_on": False, "color": colour}
         axes.plot(x, np.ones(len(x)), transform=axes.get_xaxis_transform(), label=label, gid=gid, **style)
 
 
 def legend_above(axes: Axes) -> None:
-    """Put a panel's legend above it on the right, where it hides no data, on as many rows as its names take."""
+    """Put the legend of a panel above it on the right, where it hides no data, in as many rows as it needs."""
     figure: Any = axes.figure
     handles, names = axes.get_legend_handles_labels()
     if handles:
@@ -198,7 +198,7 @@ def use_power_of_two_axis(axes: Axes, lowest: float, highest: float) -> None:
 
 
 def use_step_axis(axes: Axes, first: float, last: float) -> None:
-    """Make the x axis one of steps, with room before the first and after the last."""
+    """Make the x axis an axis of steps, with room before the first step and after the last."""
     room = max(0.01 * (last - first), 1.0)
     axes.set_xlim(first - room, last + room)
     axes.set_xlabel("step", fontsize=_LABEL_SIZE)
@@ -207,7 +207,7 @@ def use_step_axis(axes: Axes, first: float, last: float) -> None:
 
 
 def use_percent_axis(axes: Axes) -> None:
-    """Make the y axis one of percentages: logarithmic, but linear below 0.001 % so that 0 has a place."""
+    """Make the y axis an axis of percentages: logarithmic, but linear below 0.001 %, so that it has room for 0."""
     axes.set_yscale("symlog", linthresh=1e-3, linscale=0.6)
     axes.set_ylim(-2e-4, 200)
     axes.yaxis.set_major_formatter("{x:g}")
@@ -215,16 +215,16 @@ def use_percent_axis(axes: Axes) -> None:
 
 
 def say_instead(axes: Axes, text: str) -> None:
-    """Write into an empty panel why it is empty."""
+    """Write the reason into a panel that has nothing to draw."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", fontsize=11, color=MUTED)
     axes.set_yticks([])
 
 
 def draw_steps(axes: Axes, step: Floats, values: Floats, opacity: float = 0.25, **style: Any) -> tuple[Floats, Floats]:
-    """Draw values over the steps; for a long run, medians within a band.
+    """Draw values over the steps; for a long run, draw medians within a band from the lowest to the highest value.
 
     Returns:
-        tuple of two arrays, x and y of the upper edge.
+        tuple of two arrays: x and y of the line, or of the upper edge of the band.
     """
     if len(values) <= _BAND_FROM:
         axes.step(step, values, where="post", **style)
@@ -236,7 +236,7 @@ def draw_steps(axes: Axes, step: Floats, values: Floats, opacity: float = 0.25, 
 
 
 def draw_ceiling(axes: Axes, step: Floats, ceiling: Floats, label: str) -> None:
-    """Draw the ceilings of steps, and shade what is above them; the limits of the axis are final."""
+    """Draw the ceiling of each step, and shade the area above it. Call this after the limits of the y axis are set."""
     bottom, top = axes.get_ylim()
     style: dict[str, Any] = {"label": label, "gid": "ceiling", "color": _CEILING, "linewidth": 0.8, "zorder": 1.5}
     x, edge = draw_steps(axes, step, np.clip(ceiling, bottom, top), opacity=0.15, **style)
@@ -272,7 +272,7 @@ def percent(share: float | None) -> str:
 
 
 def as_text(name: str) -> str:
-    """Return a name with control characters escaped, and dollar signs, which mark formulas in matplotlib.
+    """Return a name with control characters escaped, and dollar signs too, which would begin a formula in matplotlib.
 
     Examples:
         >>> print(as_text("run $1"))

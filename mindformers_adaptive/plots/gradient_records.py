@@ -1,4 +1,4 @@
-"""The picture of gradients, weights or outputs of layers over the steps of a training, from their record."""
+"""The picture of a gradient record: gradients, weights or outputs of layers over the steps of a training."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The edges of the bands of magnitudes, as shares of the gradients.
+# The quantiles of the gradients' magnitudes at which the bands begin and end.
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-# The numbers of a group in a step: the bands, the largest gradient, the underflowed and the subnormal share.
+# The number of values for each group in a step: the bands, the largest gradient, and the underflowed and subnormal
+# share.
 _COLUMNS = len(_QUANTILES) + 3
 
-# All gradients together stand among the groups by this name, which no group has.
+# The key of all gradients together among the groups. No group has this name.
 _ALL = "\0"
 
-# The axis goes on to a limit of the format that is at most so many powers of two away from the gradients.
+# The axis includes a limit of the format that is at most this many powers of two away from the gradients.
 _NEAR = 12.0
 
 _WARNING, _PALE_WARNING = "#f2b48f", "#fae3d6"
@@ -51,7 +52,8 @@ class GroupSeries(NamedTuple):
         largest (NDArray): of shape (steps,), the exponent of the largest magnitude in each step.
         underflowed (NDArray): of shape (steps,), the share of the gradients that underflows at the loss scale of the
             training; nan where that is not known.
-        subnormal (NDArray): of shape (steps,), the share that is subnormal in each step.
+        subnormal (NDArray): of shape (steps,), the share of the gradients that is subnormal at that loss scale; nan
+            where it is not known.
     """
 
     bands: Floats
@@ -61,13 +63,13 @@ class GroupSeries(NamedTuple):
 
 
 class GradientSeries(NamedTuple):
-    """The gradients of a run, at those steps that were measured.
+    """The gradients of a run at the steps in which they were measured.
 
     Attributes:
         step (NDArray): float64 of shape (steps,), increasing.
         loss_scale (NDArray): float64 of shape (steps,), the loss scale of the training; nan where it is not known.
         overflow (NDArray): bool of shape (steps,), whether the gradients overflowed at that scale.
-        groups (dict[str, GroupSeries]): by group of Parameters.
+        groups (dict[str, GroupSeries]): the series of each group of Parameters, by the name of the group.
         overall (GroupSeries): all gradients together.
         gradient_format (Format): the format of the gradients.
     """
@@ -100,10 +102,10 @@ def draw_gradient_records(
     Weights, and outputs of layers, have no shades, nor has a linear axis.
 
     Args:
-        records (Mapping[str, Sequence[Mapping]]): by the runs' names the lines of ``GradientRangeMonitor``'s record, as
+        records (Mapping[str, Sequence[Mapping]]): the lines of each run's record, by the name of the run, as
             :func:`mindformers_adaptive.record.writer.read_record` returns them; at least one.
-        group (Callable): from a Parameter's name to its group, or None for its first component. Default:
-            :func:`mindformers_adaptive.gradients.groups.parameter_group`.
+        group (Callable): a function from a Parameter's name to its group, or to None for the first component of the
+            name. Default: :func:`mindformers_adaptive.gradients.groups.parameter_group`.
         kind (str), modules (Sequence[str]), axis (str): as in
             :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`.
 
@@ -113,7 +115,8 @@ def draw_gradient_records(
     Raises:
         ImportError: if matplotlib is missing.
         TypeError: if a line is not a sweep over loss scales.
-        ValueError: if there is no record, or no line in one, nothing of the kind, or no such module.
+        ValueError: if there is no record, a record has no line, nothing of the kind was measured, or a module is
+            missing.
 
     Examples:
         >>> counts = {"size": 10, "zeros": 4, "largest": 0.2, "underflowed": 4, "histogram": {"-20": 1, "-3": 5}}
@@ -152,7 +155,7 @@ def draw_gradient_records(
 
 
 def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
-    """Return the ends of the axis: all magnitudes, and the limits of the formats where they are near."""
+    """Return the ends of the y axis, which holds all magnitudes and the limits of the formats that are near."""
     groups = [group for run in runs for group in run.groups.values()]
     magnitudes = np.concatenate([np.append(group.bands, group.largest) for group in groups])
     magnitudes = magnitudes[np.isfinite(magnitudes)]
@@ -164,7 +167,7 @@ def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
 
 
 def _shade_limits(axes: Axes, run: GradientSeries) -> None:
-    """Shade what the format cannot hold, or only as subnormal numbers, at the loss scale of each step."""
+    """Shade the magnitudes that the format underflows, makes subnormal or overflows at the loss scale of each step."""
     scale = np.log2(run.loss_scale)
     edges = np.concatenate([[run.step[0] - 0.5], (run.step[1:] + run.step[:-1]) / 2, [run.step[-1] + 0.5]])
     bottom, top = axes.get_ylim()
@@ -193,7 +196,7 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str, 
 
 
 def _worst(group: GroupSeries) -> list[str]:
-    """Say what was lost in the worst step, as far as it is known."""
+    """Return phrases for the largest underflowed and subnormal share of any step, as far as they are known."""
     known = {"underflow": group.underflowed, "are subnormal": group.subnormal}
     return [
         f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()
@@ -207,11 +210,11 @@ def series_of_gradients(
     modules: Sequence[str] = (),
     axis: str = "log2",
 ) -> GradientSeries:
-    """Return the series of a record of gradients.
+    """Return the arrays to draw for a record of gradients.
 
     Args:
         record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.record.writer.read_record` returns them.
-        group (Callable): from a Parameter's name to its group, or None.
+        group (Callable): a function from a Parameter's name to its group, or to None.
         kind (str), modules (Sequence[str]), axis (str): as in
             :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`; on a linear axis bands and largest are values.
 
@@ -227,7 +230,7 @@ def series_of_gradients(
         )
     sweeps = [select(GradientRanges.from_dict(line), kind, modules) for line in lines]
     group = functools.cache(group_for(modules, sweeps[0]) or group)
-    # Weights and outputs have no loss scale.
+    # Weights and outputs do not depend on a loss scale.
     scales = [line.get("loss_scale") if kind in SCALED else None for line in lines]
     measured = list(zip(sweeps, scales, strict=True))
     rows = [_rows(sweep, scale, group, axis) for sweep, scale in measured]
@@ -249,7 +252,7 @@ def series_of_gradients(
 def _rows(
     ranges: GradientRanges, loss_scale: Any, group: Callable[[str], str | None], axis: str
 ) -> dict[str, list[float]]:
-    """Return by group bands, largest, underflowed and subnormal in one step."""
+    """Return the bands, the largest value, and the underflowed and subnormal share of each group in one step."""
     fits = ranges.fitting_scales
     best = loss_scale if loss_scale in fits else (fits or ranges.loss_scales)[-1]
     at_best = {**ranges.groups(best, group), _ALL: ranges.overall(best)}
@@ -264,7 +267,8 @@ def _rows(
             exponents, numbers = np.array(sorted(counts.histogram.items())).T
             edges = np.append(exponents[0], exponents + 1)
             below = np.append(0, np.cumsum(numbers)) / numbers.sum()
-            # Within a power of two, values are taken to be spread evenly, except at both ends of the whole.
+            # Assume that values are spread evenly within each power of two, but not beyond the smallest and the largest
+            # value.
             ends = [math.log2(counts.smallest or counts.largest), math.log2(counts.largest)]
             bands = np.clip(np.interp(_QUANTILES, below, edges), ends[0], ends[1])
             row[:-2] = [*bands, ends[1]] - np.log2(best)

@@ -1,4 +1,4 @@
-"""Pictures of the gradients, weights or outputs of layers of a sweep over loss scales."""
+"""Pictures of a sweep over loss scales: its gradients, its weights, or its outputs of layers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Beside the exponents of the format so many more have a bar, below and above. Gradients further out count at the ends.
+# The histogram has this many more bars below and above the exponents of the format. The outermost bars also count the
+# gradients further out.
 _BELOW, _ABOVE = 6, 4
 
 # The distance of the bar of underflows, and of the bar of inf and NaN, from the other bars.
 _APART = 3
 
-# Beside a row there is room for so many letters.
+# A line of the label beside a row has room for this many letters.
 _ROW_LETTERS = 17
 
-# Purple is too pale for letters.
+# A dark purple for text, because PURPLE is too pale for letters.
 _DARK_PURPLE = "#9b3f76"
 
 
@@ -49,23 +50,23 @@ def draw_histograms(
 ) -> Figure:
     """Draw histograms of the magnitudes of gradients: a row for each group of Parameters, a column for each scale.
 
-    Weights, or outputs of layers, have one column: the loss scale does not touch them.
+    Weights or outputs of layers have only one column, because the loss scale does not change them.
 
-    The gradients come from the backward pass, multiplied by the loss scale. A bar on the left is the share that
-    underflowed to 0, a bar on the right the share that is inf or NaN; gradients that are 0 at every scale have no bar.
-    All shares are of all gradients of the group. Magnitudes far out of the format's range, in FP16 below 2^-30 or from
-    2^20 on, count in the last bars.
+    The gradients are shown as the backward pass computes them, multiplied by the loss scale. The bar on the left is the
+    share that underflowed to 0, the bar on the right the share that is inf or NaN. Gradients that are 0 at every scale
+    have no bar. All shares refer to all gradients of the group. Magnitudes far outside the range of the format, for
+    FP16 below 2^-30 or from 2^20 on, count in the last bars.
 
     Args:
-        sweep (Union[GradientRanges, Mapping]): the sweep, or what its JSON file holds.
-        loss_scales (Sequence[float], optional): scales of the sweep. Default: None, the lowest and the highest that did
-            not overflow.
-        group (Callable): from a Parameter's name to its group, or None for its first component. Default:
-            :func:`mindformers_adaptive.gradients.groups.parameter_group`.
+        sweep (Union[GradientRanges, Mapping]): the sweep, or the content of its JSON file.
+        loss_scales (Sequence[float], optional): the scales of the sweep to draw. Default: None, the lowest scale and
+            the highest scale without an overflow.
+        group (Callable): a function from a Parameter's name to its group, or to None for the first component of the
+            name. Default: :func:`mindformers_adaptive.gradients.groups.parameter_group`.
         kind (str): "gradients", "weights", "outputs" of layers, or "activation_gradients", the gradients of the outputs
             of layers. Default: "gradients".
-        modules (Sequence[str]): draw these, a row for each, see
-            :func:`mindformers_adaptive.gradients.selection.group_of_modules`. Default: none, the groups.
+        modules (Sequence[str]): the modules to draw, a row for each, see
+            :func:`mindformers_adaptive.gradients.selection.group_of_modules`. Default: none, draw the groups.
 
     Returns:
         Figure, at least 1200 pixels wide; each panel gives the shares of underflows and subnormal numbers.
@@ -73,7 +74,7 @@ def draw_histograms(
     Raises:
         ImportError: if matplotlib is missing.
         TypeError: if ``sweep`` is not a sweep.
-        ValueError: if the sweep does not have one of the scales, nothing of the kind, or no such module.
+        ValueError: if the sweep has no such scale, nothing of the kind, or no such module.
 
     Examples:
         >>> counts = {"size": 10, "zeros": 4, "underflowed": 4, "infs_and_nans": 0, "histogram": {"-20": 1, "-3": 5}}
@@ -85,7 +86,7 @@ def draw_histograms(
 
 
 class _Column(NamedTuple):
-    """A sweep at one of its loss scales: its name, the sweep, the scale, and what each row shows."""
+    """A column of panels: the name of a sweep, the sweep, one of its loss scales, and the statistics of each row."""
 
     name: str
     ranges: GradientRanges
@@ -141,7 +142,7 @@ def draw_sweeps(
                 bars.append(_draw_signed(axes, counts, column.scale if of_gradients else 1.0))
             else:
                 bars.append(_draw_histogram(axes, counts, column.ranges.gradient_format, of_gradients).max())
-        # Room above the bars for the text.
+        # Leave room above the bars for the text.
         row[0].set_ylim(0, max(bars[1:], default=0.0) * 1.45 or 1.0)
     for axes, column in zip(panels[0], columns, strict=True):
         scale = f"loss scale {canvas.power_of_two(column.scale)} = {column.scale:,.10g}" if of_gradients else kind
@@ -192,9 +193,9 @@ def require_signed(counts: ArrayStatistics) -> SignedHistogram:
 def draw_underflow(
     sweep: GradientRanges | Mapping[str, Any], group: Callable[[str], str | None] = parameter_group
 ) -> Figure:
-    """Draw the share of gradients that underflow at each loss scale, for each group of Parameters and for all.
+    """Draw the share of gradients that underflow at each loss scale, for each group of Parameters and for all together.
 
-    Scales at which a batch overflowed are shaded; there the share that underflows is not known.
+    Loss scales at which a batch overflowed are shaded. The share that underflows is not known there.
 
     Args:
         sweep (Union[GradientRanges, Mapping]): as in :func:`draw_histograms`.
@@ -214,7 +215,7 @@ def draw_underflow(
     axes = figure.subplots()
     canvas.style_axes(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
     for row, (name, (colour, dashes)) in enumerate(zip(counts[0], canvas.LINE_STYLES, strict=False)):
-        # Where lines cover each other, the marks of all of them are visible.
+        # The marks shrink from line to line, so that all are visible where lines cover each other.
         style: dict[str, Any] = {"marker": "o", "markersize": 10 - 1.5 * row, "color": colour, "linestyle": dashes}
         if name == "all":
             style = {"color": "black", "linewidth": 2.6, "zorder": 1.9}
@@ -236,7 +237,7 @@ def draw_underflow(
 
 
 def wrapped(name: str) -> str:
-    """Return the name of a row on lines that are no longer than the row is high, broken after dots."""
+    """Return the name of a row, broken after dots into lines that fit the height of the row."""
     lines = [""]
     for part in re.findall(r"[^.]*\.?", canvas.as_text(name)):
         if lines[-1] and len(lines[-1] + part) > _ROW_LETTERS:
@@ -246,7 +247,7 @@ def wrapped(name: str) -> str:
 
 
 def group_for(modules: Sequence[str], ranges: GradientRanges) -> Callable[[str], str | None] | None:
-    """Return the function from the names in a sweep to the modules that are drawn, or None if no modules were named."""
+    """Return the function that maps names in the sweep to the modules to draw, or None if no modules are named."""
     return group_of_modules(modules, ranges.batches[0][0].parameters) if modules else None
 
 
@@ -257,7 +258,7 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
     subnormal, normal, largest = map(math.floor, gradient_format.exponents)
     first, last = subnormal - _BELOW, largest + _ABOVE
     zero, inf = first - _APART, last + _APART
-    # Colour and name of the bars, by the first index of each kind.
+    # Colour and label of each kind of bar, by the first exponent of the kind.
     kinds = {
         zero: (canvas.WARNING, "underflowed to 0") if of_gradients else (canvas.MUTED, "0"),
         first: (canvas.FAINT, "subnormal or below"),
@@ -293,7 +294,7 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
 
 
 def _lost(counts: ArrayStatistics, gradient_format: Format) -> list[str]:
-    """Return the shares that underflow, are subnormal, and are inf or NaN."""
+    """Return the percentages of values that underflow, that are subnormal, and that are inf or NaN, as texts."""
     subnormal = counts.subnormal_share(gradient_format)
     shares = (counts.share(counts.underflowed), subnormal, counts.share(counts.infs_and_nans))
     return [canvas.percent(share) for share in shares]

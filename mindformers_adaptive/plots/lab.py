@@ -24,27 +24,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Ceilings whose log2 differ by less, but in a few of the steps, are drawn as one line.
+# The ceilings of a trace and the ceilings that its gradients imply share a line, unless their log2 differ by at least
+# this many bits in more than this share of the steps.
 _SAME_BITS, _FEW = 0.05, 0.05
 
 
 def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
-    """Draw what policies did on a trace: its ceiling, the loss scale of each policy, and the steps that each skipped.
+    """Draw replays of policies on a trace: its ceiling, the loss scale of each policy, and the skipped steps of each.
 
-    On a long trace each line becomes medians within a band from the lowest to the highest value. A trace with largest
-    gradients has a line for the ceiling that they show, where it is another one.
+    On a long trace each line becomes medians within a band from the lowest to the highest value. If the trace has
+    largest gradients, the ceiling that they imply has a line too, unless it equals the ceiling of the trace.
 
     Args:
-        trace (Trace): what was replayed.
-        replays (Mapping[str, Replay]): by the policies' names, what
-            :func:`mindformers_adaptive.lab.replay.replay` returned on this trace; at least one.
+        trace (Trace): the replayed trace.
+        replays (Mapping[str, Replay]): the results of :func:`mindformers_adaptive.lab.replay.replay` on this trace, by
+            the name of the policy; at least one.
 
     Returns:
-        Figure of two panels over the same steps, 1200 pixels wide; the lower one counts the skipped steps.
+        Figure of two panels over the same steps, 1200 pixels wide; the lower panel counts the skipped steps.
 
     Raises:
         ImportError: if matplotlib is missing.
-        ValueError: if a replay is of another number of steps.
+        ValueError: if a replay has another number of steps than the trace.
 
     Examples:
         >>> from mindformers_adaptive.lab.policies import make_policy
@@ -60,7 +61,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
     canvas.style_axes(lower, title="skipped steps")
     for row, ((name, result), (colour, dashes)) in enumerate(zip(replays.items(), canvas.LINE_STYLES, strict=False)):
-        # Where lines cover each other, the first is the widest, so that all of them are visible.
+        # Draw earlier lines wider, so that all lines are visible where they cover each other.
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
         line: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": width, "gid": name}
         canvas.draw_steps(upper, steps, result.loss_scale, label=canvas.as_text(name), **line)
@@ -78,18 +79,18 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
 
 
 def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> None:
-    """Shade where steps overflow, and fit the axis to all scales and to the ceilings that FP32 can hold."""
+    """Draw the ceiling, shade above it, and fit the axis to all scales and to the ceilings that FP32 can hold."""
     gradients = np.full(len(trace), np.nan) if trace.largest_gradient is None else trace.largest_gradient
     shown = implied_ceilings(gradients, trace.gradient_format)
     scales = np.concatenate([trace.ceiling, shown, *(result.loss_scale for result in replays.values())])
     scales = scales[(scales >= SMALLEST_LOSS_SCALE) & (scales <= LARGEST_LOSS_SCALE)]
     canvas.use_power_of_two_axis(axes, scales.min(), scales.max())
-    # The ceiling is known exactly: a scale at it does not overflow, and the next number above it does.
+    # A ceiling is known exactly if a scale at the ceiling does not overflow and the next number above it does.
     exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
     canvas.draw_ceiling(axes, steps, trace.ceiling, label)
-    # The ceilings that the gradients show have their own line, unless it is the same.
+    # The ceilings that the gradients imply have a line of their own, unless both lines are nearly the same.
     with np.errstate(divide="ignore", invalid="ignore"):
         differs = np.abs(np.log2(shown / trace.ceiling)) >= _SAME_BITS
     known = np.isfinite(shown)
@@ -99,10 +100,10 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
         canvas.draw_steps(axes, steps[known], values, opacity=0.1, label="what the gradients show", **style)
 
 
-# An outlier with so many times the median of skipped steps needs a logarithmic axis.
+# The axis is logarithmic if a result has more than this many times the median number of skipped steps.
 _LOG_SKIPPED_FROM = 50.0
 
-# Up to this many results each has a colour and its name in the legend; of more, those on the front.
+# Up to this many results, each has a colour and its name in the legend. With more, only results on the front have them.
 _NAMED = 12
 
 # The width of a name in the legend, in letters.
@@ -122,7 +123,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
         ImportError: if matplotlib is missing.
     """
     means = comparison.means()
-    # An array has nan where the dict has None.
+    # The array has nan where the dict has None.
     skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
     where = comparison.traces[0] if len(comparison.traces) == 1 else f"mean of {len(comparison.traces)} traces"
     return draw_pareto_front(skipped, headroom, list(means), where)
@@ -133,13 +134,13 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
 
     Args:
         skipped (ArrayLike): skipped steps of each policy, shape (policies,).
-        headroom_lost (ArrayLike): of the same shape, in bits. Policies with nan are not drawn; the picture says how
-            many.
-        names (Sequence[str]): a name for each policy.
+        headroom_lost (ArrayLike): the headroom lost by each policy in bits, shape (policies,). Policies with nan are
+            not drawn; the picture gives their number.
+        names (Sequence[str]): the name of each policy.
         where (str): the trace or traces, for the title.
 
     Returns:
-        Figure; the legend names the policies, of more than 12 up to 12 of those on the front.
+        Figure; the legend names all policies if they are at most 12, else up to 12 policies on the front.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -171,7 +172,7 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
 
 
 def _draw_points(axes: Axes, x: Floats, y: Floats, front: NDArray[np.bool_], names: Sequence[str]) -> None:
-    """Draw the results and the front; results at one point share an entry of the legend."""
+    """Draw the results and the Pareto front; results with the same coordinates share one entry of the legend."""
     order = np.lexsort((y[front], x[front]))
     corners_x, corners_y = np.repeat(x[front][order], 2)[1:], np.repeat(y[front][order], 2)[:-1]
     axes.plot(corners_x, corners_y, color=canvas.MUTED, linewidth=1.2, label="Pareto front", gid="front line")

@@ -1,4 +1,4 @@
-"""A picture of the layers of a network: the largest value of each, forward and backward, against its format."""
+"""A picture of the largest values of each layer of a network, forward and backward, beside the limits of FP16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Higher pictures cannot be looked at; of more layers, those in between have no name.
+# The largest height of a picture and the height of a layer's row, in inches. Higher pictures are hard to look at.
 _HIGHEST = 40.0
 _LINE = 0.21
 
@@ -27,7 +27,8 @@ _LINE = 0.21
 def draw_layers(explanation: Explanation) -> Figure:
     """Draw the largest value of each layer, forward and backward, in the order of execution from top to bottom.
 
-    What has overflowed stands at the right edge. Values in FP16 have filled marks, values in wider formats open marks.
+    Values that overflowed are drawn at the right edge. Values in FP16 have filled marks, values in wider formats open
+    marks.
 
     Args:
         explanation (Explanation): as :func:`mindformers_adaptive.overflow.explain.explain_overflow` returns it.

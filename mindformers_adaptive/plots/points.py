@@ -1,4 +1,4 @@
-"""The points of a line or a row of marks that can be seen: of many, those that say the same."""
+"""Reduce the points of a line or of a row of marks to the points that can be distinguished in a picture."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["Floats", "gather", "one_per_column", "thinned"]
 
 Floats = NDArray[np.float64]
 
-# About twice the pixels of a panel that is 1200 dots wide.
+# The number of columns of a panel: about twice its pixels in a picture of 1200 dots.
 _COLUMNS = 2000
 
-# A line with more points than this is drawn by those that can be seen.
+# A line with more points than this is thinned before it is drawn.
 _MANY_POINTS = 50_000
 
 
 def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> Floats:
-    """Return the places of the marks to draw: the first in each column of the panel.
+    """Return the x positions of the marks to draw: the first mark in each column of the panel.
 
     Args:
         x (ArrayLike): of shape (marks,), increasing.
-        columns (int): into how many the range of x is cut. Default: 2000.
+        columns (int): the number of columns into which the range of x is cut. Default: 2000.
 
     Returns:
-        NDArray, float64, increasing: all of them up to ``columns`` marks.
+        NDArray, float64, increasing: all positions if there are at most ``columns`` marks.
 
     Examples:
         >>> one_per_column([0, 1, 2, 99], columns=2).tolist()
@@ -40,12 +40,12 @@ def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> Floats:
 
 
 def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Gather the points of a line into blocks; their medians show it without its noise.
+    """Group the points of a line into blocks, whose medians show the line without its noise.
 
     Args:
         x (ArrayLike): of shape (points,), increasing.
-        y (ArrayLike): of shape (points,); inf and nan do not count.
-        blocks (int): how many, of equal numbers of points to within one; at most as many as there are points.
+        y (ArrayLike): of shape (points,); inf and nan are ignored.
+        blocks (int): the number of blocks, whose sizes differ by at most one point; at most the number of points.
 
     Returns:
         tuple of four float64 arrays of shape (blocks,): the middle of each block in x, and the lowest, the median and
@@ -67,14 +67,14 @@ def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Flo
 
 
 def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the points of a line that can be seen: of many in one column the first, the lowest, the highest, the last.
+    """Return the visible points of a line: the first, the lowest, the highest and the last point of each column.
 
     Args:
         x (NDArray): float64 of shape (points,), increasing.
-        y (NDArray): float64 of shape (points,); of several nan in a column the first is kept, which breaks the line.
+        y (NDArray): float64 of shape (points,); the first nan of each column is kept, and breaks the line.
 
     Returns:
-        tuple of both, all points of a line of up to 50,000.
+        tuple of x and y, with all points if the line has at most 50,000.
 
     Examples:
         >>> x = np.arange(1e6)

@@ -23,7 +23,7 @@ __all__ = ["RunTold", "picture", "render"]
 
 # The width of a picture on a narrow screen, as a share of the usual width. Letters keep their size.
 _NARROW = 0.48
-# The table of skipped steps has this many rows.
+# The table of skipped steps has at most this many rows.
 _ROWS = 20
 
 
@@ -81,7 +81,8 @@ def picture(draw: Callable[[], Figure], heading: str) -> str:
     with canvas.narrower(_NARROW):
         narrow = draw()
     caption, alternative = (
-        # A dollar sign in the name of a run is escaped, as it would begin a formula.
+        # The title escapes a dollar sign in the name of a run, which would begin a formula. The caption needs no
+        # escape.
         re.sub(r"\$2\^\{(-?[\d.]+)\}\$", power, _escaped(title)).replace(r"\$", "$")
         for power in (r"2<sup>\1</sup>", r"2^\1")
     )
@@ -93,7 +94,7 @@ def picture(draw: Callable[[], Figure], heading: str) -> str:
 
 
 def _data(figure: Figure) -> str:
-    """A picture as an address that holds it: in an image no script runs, whatever it says."""
+    """Return a figure as a data URL. Browsers run no scripts in an SVG that is loaded as an image."""
     figure.suptitle("")
     drawn = io.BytesIO()
     canvas.write_svg(figure, drawn)
@@ -110,7 +111,7 @@ def _verdict(run: RunTold, named: bool) -> str:
 
 
 def _card(run: RunTold) -> str:
-    """Return what to change, the settings to paste, the skipped steps and the rest of a run."""
+    """Return the HTML card of a run: what to change, the settings to paste, the skipped steps, facts and details."""
     analysis = run.analysis
     steps, skipped, scale = analysis["steps"], analysis["skipped"], analysis["loss_scale"]
     count = skipped["at_least"] if skipped["count"] is None else skipped["count"]
@@ -150,13 +151,13 @@ def _advice(analysis: Mapping[str, Any]) -> str:
 
 
 def _change(change: str) -> str:
-    """Return an advice as HTML. Commands, on lines of their own, can be pasted."""
+    """Return a piece of advice as HTML. Each command has a block of its own, so that it can be pasted."""
     text, *commands = change.split("\n")
     return _escaped(text) + "".join(f"<pre>{_escaped(command)}</pre>" for command in commands)
 
 
 def _skipped_steps(skipped: Mapping[str, Any]) -> str:
-    """Return a table of the skipped steps whose numbers are known, "" if there are none."""
+    """Return a table of the skipped steps whose numbers are known, or "" if no number is known."""
     ranges = skipped["ranges"]
     if not ranges:
         return ""

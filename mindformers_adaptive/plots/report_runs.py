@@ -23,7 +23,7 @@ from mindformers_adaptive.text.table import counted
 
 __all__ = ["GRADIENTS", "RECORD", "gradients_beside", "record_in", "write_report"]
 
-# The names of the monitors' files. The modules that define them need MindSpore.
+# The names of the files that the monitors write. They are repeated here, because the monitors' modules need MindSpore.
 RECORD, GRADIENTS = "loss_scale_record.jsonl", "gradient_ranges.jsonl"
 
 
@@ -85,9 +85,9 @@ def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os
 
 
 def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str, list[dict[str, Any]]]:
-    """Return, by the name of each run, the record of gradients beside the run's record, where there is one."""
+    """Return the records of gradients in the same folders as the runs' records, by the names of the runs."""
     beside = {name: Path(path).with_name(GRADIENTS) for name, path in records.items()}
-    # Runs in one folder may share what lies there.
+    # If several runs lie in one folder, it is not known which of them the record of gradients belongs to.
     unambiguous = {
         name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()
     }
@@ -100,7 +100,7 @@ def _told(name: str, source: str, run: RecordedRun) -> RunTold:
 
 
 def _losses(run: RecordedRun) -> str:
-    """Say where the loss went."""
+    """Return a phrase with the first and the last finite loss, and the number of steps with inf or NaN."""
     loss: Any = np.array([math.nan]) if run.loss is None else run.loss
     finite, broken = loss[np.isfinite(loss)], run.step[np.isinf(loss)] if run.loss is not None else []
     said = f"{finite[0]:.4g} at first, {finite[-1]:.4g} at the end" if len(finite) else "not known"

@@ -1,4 +1,4 @@
-"""The recorded steps of a run as arrays to draw, and in one sentence what they show."""
+"""The recorded steps of a run as arrays to draw, and a sentence that sums them up."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from mindformers_adaptive.text.table import counted
 
 __all__ = ["RunSeries", "series_of"]
 
-# A scale has settled if it stays within a factor of 4 in 95 % of the last half of at least 40 steps, and moves there
-# both ways or not at all: it tries the next power of two, and falls back. Single outliers do not count.
+# A loss scale has settled if it stays within a factor of 4 in 95 % of the second half of at least 40 steps, and moves
+# there in both directions or not at all: it tries the next power of two, and falls back. Single outliers do not count.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
-# So many skipped steps in a row at the lowest scale are a collapse, as for `analyze`.
+# At least this many skipped steps in a row at the lowest scale are a collapse, as for `analyze`.
 _COLLAPSED_FROM = 10
 
-# With more gaps than that for each step, the record is one of single steps; no line would be left between its gaps.
+# With more gaps per recorded step than this, the record has only single steps now and then. Its gaps are ignored,
+# because no line would be left between them.
 _GAPS_PER_STEP = 0.1
 
-# No loss or norm in float32 is larger, and matplotlib cannot make an axis of much larger ones.
+# The largest float32. Losses and norms are cut to it, because matplotlib cannot make an axis of much larger numbers.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -35,20 +36,21 @@ class RunSeries(NamedTuple):
 
     Attributes:
         step (NDArray): float64, increasing.
-        loss (NDArray): float64; nan where it is not known, inf where it was inf or NaN, cut to the range of float32.
+        loss (NDArray): float64, cut to the range of float32; nan where the loss is not known, inf where it was inf or
+            NaN.
         overflow (NDArray): bool, whether the step is known to have been skipped.
-        scales (NDArray): float64 of shape (steps + 1,), the scales used in the steps and the one after the last; nan
-            where none above 0 is known.
-        scale_window (NDArray, optional): float64, the window after the step; None where the window never moves, or is
+        scales (NDArray): float64 of shape (steps + 1,), the loss scale of each step and the loss scale after the last;
+            nan where no scale above 0 is known.
+        scale_window (NDArray, optional): float64, the window after each step; None if the window never changes or is
             not known.
-        first_step (int), last_step (int): where the record begins and ends; those steps may be missing in it.
-        skipped (int), counted (int): how many of how many steps were skipped: of the steps 1 to ``last_step``, missing
-            ones included, where the record tells, else of those in ``step``.
-        ceiling (NDArray, optional): float64, what the largest gradient of the step shows of its ceiling; nan where it
-            is not known, None where it never is.
+        first_step (int), last_step (int): the first and the last step of the run, which may be missing in ``step``.
+        skipped (int), counted (int): ``skipped`` of ``counted`` steps were skipped. These are the steps 1 to
+            ``last_step``, missing ones included, if the record has their number; otherwise the steps in ``step``.
+        ceiling (NDArray, optional): float64, the ceiling that the largest gradient of each step implies; nan where it
+            is not known, None if it is never known.
         gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where it is not known or
             not above 0 or the step was skipped, None where it is never known.
-        resumed (NDArray): float64, of another shape: the first steps after the training was resumed.
+        resumed (NDArray): float64 of shape (resumes,), the first step after each time that the training was resumed.
     """
 
     step: Floats
@@ -66,17 +68,17 @@ class RunSeries(NamedTuple):
 
     @property
     def span(self) -> int:
-        """How many steps there are from the first to the last, missing ones included."""
+        """The number of steps from the first to the last, missing steps included."""
         return self.last_step - self.first_step + 1
 
     @property
     def skipped_at_start(self) -> int:
-        """How many steps were skipped before the first applied step."""
+        """The number of steps that were skipped before the first applied step."""
         return len(self.overflow) if self.overflow.all() else int(np.argmin(self.overflow))
 
     @property
     def gaps(self) -> NDArray[np.float64]:
-        """First and last step of each gap, shape (gaps, 2); empty if the record has only single steps now and then."""
+        """The first and last step of each gap, shape (gaps, 2); empty if the record has only isolated single steps."""
         first = np.append(self.first_step - 1, self.step) + 1
         last = np.append(self.step, self.last_step + 1) - 1
         gaps = np.column_stack([first, last])[first <= last]
@@ -91,7 +93,7 @@ class RunSeries(NamedTuple):
         return np.insert(x, places, first), np.insert(y, places, np.nan)
 
     def finding(self) -> str:
-        """Return in one sentence how many steps were skipped and where the loss scale went."""
+        """Return a sentence that says how many steps were skipped and how the loss scale moved."""
         whole = counted(self.counted, "step" if self.counted == self.span else "recorded step")
         number = "None of" if self.skipped == 0 else f"{self.skipped:,} of"
         if self.skipped == self.counted > 1:
@@ -105,7 +107,7 @@ class RunSeries(NamedTuple):
 
 
 def _path(known: Floats, skipped_at_the_end: int) -> str:
-    """Say where a loss scale went; "" if it is not known."""
+    """Return a phrase that says how the loss scale moved, or "" if it is not known."""
     if not len(known):
         return ""
     first, last = known[0], known[-1]
@@ -125,7 +127,7 @@ def _path(known: Floats, skipped_at_the_end: int) -> str:
 
 
 def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
-    """Say how far scales were below the ceilings that the gradients show; "" where nothing is known."""
+    """Return a phrase for the median distance of the loss scales from the ceilings, or "" if it is not known."""
     bits = np.log2(ceiling / loss_scale)
     bits = bits[np.isfinite(bits)]
     if not len(bits):
@@ -137,7 +139,7 @@ def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
 
 
 def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
-    """Return the series of a run.
+    """Return the arrays to draw for a run.
 
     Args:
         run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.record.logs.read_log` returns it,
@@ -145,7 +147,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
 
     Raises:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.
-        ValueError: if there is no step, or the record is not one of loss scales.
+        ValueError: if there is no step, or the lines are not a record of loss scales.
     """
     run = run if isinstance(run, RecordedRun) else run_of_record(run)
     if not len(run):
@@ -162,7 +164,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     scales = np.append(run.loss_scale[at], run.final_loss_scale)
     if np.isnan(scales[-1]):
         scales[-1] = scales[-2]
-    # Steps without a line count as well where the counts include them.
+    # Count the steps without a line too if the number of skipped steps from step 1 on is known exactly.
     counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
     return RunSeries(
         step=run.step[at].astype(np.float64),

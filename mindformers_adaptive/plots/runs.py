@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# From so many steps on, a line of medians shows the loss without its noise.
+# From this many steps on, a line of medians shows the loss without its noise.
 _SMOOTH_FROM = 200
 _MEDIANS = 100
 
-# A start this many times above all later loss scales is cut off, if the run goes on for a while after it.
+# Loss scales at the start are cut off if they are this many times above all later scales, and this many scales follow.
 _START_ABOVE, _START_CUT_FROM = 2.0**4, 40
 
-# Ceilings fit the axis up to so many times the highest loss scale.
+# The axis has room for ceilings up to this many times the highest loss scale.
 _CEILINGS_UP_TO = 2.0**8
 
-# A loss that falls to less than one part in so many is drawn on a logarithmic axis.
+# The axis of the loss is logarithmic if the highest loss is more than this many times the lowest.
 _LOG_LOSS_FROM = 50.0
 
-# Norms that go over so many times the smallest are drawn on a logarithmic axis.
+# The axis of the norm is logarithmic if the largest norm is more than this many times the smallest.
 _LOG_NORM_FROM = 10.0
 
-# The loss at the end of a run is the median over this share of its steps.
+# The loss at the end of a run is the median over the last steps, this share of all steps.
 _END = 0.05
 
-# The title of several runs has their norms where these are so many times each other.
+# The title of several runs has their median norms if the largest is at least this many times the smallest.
 _NORMS_APART = 1.5
 
-# Of more runs the title names the best and the worst.
+# With more runs than this, the title names only the first and the last in its order, such as the best and the worst.
 _MOST_NAMED = 4
 
 
@@ -56,17 +56,18 @@ def draw_runs(
 ) -> Figure:
     """Draw runs over the same steps: loss, norm of the gradients, loss scale with the skipped steps marked, underflow.
 
-    The norm has a panel where a run has it. Two runs have a panel with the difference of their losses too, where both
-    have the loss of a step. A single run without gradients is drawn in more detail: with the loss of each step, its
-    scale window where it moves, and the steps that are missing in the record shaded, unless most are missing.
-    Where the record of just one run has largest gradients, the loss scales above the ceiling that they show are shaded.
+    The gradient norm has a panel if it is recorded. Two runs have a panel with the difference of their losses, if both
+    recorded the loss of the same step. A single run without gradients is drawn in more detail: with the loss of each
+    step, with its scale window if the window changes, and with the missing steps of the record shaded, unless most
+    steps are missing. If the record of exactly one run has largest gradients, the loss scales above the ceiling that
+    they imply are shaded.
 
     Args:
-        runs (Mapping): by name the record of each run, as :func:`mindformers_adaptive.record.writer.read_record`
+        runs (Mapping): the record of each run by its name, as :func:`mindformers_adaptive.record.writer.read_record`
             returns it, or the run as :func:`mindformers_adaptive.record.logs.read_log` returns it; at least one. A
-            single run may have the name "", which leaves it out of the title.
-        gradients (Mapping, optional): by name of the run the record of its gradients, where there is one. Default:
-            None, no panel for the underflow.
+            single run may have the name "", so that the title does not name it.
+        gradients (Mapping, optional): the records of gradients of the runs that have one, by the name of the run.
+            Default: None, no panel for the underflow.
 
     Returns:
         Figure of two to five panels over the same steps, 1200 pixels wide; the title says how many steps a single run
@@ -75,7 +76,7 @@ def draw_runs(
     Raises:
         ImportError: if matplotlib is missing.
         TypeError: if a record is not a list of lines, or a value is neither a number nor None.
-        ValueError: if there is no run, a run has no step, or gradients belong to none of the runs.
+        ValueError: if there is no run, if a run has no step, or if gradients belong to no given run.
 
     Examples:
         >>> record = [{"step": 1, "loss": 5.5, "overflow": True, "loss_scale": 8.0, "next_loss_scale": 4.0}]
@@ -157,7 +158,7 @@ def draw_runs(
 
 
 def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
-    """Make the y axis one of losses, logarithmic if they fall far."""
+    """Make the y axis an axis of losses, logarithmic if the losses fall far."""
     canvas.style_axes(axes, y_label="loss, unscaled")
     losses = np.concatenate([run.loss[np.isfinite(run.loss)] for run in runs])
     if not len(losses):
@@ -167,8 +168,9 @@ def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
 
 
 def _draw_values(axes: Axes, run: RunSeries, of_steps: Floats, what: str, prefix: str, line: Mapping[str, Any]) -> None:
-    """Draw values of a run: medians of many steps, and for a run without prefix the value of each step too."""
-    # A log may have the loss of some steps only: lines break at gaps, not at each of the other steps.
+    """Draw the values of a run: medians if it has many steps, and without a prefix also the value of each step."""
+    # A log may have the loss of only some steps. Break the line at gaps of the log, but not at each step without a
+    # loss.
     known = np.isfinite(of_steps)
     step, values, label, gid = run.step[known], of_steps[known], what, what
     if len(values) >= _SMOOTH_FROM:
@@ -196,12 +198,12 @@ def _use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
             text = f"the start, from {canvas.power_of_two(start)}, is cut off"
             axes.text(0.01, 0.84, text, transform=axes.transAxes, color=canvas.MUTED, gid="start")
         ceilings = [np.nanmax(run.ceiling) for run in runs if run.ceiling is not None]
-        # A single tiny gradient must not squeeze everything else.
+        # Limit the ceilings. Otherwise the huge ceiling of a single tiny gradient would squeeze all other values.
         canvas.use_power_of_two_axis(axes, lowest, max([highest, *np.minimum(ceilings, _CEILINGS_UP_TO * highest)]))
 
 
 def _highest_after_start(run: RunSeries) -> float:
-    """Return the highest loss scale after the steps that were skipped at the start, or of all steps if it is near."""
+    """Return the highest loss scale after the steps skipped at the start; or of all steps, if it is not far higher."""
     highest = float(np.nanmax(run.scales, initial=0.0))
     later = run.scales[run.skipped_at_start :]
     if len(later) < _START_CUT_FROM or np.isnan(later).all():
@@ -213,7 +215,7 @@ def _highest_after_start(run: RunSeries) -> float:
 def _draw_loss_scale(
     axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str, height: float
 ) -> None:
-    """Draw the loss scale of a run, and its skipped steps as ticks at a height of the panel, from 0 to 1."""
+    """Draw the loss scale of a run, and its skipped steps as ticks at the given height of the panel, from 0 to 1."""
     steps = np.append(run.step, run.last_step + 1)
     axes.step(*thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
@@ -233,7 +235,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     marker = canvas.point_marker(len(scale_window))
     axes.step(*thinned(*run.broken(run.step, scale_window)), where="post", marker=marker, **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
-    # From the largest down, those windows have a label that have room for it.
+    # Label the windows from the largest down, but only windows with enough room for a label.
     room = np.log(windows[-1] / windows[0]) / 8
     labelled: list[float] = []
     for window in windows[::-1].tolist():
@@ -246,9 +248,9 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
 
 
 def _loss_difference(first: RunSeries, second: RunSeries) -> tuple[Floats, Floats] | None:
-    """Return steps, and the loss of the second run minus the loss of the first; None without a step that both know."""
+    """Return steps and the loss of the second run minus the loss of the first; None if no step has both losses."""
     step, in_first, in_second = np.intersect1d(first.step, second.step, return_indices=True)
-    # Where both losses are inf there is no difference.
+    # Where both losses are inf, their difference is not defined.
     with np.errstate(invalid="ignore"):
         apart = second.loss[in_second] - first.loss[in_first]
     known = np.isfinite(apart)
@@ -276,7 +278,7 @@ def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], lines: Mappi
 
 
 def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
-    """Return what is lost, and the share of each run: what underflows, or what is subnormal if that is not known."""
+    """Return a name for the lost gradients and their share in each run: underflow, or subnormal if that is unknown."""
     shares = {name: run.overall.underflowed for name, run in runs.items()}
     if all(np.isfinite(share).any() for share in shares.values()):
         return "underflow", shares
@@ -284,7 +286,7 @@ def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
 
 
 def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientSeries]) -> str:
-    """Compare the runs at the last step that all of them have taken, the lowest loss first."""
+    """Return a title that compares the runs at the last step that all of them have taken, the lowest loss first."""
     last = min(run.last_step for run in runs.values())
     losses = {name: _end_loss(run, last) for name, run in runs.items()}
     order = sorted(runs, key=lambda name: np.nan_to_num(losses[name], nan=math.inf))
@@ -308,7 +310,7 @@ def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientS
 
 
 def _end_loss(run: RunSeries, last: int) -> float:
-    """Return the median loss of the last steps up to a step; inf if it is not finite, nan if it is not known."""
+    """Return the median loss of a run's last steps up to a step; inf if it is not finite, nan if it is not known."""
     loss = run.loss[(run.step <= last) & ~np.isnan(run.loss)]
     return float(np.median(loss[-max(1, int(_END * len(loss))) :])) if len(loss) else math.nan
 

@@ -1,1 +1,1 @@
-"""The record of a run and the logs of others: one schema of a step, its writer, the readers, and what a log proves."""
+"""Records of runs and logs of other programs: the schema of a step, the writer, the readers, and the recorded run."""

@@ -1,16 +1,16 @@
-"""From what the lines of a log state to a value for each step, and to bounds on how many steps were skipped.
+"""Find, for each line of a log, the steps that it is about and bounds on how many of them were skipped.
 
-A line states the scale after its last step, and often the overflow of that step or how many steps were skipped. It is
-about one step, or about all since the line before. Where no line counts the skipped steps, bounds follow from moves of
-the scale by a factor of two, once a step at most:
+A line states the scale after its last step, and often the overflow of that step or how many steps were skipped. A line
+is about one step, or about all steps since the line before. If no line counts the skipped steps, the scale bounds their
+number, assuming that it moves by a factor of two, at most once per step:
 
 - Where the scale fell by d factors, at least d steps were skipped.
-- Where it rose by r factors, at least r steps were applied, for a raise follows an applied step.
+- Where the scale rose by r factors, at least r steps were applied, because a raise follows an applied step.
 - Any other step may have been skipped: a tolerated overflow (hysteresis) leaves the scale as it is, and so does an
   overflow at the smallest scale.
 
-A printed scale stands for all scales that are printed so: 0.1 is anything from 0.05 to 0.15. A line that cannot be read
-leaves steps of which nothing is known.
+A printed scale stands for all scales that round to it: 0.1 is anything from 0.05 to 0.15. Nothing is known about the
+steps of a line that cannot be read.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-# A line that would be about more steps than this is taken for one after a gap, unless it counts the skipped ones. No
-# training has more steps than the second number.
+# A line about more steps than _LONGEST_INTERVAL is treated as a line after a gap, unless it counts the skipped steps.
+# No training has more than _MOST_STEPS steps.
 _LONGEST_INTERVAL, _MOST_STEPS = 10_000, 10**7
 
-# float32 rounds at each change, and eight digits are printed. A printed 9.5 may be 1.5 % away.
+# Tolerances in bits: for float32 rounding and eight printed digits; and for coarsely printed scales such as 9.5.
 _NEAR_BITS, _WIDE_BITS = 1e-4, 1e-2
 
-# Just above the largest float32, and just below the smallest one above 0.
+# Just above the largest float32, and just below the smallest positive float32.
 _LARGEST_SCALE, _SMALLEST_SCALE = 3.5e38, 1e-45
 
 _NOTES_OF_A_KIND = 3
 
 
 class LogRows:
-    """The lines that name a step, a row each, and a last row for overflows after them; arrays have the shape (rows,).
+    """A row for each line that names a step, and a last row for overflows after these lines. Arrays: shape (rows,).
 
     Attributes:
         step (NDArray): int64, the last step of the row, increasing.
-        steps (NDArray): int64, how many steps the row is about, gaps that are counted included.
-        gap (NDArray): int64, how many of them have no line.
-        follows (NDArray): bool, whether the row begins where the one before ends.
-        flag (NDArray): int64, whether the last step overflowed; -1 where it is unknown.
-        used (NDArray), after (NDArray): float64, the scale that the last step used, and the one after it.
-        low (NDArray), high (NDArray): float64, the binary logarithm of ``after``, where it is printed rounded.
-        stated (NDArray), total (NDArray): int64, how many steps the line counts as skipped, since the line before and
-            since the start of the run; -1 where it does not.
-        overflows (dict[int, list[LogLine]]): the overflows of each row that have lines of their own.
-        fewest (NDArray), most (NDArray), guess (NDArray): int64, how many of the steps were skipped.
-        counted (list[tuple[int, int, int]]): first row, last row and how many of their steps were skipped.
-        factor (float): by which the scale usually moves.
+        steps (NDArray): int64, how many steps the row is about, including a filled gap before its line.
+        gap (NDArray): int64, how many of these steps have no line.
+        follows (NDArray): bool, whether the row begins at the step after the row before.
+        flag (NDArray): int64, whether the last step of the row overflowed; -1 if unknown.
+        used (NDArray), after (NDArray): float64, the scale that the last step used, and the scale after it.
+        low (NDArray), high (NDArray): float64, bounds on the binary logarithm of ``after``, if it is printed rounded.
+        stated (NDArray), total (NDArray): int64, the skipped steps that the line counts since the line before, and
+            since the start of the run; -1 if the line does not count them.
+        overflows (dict[int, list[LogLine]]): for each row, the overflows that have lines of their own.
+        fewest (NDArray), most (NDArray), guess (NDArray): int64, how many steps of the row were skipped.
+        counted (list[tuple[int, int, int]]): first row, last row, and the known number of skipped steps in these rows.
+        factor (float): the factor by which the scale usually moves.
     """
 
     def __init__(self, lines: LogLines, log_format: LogFormat, name_of: Callable[[int], str]) -> None:
         self.notes: list[str] = []
         self._lines, self._format, self._name_of = lines, log_format, name_of
         columns, overflows = {name: lines.array(name) for name in lines.columns}, self._count_once(lines.overflows)
-        # Step 0 is the state before the first step.
+        # A line for step 0 states the scale and counts before the first step.
         self._first = int(len(lines) > 0 and columns["step"][0] == 0)
         start = columns["skipped_steps"][: self._first], _valid(columns["next_loss_scale"][: self._first])
         self._total_at_start = int(start[0][0]) if self._first else -1
@@ -97,7 +97,7 @@ class LogRows:
         self.low[unknown] = self.high[unknown] = np.nan
 
     def _count_once(self, overflows: Sequence[tuple[int, LogLine]]) -> dict[int, list[LogLine]]:
-        """Return the overflows before each row, as the rank and the file that printed the most lines state them."""
+        """Return the overflows before each row, only from the rank and source file that printed most of them."""
         counts = Counter(line.printer for _, line in overflows)
         named = [printer for printer, _ in counts.most_common() if printer]
         chosen = {"", *named} if len(named) < 2 else {named[0]}
@@ -114,13 +114,13 @@ class LogRows:
         return self._name_of(self._lines.where[min(row + self._first, len(self._lines) - 1)])
 
     def _note(self, texts: Sequence[str], all_of_them: str) -> None:
-        """Note a few of several texts, and how many there are."""
+        """Add the first of several texts to the notes, and how many texts there are."""
         self.notes += texts[:_NOTES_OF_A_KIND]
         if len(texts) > _NOTES_OF_A_KIND:
             self.notes.append(all_of_them.format(len(texts)))
 
     def find_gaps(self) -> None:
-        """Find how many steps each row is about, and whether it follows the one before."""
+        """Find how many steps each row is about, and whether it follows the row before without a gap."""
         before, restarts = np.append(0, self.step[:-1]), np.zeros(len(self.step), bool)
         restarts[[row - self._first for row in self._lines.after_restart if row >= self._first]] = True
         stated, apart = self.columns["steps"], self.step - before
@@ -154,7 +154,7 @@ class LogRows:
         self._note(texts, "{} times, steps are not in the log.")
 
     def _strides(self, rows: Integers) -> Integers:
-        """Return how many steps lines of one kind are about: as many as from one to the next, as a rule."""
+        """Return how many steps each line of one kind is about: usually the commonest distance between two lines."""
         step = self.step[rows]
         if len(step) < 2:
             return np.minimum(step, _LONGEST_INTERVAL)
@@ -166,7 +166,7 @@ class LogRows:
         if len(step) == 2 and stride > 1 and step[0] % stride and not step[1] % (stride + 1):
             stride += 1
         steps, off = np.minimum(stride, np.append(step[0], between)), step % stride > 0
-        # A process prints its first step on a line, and counts it again in the next one.
+        # A process prints its first step in a line of its own, and counts this step again in the next line.
         first = np.flatnonzero(off[:-1] & ~off[1:] & (between < stride))
         steps[first] = 1
         again, once = self.stated[rows[first + 1]], self.stated[rows[first]]
@@ -174,7 +174,7 @@ class LogRows:
         return steps
 
     def _counted_by_totals(self, gap: Integers, restarts: Flags, fill: Flags) -> Iterator[tuple[int, int, int]]:
-        """Yield the rows between two totals and how many of their steps were skipped; mark their gaps as filled."""
+        """Yield first row, last row and skipped steps between two lines with totals; set ``fill`` for gaps between."""
         at = np.flatnonzero(self.total >= 0)
         begins = self._first > 0 or (len(gap) > 0 and gap[0] == 0)
         anchors = (
@@ -198,7 +198,7 @@ class LogRows:
     def find_bounds(self) -> None:
         """Find how many steps of each row were skipped at least and at most, and by which factor the scale moves."""
         if self._format.every_step:
-            # Where a line names no scale after its step, the next line names the one that it used.
+            # If a line does not name the scale after its step, take the scale that the step of the next line used.
             is_next = self.follows[1:] & (self.steps[1:] == 1)
             following = np.append(np.where(is_next, self.used[1:], np.nan), np.nan)
             self.after = np.where(np.isnan(self.after), following, self.after)
@@ -210,7 +210,7 @@ class LogRows:
         self.is_whole = (self.flag >= 0) & ~np.isnan(self.used)
         drops, raises, listed = self._moves(bits)
         overflowed, applied = self.flag == 1, self.flag == 0
-        # A line of a record states its own step, even if the lines before it are missing.
+        # A line of a record always states the overflow of its own step, even if the lines before it are missing.
         alone = np.where(self.is_whole, overflowed, 0), np.where(self.is_whole, applied, 0)
         least, room = np.maximum(overflowed, listed), self.steps - applied
         fewest = np.maximum(np.where(self.is_whole, drops + alone[0], drops), least)
@@ -256,7 +256,7 @@ class LogRows:
         self._note(texts, "{} times, the scale does not follow from the line before.")
 
     def _tighten(self, rows: slice, count: int) -> Flags:
-        """Bound rows by the number of their skipped steps; return which of them that decides without any moves."""
+        """Tighten rows with a known number of skipped steps; return which rows need no moves of the scale for that."""
         by_lines = self._least[rows].copy(), self._room[rows].copy()
         bounds = self.fewest[rows].copy(), self.most[rows].copy()
         for fewest, most in (bounds, by_lines, (self._flagged[rows].copy(), by_lines[1])):
@@ -274,7 +274,7 @@ class LogRows:
         return decided
 
     def _usual_factor(self) -> float:
-        """Return the commonest factor between the scales after two steps in a row; 2 where none is known."""
+        """Return the most frequent factor between the scales after two consecutive steps; 2 if no factor is known."""
         exact = self.high - self.low < _WIDE_BITS
         change = np.diff(self.low)
         is_move = np.where(self.flag[1:] < 0, True, (change < 0) == (self.flag[1:] == 1))
@@ -284,7 +284,7 @@ class LogRows:
         return float(factors[np.argmax(counts)]) if len(factors) else 2.0
 
     def _narrow(self) -> None:
-        """Narrow scales that are printed rounded, by the lines around them."""
+        """Narrow the bounds on scales that are printed rounded, using the lines before and after."""
         wide = self.high - self.low > _WIDE_BITS
         exact = (self.low + self.high)[~wide & ~np.isnan(self.low)] / 2
         if not wide.any():
@@ -308,7 +308,7 @@ class LogRows:
         self.stated_after = np.where(wide, self.after, self.stated_after)
 
     def _moves(self, bits: float) -> tuple[Integers, Integers, Integers]:
-        """Return how often the scale fell and rose at least in each row, and the number of its listed overflows."""
+        """Return for each row the fewest drops and raises of the scale, and the number of listed overflows."""
         at_start = math.log2(self.scale_at_start)
         low, high = (np.append(at_start, bound[:-1]) for bound in (self.low, self.high))
         low, high = (np.where(self.follows, bound, np.nan) for bound in (low, high))
@@ -325,7 +325,7 @@ class LogRows:
         return drops, raises, listed
 
     def prefix_bounds(self) -> Integers:
-        """Return for each line the number of steps up to its end, and how many of them were skipped."""
+        """Return for each line the number of steps up to its end, and the fewest and most skipped steps among them."""
         ends, (fewest, most) = np.cumsum(self.steps), map(np.cumsum, self._before)
         bounds = np.column_stack([ends, fewest, most])
         if self.has_tail:
@@ -341,7 +341,7 @@ _UNKNOWN: dict[str, Any] = {"f": math.nan, "i": -1}
 
 
 def _with_sum(fewest: Integers, most: Integers, count: int, partial: bool = False) -> tuple[Integers, Integers]:
-    """Return the bounds on numbers with a known sum, or on their partial sums, as the others leave them."""
+    """Tighten bounds on numbers whose sum is ``count``; with ``partial``, return bounds on their partial sums."""
     more_than, less_than = count - int(most.sum()), count - int(fewest.sum())
     if partial:
         fewest, most = np.cumsum(fewest), np.cumsum(most)
@@ -349,22 +349,22 @@ def _with_sum(fewest: Integers, most: Integers, count: int, partial: bool = Fals
 
 
 def _valid(scale: Floats) -> Floats:
-    """Return loss scales with nan for what no loss scale can be."""
+    """Return loss scales with nan in place of values that no loss scale can have."""
     can_be = ((scale > _SMALLEST_SCALE) & (scale < _LARGEST_SCALE)) | (scale == math.inf)
     return np.where(can_be, scale, np.nan)
 
 
 def _factors(difference: Any, bits: float) -> Any:
-    """Return how many moves a difference in bits needs at least; 0 where it is unknown."""
+    """Return the fewest moves of the scale that make up a difference in bits; 0 if the difference is unknown."""
     return np.maximum(np.ceil(np.nan_to_num(difference) / bits - _NEAR_BITS), 0).astype(np.int64)
 
 
 def _links(
     overflows: Sequence[LogLine], before: tuple[float, float], after: tuple[float, float], bits: float
 ) -> list[tuple[int, int]]:
-    """Return how often the scale rose and fell at least before, between and after listed overflows.
+    """Return the fewest raises and drops of the scale before, between and after listed overflows.
 
-    ``before`` and ``after`` are the lowest and the highest binary logarithm of the scales around them.
+    ``before`` and ``after`` bound the binary logarithm of the scale before and after all of the overflows.
     """
     links, (low, high) = [], before
     for line in overflows:

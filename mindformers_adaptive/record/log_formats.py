@@ -1,4 +1,4 @@
-"""What the lines of training logs look like. A new format is a class here, in ``FORMATS``."""
+"""Parsers for the lines of training logs. To add a format, add a class here and put it into ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _COUNT_STAYS_ZERO = re.compile("samples per second:|TFLOPs:")
 
 
 class LogFormat(Protocol):
-    """The lines of one program.
+    """The format of the log lines of one program.
 
     Attributes:
         name (str): the name of the format.
         example (str): what a line of a step looks like, for messages.
-        start (Pattern, optional): matches in front of each line, where two lines were written into each other.
-        every_step (bool): whether each line is about one step. Else it is about the steps since the line before.
-        repeats_first_line (bool): whether a process prints its first step on a line, and counts it in the next line
-            again.
-        printed_with (tuple[str, ...]): formats whose lines stand in the same log.
+        start (Pattern, optional): matches where a log line starts, to split lines that were written into each other.
+        every_step (bool): whether each line is about one step, not about all steps since the line before.
+        repeats_first_line (bool): whether a process prints its first step in a line of its own, and counts this step
+            again in the next line.
+        printed_with (tuple[str, ...]): names of other formats whose lines appear in the same log.
     """
 
     name: str
@@ -42,10 +42,10 @@ class LogFormat(Protocol):
     printed_with: tuple[str, ...] = ()
 
     def parse(self, line: str) -> Step | None:
-        """Return what a line states, or None for a line of something else.
+        """Return what a line states about steps, or None if the line is about something else.
 
         Raises:
-            ValueError: if the line looks like a step's, and cannot be read.
+            ValueError: if the line looks like the line of a step but cannot be read.
         """
 
 
@@ -68,32 +68,32 @@ class _Record(LogFormat):
 
 
 def missing_steps(content: dict[str, object]) -> LogLine:
-    """Return the line of a record for steps that nobody saw, or raise ValueError."""
+    """Return the record line for missing steps as a LogLine; raise ValueError if its numbers do not fit."""
     number, first, last = (content.get(name) for name in ("missing_steps", "first_step", "last_step"))
     if not (type(number) is type(first) is type(last) is int and 0 < first <= last <= LARGEST_STEP):
-        raise ValueError("it does not name its first_step and last_step")
+        raise ValueError("the line lacks first_step or last_step")
     if number == last - first + 1:
         return LogLine(step=last, steps=number)
     raise ValueError("it does not count the steps from first_step to last_step")
 
 
 class _MindFormers(LogFormat):
-    """The scale is the one after the step, printed as float32 with 8 digits: 268435460.0 is 2^28."""
+    """MindFormers prints the loss scale after the step, as float32 with 8 digits: 268435460.0 is 2^28."""
 
     name = "mindformers"
     example = "Epoch:[ E/ N], step:[ S/ M], loss: L, per_step_time: Tms, overflow cond: B, loss_scale: S"
     start = re.compile(r"(?=Epoch:\[)")
-    # Other monitors name a step too, but go on without a comma.
+    # The last comma excludes the lines of other monitors, which name a step too.
     step = re.compile(r"Epoch:\[\s*(\d{1,9})/\s*\d+\],\s*step:\[\s*(\d{1,16})/\s*(\d{1,16})\],")
     flag = re.compile(r"overflow cond:\s*\[?\s*(True|False)\s*\]?\s*(?:,|$)")
-    # NumPy prints a point or an exponent in each number: a scale without one was cut.
+    # NumPy prints each number with a point or an exponent. A scale with neither was cut off.
     scale = re.compile(r"loss_scale:\s*\[?\s*([-+\w]*[.e][-+.\w]*|inf)\s*\]?\s*(?:,|$)")
     loss = re.compile(r"\bloss:\s*\[?\s*([-+.\w]+)")
     norm = re.compile(r"(?:global|grad)_norm:\s*\[?\s*([-+.\w]+)\s*\]?\s*(?:,|$)")
-    # Until version 0.7 the time covers the whole call, which in sink mode is more than one step.
+    # Until MindFormers 0.7 this is the time of a whole call, which in sink mode takes several steps.
     seconds = re.compile(r"per_step_time:\s*([\d.]+)\s*ms")
     dropped = re.compile(r"is_skip:\s*\[?\s*True")
-    # The PyNative trainer of version 2.0 counts steps over all epochs, and prints neither overflow nor scale.
+    # The PyNative trainer of MindFormers 2.0 numbers steps over all epochs, and prints neither overflow nor scale.
     without_scale = re.compile(r"\{ step:\[\s*(\d{1,16})/\s*\d+\],.*\}$")
 
     def parse(self, line: str) -> Step | None:
@@ -141,7 +141,7 @@ class _MindSpore(LogFormat):
 
 
 class _Megatron(LogFormat):
-    """The scale is the one after the iteration, printed with one decimal place."""
+    """Megatron-LM prints the loss scale after the iteration, with one decimal place."""
 
     name = "megatron"
     example = " iteration N/ M | ... | loss scale: S | number of skipped iterations: K |"
@@ -151,7 +151,7 @@ class _Megatron(LogFormat):
     step = re.compile(r"\biteration\s+(\d{1,16})/\s*\d+\s*\|")
     scale = re.compile(r"loss scale:?\s*([-+.\w]+)\s*\|")
     skipped = re.compile(r"number of skipped iterations:?\s*(\d{1,16})\s*\|")
-    # GPT-NeoX prints lm_loss.
+    # GPT-NeoX prints lm_loss instead of "lm loss".
     loss = re.compile(r"lm[ _]loss:?\s*([-+.\w]+)\s*\|")
     norm = re.compile(r"grad[ _]norm:?\s*([-+.\w]+)\s*\|")
     time = re.compile(r"elapsed time per iteration \((ms|s)\):?\s*([\d.]+)\s*\|")
@@ -178,7 +178,7 @@ class _Megatron(LogFormat):
 
 
 class _DeepSpeed(LogFormat):
-    """``skipped`` counts from the start of the run; an overflow has a line that names no step."""
+    """DeepSpeed counts ``skipped`` from the start of the run. Its line on an overflow does not name the step."""
 
     name = "deepspeed"
     example = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: A, reducing to B, or step=N, skipped=M"
@@ -196,7 +196,7 @@ class _DeepSpeed(LogFormat):
             scale, after = _number(self.attempted, line), _number(self.reduced, line)
             if after is None and "but hysteresis" in line:
                 after = scale
-            # The number at the end of a cut line has lost digits.
+            # The last number of a cut line has lost digits, so ignore a new scale that one overflow cannot lead to.
             if scale is None or (after is not None and not scale / 2 <= after <= scale):
                 after = None
             printer = " ".join([*self.source.findall(line)[-1:], *self.rank.findall(line)[-1:]])
@@ -216,7 +216,7 @@ FORMATS: dict[str, LogFormat] = {
 
 def _step(text: str | int) -> int:
     if int(text) > LARGEST_STEP:
-        raise ValueError(f"its step {text} is larger than 2^53")
+        raise ValueError(f"the step {text} is larger than 2^53")
     return int(text)
 
 
@@ -233,13 +233,13 @@ def _as_number(text: str) -> float | None:
 
 
 def _half_digit(text: str) -> float:
-    """Return half a unit of the last digit of a printed number."""
+    """Return half a unit of the last digit of a printed number, its largest rounding error."""
     exponent = Decimal(text).as_tuple().exponent
     return 0.5 * 10.0**exponent if isinstance(exponent, int) else 0.0
 
 
 def _nearest_power(scale: float | None) -> float | None:
-    """Return the power of two that a scale is, where it was printed with six digits."""
+    """Return the power of two that rounds to a scale printed with six digits; without one, return the scale."""
     if scale is None or not 0 < scale < math.inf:
         return scale
     power = 2.0 ** round(math.log2(scale))

@@ -1,4 +1,4 @@
-"""What the lines of a log state of its steps, as columns in the order of the steps: a month is a million lines."""
+"""The data of a log's lines, stored in columns in step order, because the log of a month has a million lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindformers_adaptive.record.step import LogLine, Step
 
 __all__ = ["LogLines"]
 
-# Lines of several ranks may come out of order by a few steps. A run that goes back by more was restarted.
+# Lines of several ranks may be out of order by up to this many lines. If the steps go back further, the run restarted.
 _RANKS_APART = 8
 
 # At most this many restarts get a note each.
@@ -30,7 +30,7 @@ _OF_A_STEP = frozenset(Step.__struct_fields__)
 
 
 def _columns() -> dict[str, str]:
-    """Return the type code of the column of each number or flag of a line, by its name."""
+    """Return the array type code for each field of :class:`LogLine` that is a number or a flag, by field name."""
     types = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(LogLine).items()}
     codes = {bool: "b", int: "q", float: "d"}
     codes_of = {name: next((codes[kind] for kind in kinds if kind in codes), "") for name, kinds in types.items()}
@@ -42,19 +42,19 @@ _UNKNOWN = {"b": -1, "q": -1, "d": float("nan")}
 
 
 class LogLines:
-    """What the lines of a log state of its steps, as columns in the order of the steps.
+    """The data of a log's lines, stored in columns in step order.
 
-    Lines of other ranks that state the same of a step are merged; a later attempt at a step supersedes an earlier one.
+    Lines of several ranks that agree about a step are merged. After a restart, the new line of a step replaces the old.
 
     Attributes:
         columns (dict[str, array]): a column for each number or flag of :class:`LogLine`; -1 and nan stand for None.
-        overflows (list[tuple[int, LogLine]]): the lines on overflows that name no step, each after the number of rows
-            before it.
-        after_damage (set[int]), after_restart (set[int]): rows in front of which a line could not be read, and rows
-            with which the run was restarted.
-        formats (list): the different formats of gradients, each with its row.
-        notes (list[str]): what was merged and superseded, after :meth:`finish`.
-        superseded (int): how many rows later ones replaced.
+        overflows (list[tuple[int, LogLine]]): the lines on overflows that name no step, each with the number of rows
+            before the line.
+        after_damage (set[int]), after_restart (set[int]): indices of rows that follow an unreadable line, and indices
+            of the first rows after a restart.
+        formats (list): the gradient formats, each with the index of the row at which it begins.
+        notes (list[str]): notes on merged and superseded lines; :meth:`finish` adds them.
+        superseded (int): how many rows were replaced after restarts.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class LogLines:
         return len(self.where)
 
     def add(self, line: Step, where: int, name_of: Callable[[int], str]) -> None:
-        """Take what a line states; ``name_of(where)`` names the line."""
+        """Add a line with the number ``where``; ``name_of(where)`` returns its name for notes."""
         if line.step > self._last_step:
             self._append(line, where)
         elif line.step < 0:
@@ -104,12 +104,12 @@ class LogLines:
             self.columns[name].extend(
                 [unknown if value is None or value is msgspec.UNSET else value for value in values]
                 if name not in ("loss", "gradient_norm")
-                # A loss or a norm that is NaN is known.
+                # nan marks an unknown value, so a loss or norm that is NaN is stored as inf.
                 else [unknown if value is None else np.inf if value != value else value for value in values]
             )
 
     def _merge(self, line: Step) -> bool:
-        """Add what a line states to an earlier one of its step; return False if they contradict each other."""
+        """Merge a line into a recent line of the same step; return False if there is none or the two disagree."""
         for earlier in reversed(self._pending[-_RANKS_APART:]):
             if earlier.step < line.step:
                 return False
@@ -124,7 +124,7 @@ class LogLines:
             self._merged += 1
             self._other_loss += repr(earlier.loss) != repr(line.loss)
         elif earlier is self._pending[-1]:
-            # An overflow between two lines on one step is an overflow of that step.
+            # An overflow that is printed between two lines of the same step belongs to that step.
             self.overflows = [(min(row, len(self) - 1), overflow) for row, overflow in self.overflows]
         for name in set(line.__struct_fields__).intersection(earlier.__struct_fields__):
             if getattr(earlier, name) is None:
@@ -144,7 +144,7 @@ class LogLines:
             del column[flushed:]
         rows = flushed + len(self._pending)
         del self.where[rows:]
-        # An overflow whose line names no step may be one of the steps that are superseded.
+        # Drop the overflow lines among the superseded rows too: they name no step, but may belong to a superseded step.
         self.overflows = [(row, overflow) for row, overflow in self.overflows if row < rows]
         self.formats = [(row, named) for row, named in self.formats if row < rows]
         self._last_format = self.formats[-1][1] if self.formats else None
@@ -158,7 +158,7 @@ class LogLines:
         self._append(line, where)
 
     def finish(self) -> None:
-        """Move the last lines into the columns, and note what was merged and superseded."""
+        """Move the remaining lines into the columns, and add notes on merged and superseded lines."""
         self._flush(len(self._pending))
         self.notes += self._restarts[:_RESTARTS_NAMED]
         if len(self._restarts) > _RESTARTS_NAMED:
@@ -176,5 +176,5 @@ class LogLines:
             )
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return a column as an array; nan or -1 where a line does not state it."""
+        """Return a column as an array, with nan or -1 for values that a line does not state."""
         return np.asarray(self.columns[name])

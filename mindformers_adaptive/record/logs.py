@@ -1,4 +1,4 @@
-"""Reading the logs of trainings: :func:`read_log` finds the format, and puts what lines state in the order of steps."""
+"""Read training logs: :func:`read_log` finds the format of a log and returns the data of its steps in order."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _LAST_WORD = re.compile(r"[^\s,|]*$")
 
 @dataclass
 class _TextLines:
-    """The lines of several files as of one: decoded, ANSI codes stripped, counted.
+    """The lines of several files, as if they were one file: decoded, without ANSI codes, counted.
 
     Attributes:
         number (int): how many lines were handed out so far.
-        undecodable (int): how many of them were not UTF-8.
+        undecodable (int): how many of these lines were not UTF-8.
         is_cut (bool): whether the last line ended without a newline.
     """
 
@@ -57,7 +57,7 @@ class _TextLines:
                         raise OSError(errno.ESPIPE, "it is a pipe, and is read more than once. Save it to a file first")
                     mark = file.read(2)
                 is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-                # A CR ends a line too, as after a progress bar.
+                # In text mode, a carriage return ends a line too, as in the output of a progress bar.
                 with open(path, encoding="utf-16" if is_utf_16 else "utf-8-sig", errors="replace") as lines:
                     for text in lines:
                         self.number += 1
@@ -76,7 +76,7 @@ class _TextLines:
         return (_LAST_WORD.sub("", text) if self.is_cut and not text.endswith("}") else text).strip()
 
     def name_of(self, number: int) -> str:
-        """Return a line as ``file:number``."""
+        """Return the name of a line, as ``file:number``."""
         index = bisect_right(self._starts, number - 1) - 1
         return f"{self.paths[index]}:{number - self._starts[index]}"
 
@@ -155,14 +155,14 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
     """Return the run that the lines of a record describe.
 
     Args:
-        record (Sequence[Mapping]): as :func:`mindformers_adaptive.record.writer.read_record` returns them.
+        record (Sequence[Mapping]): lines, as :func:`mindformers_adaptive.record.writer.read_record` returns them.
 
     Returns:
         RecordedRun, without a name and files.
 
     Raises:
         TypeError: if a line is not a mapping.
-        ValueError: if there is no step, or a line is not one of a record of loss scales.
+        ValueError: if there is no step, or a line does not belong to a record of loss scales.
     """
     if not isinstance(record, Sequence) or not all(isinstance(content, Mapping) for content in record):
         raise TypeError(
@@ -190,7 +190,7 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
 
 
 def _statements(text: str, formats: Iterable[LogFormat]) -> Iterator[Step | str]:
-    """Yield what a line states, or why it cannot be read where it looks like a step's."""
+    """Yield the steps that a line states, or why a line that looks like the line of a step cannot be read."""
     for log_format in formats:
         for part in (text,) if log_format.start is None else log_format.start.split(text):
             try:
@@ -203,7 +203,7 @@ def _statements(text: str, formats: Iterable[LogFormat]) -> Iterator[Step | str]
 
 
 def _find_format(paths: tuple[Path, ...]) -> LogFormat:
-    """Return the format of a log. Other logs have DeepSpeed's lines too, so it comes last."""
+    """Return the format of a log. DeepSpeed comes last, because its lines also appear in logs of other programs."""
     texts, nearest = _TextLines(paths), ""
     *first_choice, last_choice = FORMATS.values()
     result = None

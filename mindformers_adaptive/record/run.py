@@ -1,4 +1,4 @@
-"""A run as its log tells it: the scale and the overflow of each step, and what is known and what is assumed of them."""
+"""A run read from its log: the loss scale and overflow flag of each step, and which of them are known or assumed."""
 
 from __future__ import annotations
 
@@ -219,8 +219,8 @@ class RecordedRun:
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
         known = self.position_known & ~np.isnan(self.loss_scale)
-        # The last step of a line that stands for several used the scale after it, or one that a change turned into
-        # that scale.
+        # A line for several steps may state only the scale after its last step. That step used this scale, or a scale
+        # that one change turned into it.
         ends = self.line_ends()
         last = ends[np.diff(ends, prepend=0) > 1] - 1
         last = last[known[last] & ~known[last - 1]]
@@ -240,13 +240,13 @@ class RecordedRun:
 
 
 def bound_shares(trace: Trace) -> dict[str, float]:
-    """Return which share of a trace's steps has which bounds on its ceiling.
+    """Return, for each kind of bounds on the ceiling, the share of a trace's steps that have it.
 
-    A log bounds a step on one side only, by whether it was applied or skipped, so "both" is 0 for it; traces whose
-    ceilings were measured or made have both.
+    A log bounds the ceiling of a step on one side only: a step is either applied or skipped. So "both" is 0 for logs.
+    Measured and synthetic ceilings have both bounds.
 
     Args:
-        trace (Trace): at least one step.
+        trace (Trace): a trace of at least one step.
 
     Returns:
         dict[str, float], the shares "both", "lower_bound", "upper_bound" and "neither"; they sum to 1.
@@ -267,7 +267,7 @@ def bound_shares(trace: Trace) -> dict[str, float]:
 
 
 def forward_fill(scale: Floats) -> Floats:
-    """Return the scales with each unknown one replaced by the known one before it, or else after it."""
+    """Return the scales with each nan replaced by the last known scale before it, or by the first known scale."""
     known = np.flatnonzero(~np.isnan(scale))
     if len(known) == 0:
         return np.ones_like(scale)
@@ -277,7 +277,7 @@ def forward_fill(scale: Floats) -> Floats:
 
 
 def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Floats]:
-    """For each step the value at the nearest chosen step before, and after it; itself where it is chosen."""
+    """Return for each step the values at the nearest chosen steps before and after it, or its own if it is chosen."""
     at = np.flatnonzero(chosen)
     padded = np.concatenate([[missing], values[at], [missing]])
     places = np.arange(len(values))
@@ -285,7 +285,7 @@ def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Flo
 
 
 def _skipped_runs(scale: Floats, overflow: Flags) -> tuple[NDArray[np.int64], Floats]:
-    """The first and the last place of each run of consecutive skipped steps, and its smallest scale."""
+    """Return the first and last index of each run of consecutive skipped steps, and the smallest scale in the run."""
     runs = consecutive_runs(np.flatnonzero(overflow))
     between = np.minimum.reduceat(np.append(scale, np.inf), (runs + np.array([0, 1])).ravel())
     return runs, between[::2]
@@ -309,7 +309,7 @@ def _interpolated(scale: Floats, overflow: Flags, factor: float) -> Floats:
     runs, smallest = _skipped_runs(scale, overflow)
     following = np.append(scale, np.inf)[runs[:, 1] + 1]
     anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
-    # Each run of steps has one value, from its first step to its last.
+    # All steps in a run of skipped steps get the same value.
     return np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
 
 

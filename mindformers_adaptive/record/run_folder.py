@@ -8,13 +8,13 @@ from pathlib import Path
 
 __all__ = ["BATCH_FILE", "CONFIG_FILE", "run_folder_of", "why_command"]
 
-# The configuration as the training ran with it, and the first batch whose loss was inf or NaN or at which the scale
-# collapsed.
+# Two files in the output folder: the configuration of the training, and the first batch at which the loss was inf or
+# NaN or the loss scale collapsed.
 CONFIG_FILE, BATCH_FILE = "loss_scale_config.yaml", "overflow_batch.npz"
 
 
 def run_folder_of(*files: str | os.PathLike[str]) -> Path | None:
-    """Return the output folder of the training that wrote some files, or None where it left no configuration."""
+    """Return the output folder of the training that wrote the files, or None if no folder has its configuration."""
     folders = (folder for file in files for folder in Path(os.path.abspath(file)).parents[:4])
     return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
 
@@ -23,7 +23,7 @@ def why_command(folder: str | os.PathLike[str] | None) -> str:
     """Return the command that finds the layer that overflows, ready to paste.
 
     Args:
-        folder (str, optional): the output folder of the training; None where it is not known.
+        folder (str, optional): the output folder of the training; None if the folder is not known.
 
     Examples:
         >>> why_command("output")

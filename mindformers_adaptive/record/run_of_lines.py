@@ -1,4 +1,4 @@
-"""From the lines of a log to a run: a value for each step, however many steps a line is about."""
+"""Turn the lines of a log into a run with a value for each step, even where a line is about several steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["run_of_lines"]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-# The usual start of dynamic loss scaling.
+# The loss scale with which dynamic loss scaling usually starts. It caps the scales that are inferred before overflows.
 _LARGEST_START = 2.0**32
 
-# Printed scales are rounded.
+# Tolerance for comparing loss scales, because printed scales are rounded.
 _NEAR = 1e-4
 
 _MOVES_BY_TWO = (
@@ -38,13 +38,13 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
     Args:
         lines (LogLines): at least one row or overflow.
         log_format (LogFormat): the format.
-        name_of (Callable): names the line with a number, for notes.
+        name_of (Callable): returns the name of the line with a given number, for notes.
 
     Returns:
-        RecordedRun without a name and files, and with notes on what is missing or contradicts itself.
+        RecordedRun without a name and files. Its notes say where lines are missing or contradict each other.
 
     Raises:
-        ValueError: if a line names a format of gradients that does not exist.
+        ValueError: if a line names an unknown gradient format.
     """
     rows = LogRows(lines, log_format, name_of)
     rows.find_gaps()
@@ -92,14 +92,14 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
 
 
 def _resumed_at(lines: LogLines) -> tuple[int, ...]:
-    """Return the first steps after the run was resumed: as a record marks them, or where a log goes back."""
+    """Return the first step after each resume: a record marks these steps; in other logs the step number goes back."""
     is_marked = lines.array("resumed") == 1
     is_marked[sorted(lines.after_restart)] = True
     return tuple(lines.array("step")[is_marked].tolist())
 
 
 def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
-    """Return for each step the scale that it used, whether it overflowed, and whether that is known."""
+    """Return for each step the loss scale that it used, its overflow flag, and whether the flag is known."""
     ends, total = np.cumsum(rows.steps), int(rows.steps.sum())
     loss_scale, overflow, known = np.full(total, np.nan), np.zeros(total, bool), np.zeros(total, bool)
     _carry_scales(rows)
@@ -128,14 +128,14 @@ def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
 
 
 def _carry_scales(rows: LogRows) -> None:
-    """Fill in the scale after rows that name none, where it is known how many of their steps were skipped."""
+    """Fill in the missing scale after a row where the number of skipped steps in the row is known."""
     for row in np.flatnonzero(np.isnan(rows.after)).tolist():
         listed = rows.overflows.get(row, [])
         is_last = rows.has_tail and row == len(rows.after) - 1
         if listed and (rows.fewest[row] == rows.most[row] or is_last):
             unlisted = 0 if is_last else max(int(rows.most[row]) - len(listed), 0)
             scale = listed[-1].next_loss_scale or math.nan
-            # A scale that falls so often has been raised between, or stays at its floor.
+            # A scale below 1 is implausible: the rule raised the scale in between or held it at a floor.
             fallen = scale * rows.factor**-unlisted
             rows.after[row] = fallen if unlisted == 0 or fallen >= 1 else math.nan
         elif rows.most[row] == 0 and rows.follows[row]:
@@ -143,7 +143,7 @@ def _carry_scales(rows: LogRows) -> None:
 
 
 def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) -> Floats:
-    """Return a guess of the scales in a row: tolerated overflows, then drops, then applied steps, the last raised."""
+    """Guess the scales of the steps in a row: tolerated overflows, then drops, then applied steps with raises last."""
     if row in rows.overflows:
         return _listed_path(rows.factor, rows.overflows[row], flags, before, after)
     skips = int(flags.sum())
@@ -161,9 +161,9 @@ def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) ->
 
 
 def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before: float, after: float) -> Floats:
-    """Return the scales of listed overflows, with the applied steps between them that their scales need.
+    """Return the scales of a row's steps: its listed overflows, and applied steps that raise the scale in between.
 
-    Skipped steps without a line of their own are taken to have gone on halving the scale.
+    Set ``flags`` to match. Skipped steps without a line of their own are assumed to lower the scale further.
     """
     count = int(flags.sum())
     room, last, path = len(flags) - count, before, list[tuple[bool, float]]()

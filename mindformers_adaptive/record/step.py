@@ -1,6 +1,6 @@
-"""The one definition of a line of a run's record, from which the writer, the readers, columns and tables follow.
+"""The definition of a line in a run's record. The writer, the readers, columns and tables are derived from it.
 
-A new field is a line here, and a line where it is measured.
+To add a field, add a line here and a line where the field is measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 __all__ = ["FIELDS", "LARGEST_STEP", "RARE_FIELDS", "LogLine", "Step", "field_descriptions", "step_of"]
 
-# A larger step number is a torn line, not a step; 2^53 is also where float64 stops counting.
+# A larger step number comes from a torn line. Above 2^53, float64 does not represent every integer.
 LARGEST_STEP = 2**53
 
 
@@ -21,10 +21,10 @@ def _field(description: str, ge: int | None = None, le: int | None = None) -> ms
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """A step of a training, as a line of its record has it.
+    """A training step, as one line of a record stores it.
 
-    A value is None where it is unknown. Fields that few lines have are unset elsewhere, and are not written. A rule may
-    record parts of its state besides.
+    A value is None if it is unknown. A field that only few lines have is UNSET in the other lines and is not written
+    there. A rule may also record parts of its state.
     """
 
     step: Annotated[int, _field("number of the step, from 1; a resumed run counts on", ge=0, le=LARGEST_STEP)]
@@ -56,13 +56,13 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class LogLine(Step, kw_only=True):
-    """A line of a log, which may state less about a step than a record, or something about several steps.
+    """A line of a log, which may state less about a step than a line of a record, or be about several steps.
 
     Attributes:
-        step (int): the last step that the line is about; -1 where the line names none, as for an overflow of DeepSpeed.
-        steps (int, optional): how many steps the line is about, where it says so.
-        skipped_since (int, optional): how many steps were skipped since the last line that counts them.
-        rounding (float): how far the printed ``next_loss_scale`` may be from the true one.
+        step (int): the last step that the line is about; -1 if it names none, as on an overflow in DeepSpeed.
+        steps (int, optional): how many steps the line is about, if the line states their number.
+        skipped_since (int, optional): how many steps were skipped since the last line that counts skipped steps.
+        rounding (float): how far the printed ``next_loss_scale`` may be from the true value.
         printer (str): the source file and the rank that printed an overflow.
     """
 
@@ -77,13 +77,13 @@ class LogLine(Step, kw_only=True):
 
 _BY_NAME = {field.name: field for field in msgspec.structs.fields(Step)}
 
-# What each line of a record has, and what only some have.
+# The fields that every line of a record has, and the fields that only some lines have.
 FIELDS = tuple(name for name, field in _BY_NAME.items() if field.default is not msgspec.UNSET)
 RARE_FIELDS = tuple(name for name in _BY_NAME if name not in FIELDS)
 
 
 def field_descriptions() -> dict[str, str]:
-    """Return what each field of a record line means, by its name.
+    """Return the description of each field of a record line, by the name of the field.
 
     Examples:
         >>> field_descriptions()["loss_scale"]
@@ -94,13 +94,13 @@ def field_descriptions() -> dict[str, str]:
 
 
 def step_of(content: Mapping[str, Any]) -> Step | str:
-    """Return the step that a JSON object describes, or why it is no step.
+    """Return the step that a JSON object describes, or a message that says why it is no step.
 
-    A text that is a number counts as the number, and so do ``"nan"`` and ``"inf"``. An optional value that cannot be
-    read counts as unknown.
+    A string such as ``"4"``, ``"nan"`` or ``"inf"`` counts as the number. An optional value that cannot be read counts
+    as unknown.
 
     Args:
-        content (Mapping[str, Any]): the object.
+        content (Mapping[str, Any]): the JSON object.
 
     Examples:
         >>> step_of({"step": 3, "overflow": True, "loss_scale": 4.0, "loss": "nan"}).loss

@@ -1,4 +1,4 @@
-"""What a policy is replayed on: for each step, what is known of the largest loss scale that it could bear."""
+"""Traces, on which policies are replayed: what is known of the largest loss scale without overflow at each step."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ class Trace:
 
 
 def implied_ceilings(largest_gradient: ArrayLike, gradient_format: Format = FLOAT16) -> NDArray[np.float64]:
-    """Return the ceilings that largest gradients imply: largest / largest_gradient, and nan where one shows nothing.
+    """Return the ceilings that largest gradients imply, ``gradient_format.largest / largest_gradient``, or nan.
 
     Args:
-        largest_gradient (ArrayLike): absolute values, unscaled, of any shape. 0, what is not a normal float32 number,
-            and nan show nothing.
-        gradient_format (Format): the format whose largest number that is. Default: float16.
+        largest_gradient (ArrayLike): absolute values, unscaled, of any shape. The ceiling is nan for 0, nan, inf and
+            subnormal float32 numbers.
+        gradient_format (Format): the number format of the gradients. Default: float16.
 
     Examples:
         >>> implied_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
@@ -147,7 +147,7 @@ def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
 
 
 def just_below(scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the next smaller numbers, the largest ceilings at which these scales overflow; of inf itself."""
+    """Return for each scale the next smaller number, the largest ceiling at which the scale overflows; inf for inf."""
     return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
 
 

@@ -1,4 +1,4 @@
-"""The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
+"""Write and read the record of a run: a file with one JSON line per step, which survives kills and resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COPIED_AT_ONCE = 2**20
 
 
 class _Line(msgspec.Struct):
-    """The steps that a line is about: one, or the first and the last of those that are missing."""
+    """The step of a record line, or the first and last step of a line for missing steps."""
 
     step: int | None = None
     run: int = 0
@@ -30,7 +30,7 @@ class _Line(msgspec.Struct):
     last_step: int | None = None
 
     def span(self) -> tuple[int, int]:
-        """Return the first and the last step, or raise ValueError."""
+        """Return the first and last step of the line; raise ValueError if the line names no step."""
         first, last = (self.step, self.step) if self.missing_steps is None else (self.first_step, self.last_step)
         if first is None or last is None:
             raise ValueError("it names no step")
@@ -113,7 +113,7 @@ class RunRecord:
         return notes
 
     def _choose_file(self, last_step: int) -> list[str]:
-        """Lock the file of this run; return a sentence if it is not the wanted one, or that one was renamed."""
+        """Choose and lock this run's file; return a sentence if it has another name or an older file was renamed."""
         wanted, reason, is_shared = self.path, "", False
         of_this_run = wanted.with_name(f"{wanted.stem}_{self.run}{wanted.suffix}")
         for path in [of_this_run, wanted] if last_step and self.run and of_this_run.exists() else [wanted]:
@@ -123,7 +123,7 @@ class RunRecord:
                 reason, is_shared = "is being written by another run", True
                 continue
             except OSError:
-                # append() reports a folder that cannot be written to. Without locks the record is written all the same.
+                # append() reports a folder that cannot be written to. If only locking fails, go on without a lock.
                 pass
             self.path = path
             try:
@@ -138,7 +138,7 @@ class RunRecord:
                 reason = "is the record of another run"
             self.close()
         if is_shared and last_step and self.run:
-            # The other process goes on from the same checkpoint, and keeps the run's number.
+            # The other process continues from the same checkpoint and keeps the run's number, so take a new number.
             self.run = new_run()
         self.path = _unused_name(wanted, self.run)
         with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ class RunRecord:
         return aside.name
 
     def _cut_after(self, last_step: int) -> list[str]:
-        """Remove what a kill left unfinished, and the steps after one; return a sentence for each."""
+        """Remove an unfinished last line and the steps after ``last_step``; return a sentence for each removal."""
         content, notes = _look_through(self.path, last_step), []
         if content.torn:
             notes.append(f"{self.path} ended in an unfinished line, which is taken out: {content.torn[:80]!r}")
@@ -162,7 +162,7 @@ class RunRecord:
                 f"the run takes them again.{aside}"
             )
         if content.kept_until < self.path.stat().st_size:
-            # Cut the file at once, so that it is right if the process is killed later or the disk is full.
+            # Cut the file now, so that it is right even if the process is killed later or the disk is full.
             os.truncate(self.path, content.kept_until)
         if content.last_kept:
             self.last_step = _LINE.decode(content.last_kept).span()[1]
@@ -182,7 +182,7 @@ class RunRecord:
             ValueError: if a step does not follow the last one.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Look each time: the file may have been moved or deleted meanwhile.
+        # Look at the file on each call: it may have been moved or deleted since the last call.
         is_device = self.path.exists() and not self.path.is_file()
         file = os.open(self.path, os.O_CREAT | os.O_APPEND | (os.O_WRONLY if is_device else os.O_RDWR), 0o644)
         try:
@@ -206,8 +206,8 @@ class RunRecord:
         """Let other processes resume the record."""
         # A forked process does not hold the locks of its parent.
         if self._lock is not None and self._lock.is_locked:
-            # Delete the file while the lock is held: a process that has opened it meanwhile finds that it has no name
-            # any more.
+            # Delete the lock file while the lock is held: a process that has just opened the file then notices that it
+            # was deleted.
             with contextlib.suppress(OSError):
                 os.unlink(self._lock.lock_file)
             self._lock.release()
@@ -223,7 +223,7 @@ class RunRecord:
 
 
 def _unused_name(path: Path, run: int = 0) -> Path:
-    """Return the name of no file yet: NAME_RUN, with the number of the run if there is one and it is free."""
+    """Return an unused path NAME_RUN, with the run's number, or a random number if there is none or it is taken."""
     number = run or new_run()
     while (unused := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
         number = new_run()
@@ -231,11 +231,11 @@ def _unused_name(path: Path, run: int = 0) -> Path:
 
 
 def _lock(path: Path) -> FileLock:
-    """Return a lock on a record, which ends with this process; raise Timeout where somebody else holds it."""
+    """Lock a record until this process ends, and return the lock; raise Timeout if another process holds it."""
     whole = path.resolve()
-    # Another thread may close the record.
+    # Without thread_local, because another thread may close the record.
     lock = FileLock(whole.with_name(f".{whole.name}.lock"), thread_local=False)
-    # If the process that held the lock has just removed its file, do not wait for it: make a new one.
+    # Try more than once: if the last holder of the lock is just deleting its file, the next try makes a new file.
     lock.acquire(timeout=0.1, poll_interval=0.01)
     return lock
 
@@ -282,15 +282,15 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class _Content(NamedTuple):
-    """What is in the file of a record.
+    """The content of a record file, as far as :meth:`RunRecord.resume` needs it.
 
     Attributes:
         run (int): the number of the run, 0 for none.
-        last_step (int): the last step of its whole lines, 0 where there is none.
-        kept_until (int): where the lines up to the step that is resumed from end, in bytes.
-        whole (int): where the whole lines end.
-        last_kept (bytes): the last line up to that step.
-        torn (bytes): what a write that was cut off left at the end.
+        last_step (int): the last step in the complete lines, 0 if there is none.
+        kept_until (int): the position, in bytes, where the lines up to the resumed step end.
+        whole (int): the position, in bytes, where the complete lines end.
+        last_kept (bytes): the last line up to the resumed step.
+        torn (bytes): the unfinished line that an interrupted write left at the end.
     """
 
     run: int = 0
@@ -302,11 +302,11 @@ class _Content(NamedTuple):
 
 
 def _look_through(path: Path, last_step: int) -> _Content:
-    """Look through a record line by line, which may be months of them, for the last one up to a step.
+    """Return the content of a record, which is read line by line because it may hold months of steps.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no record; the message names the line.
+        ValueError: if the file is no record; the message names the line.
     """
     content = _Content()
     with path.open("rb") as file:
@@ -318,19 +318,19 @@ def _look_through(path: Path, last_step: int) -> _Content:
                 content = content._replace(run=line.run)
             last = line.span()[1]
             content = content._replace(last_step=last, whole=end, torn=b"")
-            # A line for missing steps that ends later is removed too; append() writes a shorter one.
+            # A line for missing steps that ends after last_step is removed too; append() writes a shorter line.
             if last <= last_step:
                 content = content._replace(kept_until=end, last_kept=text)
     return content
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, _Line | None]]:
-    """Yield for each line where it ends, its text, and what it is about; None for one that was left unfinished.
+    """Yield for each line its end position in bytes, its text, and its steps, or None if the line is unfinished.
 
     A failed write leaves the beginning of a line, and a machine that fails may leave anything at the end of the file.
 
     Raises:
-        ValueError: if a line is not one of a record.
+        ValueError: if a line does not belong to a record.
     """
     end = last_step = 0
     strange = ""
@@ -360,7 +360,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, _Line | None]]:
 
 
 def _ends_in_line(file: int) -> bool:
-    """Return whether a file ends with the end of a line, is empty, or cannot be read."""
+    """Return whether a file ends with a newline, is empty, or is no regular file."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
         return True
@@ -368,7 +368,7 @@ def _ends_in_line(file: int) -> bool:
 
 
 def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
-    """Write a line, or leave a regular file as it was. The first line has the number of the run, if there is one."""
+    """Write a line, or restore a regular file on an error. The first line of a file gets ``run``, unless it is 0."""
     before = os.fstat(file)
     is_first = stat.S_ISREG(before.st_mode) and before.st_size == 0
     line = json_text({"run": run, **entry} if run and is_first else entry).encode() + b"\n"
@@ -377,7 +377,7 @@ def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
             line = line[os.write(file, line) :]
     except OSError:
         if stat.S_ISREG(before.st_mode):
-            # If this fails too, the next line begins after the torn one.
+            # If the file cannot be truncated either, append() begins the next line after the torn line.
             with contextlib.suppress(OSError):
                 os.ftruncate(file, before.st_size)
         raise

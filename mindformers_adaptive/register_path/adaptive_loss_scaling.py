@@ -10,5 +10,5 @@ mindformers_adaptive.register()
 
 
 def __getattr__(name):
-    # An update cell, as auto_register names it.
+    # auto_register asks this module for an update cell by its name.
     return getattr(mindformers_adaptive, name)

@@ -1,4 +1,4 @@
-"""Rules of loss scaling by name, and what your own rule is made of: :class:`Rule` and the functions of a step."""
+"""Loss-scaling rules by name, and the parts of your own rule: :class:`Rule` and functions for next_state()."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, Guide
 
 
 def is_rule_name(name: object) -> bool:
-    """Return whether a name is a rule of this package, or may be a user's rule, ``module.Class``."""
+    """Return whether a value is the name of a rule of this package, or looks like a user's rule, ``module.Class``."""
     return isinstance(name, str) and (name in RULES or "." in name)
 
 
 def rule_of_cell(cell: object) -> type[Rule] | None:
-    """Return the rule of this package whose update cell has this type in a YAML file, or this name, or None."""
+    """Return the rule of this package for an update cell, by the cell's class name or ``type`` in YAML, or None."""
     cell_rules = [rule for rule in RULES.values() if rule.cell != Rule.cell]
     return next((rule for rule in cell_rules if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
 
@@ -120,11 +120,11 @@ def _import(name: str) -> Any:
     if not all(part.isidentifier() for part in name.split(".")) or not module:
         raise ValueError(f"{wanted} got {name!r}.")
     here = str(Path.cwd())
-    # Python does not look into the current folder if the program was started by its name.
+    # Python does not search the current folder if an installed command, such as adaptive-loss-scale, was started.
     sys.path.append(here)
     try:
         return getattr(importlib.import_module(module), attribute)
-    # The user's module may raise anything, SystemExit too.
+    # The import of a user's module may raise any exception, even SystemExit.
     except (Exception, SystemExit) as error:
         raise ValueError(f"{wanted} {name!r} cannot be imported: {error!r}.") from error
     finally:

@@ -1,4 +1,4 @@
-"""The rule of adaptive loss scaling: the loss scale follows the overflows, and its window follows the scale."""
+"""The rule of adaptive loss scaling: raises and drops move the scale; every third raise or drop moves the window."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from mindformers_adaptive.rules.saved_state import keep_within
 
 __all__ = ["COUNTER_LIMIT", "HIDDEN_INDEX", "HIDDEN_WINDOW", "AdaptiveRule", "LossScaleState"]
 
-# MindFormers' documentation: "every three raises the window moves up", "three drops in a row lead to window 1".
+# The window changes after this many raises or drops, as in MindFormers' documentation: "every three raises the window
+# moves up", "three drops in a row lead to window 1".
 COUNTER_LIMIT = 3
 
-# The hidden window of one step is never on the ladder; its index is the number that MindFormers' own cell writes into
-# checkpoints.
+# The hidden window of 1 step is not a part of the ladder. It has the index -1, as in checkpoints of MindFormers' own
+# cell.
 HIDDEN_WINDOW, HIDDEN_INDEX = 1, -1
 
-# What a step can do to the window: nothing, W clean steps, or an overflow that drops the scale or is tolerated.
+# Kinds of step: a clean step within a window, the clean step that completes a window (a raise), an overflow that drops
+# the loss scale, a tolerated overflow.
 NOTHING, RAISE, DROP, TOLERATE = range(4)
 
 
@@ -110,13 +112,13 @@ class AdaptiveRule(Rule):
 
     name = "adaptive"
     title = "adaptive loss scaling"
-    # YAML files name this alias. The name of the class would be MindFormers' own cell where this package is missing,
-    # and training has to fail there.
+    # YAML files use this alias. Without this package, the full name of the class would select MindFormers' own cell,
+    # but training should fail instead.
     cell = "AdaptiveLossScale"
     state: Mapping[str, Any] = dict.fromkeys(
         ("scale_window", "window_index", "growth_num", "down_num", "hysteresis_budget"), int32
     )
-    # The defaults of MindFormers' own cell.
+    # Parameter names in checkpoints. MindFormers' own cell uses the first four, too.
     parameter_names: ClassVar[dict[str, str]] = {
         "scale_window": "scale_window",
         "window_index": "list_index",
@@ -127,8 +129,8 @@ class AdaptiveRule(Rule):
     recorded = ("scale_window", "window_index", "growth_num", "down_num")
     start_arguments: ClassVar[tuple[str, ...]] = ("scale_window",)
     usual_arguments = ("loss_scale_value", "scale_factor", "scale_window", "max_scale_window", "min_scale_window")
-    # From a quarter of MindFormers' smallest window to 2000, the default of MindSpore's DynamicLossScaleManager and of
-    # PyTorch's GradScaler; equal windows are dynamic loss scaling.
+    # Windows from a quarter of MindFormers' smallest window (20) to 2000, the default of MindSpore's
+    # DynamicLossScaleManager and PyTorch's GradScaler. If both bounds are equal, this is dynamic loss scaling.
     tried: ClassVar[dict[str, Any]] = {
         "min_scale_window": (5, 10, 20, 50, 100, 200, 500, 1000, 2000),
         "max_scale_window": (5, 10, 20, 50, 100, 200, 500, 1000, 2000),
@@ -159,7 +161,7 @@ class AdaptiveRule(Rule):
         self.scale_factor = to_float32(factor)
         self.backoff_factor = None if backoff_factor is None else _checked_backoff(backoff_factor)
         self.drop_factor = self.backoff_factor or to_float32(1.0 / self.scale_factor)
-        # A step of a subclass may do something else.
+        # A subclass with its own next_state() may move the loss scale in another way.
         is_own_step = type(self).next_state is AdaptiveRule.next_state
         if is_own_step:
             undoes = math.isclose(self.drop_factor * self.scale_factor, 1.0, rel_tol=2.0**-23)
@@ -172,12 +174,13 @@ class AdaptiveRule(Rule):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Only the update cell of this rule itself takes the initial window.
+        # The update cell of AdaptiveRule has an argument for the initial window; cells of subclasses have no such
+        # argument.
         cls.start_arguments = ()
 
     @functools.cached_property
     def State(self) -> Any:  # noqa: N802
-        """type: the NamedTuple of its states, which a subclass may add to."""
+        """type: the NamedTuple class of the rule's states. A subclass of the rule may have more fields."""
         return LossScaleState if self.state == AdaptiveRule.state else super().State
 
     def first_state(self, loss_scale: float) -> dict[str, int]:
@@ -218,7 +221,7 @@ class AdaptiveRule(Rule):
             down_num=(state.down_num, 0, COUNTER_LIMIT),
         )
         scaled = state.loss_scale * where(seen.overflow, self.drop_factor, self.scale_factor)
-        # A raise beyond the upper bound is left out; only a drop can pass the floor.
+        # Skip a raise that would pass max_loss_scale. A drop below min_loss_scale stops at min_loss_scale.
         moves = is_event & ~tolerated & (scaled <= self.max_loss_scale)
         budget = where(seen.overflow, spent, self.hysteresis)
         return state.replace(
@@ -243,7 +246,8 @@ class AdaptiveRule(Rule):
         return _window_at(self.ladder, window_index)
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        # Move a window that is not on the ladder to the nearest one, and counters to the nearest possible value.
+        # Replace a window that is not on the ladder by the nearest window of the ladder, and invalid counters by the
+        # nearest valid value.
         index, problem = self._place_on_the_ladder(values["scale_window"], values["window_index"])
         problems = [problem] if problem else []
         if problem:
@@ -267,16 +271,16 @@ class AdaptiveRule(Rule):
         if scale_window in self.ladder:
             return self.ladder.index(scale_window)
         warnings.warn(
-            f"'scale_window' must be one of the ladder {self.ladder}, but got {scale_window}: training starts at the "
+            f"'scale_window' must be a window of the ladder {self.ladder}, but got {scale_window}: training starts at the "
             f"smallest window, {self.ladder[0]}.",
             stacklevel=3,
         )
         return 0
 
     def _lacks_window(self, values: Mapping[str, Any], restored: Collection[str] | None) -> bool:
-        """Whether a checkpoint had step counters of another cell, which do not fit the window at the start.
+        """Return whether a checkpoint has step counters of another cell that do not fit the initial window.
 
-        While nothing has happened but clean steps within that window, they fit.
+        The counters fit if all steps so far were clean and fewer than the initial window.
         """
         if restored is None or "window_index" in restored or "cur_iter" not in restored:
             return False
@@ -285,10 +289,10 @@ class AdaptiveRule(Rule):
         return bool(happened)
 
     def _place_on_the_ladder(self, window: int, index: int) -> tuple[int, str | None]:
-        """Return the index to go on with and, where it is not simply the one restored, a sentence about it."""
+        """Return the window index to continue with, and a sentence if the restored window or index does not fit."""
         ladder = self.ladder
         on_the_ladder = HIDDEN_INDEX <= index < len(ladder)
-        # The step of a subclass may have other windows.
+        # A subclass with its own next_state() may use windows that are not on the ladder.
         is_own_step = type(self).next_state is AdaptiveRule.next_state
         if on_the_ladder and (self.window_at(index) == window or (window >= 1 and not is_own_step)):
             return index, None
@@ -310,7 +314,7 @@ def _window_at(ladder: tuple[int, ...], window_index: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _counters_after(ladder: tuple[int, ...], shrink_from_min_window: bool) -> Callable[..., tuple[int, ...]]:
-    """Return what an event does to the window and the counters, as a function to be tabulated."""
+    """Return a function for tabulate() that computes the window and the counters after an event."""
 
     def counters_after(event: int, window_index: int, growth_num: int, down_num: int) -> tuple[int, ...]:
         if event == DROP:

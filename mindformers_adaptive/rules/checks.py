@@ -1,4 +1,4 @@
-"""float32 arithmetic as on the device, and checks of arguments: type before range, and a remedy in each message."""
+"""Rounding to float32 as on a device, and checks of arguments whose messages say what to give instead."""
 
 import ctypes
 import math
@@ -12,36 +12,36 @@ __all__ += ["require_names", "require_number", "require_positive", "to_float32",
 
 # Counters are int32 on a device.
 LARGEST_INT32 = 2**31 - 1
-# The normal numbers.
+# The smallest and the largest normal number of float32.
 SMALLEST_FLOAT32 = 2.0**-126
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
 def to_float32(value: SupportsFloat) -> float:
-    """Round any real number to float32 as one float32 operation would; beyond the largest float32 that is inf."""
+    """Round a real number to float32, as a float32 operation would; inf if it is beyond the largest float32."""
     try:
         return ctypes.c_float(float(value)).value
     except OverflowError:
-        # The integer is beyond float64.
+        # Python cannot convert an integer beyond the range of float64.
         return math.inf
 
 
 def require_integer(
     name: str, value: object, least: int | None, remedy: str, *, most: int = LARGEST_INT32, unit: str = ""
 ) -> int:
-    """Return an argument as an int, or raise.
+    """Return an argument as an int, or raise an error if it is not an integer from ``least`` to ``most``.
 
     Args:
-        name (str): its name in messages.
-        value (object): its value. bool is rejected.
-        least (int, optional): the smallest value that it may have; None for no bound.
-        remedy (str): a sentence on what to give.
-        most (int): the largest value that it may have. Default: the largest int32.
-        unit (str): what it counts, such as "number of steps". Default: "".
+        name (str): the argument's name in messages.
+        value (object): the argument's value. bool is rejected.
+        least (int, optional): the smallest accepted value; None for no bound.
+        remedy (str): a sentence that says what to give instead.
+        most (int): the largest accepted value. Default: the largest int32.
+        unit (str): what the argument counts, such as "number of steps". Default: "".
 
     Raises:
         TypeError: if it is not an integer.
-        ValueError: if it is below ``least`` or above ``most``.
+        ValueError: if the integer is below ``least`` or above ``most``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         wanted = f"an integer {unit}".rstrip()
@@ -56,18 +56,18 @@ def require_integer(
 
 
 def require_number(name: str, value: object, wanted: str, accepts: Callable[[float], bool], remedy: str) -> float:
-    """Return an argument as a float, or raise.
+    """Return an argument as a float, or raise an error if it is not a finite number that ``accepts`` accepts.
 
     Args:
-        name (str): its name in messages.
-        value (object): its value. bool is rejected.
-        wanted (str): what it must be, such as "a finite number above 1".
-        accepts (Callable): whether a value, rounded to float32 and finite, is in range.
-        remedy (str): a sentence on what to give.
+        name (str): the argument's name in messages.
+        value (object): the argument's value. bool is rejected.
+        wanted (str): the condition for messages, such as "a finite number above 1".
+        accepts (Callable): returns whether a finite value, rounded to float32, is in range.
+        remedy (str): a sentence that says what to give instead.
 
     Raises:
         TypeError: if it is not a number.
-        ValueError: if it is not finite in float32 or out of range.
+        ValueError: if the number is not finite in float32, or is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"'{name}' must be {wanted}, but got {_with_type(value)}. {remedy}")
@@ -78,11 +78,11 @@ def require_number(name: str, value: object, wanted: str, accepts: Callable[[flo
 
 
 def require_positive(name: str, value: object) -> float:
-    """Return a loss scale, or a bound of one, as a float32 value, or raise.
+    """Return a loss scale, or a bound of the loss scale, rounded to float32; raise an error if it is not positive.
 
     Raises:
-        TypeError: if it is not a number. bool is rejected.
-        ValueError: if it is not finite and above 0 in float32.
+        TypeError: if ``value`` is not a number. bool is rejected.
+        ValueError: if ``value`` is not finite and above 0 in float32.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
@@ -102,10 +102,11 @@ def warn_of_rounding(name: str, loss_scale: object, stacklevel: int, least: floa
     """Warn if a loss scale is not a power of two, because multiplying by it rounds every gradient.
 
     Args:
-        name (str): its name in the message.
-        loss_scale (object): its value; anything but a finite number above 0 is left to :func:`require_positive`.
-        stacklevel (int): as of ``warnings.warn``, seen from the caller.
-        least (float): the smallest power of two without a warning. Default: 0.0, any.
+        name (str): the name of the loss scale in the message.
+        loss_scale (object): the loss scale. Anything but a finite number above 0 gives no warning, because
+            :func:`require_positive` rejects it.
+        stacklevel (int): as in ``warnings.warn``; 1 is the line that calls this function.
+        least (float): warn also if the loss scale is below this power of two. Default: 0.0, no lower bound.
     """
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, Real):
         return
@@ -122,14 +123,14 @@ def warn_of_rounding(name: str, loss_scale: object, stacklevel: int, least: floa
 
 
 def require_flag(name: str, value: object) -> bool:
-    """Return an argument that is True or False, or raise TypeError."""
+    """Return an argument that is True or False; raise TypeError for any other value."""
     if not isinstance(value, bool):
         raise TypeError(f"'{name}' must be True or False, but got {_with_type(value)}. Give one of the two.")
     return value
 
 
 def require_names(name: str, value: object) -> tuple[str, ...]:
-    """Return an argument that is a list of names, or any other iterable of them, as a tuple, or raise TypeError."""
+    """Return a list or another iterable of names as a tuple; raise TypeError for any other value."""
     names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else (None,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Checks of what the author of a rule writes, before it is used."""
+"""Checks of a rule's class and attributes when the rule is created. The messages are for the author of the rule."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, is_
 __all__ = ["DEFAULT_LOSS_SCALE", "OF_EVERY_RULE", "all_arguments", "arguments_of", "check_description"]
 __all__ += ["checked_value", "is_of_this_package"]
 
-# The initial loss scale of MindFormers' TrainingArguments.
+# The default of the initial loss scale in MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16
 
-# Names that the package itself uses in a state, a record or a step.
+# Names that this package itself uses in states, records or steps, so that the state of a rule cannot have them.
 _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
 _TAKEN |= {"history", "recorded", "restored", "inv_scale"}
@@ -29,10 +29,11 @@ _TAKEN |= {"form"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", LARGEST_GRADIENT.name}
 _TAKEN |= {field.name for field in STEP_FIELDS}
 
-# Attributes that every rule gets from its next_state. A rule may also define start() itself.
+# Attributes that the class Rule gives to every rule. A user's rule cannot replace them, except for the method start().
 OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
 
-# Arguments of cells, managers and scalers, and keys of a YAML section, besides the arguments of the rule.
+# Arguments of update cells, managers and scalers, and keys of a YAML section. No argument of a rule may have such a
+# name.
 _ARGUMENTS_OF_CELLS = {"loss_scale_value", "init_loss_scale", "scale_value", "history_size"}
 _ARGUMENTS_OF_CELLS |= {"rule", "type"}
 _BASE = "mindformers_adaptive.rules.rule"
@@ -42,7 +43,7 @@ _BASE = "mindformers_adaptive.rules.rule"
 def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
     """Return the arguments of a rule's constructor, by name.
 
-    Those that ``**bounds`` hands on are the arguments of the next constructor.
+    If the constructor takes ``**bounds``, the arguments of the base class's constructor are included.
 
     Raises:
         ValueError: if an argument cannot be given by its name.
@@ -75,13 +76,14 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
 
 
 def all_arguments(rule_class: Any) -> dict[str, Any]:
-    """Return the arguments of a rule and of its start, with their defaults, and the initial loss scale.
+    """Return the defaults of the arguments of a rule's constructor and its start(), and of the initial loss scale.
 
     Args:
         rule_class (type): the class of the rule.
 
     Returns:
-        dict[str, Any], the usual ones first; ``inspect.Parameter.empty`` for an argument without a default.
+        dict[str, Any], defaults by argument, ``usual_arguments`` first; ``inspect.Parameter.empty`` for an argument
+        without a default.
 
     Examples:
         >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -92,16 +94,16 @@ def all_arguments(rule_class: Any) -> dict[str, Any]:
     defaults = {name: parameter.default for name, parameter in arguments_of(rule_class).items()}
     defaults |= {name: of_start[name].default for name in rule_class.start_arguments}
     defaults["loss_scale_value"] = DEFAULT_LOSS_SCALE
-    # The constructor of a subclass may lack the usual arguments.
+    # A subclass may have a constructor without some of the usual arguments.
     usual = [name for name in rule_class.usual_arguments if name in defaults]
     return {name: defaults[name] for name in dict.fromkeys((*usual, *defaults))}
 
 
 def check_description(rule: Any) -> None:
-    """Raise ValueError for what is wrong with a rule's name, step, state or arguments.
+    """Raise ValueError if a rule's name, step, state, arguments or other attributes are invalid.
 
     Args:
-        rule (Rule): a rule after its constructor.
+        rule (Rule): the rule, after its constructor has run.
     """
     of = f"The rule {rule.name!r} of {type(rule).__module__}.{type(rule).__qualname__}"
     if not isinstance(rule.name, str) or not rule.name.isidentifier() or keyword.iskeyword(rule.name):
@@ -155,7 +157,7 @@ def check_description(rule: Any) -> None:
 
 
 def _check_names(of: str, rule: Any) -> None:
-    # A state dict has such a key for each element of a vector.
+    # Names such as "mean_0" are taken: a state dict uses them for the elements of a vector without named parts.
     vectors = [field for field in rule.fields if field.shape and not field.parts]
     seen = {f"{field.name}_{index}" for field in vectors for index in range(field.shape[0])}
     seen |= {"clean_steps"} if rule.counts_clean_steps else set()
@@ -174,14 +176,14 @@ def _check_names(of: str, rule: Any) -> None:
 
 
 def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any:
-    """Return a value of the first state as the update cell keeps it, or raise ValueError.
+    """Return a value of a rule's first state as an int, float or tuple; raise ValueError if it does not fit its dtype.
 
     Args:
         rule (Rule): the rule.
-        key (str): the name of the value.
+        key (str): the name of the value in the state.
         dtype (str): "int32" or "float32".
         value (Any): a number, or a sequence for a vector.
-        like (Any): a number, or a tuple of as many.
+        like (Any): any number if a number is expected; for a vector, a tuple or list of the expected length.
     """
     of = f"The first state of the rule {rule.name!r} has"
     if isinstance(like, (tuple, list)):

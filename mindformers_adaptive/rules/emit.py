@@ -1,4 +1,4 @@
-"""The lines of a generated function: one for each value that its results need."""
+"""Generate the lines of a function: one assignment for each value that the results of the function need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Emitted(NamedTuple):
 
     Attributes:
         lines (list[str]): the assignments, in order.
-        names (dict[int, str]): the variable of each value, by the place of the value in its trace.
+        names (dict[int, str]): the variable of each value, by ``position`` of the value.
         inputs (tuple[str, ...]): the names of the inputs; the variable of an input begins with ``in_``.
     """
 
@@ -25,12 +25,12 @@ class Emitted(NamedTuple):
 
 
 def emit(results: Iterable[Value], expression_of: Callable[[Value, Sequence[str]], str]) -> Emitted:
-    """Return a line for each value that results need; equal expressions share one.
+    """Return a line for each value that the results need. Values with equal expressions share a line.
 
     Args:
-        results (Iterable[Value]): what the function returns.
-        expression_of (Callable): returns the expression of a value whose arguments have these variables; of a constant
-            a variable.
+        results (Iterable[Value]): the values that the generated function returns.
+        expression_of (Callable): takes a value and the variables of its arguments, and returns the expression that
+            computes the value; for a constant, the name of a variable.
     """
     names: dict[int, str] = {}
     variables: dict[str, str] = {}
@@ -45,7 +45,7 @@ def emit(results: Iterable[Value], expression_of: Callable[[Value, Sequence[str]
 
 
 def needed_by(results: Iterable[Value]) -> list[Value]:
-    """Return the values that results need, these included, each after what it takes."""
+    """Return the results and all values from which they are computed. Each value comes after its arguments."""
     needed: dict[int, Value] = {}
     waiting = list(results)
     while waiting:
@@ -57,5 +57,5 @@ def needed_by(results: Iterable[Value]) -> list[Value]:
 
 
 def changed_by(outputs: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the results that a step changes: a result that is the input of the same name is left out."""
+    """Return the outputs that a step changes, without those outputs that are just the input of the same name."""
     return {name: value for name, value in outputs.items() if value.op != "input" or value.extra != name}

@@ -1,4 +1,4 @@
-"""The pieces of an update cell's state: a rule's own, what every cell counts, and what a train step hands to it."""
+"""The fields of an update cell's state: fields of the rule, step counters of every cell, and the largest gradient."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mindformers_adaptive.rules.functions import DType
 __all__ = ["LARGEST_GRADIENT", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of", "form_of", "is_of_this_package"]
 __all__ += ["kept_fields"]
 
-# The most steps that a saved state may have, about 34 years at a step a second. No process takes as many again, after
-# which int32 would wrap; so the graph of an update needs no limit.
+# The largest step count in a saved state, about 34 years at one step per second. No process runs for another 34 years,
+# so the int32 counters never overflow, and the graph of the update cell need not limit them.
 STEP_LIMIT = 2**30
 
 
 class Field(NamedTuple):
-    """A piece of a state, which the update cell keeps as one Parameter.
+    """A field of the state, which the update cell keeps as one Parameter.
 
     Attributes:
-        name (str): the attribute of the update cell.
+        name (str): the name of the field, and of the update cell's attribute that holds the Parameter.
         dtype (str): "int32" or "float32".
         shape (tuple[int, ...]): () or (n,).
-        parts (tuple[str, ...]): what the elements of a vector are called in ``state()``, in records and in reports.
-            Without it, a vector stands there as a whole, by the field's name.
+        parts (tuple[str, ...]): the names of a vector's elements in ``state()``, records and reports. If empty, the
+            vector appears there as a whole, under the name of the field.
         parameter (str): the Parameter's name in checkpoints.
 
     Examples:
@@ -41,27 +41,27 @@ class Field(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """tuple[str, ...]: the names under which ``state()`` shows it."""
+        """tuple[str, ...]: the names under which ``state()`` shows the field."""
         return self.parts or (self.name,)
 
     def by_key(self, value: Any) -> dict[str, Any]:
-        """Return what its Parameter holds, by the names of ``keys``.
+        """Return the content of the field's Parameter as a dict by ``keys``.
 
         Args:
-            value (Union[int, float, Iterable]): what the Parameter holds, a number or the elements of a vector.
+            value (Union[int, float, Iterable]): the content of the Parameter, a number or the elements of a vector.
 
         Returns:
-            dict[str, Any], with a vector without named parts as a tuple.
+            dict[str, Any]; a vector without named parts is one tuple in it.
         """
         if self.parts:
             return dict(zip(self.parts, value, strict=True))
         return {self.name: tuple(value) if self.shape else value}
 
     def value_in(self, values: Mapping[str, Any]) -> Any:
-        """Return what its Parameter holds.
+        """Return the content of the field's Parameter, from a dict by ``keys``.
 
         Args:
-            values (Mapping[str, Any]): values by name, among them the values of ``keys``.
+            values (Mapping[str, Any]): values by name, for at least the names in ``keys``.
 
         Returns:
             Union[int, float, Sequence], a number or the elements of a vector.
@@ -69,7 +69,8 @@ class Field(NamedTuple):
         return [values[part] for part in self.parts] if self.parts else values[self.name]
 
 
-# What every update cell counts. MindSpore's and MindFormers' own cells have the same names in checkpoints.
+# The step counters of every update cell. For the first two, MindSpore's and MindFormers' own cells use the same names
+# in checkpoints.
 STEP_FIELDS = (
     Field("cur_iter", parameter="current_iterator_step"),
     Field("last_overflow_iter", parameter="last_overflow_iterator_step"),
@@ -77,7 +78,7 @@ STEP_FIELDS = (
     Field("consecutive_overflows", parameter="consecutive_overflows"),
 )
 
-# What a train step hands to the update cell of a rule that needs gradients, in a Parameter that it assigns.
+# If a rule needs gradients, the train step assigns the largest gradient to this Parameter of the update cell.
 LARGEST_GRADIENT = Field("largest_gradient", "float32", parameter="largest_gradient")
 
 
@@ -89,13 +90,13 @@ def fields_of(rule: Any) -> tuple[Field, ...]:
             :class:`~mindformers_adaptive.rules.rule.Rule` describes it.
 
     Raises:
-        ValueError: if ``state`` has something else.
+        ValueError: if ``state`` describes a field in another way.
     """
     return tuple(_field(rule, name, kind) for name, kind in rule.state.items())
 
 
 def kept_fields(rule: Any) -> tuple[Field, ...]:
-    """Return the fields of a rule's own state that the update cell keeps: those that can change.
+    """Return the fields of a rule's own state that can change. The update cell keeps only these fields.
 
     Args:
         rule (Union[Rule, type]): as of :func:`fields_of`.
@@ -104,15 +105,15 @@ def kept_fields(rule: Any) -> tuple[Field, ...]:
 
 
 def is_of_this_package(rule_class: type) -> bool:
-    """Return whether this package brings a rule, and no user."""
+    """Return whether this package defines a rule's class, rather than a user."""
     return rule_class.__module__.startswith("mindformers_adaptive.")
 
 
 def form_of(rule: Any) -> int:
-    """Return a number that tells the form of a rule's state: the rule's name, its fields, their dtypes and parts.
+    """Return a checksum of the form of a rule's state: the rule's name, and the fields with dtypes, shapes and parts.
 
-    Checkpoints hold it. A vector has no names in a checkpoint, so without it a renamed part would take the number of
-    another one.
+    Checkpoints hold this checksum. They do not hold the names of a vector's parts, so without the checksum a renamed
+    part could be restored with the number of another part.
 
     Args:
         rule (Union[Rule, type]): as of :func:`fields_of`.
@@ -136,7 +137,7 @@ def _field(rule: Any, name: str, kind: Any) -> Field:
     if not isinstance(kind, Mapping):
         return Field(name, dtype, kind.shape, (), _parameter_name(rule, name, dtype, kind.shape))
     is_built_in = is_of_this_package(rule if isinstance(rule, type) else type(rule))
-    # Sorted, because a dict made from a set has another order in each process.
+    # Sort the parts, because a dict that was made from a set has another order in each process.
     parts = tuple(kind) if is_built_in else tuple(sorted(kind, key=str))
     return Field(name, dtype, (len(kind),), parts, _parameter_name(rule, name, dtype, (len(kind),)))
 
@@ -146,5 +147,6 @@ def _parameter_name(rule: Any, name: str, dtype: str, shape: tuple[int, ...]) ->
         return str(rule.parameter_names[name])
     if is_of_this_package(rule if isinstance(rule, type) else type(rule)):
         return f"{rule.name}_{name}"
-    # MindSpore refuses a whole checkpoint in which a Parameter of this name has another dtype or length.
+    # The name includes dtype and length. With equal names but another dtype or length, MindSpore would refuse the whole
+    # checkpoint.
     return "_".join(map(str, (rule.name, name, dtype, *shape)))

@@ -1,4 +1,4 @@
-"""Floating-point formats: what they hold, how they round and what an overflow gives."""
+"""Floating-point formats: their ranges, how they round, and what an overflow becomes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TITLES = {
 
 
 def _pairs_of(precision: Any) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of ``precision`` as tuples, or raise TypeError or ValueError."""
+    """Return ``precision`` as a tuple of pairs; raise TypeError or ValueError if it is invalid."""
     remedy = (
         "Give pairs of an exponent and a number of bits, exponents increasing, as [[-15, 1], [-7, 2]]; or leave it out."
     )
@@ -97,7 +97,7 @@ class Format:
         for name, known in (("overflow", _OVERFLOWS), ("rounding", _ROUNDINGS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"'{name}' must be one of {known}, but got {getattr(self, name)!r}. Leave it out.")
-        # YAML and JSON give lists.
+        # YAML and JSON files have ``precision`` as lists; turn these lists into tuples.
         object.__setattr__(self, "precision", _pairs_of(self.precision))
         if self.largest % self.quantum(math.frexp(self.largest)[1] - 1):
             raise ValueError(f"'largest' must be a number of the format, but {self.largest} is between two. {remedy}")
@@ -146,7 +146,7 @@ class Format:
         require_integer("exponent", exponent, 2, remedy, most=8 if is_ieee else 7, unit="number of bits")
         require_integer("mantissa", mantissa, 1, remedy, most=23, unit="number of bits")
         bias = 2 ** (exponent - 1) - 1
-        # How many units in the last place the mantissa of the largest number is below 2.
+        # The mantissa of the largest number is below 2 by this many units in the last place.
         lacking = 2 if overflow == "nan" else 1
         largest = (2.0 - lacking * 2.0**-mantissa) * 2.0 ** (bias if is_ieee else bias + 1)
         normal = 2.0 ** (1 - bias)
@@ -161,7 +161,8 @@ class Format:
         """
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
 
-    # The name of this attribute in 1.0.0. Without a docstring it is not in the reference.
+    # Version 1.0.0 had the attribute ``given`` instead of to_config(). As ``given`` has no docstring, the API reference
+    # leaves it out.
     given = property(lambda self: self.to_config())
 
     def quantum(self, exponent: int) -> float:
@@ -180,8 +181,8 @@ class Format:
         return self.smallest_subnormal
 
 
-# The numbers are taken from ml_dtypes, which the tests compare; for hifloat8 from its definition. The rounding is as in
-# CANN's conversion from float32, which does not round to even.
+# The numbers are from ml_dtypes, with which tests compare them; for hifloat8 from the definition of HiF8. hifloat8
+# rounds ties away from 0, as CANN does when it converts from float32.
 FLOAT16 = Format.from_bits(5, 10, name="float16")
 FORMATS = {
     number_format.name: number_format
@@ -239,7 +240,7 @@ def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradie
     wrong += [f"{name!r} is missing" for name, is_required in fields.items() if is_required and name not in value]
     if wrong:
         raise TypeError(
-            f"'{argument}' must have values by the names {', '.join(fields)}, but in {dict(value)} {', '.join(wrong)}. "
+            f"'{argument}' must be a dict with the keys {', '.join(fields)}, but in {dict(value)} {', '.join(wrong)}. "
             "The last three may be left out."
         )
     return Format(**value)

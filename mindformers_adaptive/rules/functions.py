@@ -1,4 +1,4 @@
-"""The dtypes, the functions and the state that the author of a rule uses beside the operators."""
+"""The dtypes, the functions and the State with which next_state() of a rule is written, besides Python's operators."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mindformers_adaptive.rules.values import (
 __all__ = ["DType", "State", "argmin", "ceil", "count", "float32", "floor", "int32", "maximum", "minimum", "stack"]
 __all__ += ["tabulate", "take", "where"]
 
-# The rows of a table that tabulate() may have, and the elements of a vector.
+# The maximum number of rows in a table of tabulate(), and of elements in a vector.
 _LARGEST_TABLE, _LONGEST_VECTOR = 2**16, 2**16
 
 
 class DType:
-    """A dtype: of a part of the state, ``float32`` or ``float32[16]``; as a function it converts a value."""
+    """The dtype of a part of the state, such as ``float32`` or ``float32[16]``; call it to convert a value."""
 
     def __init__(self, name: str, shape: tuple[int, ...] = ()) -> None:
         self.name, self.shape = name, shape
@@ -46,10 +46,10 @@ class DType:
         return DType(self.name, (length,))
 
     def __call__(self, value: Any) -> Any:
-        """Return a value, or a number, in this dtype.
+        """Return a value, or a number, converted to this dtype.
 
-        A float32 value becomes an int32 one without what stands after its point; beyond the range it becomes the
-        nearest integer that a float32 number in the range has, and NaN the smallest int32.
+        The conversion from float32 to int32 drops the fraction. A number beyond the range of int32 becomes the nearest
+        integer in this range that float32 can represent, and NaN becomes the smallest int32.
         """
         if isinstance(value, Value):
             return value if own(value).dtype == self.name else computed(self.name, (value,), self.name, value.shape)
@@ -66,16 +66,16 @@ int32, float32 = DType("int32"), DType("float32")
 
 
 class State:
-    """The state of a rule in its step: the loss scale, the fields of the rule by the names of their parts, and counts.
+    """The state that next_state() takes and returns: the loss scale, the fields or their parts by name, step counters.
 
-    ``state.replace(name=value)`` returns another one; ``where`` picks one of two.
+    ``state.replace(name=value)`` returns a new state; ``where`` picks one of two states.
     """
 
     def __init__(self, values: Mapping[str, Value], dtypes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         vars(self).update(_values=dict(values), _dtypes=dtypes)
 
     def __getattr__(self, name: str) -> Any:
-        # Python and NumPy look up such names to learn what an object can do.
+        # Python and NumPy look up names such as __array__ to find out what an object supports.
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._values:
@@ -98,7 +98,7 @@ class State:
         return self
 
     def replace(self, **values: Any) -> State:
-        """Return the state with other values of some of its parts."""
+        """Return a copy of the state in which the named parts have new values."""
         checked = {}
         for name, value in values.items():
             if name not in self._dtypes:
@@ -117,11 +117,11 @@ class State:
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """Return x where a condition holds, and y elsewhere; both are computed.
+    """Return x where a condition holds, and y elsewhere. Both x and y are always computed.
 
     Args:
-        condition (Value): bool.
-        x, y (Union[Value, State, int, float, bool]): of one dtype, or two states.
+        condition (Value): a flag, or a vector of flags.
+        x, y (Union[Value, State, int, float, bool]): two values of the same dtype, or two states.
     """
     if isinstance(condition, (bool, np.bool_)):
         return x if condition else y
@@ -161,7 +161,7 @@ def ceil(x: Any) -> Any:
 
 
 def stack(values: Sequence[Any]) -> Any:
-    """Return numbers of one dtype as a vector."""
+    """Return a vector of the given numbers, which must have the same dtype."""
     parts = of_one_dtype("stack", *values)
     if any(part.shape for part in parts):
         raise refused("stacks a vector. A vector is made of numbers: take it apart with *")
@@ -169,25 +169,25 @@ def stack(values: Sequence[Any]) -> Any:
     if _are_whole_vector(parts):
         return first.args[0]
     if all(part.op == "where" and part.args[0] is first.args[0] for part in parts):
-        # One pick of vectors takes fewer kernels than picks of their elements.
+        # One where() of two vectors takes fewer kernels than one where() for each element.
         return where(first.args[0], *(stack([part.args[side] for part in parts]) for side in (1, 2)))
     return computed("stack", parts, parts[0].dtype, (len(parts),))
 
 
 def _are_whole_vector(parts: Sequence[Value]) -> bool:
-    """Return whether values are all elements of one vector, in order."""
+    """Return whether the values are all the elements of a single vector, in order."""
     vector = parts[0].args[0] if parts[0].op == "element" else None
     elements = [part.extra for part in parts if part.op == "element" and part.args[0] is vector]
     return vector is not None and elements == list(range(*vector.shape)) and len(parts) == len(elements)
 
 
 def count(flags: Any) -> Any:
-    """Return how many flags of a vector are true, int32."""
+    """Return the number of true flags in a vector, as int32."""
     return _reduce("count", flags, "bool")
 
 
 def argmin(x: Any) -> Any:
-    """Return the place of the smallest element of a vector, of equals the first, int32; NaN counts as inf."""
+    """Return the index of the smallest element of a vector, as int32: the first one among equals. NaN counts as inf."""
     return _reduce("argmin", x, "float32")
 
 
@@ -199,7 +199,7 @@ def _reduce(op: str, x: Any, dtype: str) -> Value:
 
 
 def take(vector: Any, index: Any) -> Any:
-    """Return the element of a vector at a computed index; one beyond the ends means the nearest end."""
+    """Return the element of a vector at a computed index. An index out of range means the first or last element."""
     vector = vector if isinstance(vector, Value) else constant(vector, None)
     if not isinstance(index, Value):
         return vector[index]
@@ -209,14 +209,14 @@ def take(vector: Any, index: Any) -> Any:
 
 
 def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Return what a function of small integers returns, looked up in a table that is filled when the rule is made.
+    """Return the results of a function of small integers, from a table that is filled when the rule is created.
 
-    The function gets Python's numbers and may branch on them. It is called once for each combination.
+    The function gets plain Python numbers, so it may use ``if``. It is called once for each combination of arguments.
 
     Args:
         function (Callable): takes the arguments by name, and returns a tuple of int.
-        **arguments: ``name=flag``, or ``name=(value, lowest, highest)`` of an int32 value; beyond these bounds it
-            counts as the nearer one.
+        **arguments: ``name=flag``, or ``name=(value, lowest, highest)`` with an int32 value. If the value is out of
+            bounds, the nearer bound is used.
     """
     values: list[Any] = []
     spans: list[Any] = []
@@ -233,7 +233,8 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
         values.append(int32(value))
     if not callable(function) or not spans or math.prod(map(len, spans)) > _LARGEST_TABLE:
         raise refused(f"needs tabulate(function, ...) with arguments of at most {_LARGEST_TABLE} combinations")
-    # A function that is made anew for each rule gains nothing from a cache, and a random function must not have one.
+    # Cache tables only for functions marked with is_cached: a function that is created for each rule gains nothing from
+    # a cache, and the table of a random function must not be used again.
     is_cached = getattr(function, "is_cached", False)
     fill = _filled_table if is_cached else _filled_table.__wrapped__
     table = fill(function, tuple(arguments), tuple(spans))

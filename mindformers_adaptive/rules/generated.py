@@ -1,4 +1,4 @@
-"""Generated functions, each in a file, so that a traceback and MindSpore's compiler find its lines."""
+"""Generated functions, each in its own file, so that tracebacks and MindSpore's compiler find the source lines."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 
 __all__ = ["make_function"]
 
-# Folders of generated source; the last one is in use.
+# Folders with the source files of generated functions; new files go into the last folder.
 _folders: list[Path] = []
 
 
 def make_function(
     rule: str, arguments: Iterable[str], lines: Iterable[str], results: Iterable[str], names: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return a function ``step`` with these lines.
+    """Return a generated function named ``step`` that has the given lines.
 
     Args:
-        rule (str): the name of the rule, for the name of the file.
-        arguments (Iterable[str]): the names of what it takes.
-        lines (Iterable[str]): its statements.
-        results (Iterable[str]): the expressions of what it returns, as a tuple.
-        names (dict[str, Any]): its globals; the function is added.
+        rule (str): the name of the rule, which becomes a part of the file's name.
+        arguments (Iterable[str]): the names of the function's arguments.
+        lines (Iterable[str]): the function's statements.
+        results (Iterable[str]): the expressions in the tuple that the function returns.
+        names (dict[str, Any]): the function's globals; ``step`` is added to them.
     """
     head, end = f"def step({', '.join(arguments)}):", f"return ({''.join(f'{result}, ' for result in results)})"
     exec(_compiled(rule, "\n    ".join([head, *lines, end]) + "\n"), names)
@@ -43,8 +43,8 @@ def _compiled(rule: str, source: str) -> CodeType:
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     file = _folder() / f"{''.join(c if c.isalnum() else '_' for c in rule)}_{digest}.py"
     file.write_text(source, encoding="utf-8")
-    # MindSpore compiles from the source, perhaps after a cleaner of temporary files has removed it. Without a time of
-    # its last change, an entry outlives its file.
+    # MindSpore reads the source later, when a clean-up of temporary files may have deleted the file. linecache keeps an
+    # entry without a modification time (None) even if its file is gone.
     linecache.cache[str(file)] = (len(source), None, source.splitlines(keepends=True), str(file))
     return compile(source, str(file), "exec")
 
@@ -57,6 +57,6 @@ def _folder() -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    # A forked process leaves the removal to its parent.
+    # Only the process that created the folder removes it; a forked process must not.
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)

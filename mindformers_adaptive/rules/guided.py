@@ -14,71 +14,77 @@ from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["NUM_BINS", "GuidedRule"]
 
-# How many powers of two the overflow histogram looks at.
+# The number of bins of the overflow histogram. Each bin stands for a power of two.
 NUM_BINS = 16
 
-# By how much an overflow lowers log2 of the scale. A drop too far costs one step of headroom, because the next applied
-# step shows where the ceiling is.
+# An overflow lowers log2 of the scale by this much. Dropping too far costs headroom for one step only, because the next
+# applied step shows the ceiling.
 DROP = 10
 
-# The histogram starts as if so many steps had been seen, with an overflow rate that halves from bin to bin.
+# The histogram starts as if it had counted this many steps, with an overflow rate that halves from bin to bin.
 PRIOR_STEPS = 2
 
-# ``low`` falls at once to what a step shows. It rises by this part of the distance, and by this many bits more.
+# ``low`` falls at once to the exponent that the gradients of a step show. It rises by LOW_SHARE of the distance to that
+# exponent, plus LOW_STEP bits.
 LOW_SHARE = 2.0**-2
 LOW_STEP = 0.1875
 
-# The part of the distance that ``level`` moves towards what a step shows: a mean over about 28 steps.
+# Each step moves ``level`` by this share of the distance to the exponent that the gradients show, so ``level`` is a
+# mean over about 28 steps.
 LEVEL_SHARE = 9 / 256
 
-# ``level`` stays within this many bits below ``low``: the quick way back from a regime of large gradients.
+# ``level`` is never more than this many bits below ``low``, so that the scale recovers quickly after a stretch of large
+# gradients.
 CLIMB = 0.5625
 
-# How far, in bits, ``base`` may be from ``level``.
+# ``base`` differs from ``level`` by at most this many bits.
 REACH = 1.25
 
-# After an explained overflow the next step puts ``low`` and ``level`` this many bits below what it shows, because
-# overflows come in groups.
+# After an overflow that the gradients explain, the next step sets ``low`` and ``level`` this many bits below the
+# exponent that the gradients show, because overflows come in groups.
 CAREFUL = 6.0
 
-# Gradients that showed too little twice are taken to show a bit too little, up to three: where the largest of them is
-# summed in float32, ceilings of up to 2.8 bits above what it shows have been measured.
+# Each time that this many applied steps had a scale above the ceiling that their gradients showed, that ceiling is
+# raised by a bit, by three bits at most. Where the largest gradient is summed in float32, the real ceiling has been
+# measured up to 2.8 bits above the shown ceiling.
 CONTRADICTIONS_PER_BIT = 2
 MOST_CONTRADICTIONS = 6
 
-# Two overflows in less than this part of the patience are no two spikes; nor is one so soon after a rise.
+# An unexplained overflow is a spike, unless it comes within patience / TROUBLE_SHARE steps after another overflow or a
+# raise of the scale.
 TROUBLE_SHARE = 12
 
-# After a trial of the limit that failed, the window is so many times the smallest one. A checkpoint may have one of up
-# to 64 times: earlier versions got there in two trials.
+# After a failed trial of the limit, the window is WINDOW_FACTOR times the smallest window. Checkpoints of earlier
+# versions may have a window of LARGEST_WINDOWS times the smallest window, after two failed trials.
 WINDOW_FACTOR = 32
 LARGEST_WINDOWS = 64
 
-# The values of ``trial``: the limit moves with ``base``, is tried one bit higher (without an anchor, or with one), or
-# stays at its anchor.
+# The values of ``trial``, in this order: the limit moves with ``base``; a limit without an anchor is tried one bit
+# higher; a limit with an anchor is tried one bit higher; the limit stays at its anchor.
 MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 
-# A new regime ends the anchor and the trial: ``low`` pulls ``level`` up by this many bits in a step, or a step shows
-# this many bits less than ``level``.
+# The limit loses its anchor, and its trial ends, when gradients become much smaller or larger: ``low`` pulls ``level``
+# up by PULLED bits in one step, or the exponent that the gradients show is BELOW bits under ``level``.
 PULLED, BELOW = 0.5, 5.0
 
-# Used instead of the cheapest bin while no gradient has shown anything, so that only the limit counts.
+# The value of ``cheapest`` until a step has a known largest gradient, so that the limit alone decides the scale.
 NOTHING_SHOWN = -1024
 
-# ``low`` before a gradient has shown anything, in bits; ``level`` is as far on the other side.
+# Until a step has a known largest gradient, ``low`` is UNSEEN and ``level`` is -UNSEEN, in bits.
 UNSEEN = 1024.0
 
-# Rates are kept above this, and numbers that go towards 0 end at it: some devices flush subnormal numbers to 0.
+# The smallest overflow rate, and an offset for shown exponents: without them, means that approach 0 would become
+# subnormal, and some devices flush subnormal numbers to 0.
 NEARLY_ZERO = 2.0**-100
 
-# A patience of 1 to 1,000,000 steps, which keeps all windows within int32.
+# These exchange rates give a patience of 1 to 1,000,000 steps, so that all windows fit into int32.
 _EXCHANGE_RATES = (0.001, 1000.0)
 _LONGEST_PATIENCE = 1_000_000
 
-# The overflow histogram of the start.
+# The initial overflow rates of the histogram, one for each bin.
 _PRIOR_RATES = tuple(2.0 ** -(index + 1) for index in range(NUM_BINS))
 
-# Far beyond log2 of any float32 number.
+# Exponents in a checkpoint are invalid beyond this bound, which is far above log2 of any float32 number.
 _LARGEST_EXPONENT = 512
 
 
@@ -170,7 +176,8 @@ class GuidedRule(Rule):
     name = "guided"
     title = "gradient-guided scaling"
     cell = "GradientGuidedLossScaleUpdateCell"
-    # The first form of this rule had other counters and levels, in Parameters called guided_counters and guided_level.
+    # An earlier version of this rule kept other values in Parameters named guided_counters and guided_level. The names
+    # of the fields below differ, so that no Parameter has one of those names.
     state: Mapping[str, Any] = {
         "counts": dict.fromkeys(
             ("scale_window", "base", "limit", "trial", "clean_steps", "contradictions", "first_exponent"), int32
@@ -181,7 +188,7 @@ class GuidedRule(Rule):
     needs_gradients = True
     recorded = ("scale_window",)
     usual_arguments = ("loss_scale_value", "exchange_rate")
-    # From 0.1 to 50 the patience goes from 10,000 steps down to 20.
+    # Exchange rates from 0.1 to 50 give a patience from 10,000 steps down to 20 steps.
     tried: ClassVar[dict[str, Any]] = {"exchange_rate": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)}
     keeps_bounds = True
 
@@ -225,7 +232,7 @@ class GuidedRule(Rule):
         exponent, clean = state.exponent, state.clean_steps + 1
         after_overflow = state.consecutive_overflows > 0
 
-        # What the gradients show.
+        # Find the largest exponent without overflow that the gradients show, and whether they explain the overflows.
         shown = seen.max_safe_exponent + state.contradictions // CONTRADICTIONS_PER_BIT
         too_little = seen.gradient_known & (exponent > shown)
         contradictions = minimum(state.contradictions + int32(too_little), MOST_CONTRADICTIONS)
@@ -238,10 +245,10 @@ class GuidedRule(Rule):
         limited = base + 1 - limit
         bound = exponent == limited
 
-        # Histogram, low and level; all of them stay as they are where nothing is shown.
+        # Compute the next histogram, low and level. They are used below only if the largest gradient is known.
         bits = float32(shown) + NEARLY_ZERO
         middle = float32(base)
-        # Counted from ``low`` where that is below ``base``: a step that goes on with a fall is no surprise.
+        # If ``low`` is below ``base``, bins are counted from ``low``: a step that only continues a fall is no surprise.
         below_base = [float(index - 1) for index in range(NUM_BINS)]
         overflowed = float32(minimum(middle, state.low) - below_base > bits)
         rate, weight = state.overflow_rate, state.weight
@@ -252,7 +259,7 @@ class GuidedRule(Rule):
         mean, lowest_level = state.level + (bits - state.level) * LEVEL_SHARE, low - CLIMB
         level = maximum(mean, lowest_level)
         low, level = where(careful, bits - CAREFUL, low), where(careful, bits - CAREFUL, level)
-        # A step after an overflow is no surprise, and is not counted.
+        # The histogram leaves out steps after an overflow: a low ceiling there is no surprise.
         moved = state.replace(
             overflow_rate=where(after_overflow, rate, moved_rate),
             weight=where(after_overflow, weight, moved_weight),
@@ -263,9 +270,9 @@ class GuidedRule(Rule):
             seen.gradient_known, int32(minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))), base
         )
 
-        # The limit moves with base, or is held where it is; it falls, is tried one bit higher, or eased: overflows that
-        # the gradients explain ease it, because without them it would have been tried. At 0 and below, there is no
-        # limit.
+        # The limit moves with base, or stays at its anchor. A fall (an unexplained overflow) lowers the limit, and a
+        # trial raises it by a bit. An explained overflow raises the limit by a bit, too, because it delays the trial.
+        # ``limit`` is in bits below base + 1; there is no limit if ``limit`` is 0 or negative.
         is_tried, anchored = abs(state.trial) == 1, state.trial < 0
         unusual = seen.gradient_known & ((lowest_level >= mean + PULLED) | (bits - state.level <= -BELOW))
         unchanged = where(unusual, MOVING, state.trial)
@@ -278,11 +285,12 @@ class GuidedRule(Rule):
         limit = where(fall, first_below, limit - int32(higher | careful))
         contradictions = where(fall, 0, contradictions)
 
-        # A fall that no trial led to shows that the limit should be held where it moves, and move where it is held.
+        # A fall outside of a trial shows that the limit had the wrong kind: a moving limit gets an anchor, and an
+        # anchored limit becomes a moving limit.
         tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
         trial = where(fall, where(anchored == is_tried, ANCHORED, MOVING), where(higher, tried, unchanged))
 
-        # The cheapest bin, within the limit and the bounds.
+        # Choose the cheapest bin, and keep the scale within the limit and the bounds.
         state = where(seen.gradient_known, moved, state)
         cheapest = argmin(state.overflow_rate * self.patience + [float(index) for index in range(NUM_BINS)])
         cheapest = where(unseen, where(seen.gradient_known, cheapest, NOTHING_SHOWN), cheapest)
@@ -296,14 +304,14 @@ class GuidedRule(Rule):
             trial=trial,
             clean_steps=where(starts_anew, 0, clean),
             contradictions=contradictions,
-            # If the next step overflows, its scale becomes the scale of the first overflow.
+            # If the next step overflows, this is the exponent of the scale at the first overflow in a row.
             first_exponent=following,
         )
         return where(seen.overflow, state, applied).replace(exponent=following)
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (
-            # Until a gradient shows something, the histogram stays as at the start.
+            # Until a step has a known largest gradient, the histogram keeps its initial rates.
             (values["low"] != UNSEEN or tuple(values["overflow_rate"]) == _PRIOR_RATES)
             and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
             and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0
@@ -318,7 +326,8 @@ class GuidedRule(Rule):
         return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        # Bring what another exchange rate has left within the limits of this one.
+        # The checkpoint may be from a rule with another exchange rate, so move its window and weight within the limits
+        # of the present rate.
         limits: dict[str, tuple[float, float]] = {
             "scale_window": (self.smallest_window, self.largest_window),
             "weight": (min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1))), 1.0),

@@ -6,11 +6,11 @@ from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "window_ladder"]
 
-# MindFormers' documentation of adaptive loss scaling: windows of 20 to 1000 steps.
+# MindFormers' documentation of adaptive loss scaling gives windows of 20 to 1000 steps.
 DEFAULT_MAX_SCALE_WINDOW = 1000
 DEFAULT_MIN_SCALE_WINDOW = 20
 
-# Coarse windows are multiples of 100; at 100 the ladder turns to fine steps.
+# Windows above 100 are followed downwards by multiples of 100. After 100 comes 50, and then finer steps.
 _COARSE_STEP = 100
 _FIRST_FINE_WINDOW = 50
 
@@ -58,7 +58,7 @@ def window_ladder(max_scale_window: int, min_scale_window: int = DEFAULT_MIN_SCA
 
 
 def _next_below(window: float, smallest: int) -> float:
-    """The window that follows ``window`` on the way down; it may fall below ``smallest``."""
+    """Return the window after ``window`` on the way down the ladder; the result may be below ``smallest``."""
     if window > _COARSE_STEP:
         return max(int(window / 2) // _COARSE_STEP * _COARSE_STEP, _COARSE_STEP)
     if window == _COARSE_STEP:

@@ -1,4 +1,4 @@
-"""Runs of rules in NumPy, one or thousands side by side: their states as arrays, with one lane for each run."""
+"""Run rules in NumPy, one run or thousands side by side. Each run is a *lane*: one index of the arrays' last axis."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ONE = np.int32(1)
 
 
 class Lanes:
-    """Runs of rules that compute the same with other numbers.
+    """Runs, side by side, of rules whose steps have the same operations with different constants.
 
     Args:
         rules (Sequence[Rule]): the rule of each lane; all of one class, with equal ``rule.traced.shape``.
-        states (Sequence[NamedTuple]): of each lane, before the first step.
+        states (Sequence[NamedTuple]): the state of each lane before the first step.
 
     Attributes:
-        loss_scale (NDArray): float32 of shape (lanes,), for the next step.
+        loss_scale (NDArray): the loss scales of the next step, float32 of shape (lanes,).
 
     Examples:
         >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -49,7 +49,7 @@ class Lanes:
         self._told: set[str] = set()
 
     def _arrays(self, states: Sequence[Any]) -> dict[str, NDArray[Any]]:
-        """Return states by field; the lanes are the last axis."""
+        """Return states as one array per field; the last axis of each array has the lanes."""
         rows = [state._asdict() for state in states]
         arrays = {field.name: np.array([field.value_in(row) for row in rows], field.dtype).T for field in self._fields}
         clean = ("clean_steps",) if self._rule.counts_clean_steps else ()
@@ -58,7 +58,7 @@ class Lanes:
         return {**arrays, "loss_scale": np.array([row["loss_scale"] for row in rows], np.float32)}
 
     def put(self, states: Sequence[Any], places: NDArray[np.int64]) -> None:
-        """Go on from other states in some lanes."""
+        """Replace the states of the lanes at ``places``."""
         for name, array in self._arrays(states).items():
             whole = self._values[name] = self._values[name].copy()
             whole[..., places] = array
@@ -69,7 +69,7 @@ class Lanes:
 
     @property
     def scale_window(self) -> NDArray[np.int32] | None:
-        """NDArray, optional: the windows in steps, int32 of shape (lanes,); None for rules without one."""
+        """NDArray, optional: the scale windows in steps, int32 of shape (lanes,); None for rules without a window."""
         if self._window is None:
             return None
         name, part = self._window
@@ -77,36 +77,36 @@ class Lanes:
         return window if window.ndim == 1 else window[part]
 
     def watching(self) -> Any:
-        """Return a context in which NumPy does not warn, and this object does of numbers that devices flush to 0."""
+        """Return a context in which NumPy does not warn, but this object warns of subnormal numbers."""
         return np.errstate(all="ignore", under="call", call=self._notice)
 
     def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
         """Take a step in every lane.
 
         Args:
-            overflow (NDArray): bool of shape (lanes,).
-            largest_gradient (NDArray): float64 of shape (lanes,), nan where it is not known.
+            overflow (NDArray): whether the step of each lane overflowed, bool of shape (lanes,).
+            largest_gradient (NDArray): the largest gradient of each lane, float64 of shape (lanes,), nan if unknown.
         """
         with self.watching():
             self.advance(overflow, largest_gradient)
 
     def advance(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Take a step as :meth:`step` does, within :meth:`watching`."""
+        """Take a step in every lane as :meth:`step` does; the caller has entered the context of :meth:`watching`."""
         values = self._values
         values["overflow"] = overflow
         if self._shows:
-            # float32, in which 0 stands for a gradient that is too small for it.
+            # The step takes float32 numbers. A gradient below the smallest normal number becomes 0.
             gradient = np.asarray(largest_gradient)
             tiny = np.abs(gradient) < SMALLEST_FLOAT32
             values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
         after = self._step.function(self._count, *map(values.__getitem__, self._step.inputs))
         values.update(zip(self._step.outputs, after, strict=True))
-        # Not in place, because a field may have been given the same array.
+        # Do not change the array in place: the step may have returned the same array as the value of a field.
         values["skipped_steps"] = values["skipped_steps"] + overflow
         values["consecutive_overflows"] = (values["consecutive_overflows"] + _ONE) * overflow
 
     def states(self, places: NDArray[np.int64] | None = None) -> list[Any]:
-        """Return the state of each lane, or of some, as the rules have it."""
+        """Return the states of the lanes at ``places``, or of all lanes, as the NamedTuples of the rule."""
         columns, lanes = {}, slice(None) if places is None else places
         for name in ("loss_scale", "skipped_steps", "consecutive_overflows", "clean_steps"):
             if name in self._values:
@@ -133,14 +133,14 @@ class Lanes:
 
 def _step_of(rules: Sequence[Any]) -> NumpyStep:
     first, steps = rules[0], [rule.traced for rule in rules]
-    # Only users' rules are watched for numbers nearer to 0 than 2^-126: this package's rules have none.
+    # Watch only users' rules for subnormal numbers: the rules of this package never compute one.
     is_watched = not is_of_this_package(type(first))
     if any(rule is not first for rule in rules):
         shape = steps[0].shape
         if any(step.shape != shape for step in steps):
             raise ValueError("'rules' must have equal traced.shape. Group them by it, as sweep() does.")
         return lower_to_numpy(first.name, steps, is_watched)
-    # Made once, because step() makes lanes of one rule each time.
+    # Keep the generated function, because each call of Rule.step() creates Lanes for the same rule.
     if "_single" not in vars(first):
         vars(first)["_single"] = lower_to_numpy(first.name, steps[:1], is_watched)
     step: NumpyStep = vars(first)["_single"]

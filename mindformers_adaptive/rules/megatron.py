@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments as a ``scale_sense`` section."""
+"""Translate Megatron-LM's loss-scaling arguments into a ``scale_sense`` section."""
 
 import argparse
 import shlex
@@ -17,8 +17,8 @@ from mindformers_adaptive.text.nearest import did_you_mean
 
 __all__ = ["scale_sense_from_megatron"]
 
-# How like one of the arguments below an unknown one must be to be taken for a misspelling of it. None of Megatron-LM's
-# other arguments is that close.
+# An unknown argument that is at least this similar to an argument below counts as a misspelling. Megatron-LM's other
+# arguments are less similar.
 _MISSPELLED = 0.85
 
 
@@ -65,7 +65,7 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         {'type': 'FixedLossScaleUpdateCell', 'loss_scale_value': 1024.0}
     """
     options = _parse(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
-    # As in Megatron-LM: 0 means no fixed scale, and FP32 training has no gradient scaler.
+    # As in Megatron-LM, a --loss-scale of 0 means no fixed scale, and FP32 training has no gradient scaler.
     fixed = require_positive("--loss-scale", options.loss_scale) if options.loss_scale else None
     warn_of_rounding("--loss-scale", fixed, stacklevel=2, least=1.0)
     if fixed is not None and (options.fp16 or options.bf16 or options.use_distributed_optimizer):
@@ -115,13 +115,13 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
     for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
         parser.add_argument(flag, action="store_true")
-    # The defaults of megatron/arguments.py.
+    # The defaults are as in Megatron-LM's megatron/arguments.py.
     parser.add_argument("--loss-scale", type=float)
     parser.add_argument("--initial-loss-scale", type=float, default=2.0**32)
     parser.add_argument("--min-loss-scale", type=float, default=1.0)
     parser.add_argument("--loss-scale-window", type=float, default=1000.0)
     parser.add_argument("--hysteresis", type=int, default=2)
-    # Those that get_megatron_optimizer() gives.
+    # The defaults of the factors are the values that Megatron-LM's get_megatron_optimizer() passes.
     parser.add_argument("--growth-factor", type=float, default=2.0)
     parser.add_argument("--backoff-factor", type=float, default=0.5)
     options, unknown = parser.parse_known_args(words)

@@ -1,4 +1,4 @@
-"""The step of rules as one straight NumPy function, for one run or for thousands side by side."""
+"""Generate one NumPy function without branches from the steps of rules, for one run or thousands side by side."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _MAKES_SUBNORMALS = frozenset({"add", "sub", "mul", "div"})
 
 
 class NumpyStep(NamedTuple):
-    """A generated function.
+    """A NumPy function generated from the steps of rules.
 
     Attributes:
         function (Callable): takes the number of lanes, and arrays with the lanes as their last axis; returns a tuple of
-            such arrays, among which are arrays that it took.
-        inputs (tuple[str, ...]): the names of what it takes, in order.
-        outputs (tuple[str, ...]): the names of what it returns, in order; what stays as it is is not among them.
+            such arrays, some of which may be arrays that it took.
+        inputs (tuple[str, ...]): the names of the arrays that ``function`` takes, in order.
+        outputs (tuple[str, ...]): the names of the arrays that ``function`` returns, in order; values that the step
+            does not change are left out.
     """
 
     function: Callable[..., tuple[NDArray[Any], ...]]
@@ -36,13 +37,13 @@ class NumpyStep(NamedTuple):
 
 
 def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = False) -> NumpyStep:
-    """Generate the function of the steps of rules, which differ in their constants only.
+    """Generate one function for the steps of rules that differ only in their constants.
 
     Args:
-        rule (str): the name of the rule, for the name of the file.
+        rule (str): the name of the rule, which becomes part of the generated file's name.
         steps (Sequence[TracedStep]): the step of each lane, or one step for all lanes.
-        is_watched (bool): whether each number nearer to 0 than 2^-126 raises NumPy's underflow, also one that lost no
-            bits. Default: False.
+        is_watched (bool): whether each subnormal number (below 2^-126) signals an underflow in NumPy, even if the
+            number is exact. Default: False.
     """
     outputs = changed_by(steps[0].outputs)
     traces = [step.trace.values for step in steps]
@@ -72,13 +73,13 @@ def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = Fa
 
 
 def _result(value: Value, variable: str) -> str:
-    """Return the expression of a result with a number for each lane; a constant is repeated for all lanes."""
+    """Return the expression of a result with one number per lane; repeat a result that depends on no input."""
     has_inputs = any(taken.op == "input" for taken in needed_by([value]))
     return variable if has_inputs else f"in_all_lanes({variable}, lanes)"
 
 
 def _watched(results: Iterable[Value]) -> list[Value]:
-    """Return what may be nearer to 0 than 2^-126, and is not only compared with a larger number."""
+    """Return the values that may be subnormal, except values used only in maximum() with a constant >= 2^-126."""
     results = list(results)
     taken = {value.position for value in results}
     for value in needed_by(results):

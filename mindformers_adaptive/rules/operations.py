@@ -1,9 +1,9 @@
-"""Each operation of a step, once for NumPy and once for MindSpore: the whole of what could differ between them.
+"""The operations of a step, each as a NumPy and a MindSpore expression; only here can the two forms of a step differ.
 
-A row has both expressions, and a guard where it is for some values only, such as constants for which MindSpore's
-compiler would compute something else than the plain expression does. In NumPy each array has the lanes, one for each
-run, as its last axis; what is not an operator is a function of this module. In MindSpore, names in capitals are Tensors
-of ``CONSTANTS``.
+A row of ``OPERATIONS`` has both expressions. A guard restricts the row to some values, such as constants for which
+MindSpore's compiler would give another result than the plain expression. In NumPy, the last axis of each array has the
+lanes, one per run, and functions without a prefix are defined in this module. In MindSpore, names in capitals are
+Tensors of ``CONSTANTS``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ += ["possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
 
-# The value of max_safe_exponent where no gradient is known.
+# The value of max_safe_exponent for a step that overflowed or has no usable gradient.
 UNSHOWN = -1024
 
-# The smallest normal number, and its bits without the sign, less one.
+# The smallest normal float32 number; and its bits, shifted left by one to drop the sign, minus 1.
 _TINY, _SMALLEST_BITS = np.float32(SMALLEST_FLOAT32), np.uint32(2**24 - 1)
 
-# The constants that expressions have; the last two are the bounds of float32 numbers that become int32.
+# Constants in expressions. The last two are the smallest and the largest float32 number that fit into int32.
 ZERO, NONE, NAN, INF = np.float32(0), np.int32(0), np.float32(np.nan), np.float32(np.inf)
 SMALLEST_AS_INT32, LARGEST_AS_INT32 = np.float32(-(2.0**31)), np.float32(2.0**31 - 2.0**7)
 CONSTANTS = {"ZERO": ZERO, "NONE": NONE, "NAN": NAN, "INF": INF}
@@ -35,7 +35,7 @@ CONSTANTS |= {"SMALLEST_AS_INT32": SMALLEST_AS_INT32, "LARGEST_AS_INT32": LARGES
 
 
 def _constant(value: Any, position: int) -> Array | None:
-    """Return the numbers of an argument that is a constant, and None for another argument."""
+    """Return the array of the argument at ``position`` if the argument is a constant, else None."""
     argument = value.args[position]
     numbers: Array | None = argument.extra if argument.op == "constant" else None
     return numbers
@@ -77,7 +77,7 @@ def _powers(value: Any) -> Array:
 
 
 def _fits_at(value: Any) -> Array:
-    """Return the largest gradient that fits at each exponent of the loss scale: inf and NaN fit at none, 0 at all."""
+    """Return the largest gradient without overflow at each exponent of the scale; last, the largest subnormal."""
     largest = float(value.args[2].extra)
     fits = [min(largest * 2.0**-exponent, LARGEST_FLOAT32) for exponent in possible_exponents(largest)]
     return np.array([*fits, np.nextafter(_TINY, ZERO)], np.float32)
@@ -88,13 +88,13 @@ def _exponents(value: Any) -> Array:
 
 
 class Operation(NamedTuple):
-    """An operation as an expression of what it takes, ``{0}``, ``{1}``, ...
+    """The expressions of an operation, with ``{0}``, ``{1}``, ... for its arguments.
 
     Attributes:
-        numpy (str): with the functions of this module.
-        mindspore (str): with ``ops``, ``mstype`` and the names of ``cells/graph_form.py``.
-        guard (Callable, optional): whether the row is for a value of this operation. Default: None, for all.
-        constants (Mapping[str, Callable]): what else ``mindspore`` takes by name, as an array made from the value.
+        numpy (str): the NumPy expression; it may use the functions of this module.
+        mindspore (str): the MindSpore expression; it may use ``ops``, ``mstype`` and names of ``cells/graph_form.py``.
+        guard (Callable, optional): returns whether the row applies to a value. Default: None, to all values.
+        constants (Mapping[str, Callable]): functions that compute, from a value, other constants of ``mindspore``.
     """
 
     numpy: str
@@ -113,15 +113,15 @@ _NAN_PRODUCT = {
     "minus": lambda value: -np.where(np.isnan(value.args[1].extra), np.float32(2), value.args[1].extra),
 }
 
-# By name. Of several rows that begin with the same word, the first whose guard holds is used.
+# Rows by name. If several names begin with the same word, the first row whose guard holds is used.
 OPERATIONS = {
-    # The compiler leaves out a sum with a number near 0, and -0.0 + 0.0 is another number.
+    # MindSpore's compiler removes an addition of a number near 0. But -0.0 + 0.0 must become 0.0.
     "add nearly zero": Operation("{0} + {1}", "{0} - {minus}", _has_nearly_zero, _MINUS),
     "add": _both("{0} + {1}"),
     "sub": _both("{0} - {1}"),
-    # The compiler takes a constant NaN, which other constants can give, for 1.
+    # The compiler treats a constant NaN, which can result from other constants, as 1.
     "mul by NaN": Operation("{0} * {1}", "ops.select({is_nan}, NAN, -{0} * {minus})", _has_nan, _NAN_PRODUCT),
-    # The compiler multiplies two constants first, with another last bit. A change of both signs prevents it.
+    # The compiler multiplies two constants first, which can change the last bit. Negating both factors prevents this.
     "mul again": Operation("{0} * {1}", "-{0} * {minus}", _is_product_of_product, _MINUS),
     "mul": _both("{0} * {1}"),
     "div by a constant": _both("{0} / {1}", _is_known_divisor),
@@ -130,7 +130,7 @@ OPERATIONS = {
     "floordiv": Operation("{0} // {1}", "ops.select(ops.equal({1}, NONE), NONE, {0} // {1})"),
     "neg": _both("-{0}"),
     "abs": Operation("np.absolute({0})", "ops.abs({0})"),
-    # The compiler leaves out a minimum with a number from 2^127 on, and inf would pass.
+    # The compiler removes a minimum with a number of 2^127 or more, so inf would stay inf.
     "minimum with an end": Operation(
         "np.where({0} < {1}, {0}, {1})",
         "ops.select(ops.less({0}, {1}), {0}, {1})",
@@ -168,7 +168,7 @@ OPERATIONS = {
         "ops.gather({0}, ops.minimum(ops.maximum({1}, NONE), {last}), 0)",
         constants={"last": lambda value: np.int32(value.args[0].shape[0] - 1)},
     ),
-    # In float32, exact up to 2**24 flags, because Ascend sums float32.
+    # Sum the flags in float32, because Ascend sums float32. The sum is exact up to 2**24 flags.
     "count": Operation(
         "np.count_nonzero({0}, axis=0).astype(np.int32)",
         "ops.cast(reduce_sum(ops.cast({0}, mstype.float32)), mstype.int32)",
@@ -186,7 +186,7 @@ OPERATIONS = {
             "highest": lambda value: value.extra[1] + np.array(value.extra[0].shape[:-1], np.int32) - 1,
         },
     ),
-    # Operations that only the package uses: log2 of a power of two and back, and the largest gradient as an exponent.
+    # Operations that only this package uses: log2 of a power of two, its inverse, and the largest safe exponent.
     "exponent": Operation(
         "np.frexp({0})[1].astype(np.int32) - np.int32(1)",
         "{below} + ops.cast(reduce_sum(ops.cast(ops.less_equal({powers}, {0}), mstype.float32)), mstype.int32)",
@@ -207,21 +207,21 @@ _ROWS: dict[str, list[str]] = {}
 for _name in OPERATIONS:
     _ROWS.setdefault(_name.partition(" ")[0], []).append(_name)
 
-# Operations that are not computed ahead: constants themselves, and what differs between rules in more than its
-# numbers.
+# Operations that fold() does not compute: inputs and constants, and operations that can differ between rules in more
+# than their numbers.
 _UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_exponent")
 
 
 def operation_of(values: Sequence[Any]) -> Operation:
-    """Return the row for one value, as it is in the traces of several rules: the first whose guard holds in all."""
+    """Return the first row whose guard holds for all ``values``, which are one value in the traces of several rules."""
     rows = [OPERATIONS[name] for name in _ROWS[values[0].op]]
     return next(row for row in rows if row.guard is None or all(map(row.guard, values)))
 
 
 def fold(value: Any) -> Array | None:
-    """Return the numbers of an operation of constants, computed once in NumPy; None for another operation.
+    """Return the result of an operation on constants, computed in NumPy; None for any other operation.
 
-    The guards can see them then, and MindSpore's compiler does not compute them in its own way.
+    The guards can then examine the result, and MindSpore's compiler cannot compute a different one.
     """
     if value.op in _UNFOLDED or any(argument.op != "constant" for argument in value.args):
         return None
@@ -234,12 +234,12 @@ def fold(value: Any) -> Array | None:
 
 
 def or_nan(divisor: Array) -> Array:
-    """Return a divisor with NaN in place of 0."""
+    """Return a divisor in which NaN replaces 0."""
     return np.where(divisor == 0, np.float32(np.nan), divisor)
 
 
 def stacked(*parts: Array) -> Array:
-    """Return numbers as a vector, each with its lanes, or with one for all."""
+    """Return the parts stacked as a vector; each part has all lanes, or a single lane that is repeated for all."""
     joined, lanes = np.concatenate(parts), parts[0].shape[-1]
     if joined.size != len(parts) * lanes:
         return np.stack(np.broadcast_arrays(*parts))
@@ -247,7 +247,7 @@ def stacked(*parts: Array) -> Array:
 
 
 def taken(vector: Array, index: Array) -> Array:
-    """Return the elements of vectors at computed places, the nearest ends where these are beyond them."""
+    """Return the elements of vectors at computed indices; an index beyond an end gives the element at that end."""
     places = np.clip(index, 0, len(vector) - 1)[np.newaxis]
     lanes = max(vector.shape[-1], places.shape[-1])
     vector = np.broadcast_to(vector, (len(vector), lanes))
@@ -256,14 +256,14 @@ def taken(vector: Array, index: Array) -> Array:
 
 
 def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
-    """Return for each gradient whether it shows something, and log2 of the largest power of two at which it fits.
+    """Return whether each gradient is a normal float32 number, and log2 of its largest safe power-of-two loss scale.
 
     Args:
         largest_gradient (ArrayLike): absolute values, unscaled.
-        largest (ArrayLike): the largest number of the format, or of each gradient's format.
+        largest (ArrayLike): the largest finite number of the gradients' format, or of each gradient's format.
 
     Returns:
-        tuple[NDArray, NDArray], bool and int32; the second means something where the first is True.
+        tuple[NDArray, NDArray], bool and int32; the second array is valid where the first is True.
 
     Examples:
         >>> known, exponents = safe_exponents([1.0, 0.0], 65504.0)
@@ -279,9 +279,9 @@ def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
 
 
 def possible_exponents(largest: float) -> range:
-    """Return what :func:`safe_exponents` can give for normal float32 numbers, the exponent of the largest first.
+    """Return the exponents that :func:`safe_exponents` can give for normal float32 numbers, in increasing order.
 
-    Except for the first, ``largest * 2**-n`` is a normal float32 number for each n.
+    For every exponent n except the first, ``largest * 2**-n`` is a normal float32 number.
 
     Args:
         largest (float): the largest number of the format.
@@ -291,17 +291,17 @@ def possible_exponents(largest: float) -> range:
 
 
 def shown(largest_gradient: Array, overflow: Array, largest: Array) -> Array:
-    """Return :func:`safe_exponents` as int32, ``UNSHOWN`` where a step overflowed or its gradient shows nothing."""
+    """Return the exponents of :func:`safe_exponents`; ``UNSHOWN`` after an overflow or without a normal gradient."""
     known, exponents = safe_exponents(largest_gradient, largest)
     return np.where(known & ~overflow, exponents, np.int32(UNSHOWN))
 
 
 class Table:
-    """What ``tabulate`` looks up: the tables of rules laid end to end, each once, and a row by its number.
+    """The tables of all lanes for a ``tabulate`` call, laid end to end; lanes that use the same table share it.
 
     Args:
-        tables (Sequence[tuple[NDArray, NDArray]]): of each lane, or one for all: the rows, with an axis for each
-            argument, and the lowest value of each argument.
+        tables (Sequence[tuple[NDArray, NDArray]]): the table of each lane, or one for all lanes: the rows, with an axis
+            for each argument, and the lowest value of each argument.
     """
 
     def __init__(self, tables: Sequence[tuple[Array, Array]]) -> None:
@@ -317,27 +317,27 @@ class Table:
         self._lowest, self._highest, self._strides, self._first = (merged(bound.astype(np.int32)) for bound in bounds)
 
     def __call__(self, index: Array) -> Array:
-        """Return the rows at an index of shape (arguments, lanes), as an array of shape (columns, lanes)."""
+        """Return the table rows at ``index``, of shape (arguments, lanes), as an array of shape (columns, lanes)."""
         places = (np.minimum(np.maximum(index, self._lowest), self._highest) - self._lowest) * self._strides
         rows: Array = self._rows.take(np.add.reduce(places, axis=0) + self._first, axis=0).T
         return rows
 
 
 def merged(each: Array) -> Array:
-    """Return constants of rules, which are the first axis, with the last one for them, of length 1 where all agree."""
+    """Return constants with the first axis, one index per rule, moved to the end; of length 1 if all rules agree."""
     # Compare bits, because -0.0 is equal to 0.0.
     is_one = len({array.tobytes() for array in each}) == 1
     return np.ascontiguousarray(np.moveaxis(each[:1] if is_one else each, 0, -1))
 
 
 def in_all_lanes(array: Array, lanes: int) -> Array:
-    """Return an array whose last axis, which may have one lane for all, has this many."""
+    """Return an array with the last axis repeated to ``lanes``, if the array has one lane for all."""
     return array if array.shape[-1] == lanes else np.broadcast_to(array, (*array.shape[:-1], lanes))
 
 
 def notice_subnormal(*computed: Array) -> None:
-    """Let NumPy's underflow rise where a float32 number is nearer to 0 than 2^-126, but not 0."""
+    """Signal an underflow in NumPy if a computed float32 number is subnormal: below 2^-126, but not 0."""
     bits = np.concatenate([array.ravel() for array in computed]).view(np.uint32) << 1
-    # Compare magnitudes, with 0 counted as the largest.
+    # Compare magnitudes. The subtraction wraps 0 around to the largest unsigned number.
     if (bits - np.uint32(1)).min() < _SMALLEST_BITS:
         np.multiply(_TINY, _TINY)

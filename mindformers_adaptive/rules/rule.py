@@ -1,4 +1,4 @@
-"""``Rule``: what the author of a rule of loss scaling writes."""
+"""``Rule``: the base class of all loss-scaling rules, from which users derive their rules too."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["Rule"]
 
 
 class _CheckedOnCreation(type):
-    """After the constructor, the attributes of a rule are frozen, it is checked, and its step is traced."""
+    """Metaclass that freezes a rule's attributes after the constructor, checks the rule, and traces its step."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         rule = super().__call__(*args, **kwargs)
-        # The step is traced once. A list that is changed afterwards would describe another rule, so it is frozen.
+        # The step is traced only once. A list that changes afterwards would contradict the trace, so freeze lists.
         vars(rule).update({name: _frozen(value) for name, value in vars(rule).items()})
         check_description(rule)
         _ = rule.traced
@@ -36,7 +36,7 @@ class _CheckedOnCreation(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """inspect.Signature: the constructor's, which __call__() hides."""
+        """inspect.Signature: the signature of the constructor, which __call__() would hide."""
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         return inspect.Signature(list(parameters.values())[1:])
 
@@ -92,20 +92,22 @@ class Rule(metaclass=_CheckedOnCreation):
     tried: ClassVar[Mapping[str, Sequence[Any]]] = {}
     moves_by_one_factor: bool = False
 
-    # What only the rules of this package set: the update cell's type in a YAML file; the names of Parameters that are
-    # not the rule's name, "_" and the field's; what of the state is a number with these arguments, and no Parameter;
-    # arguments of start() beside the loss scale; those that a YAML section always shows; whether clean_steps, the steps
-    # since the last overflow or raise, is a part of the state, which the update cell keeps as the distance of its step
-    # counters; the fields without which a checkpoint has no
-    # state of the rule, None for all; whether the scale that the step returns
-    # is always within its bounds.
+    # Only the rules of this package set the following attributes. The type of the update cell in a YAML file:
     cell: ClassVar[str] = "RuleLossScaleUpdateCell"
+    # Names of Parameters by field, where the name is not "<rule>_<field>".
     parameter_names: ClassVar[Mapping[str, str]] = {}
+    # Fields that are constant with the arguments of this rule, and therefore need no Parameter.
     fixed_state: Mapping[str, int] = {}
+    # Arguments of start() besides the loss scale.
     start_arguments: ClassVar[tuple[str, ...]] = ()
+    # Arguments that a YAML section always shows.
     usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
+    # Whether the state has clean_steps, the number of steps since the last overflow or raise. The update cell stores
+    # them as the difference of its step counters.
     counts_clean_steps: ClassVar[bool] = False
+    # Fields that a checkpoint must have to contain a state of this rule; None means all fields.
     identifying_fields: ClassVar[tuple[str, ...] | None] = None
+    # Whether the loss scale that next_state() returns is always within the bounds.
     keeps_bounds: ClassVar[bool] = False
 
     def __init__(
@@ -272,7 +274,7 @@ class Rule(metaclass=_CheckedOnCreation):
 
     @functools.cached_property
     def State(self) -> Any:  # noqa: N802
-        """type: the NamedTuple of its states."""
+        """type: the NamedTuple class of this rule's states."""
         keys = [key for field in self.fields for key in field.keys]
         clean = ["clean_steps"] if self.counts_clean_steps else []
         names = ("loss_scale", *keys, *clean, "skipped_steps", "consecutive_overflows")
@@ -328,7 +330,7 @@ class Rule(metaclass=_CheckedOnCreation):
 
 @functools.cache
 def _state_class(name: str, fields: tuple[str, ...]) -> Any:
-    """Return a NamedTuple whose instances can be pickled, although no module has its name."""
+    """Return a NamedTuple class whose instances can be pickled, although no module contains the class."""
 
     def reduce(state: Any) -> tuple[Any, ...]:
         return _state_of, (name, fields, *state)
@@ -354,7 +356,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _thawed(value: Any) -> Any:
-    """Return what :func:`_frozen` has returned with dicts that can be pickled."""
+    """Return a value of :func:`_frozen` with plain dicts, because its read-only dicts cannot be pickled."""
     if type(value) is tuple:
         return tuple(map(_thawed, value))
     return {key: _thawed(part) for key, part in value.items()} if type(value) is types.MappingProxyType else value

@@ -1,4 +1,4 @@
-"""The state of a rule as an update cell and a checkpoint have it: conversion there and back, and repair."""
+"""The state of a rule as update cells and checkpoints store it: conversion in both directions, and repair."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ += ["own_keys", "repair", "repair_loss_scale", "to_values"]
 
 
 class Snapshot(NamedTuple):
-    """What an update cell holds at a moment.
+    """The contents of an update cell at one moment.
 
     Attributes:
-        loss_scale (float, optional): for the next step; None where the cell does not know it.
+        loss_scale (float, optional): the loss scale of the next step; None where the cell does not know it.
         run (int): the number of the run, -1 before training begins.
-        form (int): form of the state, :func:`~mindformers_adaptive.rules.fields.form_of` its rule; negative before
-            training begins.
-        values (dict): as ``state()`` of the cell returns it.
+        form (int): the form of the state, as :func:`~mindformers_adaptive.rules.fields.form_of` returns it for the
+            rule; negative before training begins.
+        values (dict): the state, as ``state()`` of the cell returns it.
     """
 
     loss_scale: float | None
@@ -42,19 +42,19 @@ class Snapshot(NamedTuple):
 
 
 def all_fields(rule: Any) -> tuple[Field, ...]:
-    """Return the fields of the state that the update cell keeps.
+    """Return all fields that the update cell of a rule keeps.
 
     Args:
-        rule (Union[Rule, type]): a rule, or its class for all that one of its rules may have.
+        rule (Union[Rule, type]): a rule, or a class of rules, for the fields that any rule of the class may have.
 
     Returns:
-        tuple[Field, ...], the rule's own, then ``STEP_FIELDS`` and, if the rule needs it, the largest gradient.
+        tuple[Field, ...], the fields of the rule, ``STEP_FIELDS`` and, if the rule needs it, the largest gradient.
     """
     return (*kept_fields(rule), *STEP_FIELDS, *([LARGEST_GRADIENT] if rule.needs_gradients else []))
 
 
 def own_keys(rule: Any) -> tuple[str, ...]:
-    """Return the names of a rule's own state, without the loss scale, the step counters and the largest gradient.
+    """Return the names in a rule's own state, without the loss scale, the step counters and the largest gradient.
 
     Args:
         rule (Union[Rule, type]): a rule, or its class.
@@ -63,14 +63,14 @@ def own_keys(rule: Any) -> tuple[str, ...]:
 
 
 def to_values(rule: Any, state: Any, steps: int, last_event: int | None = None) -> dict[str, Any]:
-    """Return what the update cell holds after so many steps that led to a state.
+    """Return the values that the update cell of a rule holds after ``steps`` steps, for a state of the rule.
 
     Args:
         rule (Rule): the rule.
         state (NamedTuple): the state of the rule.
-        steps (int): how many steps were taken, 0 for the start.
-        last_event (int, optional): the step of the last overflow or raise. Default: None, the last step; a rule that
-            counts clean steps knows it.
+        steps (int): the number of steps that were taken, 0 before the first step.
+        last_event (int, optional): the step of the last overflow or raise. Default: None, the last step. Ignored for a
+            rule that counts clean steps, because its state tells the step.
 
     Returns:
         dict, as ``state()`` of the update cell returns it, without the largest gradient.
@@ -94,7 +94,7 @@ def to_values(rule: Any, state: Any, steps: int, last_event: int | None = None) 
 
 
 def from_values(rule: Any, loss_scale: float, values: Mapping[str, Any]) -> Any:
-    """Return the state that :func:`to_values` would turn into these values.
+    """Return the state of a rule for values of its update cell: the inverse of :func:`to_values`.
 
     Args:
         rule (Rule): the rule.
@@ -111,7 +111,7 @@ def from_values(rule: Any, loss_scale: float, values: Mapping[str, Any]) -> Any:
 
 
 def repair_loss_scale(rule: Any, loss_scale: float, name: str) -> float:
-    """Return a restored loss scale, moved to the nearer bound with a warning if it is out of bounds.
+    """Return a restored loss scale that a rule can use; warn if the scale had to be changed.
 
     Args:
         rule (Rule): the rule.
@@ -146,19 +146,19 @@ def repair_loss_scale(rule: Any, loss_scale: float, name: str) -> float:
 
 
 def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_stepped: bool) -> set[str]:
-    """Return the fields of an update cell that a checkpoint has brought since a moment.
+    """Return the fields of an update cell that were loaded from a checkpoint since the snapshot ``before``.
 
-    The values alone decide, so that all processes of a training decide alike.
+    The result depends on values only, so all processes of a training get the same result.
 
     Args:
         rule (Rule): the rule.
-        before (Snapshot): what the cell held when it was last written or looked at by the host.
-        now (Snapshot): what it holds.
-        may_have_stepped (bool): whether training steps may have changed it since. In the graph of a train-step cell
-            of another package they may have done so before training begins too.
+        before (Snapshot): the contents of the cell when the host last wrote or checked them.
+        now (Snapshot): the present contents of the cell.
+        may_have_stepped (bool): whether training steps may have changed the cell since ``before``. In the graph of
+            another package's train-step cell, steps may change the cell even before training begins.
 
     Returns:
-        set[str], the names of the fields; empty where training steps have left what there is.
+        set[str], the names of the fields; empty if the present values come from training steps.
     """
     rule_fields = {field.name for field in kept_fields(rule)}
     steps = {field.name for field in STEP_FIELDS}
@@ -169,15 +169,15 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     }
     form, step = form_of(rule), now.values["cur_iter"]
     if abs(now.form) != form:
-        # The state is of another rule or form. Parameters of one element keep the names of their fields.
+        # The state has the form of another rule or version. Its scalar Parameters still have the names of their fields.
         return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
     if now.form != before.form or step < before.values["cur_iter"]:
         return rule_fields | steps
-    # The steps of this rule, or a checkpoint that holds no form: MindSpore's, MindFormers', or one of version 1.0.
+    # The values come from steps of this rule, or from a checkpoint without a form: MindSpore's, MindFormers' or 1.0's.
     is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
     if changed & rule_fields:
-        # A checkpoint without a form has no Parameters of a user's rule. A state that a built-in rule can reach is
-        # never repaired.
+        # A checkpoint without a form has no Parameters of a user's rule. A wrong guess is harmless for a built-in rule:
+        # a state that the rule can reach is never repaired.
         has_begun = before.form == form
         has_former_names = is_built_in or (rule.parameter_names and not may_have_stepped)
         may_be_loaded = has_former_names or is_other_run or (has_begun and not may_have_stepped)
@@ -185,7 +185,7 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
         return set()
     if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:
-        # The state of MindFormers' own cell may be the one that this cell starts with.
+        # A checkpoint of MindFormers' own cell may contain the same rule state as the initial one of this cell.
         return set()
     has_moved = "last_overflow_iter" in changed or before.loss_scale != now.loss_scale
     return steps if is_other_run or (has_moved and "skipped_steps" not in changed) else set()
@@ -194,14 +194,14 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
 def repair(
     rule: Any, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return values that a rule can go on with, and a sentence for each thing that had to be changed.
+    """Return values from which a rule can continue, and a sentence for each value that had to be changed.
 
     Args:
         rule (Rule): the rule.
         values (dict): as ``state()`` of the update cell returns it.
-        loss_scale (float): for the next step, within the bounds.
-        restored (Collection[str], optional): the names of the fields that a checkpoint had; of the rule's own state
-            nothing is looked at that came from no checkpoint. Default: None, all.
+        loss_scale (float): the loss scale of the next step, within its bounds.
+        restored (Collection[str], optional): the names of the fields that a checkpoint had. The rule's own state is
+            checked only if ``restored`` has a field of that state or ``cur_iter``. Default: None, all.
 
     Returns:
         tuple[dict, list[str]]; the list is empty where nothing had to be changed.
@@ -225,7 +225,7 @@ def repair(
         return repaired, _fit(rule, repaired, restored) + problems
     repaired |= {key: fresh[key] for key in (*own_keys(rule), "last_overflow_iter")}
     if last_step == 0 and own_fields.isdisjoint(restored or own_fields):
-        # The checkpoint of another rule before its first step: there is nothing to lose.
+        # The checkpoint is from another rule before its first step. No state is lost, so nothing is reported.
         return repaired, problems
     return repaired, [f"{problem}: it starts afresh at loss scale {loss_scale:g}.", *problems]
 
@@ -233,7 +233,7 @@ def repair(
 def keep_within(
     values: dict[str, Any], field: Field, least: int, most: int, otherwise: int, meaning: str = ""
 ) -> list[str]:
-    """Set a counter that no run can reach to another value, and return a sentence if it was one."""
+    """Replace a counter outside the range ``least`` to ``most``, and return a sentence if it was replaced."""
     value = values[field.name]
     if least <= value <= most:
         return []
@@ -254,7 +254,7 @@ def _missing_state(rule: Any, values: Mapping[str, Any], restored: Collection[st
 
 
 def _unsound_state(rule: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> str | None:
-    # A rule may begin with inf, such as for the smallest number so far.
+    # The first state of a rule may contain inf, such as for the smallest number so far.
     if any((np.isfinite(fresh[key]) & ~np.isfinite(values[key])).any() for key in own_keys(rule)):
         return f"The checkpoint has a state of {rule.title} that is not finite"
     problem = _call(rule, "find_state_problem", values)
@@ -286,7 +286,7 @@ def _call(rule: Any, method: str, *arguments: Any) -> Any:
 
 
 def describe_fresh_start(rule: Any, values: Mapping[str, Any]) -> str:
-    """Return how training goes on where a checkpoint has no state, for a sentence.
+    """Return a phrase that says how training continues if a checkpoint has no state of the rule.
 
     Args:
         rule (Rule): the rule.

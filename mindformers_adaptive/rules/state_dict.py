@@ -12,13 +12,13 @@ from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 __all__ = ["FORM", "FORMER_NAMES", "RUN", "RestoredState", "counters_of_megatron", "grad_scaler_in", "read_state"]
 __all__ += ["to_integer", "to_state_dict"]
 
-# What a checkpoint and a state_dict() call the number of the run, and the form of the rule's state.
+# Names in a checkpoint and in a state_dict(): the number of the run, and the form of the rule's state.
 RUN, FORM = "loss_scaling_run", "loss_scaling_form"
-# The names of the loss scale in a state of Megatron-LM, of a checkpoint, and of a loss scaler.
+# Names of the loss scale: in a state of Megatron-LM, in a checkpoint, and in the state of a loss scaler.
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
 
-# Parameters of MindFormers' own adaptive cell where two Parameters of a training have the same name, as with a constant
-# learning rate: MindSpore then names all of them by their attributes. By them the names of the fields.
+# Parameter names of MindFormers' own adaptive cell, mapped to field names. They are in use if two Parameters of a
+# training have the same name, as with a constant learning rate: MindSpore then names Parameters by their attributes.
 FORMER_NAMES = {
     "window_up_count": "growth_num",
     "window_down_count": "down_num",
@@ -28,14 +28,14 @@ FORMER_NAMES = {
 
 
 class RestoredState(NamedTuple):
-    """What a state has that a rule can use.
+    """The part of a saved state that a rule can use.
 
     Attributes:
-        loss_scale (float, optional): for the next step; None where the state has none.
-        scale_name (str): what the state calls it.
+        loss_scale (float, optional): the loss scale of the next step; None where the state has no loss scale.
+        scale_name (str): the name of the loss scale in the state.
         run (int, optional): the number of the run.
-        values (dict[str, Any]): by the names of ``state()`` of the update cell.
-        restored (set[str]): the names of the fields of which all parts are there.
+        values (dict[str, Any]): the values, by their names in ``state()`` of the update cell.
+        restored (set[str]): the names of the fields that the state contains with all their parts.
     """
 
     loss_scale: float | None
@@ -77,7 +77,7 @@ def grad_scaler_in(state_dict: Any) -> dict[str, Any] | None:
 
 
 def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
-    """Return what a rule can use of the state of a cell, also of another rule.
+    """Return the part of a cell's state that a rule can use. The cell may have had another rule.
 
     Args:
         rule (Rule): the rule.
@@ -98,15 +98,15 @@ def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
     restored = {field.name for field in fields if all(key in values for key in field.keys)}
     needed = rule_fields if rule.identifying_fields is None else set(rule.identifying_fields)
     if not needed <= restored:
-        # Another rule may use the same name for something else.
+        # The state lacks fields of this rule, so it may be another rule's, with the same names for other values.
         values = {key: value for key, value in values.items() if key not in own_keys(rule)}
     return RestoredState(loss_scale, name, run, values, restored)
 
 
 def _values_in(fields: Sequence[Field], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state has of some fields, by the names of ``state()``."""
+    """Return the values of the given fields that a state contains, by their names in ``state()``."""
     values: dict[str, Any] = {}
-    # A checkpoint has these Parameters by name beside the network's. One of the network's may have the name of a field.
+    # In a checkpoint, look for full Parameter names only: a Parameter of the network may have the name of a field.
     if STEP_FIELDS[0].parameter in state and STEP_FIELDS[0].name not in state:
         state = _by_key(fields, state)
     names_of_fields = {key for field in fields for key in field.keys}
@@ -122,7 +122,7 @@ def _values_in(fields: Sequence[Field], state: Mapping[str, Any]) -> dict[str, A
 
 
 def _vector_in(field: Field, state: Mapping[str, Any], names_of_fields: set[str]) -> tuple[Any, ...] | None:
-    """Return the elements of a vector in a state, or None if it has none of this length."""
+    """Return the elements of a vector field in a state, or None if the state has no vector of that length."""
     length = field.shape[0]
     names = [f"{field.name}_{index}" for index in range(length)]
     elements = [state[name] for name in names if name in state]
@@ -140,7 +140,7 @@ def _vector_in(field: Field, state: Mapping[str, Any], names_of_fields: set[str]
 
 
 def _by_key(fields: Sequence[Field], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the Parameters of an update cell hold, by the names of ``state()``."""
+    """Return the values in the Parameters of an update cell, by their names in ``state()``."""
     values: dict[str, Any] = {}
     for field in fields:
         whole: Any = parameters.get(field.parameter)
@@ -154,7 +154,7 @@ def _by_key(fields: Sequence[Field], parameters: Mapping[str, Any]) -> dict[str,
 
 
 def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
-    """Return what Megatron-LM's trackers say, by the names of ``state()``.
+    """Return the counters that follow from Megatron-LM's trackers, by their names in ``state()``.
 
     Args:
         rule (Rule): the rule.
@@ -179,7 +179,7 @@ def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
             f"'growth_tracker' must not be negative, nor 'hysteresis_tracker' above hysteresis={hysteresis}, but got "
             f"{growth} and {tracker}. Give the 'hysteresis' that Megatron-LM was started with."
         )
-    # Megatron-LM counts on below 0, where all numbers mean the same.
+    # Megatron-LM keeps decreasing its hysteresis tracker below 0, where every value has the same effect as 0.
     budget = {"hysteresis_budget": max(tracker, 0)} if hysteresis > 1 else {}
     return {"cur_iter": growth + 1, "last_overflow_iter": 0, **budget}
 
@@ -191,7 +191,7 @@ def _require_dict(name: str, value: Any) -> dict[str, Any]:
 
 
 def to_integer(name: str, value: Any) -> int:
-    """Return a counter of a state as an int32, whether it is a number or a tensor of one element; raise TypeError."""
+    """Return a counter, a number or a tensor of one element, as an int; raise an error if it is not an int32."""
     number = to_number(value)
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise TypeError(f"'{name}' must be an integer, but got {value!r}. Give what state_dict() returned.")
@@ -201,7 +201,7 @@ def to_integer(name: str, value: Any) -> int:
 
 
 def to_real(name: str, value: Any) -> float:
-    """Return a number of a state as a float, whether it is a number or a tensor of one element; raise TypeError."""
+    """Return a number or a tensor of one element as a float; raise an error for any other value."""
     number = to_number(value)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(f"'{name}' must be a number, but got {value!r}. Give what state_dict() returned.")

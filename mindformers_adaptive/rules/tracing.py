@@ -1,4 +1,4 @@
-"""How the step of a rule is traced: what it is given, what it must return, and what the package adds around it."""
+"""Trace the step of a rule: its arguments, its result, and the operations that the package adds to the step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class TracedStep(NamedTuple):
     """What a step computes.
 
     Attributes:
-        outputs (Mapping[str, Value]): ``loss_scale``, the fields of the rule, and ``clean_steps`` where the rule counts
-            them, after the step.
+        outputs (Mapping[str, Value]): the values after the step: ``loss_scale``, the fields of the rule, and
+            ``clean_steps`` where the rule counts them.
         moves_by_bits (bool): whether the scale is always a power of two.
-        shape (tuple): what has to be equal for rules to run side by side: all but the numbers and the sizes of tables.
-        trace (Trace): all values.
+        shape (tuple): the step without constants and table sizes; rules with equal shapes can run side by side.
+        trace (Trace): the recording of the step, with all its values.
     """
 
     outputs: Mapping[str, Value]
@@ -34,7 +34,7 @@ class TracedStep(NamedTuple):
 
 
 class Seen:
-    """What a step shows: ``overflow`` and, where the rule needs it, the largest gradient in three ways."""
+    """What a step observes: ``overflow`` and, if the rule needs gradients, three forms of the largest gradient."""
 
     def __init__(self, rule: Any) -> None:
         self.overflow = _input("overflow", "bool")
@@ -70,7 +70,7 @@ class Seen:
 
 
 def trace_step(rule: Any) -> TracedStep:
-    """Call the step of a rule once with values that record, and return what it computes.
+    """Call the step of a rule with values that record the operations on them, and return the traced step.
 
     Args:
         rule (Rule): a rule after its constructor.
@@ -79,8 +79,8 @@ def trace_step(rule: Any) -> TracedStep:
         ValueError: if the step does something that cannot be computed in the same way everywhere, or raises an error.
     """
     traced = _traced_once(rule, {})
-    # What depends on more than its arguments, as on the time or on chance, would stay as it was in this one call. The
-    # rules of this package do not, and many are made of them.
+    # A step that also depends on the time or on random numbers would be frozen as in this call. Call it again to find
+    # out. The rules of this package depend on their arguments only; skip them, because many are created.
     if not is_of_this_package(type(rule)):
         again = _traced_once(rule, {})
         if (again.shape, again.trace.numbers) != (traced.shape, traced.trace.numbers):
@@ -89,7 +89,7 @@ def trace_step(rule: Any) -> TracedStep:
 
 
 def trace_for_cell(rule: Any) -> TracedStep:
-    """Return what a step computes where the fields that cannot change with the rule's arguments are constants."""
+    """Return the traced step with constants for the fields that cannot change with the arguments of this rule."""
     return _traced_once(rule, rule.fixed_state) if rule.fixed_state else rule.traced
 
 
@@ -140,7 +140,7 @@ def _shape_of(trace: Trace, outputs: Mapping[str, Value]) -> tuple[Any, ...]:
 
 
 class _ReadState(State):
-    """The state before the step, which notices whether the step looks at the exponent."""
+    """The state before the step, which records whether the step reads ``exponent``."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "exponent":
@@ -192,13 +192,13 @@ def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Valu
     if _keeps_bounds(rule) or wanted is before["loss_scale"]:
         return wanted
     bounded = minimum(maximum(wanted, rule.min_loss_scale), rule.max_loss_scale)
-    # NaN is not equal to itself.
+    # Keep the previous loss scale if the new one is NaN, which is not equal to itself.
     next_scale: Value = where(wanted == wanted, bounded, before["loss_scale"])
     return next_scale
 
 
 def _keeps_bounds(rule: Any) -> bool:
-    """Return whether the class that defines the step says that its scales stay within the bounds."""
+    """Return ``keeps_bounds`` of the class that defines next_state(); other classes cannot vouch for the step."""
     owner = next(owner for owner in (rule, *type(rule).__mro__) if "next_state" in vars(owner))
     return bool(vars(owner).get("keeps_bounds", False))
 
@@ -210,13 +210,13 @@ def _message(rule: Any, problem: str) -> str:
 
 
 def told(error: BaseException, rule: Any) -> str:
-    """Return an error in a line: its type, the first line of its text, and the line of the rule that raised it."""
+    """Return an error as one line: the type, the first line of the message, and the line of the rule that raised it."""
     text = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     return f"{type(error).__name__}{text and f': {text}'}{_place_of(error, rule)}"
 
 
 def _place_of(error: BaseException, rule: Any) -> str:
-    """Return the innermost line of the rule's own file, or else of what it called, for the end of a message."""
+    """Return the innermost traceback line in the rule's own file, or else in code that it called, for a message."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     code = getattr(rule.next_state, "__code__", None)
     own_lines = [frame_line for frame_line in lines if code is not None and frame_line[0] == code.co_filename]

@@ -1,8 +1,8 @@
-"""The typed values that the step of a rule is made of, and what is refused of them.
+"""The typed values that a rule's next_state() computes with, and the operations on them that are rejected.
 
-When a rule is made, its step is called once with values that record what is done to them, as JAX traces a function. A
-value has a dtype, which is bool, int32 or float32, and a shape, which is () or (n,). Python's numbers take the dtype of
-the value that they meet. What cannot be computed in the same way everywhere is refused, with the line that has it.
+When a rule is created, its step is called with values that record each operation on them, as JAX traces a function. A
+value has a dtype (bool, int32 or float32) and a shape, () or (n,). A Python number takes the dtype of the value that it
+is combined with. An operation that devices could compute differently is rejected; the error names the line of the rule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mindformers_adaptive.rules.operations import fold
 __all__ = ["RuleError", "Trace", "Value", "arithmetic", "computed", "constant", "number_of", "of_one_dtype", "own"]
 __all__ += ["is_line_of_a_rule", "is_traced_now", "refused", "shape_of", "unary"]
 
-# Files whose lines are not lines of a rule: this package's, the standard library's and NumPy's.
+# Files of this package's tracer. Their lines, and lines of the libraries below, are never reported as lines of a rule.
 _OWN_FILES = {
     str(Path(__file__).with_name(f"{name}.py")) for name in ("values", "functions", "tracing", "rule", "lanes")
 }
@@ -35,35 +35,35 @@ _LIBRARIES = (*(f"{_INSTALLED}{name}{os.sep}" for name in ("numpy", "mindspore",
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
-# MindSpore compiles a step in a time that grows with the square of this number: at the limit about 20 seconds.
+# The largest number of values in a step. MindSpore compiles this many in about 20 seconds; the time grows as n^2.
 _MOST_VALUES = 2**11
 
 
 class RuleError(ValueError):
-    """What is wrong with the step of a rule, with the line that has it."""
+    """Error in the step of a rule; the message names the line of the rule."""
 
 
 def refused(problem: str) -> RuleError:
-    """Return the error for what the present step does: ``problem`` goes on where "the step" leaves off."""
+    """Return the error for the step that is being traced; ``problem`` completes "The step of the rule ..."."""
     trace = _present.trace
     if trace is None:
         return RuleError(f"A value works within next_state only: this {problem}{_place()}")
     error = RuleError(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
-    # The problem counts even if the rule catches the error.
+    # Keep the error, because the rule may catch it.
     trace.problem = trace.problem or error
     return error
 
 
 class Trace:
-    """What a step does: its values, in the order in which they were computed.
+    """The recording of one call of a rule's step: the values, in the order in which they were computed.
 
     Args:
-        rule (Rule): whose step it is.
+        rule (Rule): the rule whose step is recorded.
 
     Attributes:
-        values (list[Value]): the values.
-        numbers (list): the constants among them, as they were given.
-        problem (RuleError, optional): the first thing that was refused.
+        values (list[Value]): the recorded values.
+        numbers (list): the constants and tables that the step uses; they must be equal in every call.
+        problem (RuleError, optional): the first error that :func:`refused` made for this call.
     """
 
     def __init__(self, rule: Any) -> None:
@@ -90,20 +90,20 @@ _present = _Present()
 
 
 def is_traced_now(rule: Any) -> bool:
-    """Return whether the step of a rule is being called with values that record."""
+    """Return whether the step of this rule is being traced at the moment."""
     return _present.trace is not None and _present.trace.rule is rule
 
 
 class Value:
-    """A value of a step: the operation that computes it, and the values that this takes.
+    """A value in the step of a rule, recorded as an operation and the arguments of the operation.
 
     Attributes:
         op (str): a key of ``OPERATIONS`` in :mod:`mindformers_adaptive.rules.operations`, "input" or "constant".
-        args (tuple[Value, ...]): what the operation takes.
+        args (tuple[Value, ...]): the arguments of the operation.
         dtype (str): "bool", "int32" or "float32".
         shape (tuple[int, ...]): () or (n,).
-        extra (Any): the name of an input, the array of a constant, the index of an element, the rows of a table.
-        position (int): its position among the values of its trace.
+        extra (Any): the name of an input, the array of a constant, the index of an element, or the table of a lookup.
+        position (int): the position of the value in ``trace.values``.
     """
 
     __slots__ = ("args", "dtype", "extra", "op", "position", "shape", "trace")
@@ -133,7 +133,7 @@ class Value:
         raise refused(f"assigns {name!r} to a value. Compute another one")
 
     def __getattr__(self, name: str) -> Any:
-        # Python, NumPy and MindSpore look for names with underscores.
+        # Python, NumPy and MindSpore probe objects for names with underscores and expect an AttributeError.
         if name.startswith("_"):
             raise AttributeError(name)
         raise refused(f"takes {name!r} of a value. {_INSTEAD}")
@@ -155,7 +155,7 @@ class Value:
         if not -self.shape[0] <= index < self.shape[0]:
             raise refused(f"takes the element {index} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
         if self.op == "stack":
-            # The compiler finds this too, and would hand on an input untouched.
+            # MindSpore's compiler simplifies this too, and would return an input itself instead of a copy.
             element: Value = own(self).args[index % self.shape[0]]
             return element
         return computed("element", (own(self),), self.dtype, (), index % self.shape[0])
@@ -180,7 +180,7 @@ class Value:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Value:
         if method != "__call__" or ufunc.__name__ not in _UFUNCS or options:
             raise refused(f"calls numpy.{ufunc.__name__}. {_INSTEAD}")
-        # NumPy's numbers and arrays become Python's numbers and lists, which leave the operation to the value.
+        # Convert NumPy operands to Python numbers and lists. Then Python calls the operator of the Value.
         operands = (operand if isinstance(operand, Value) else np.asarray(operand).tolist() for operand in inputs)
         value: Value = _UFUNCS[ufunc.__name__](*operands)
         return value
@@ -190,7 +190,7 @@ class Value:
 
 
 def computed(op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> Value:
-    """Return the value of an operation, as a constant where all that it takes are constants."""
+    """Return the value of an operation; if all its arguments are constants, compute it and return a constant."""
     value = Value(op, args, dtype, shape, extra)
     numbers = fold(value)
     return value if numbers is None else Value("constant", (), dtype, numbers.shape, numbers)
@@ -245,7 +245,7 @@ for _name, _problem in {
 for _name in ("int", "index", "complex", "trunc", "floor", "ceil", "array"):
     setattr(Value, f"__{_name}__", Value.__float__)  # type: ignore[attr-defined]
 
-# The functions that NumPy calls where one of its numbers or arrays meets a value.
+# Operations for NumPy's ufuncs, by name. NumPy calls a ufunc if it combines a NumPy number or array with a Value.
 _UFUNCS: dict[str, Callable[..., Any]] = {
     **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv},
     **{"floor_divide": operator.floordiv, "negative": operator.neg, "absolute": abs},
@@ -259,7 +259,7 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
 
 
 def constant(number: Any, dtype: str | None) -> Value:
-    """Return a number or a vector, of Python or NumPy, as a value; with a dtype of None it keeps its own."""
+    """Return a number or vector of Python or NumPy as a constant; None means the dtype that its elements have."""
     if isinstance(number, np.ndarray) and number.ndim == 1:
         number = number.tolist()
     is_vector = isinstance(number, (list, tuple))
@@ -300,13 +300,13 @@ def _short(number: int | float) -> str:
 
 
 def number_of(value: Any) -> bool | int | float:
-    """Return a number of Python or NumPy as one of Python, or refuse it."""
+    """Return a Python or NumPy number as a Python number; reject anything else."""
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()
     if isinstance(value, (list, tuple)):
         raise refused(f"has {type(value).__name__} {value!r} where a number or a value is needed. Use stack([...])")
     if isinstance(value, Value):
-        raise refused("has a list or tuple with values in it. Use stack([...]), or one of them")
+        raise refused("has a list or tuple with values in it. Use stack([...]), or a single value")
     if type(value) not in (bool, int, float):
         raise refused(f"has {value!r} of type {type(value).__name__}, which is no int, float or bool. Convert it")
     number: bool | int | float = value
@@ -314,14 +314,14 @@ def number_of(value: Any) -> bool | int | float:
 
 
 def own(value: Value) -> Value:
-    """Return a value of the present call, and refuse one of another."""
+    """Return a value of the call that is being traced; reject a value of another call."""
     if value.trace is not _present.trace:
         raise refused("uses a value of another call. Keep in the state what the next step needs")
     return value
 
 
 def of_one_dtype(op: str, *operands: Any) -> tuple[Value, ...]:
-    """Return values, with Python's numbers as constants of the dtype of the values beside them."""
+    """Return the operands as values of one dtype: Python numbers become constants of the other operands' dtype."""
     values = [own(operand) for operand in operands if isinstance(operand, Value)]
     if not operands:
         raise refused(f"has {op} of nothing. Give it a number")
@@ -338,7 +338,7 @@ def of_one_dtype(op: str, *operands: Any) -> tuple[Value, ...]:
 
 
 def shape_of(*values: Value) -> tuple[int, ...]:
-    """Return the shape that values of one length, and numbers, have together."""
+    """Return the common shape of numbers and vectors of one length; reject vectors of different lengths."""
     shapes = {value.shape for value in values if value.shape}
     if len(shapes) > 1:
         lengths = " and ".join(str(length) for (length,) in sorted(shapes))
@@ -346,7 +346,7 @@ def shape_of(*values: Value) -> tuple[int, ...]:
     return shapes.pop() if shapes else ()
 
 
-# The dtypes that an operation takes, and what to write instead.
+# For each operation, the dtypes that it accepts, and what to write for operands of another dtype.
 _COMPARE = "Compare numbers first, in parentheses, as in (a > b) & c"
 _INT_OR_FLOAT = ("int32", "float32"), "Write int32(...) or float32(...) around a flag"
 _TAKES = {
@@ -358,7 +358,7 @@ _TAKES = {
 }
 
 
-# The constant of these operations comes second, where their guards look for it.
+# In these operations a constant is moved to the second argument, where the guards of OPERATIONS look for it.
 _COMMUTATIVE = frozenset({"add", "mul", "and", "or", "equal"})
 
 
@@ -369,7 +369,7 @@ def _check_dtype(op: str, dtype: str) -> None:
 
 
 def arithmetic(op: str, x: Any, y: Any) -> Value:
-    """Return an operation of two values, or of a value and a number."""
+    """Return the value of an operation on two values, or on a value and a number."""
     if op in ("and", "or") and not {type(x), type(y)}.isdisjoint((int, float)):
         raise refused(f"has {op} of a number. {_COMPARE}")
     x, y = of_one_dtype(op, x, y)
@@ -381,13 +381,13 @@ def arithmetic(op: str, x: Any, y: Any) -> Value:
 
 
 def unary(op: str, x: Value) -> Value:
-    """Return an operation of a value."""
+    """Return the value of an operation on one value."""
     _check_dtype(op, own(x).dtype)
     return computed(op, (x,), x.dtype, x.shape)
 
 
 def _place() -> str:
-    """Return the line of the rule that was being called, for the end of a message."""
+    """Return the line of the rule that is running now, as the end of a message."""
     frame: Any = sys._getframe(1)
     while frame is not None and not is_line_of_a_rule(frame.f_code.co_filename):
         frame = frame.f_back
@@ -395,6 +395,6 @@ def _place() -> str:
 
 
 def is_line_of_a_rule(file: str) -> bool:
-    """Return whether a file belongs neither to this package's tracer nor to a library."""
+    """Return whether a file can be a rule's: it is neither part of this package's tracer nor of a library."""
     is_standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
     return file not in _OWN_FILES and not is_standard and not file.startswith(_LIBRARIES)

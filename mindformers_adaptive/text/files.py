@@ -1,4 +1,4 @@
-"""Files: replaced as a whole or not at all, and JSON that any parser reads."""
+"""Write files as a whole or not at all, and write JSON that any parser can read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text", "make_folde
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int = 0o644) -> Iterator[IO[Any]]:
-    """Open a temporary file that replaces a file once it is completely written.
+    """Open a temporary file that replaces the file at ``path`` once it is completely written.
 
     Args:
-        path (str): the file or a link to it. An older one is replaced at the end, and stays as it was on an error.
+        path (str): the file or a link to it. An existing file is replaced at the end; on an error it stays as it was.
         mode (str): "w" for text or "wb" for bytes. Default: "w".
         permissions (int): permissions of the file. Default: 0o644; a temporary file can be read by its owner only.
 
@@ -60,7 +60,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     except BaseException as error:
         os.unlink(unfinished.name)
         if isinstance(error, OSError) and error.strerror and error.filename is None:
-            # The message of a full disk names no file.
+            # The system's message about a full disk names no file.
             raise _not_written(error, path) from error
         raise
 
@@ -71,7 +71,7 @@ def _not_written(error: OSError, path: str | os.PathLike[str]) -> OSError:
 
 
 def make_folder_of(path: str | os.PathLike[str]) -> None:
-    """Make the folder of a file that is to be written, where it is not there; an OSError names the file."""
+    """Create the folder of a file that is to be written, if it does not exist; an OSError names the file."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,7 +91,7 @@ def json_text(content: Any, indent: int | None = None) -> str:
         indent (int, optional): spaces for each level. Default: None, everything on one line.
 
     Raises:
-        TypeError: if there is anything else in it.
+        TypeError: if ``content`` has a value of another type.
 
     Examples:
         >>> json_text({"loss": float("nan"), "ceilings": (2.0, float("inf"))})
@@ -103,13 +103,13 @@ def json_text(content: Any, indent: int | None = None) -> str:
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
-    """Write a value to a JSON file by :func:`atomic_write`, as :func:`json_text` returns it."""
+    """Write a value to a JSON file with :func:`atomic_write`, in the form that :func:`json_text` returns."""
     with atomic_write(path) as file:
         file.write(json_text(content, indent=2) + "\n")
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """Return the JSON object in a line without spaces around it, or {} where it has no JSON object.
+    """Return the JSON object in a stripped line, or {} if the line is no JSON object.
 
     Examples:
         >>> json_object('{"step": 1}'), json_object('{"step": 1'), json_object("[1]")

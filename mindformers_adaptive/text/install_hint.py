@@ -1,4 +1,4 @@
-"""Errors that say what to install where an optional package is missing."""
+"""Errors that say what to install if an optional package is missing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +22,14 @@ _REMEDIES = {
 
 @contextmanager
 def install_hint(purpose: str) -> Iterator[None]:
-    """Turn the error of an import in the block into one that says what to install.
+    """Turn an import error in the block into an error that says what to install.
 
     Args:
         purpose (str): what needs the imports, as the subject of the message.
 
     Raises:
-        ImportError: if MindSpore, MindFormers, safetensors or hyper-parallel is not installed. Any other error passes
-            as it is.
+        ImportError: if MindSpore, MindFormers, safetensors or hyper-parallel is not installed. Other errors pass
+            unchanged.
 
     Examples:
         >>> with install_hint("'find'"):

@@ -1,4 +1,4 @@
-"""Names that are similar to a misspelled one."""
+"""Find known names that are similar to a misspelled name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def nearest_names(word: str, known: Collection[str]) -> str:
 
 
 def did_you_mean(word: str, known: Collection[str], most: int = 1, similarity: float = 0.6) -> str:
-    """Return a question with the known names similar to a word, and a space after it; "" if there are none.
+    """Return "Did you mean ...? " with the known names that are similar to a word; "" if no name is similar.
 
     Args:
         word (str): the misspelled name.
         known (Collection[str]): the names to choose from.
         most (int): how many names to give. Default: 1.
-        similarity (float): from 0 to 1; names below it are not given. Default: 0.6.
+        similarity (float): the lowest similarity, from 0 to 1, of the names to give. Default: 0.6.
 
     Examples:
         >>> did_you_mean("scale_windw", ["scale_window", "scale_factor"])

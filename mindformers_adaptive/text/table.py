@@ -10,10 +10,10 @@ __all__ = ["align", "as_power_of_two", "counted", "text_table"]
 
 
 def text_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as aligned text with a header of one line, columns of text to the left.
+    """Return rows as an aligned text table with a header line. Columns of text are aligned to the left.
 
     Args:
-        columns (Mapping): the header of each column by its key in the rows, in order; a header has the unit.
+        columns (Mapping): the header of each column, with its unit, by the key of the column in the rows.
         rows (Sequence[Mapping]): each row by key; None and nan become ``-``, and a float has 1 decimal.
 
     Examples:
@@ -40,8 +40,8 @@ def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:
     """Return lines of cells with their columns aligned, as one text.
 
     Args:
-        lines (Sequence[Sequence[str]]): the cells of each line, as many in each.
-        to_the_left (Collection[int]): the columns, from 0, that are aligned to the left; the others are to the right.
+        lines (Sequence[Sequence[str]]): the cells of each line; all lines have the same number of cells.
+        to_the_left (Collection[int]): the columns, from 0, to align to the left; all others are aligned to the right.
 
     Examples:
         >>> print(align([["file", "step"], ["a.ckpt", "20"]], to_the_left=[0]))
@@ -59,9 +59,9 @@ def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:
 
 
 def as_power_of_two(loss_scale: float) -> str:
-    """Return a loss scale as 2^n where it is one, else as a plain number.
+    """Return a loss scale as 2^n if it is a power of two, else as a plain number.
 
-    Logs print eight digits of a scale, so one that agrees to that many counts as a power of two.
+    Logs print only eight digits of a scale, so a scale that nearly is a power of two counts as one.
 
     Examples:
         >>> as_power_of_two(65536.0), as_power_of_two(3.0), as_power_of_two(float("inf"))
@@ -70,7 +70,7 @@ def as_power_of_two(loss_scale: float) -> str:
     if not 0.0 < loss_scale < math.inf:
         return f"{loss_scale:g}"
     exponent = round(math.log2(loss_scale))
-    # 2.0**exponent may be beyond a float.
+    # ldexp() avoids 2.0**exponent, which may overflow.
     return f"2^{exponent}" if math.isclose(math.ldexp(loss_scale, -exponent), 1.0, rel_tol=1e-6) else f"{loss_scale:g}"
 
 

@@ -1,4 +1,4 @@
-"""Text from outside: YAML that any file or command line may hold, and names that a terminal must not obey."""
+"""Handle untrusted text: YAML from files and command lines, and names with control characters for a terminal."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import yaml
 
 __all__ = ["parse_yaml", "printable", "read_yaml"]
 
-# A YAML file of a training has some hundred values, at most a dozen levels deep. PyYAML takes minutes for thousands of
-# levels, and aliases of aliases stand for any number of values.
+# Limits for YAML. The file of a training has some hundred values, at most a dozen levels deep. PyYAML takes minutes for
+# thousands of levels, and a few aliases of aliases can stand for billions of values.
 _DEEPEST, _MOST_VALUES = 500, 100_000
 
 
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return the value that a text in YAML is.
+    """Return the value of a text in YAML.
 
     Args:
         text (str): the text.
-        loader (type): a class of PyYAML that makes no objects. Default: ``SafeLoader``.
+        loader (type): a PyYAML loader that creates no Python objects of other classes. Default: ``SafeLoader``.
 
     Raises:
-        ValueError: if it is not YAML, is nested too deeply, or stands for too many values.
+        ValueError: if the text is not YAML, is nested too deeply, or stands for too many values.
 
     Examples:
         >>> parse_yaml("rate: 0.5")
@@ -35,7 +35,7 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
         raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     try:
         content = yaml.load(text, Loader=loader)
-    # Values that do not fit their tags raise errors of all kinds.
+    # A value that does not fit its YAML tag may raise any kind of error.
     except Exception as error:
         said = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
         raise ValueError(said or type(error).__name__) from error
@@ -50,14 +50,14 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
 
 def read_yaml(file: str | os.PathLike[str]) -> Any:
-    """Return the value that a file in YAML is.
+    """Return the value of a YAML file.
 
     Args:
         file (str): the file.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not in UTF-8, or as of :func:`parse_yaml`.
+        OSError: if the file cannot be read.
+        ValueError: if the file is not in UTF-8, or if :func:`parse_yaml` raises one.
     """
     try:
         return parse_yaml(Path(file).read_text(encoding="utf-8"))
@@ -66,10 +66,10 @@ def read_yaml(file: str | os.PathLike[str]) -> Any:
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return a text with all escaped that would move the cursor, change colours, or is not Unicode.
+    r"""Return a text in which characters are escaped that move the cursor, change colours, or are not Unicode.
 
     Args:
-        text (str): such as the name of a file.
+        text (str): a text from outside, such as the name of a file.
         keep (str): characters to leave as they are. Default: "", none.
 
     Examples:

@@ -1,4 +1,4 @@
-"""What is compiled, without MindSpore: the functions that the cases name are in steps.py."""
+"""The cases to compile. This module needs no MindSpore; the functions that the cases name are in steps.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,11 +8,11 @@ __all__ = ["ALONE", "CASES", "CONTROLS", "WAYS", "Case", "World"]
 
 @dataclass(frozen=True)
 class World:
-    """The process that compiles, and those that it believes to train with.
+    """The process that compiles, and the other processes of the training that it simulates.
 
     Attributes:
-        ranks (int): how many they are. Default: 1.
-        rank (int): the one that compiles. Default: 0.
+        ranks (int): the number of processes. Default: 1.
+        rank (int): the rank of the process that compiles. Default: 0.
         mode (str): MindSpore's parallel mode. Default: "stand_alone".
         stages (int): pipeline stages. Default: 1.
         shards_optimizer (bool): whether optimizer state is divided among data-parallel processes. Default: False.
@@ -26,22 +26,22 @@ class World:
 
 
 ALONE = World()
-# The names that MindSpore has for the devices.
+# MindSpore's names for the devices.
 CHIPS = {"910A": "ascend910", "910B": "ascend910b"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One compilation.
+    """A cell, train step or model to compile.
 
     Attributes:
         name (str): ``setting/way`` for a train step that is compiled in several ways of scaling.
         function (str): the name of the function in steps.py that compiles it.
-        arguments (Mapping): its arguments.
+        arguments (Mapping): the arguments of the function.
         chip (str): a key of ``CHIPS``. Default: "910B".
-        world (World): Default: ``ALONE``.
-        is_large (bool): whether it is left out without ``--all``. Default: False.
-        needs_process (bool): whether it must be the first in its process. Default: False.
+        world (World): the processes of the training. Default: ``ALONE``.
+        is_large (bool): whether the case is compiled only with ``--all`` or by name. Default: False.
+        needs_process (bool): whether the case needs a process of its own. Default: False.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Case:
 
 
 STOCK, ADAPTIVE, GUIDED = "stock", "adaptive", "guided"
-# The ways of scaling, and what a table calls them: MindSpore's dynamic update cell in a train-step cell of MindSpore or
-# MindFormers, and the cells of this package.
+# The ways of scaling and their display names. "stock" is MindSpore's dynamic update cell in a train-step cell of
+# MindSpore or MindFormers; the other ways are cells of this package.
 WAYS = {STOCK: "stock", ADAPTIVE: "adaptive", GUIDED: "guided"}
 
-# What a dry run has to say of operators that are known not to be an Ascend's: part of the error, or the operator that
-# moves to the CPU.
+# For each control, a part of the error that a dry run must raise, or the operator that must move to the CPU, because an
+# Ascend has no kernel for it. None: the operator must compile.
 CONTROLS = {
     "control/Add": None,
     "control/FloatStatus": "FloatStatus",
@@ -91,7 +91,7 @@ def _in_each_way(setting, function, ways=WAYS, **options):
     return [Case(f"{setting}/{way}", function, {"way": way, **arguments}, **options) for way in ways]
 
 
-# Of the train steps without a model, what is compiled each time that the tests run.
+# The train steps without a model that are compiled each time that the tests run.
 _QUICK = (
     "step/910A/guided",
     "step/910B/adaptive",
@@ -110,7 +110,7 @@ _OURS = (ADAPTIVE, GUIDED)
 
 
 def _steps():
-    """Train steps without a model."""
+    """Yield the train steps without a model."""
     for chip in CHIPS:
         yield from _in_each_way(f"step/{chip}", "plain_step", chip=chip)
     yield from _in_each_way("step_fp16_weights", "plain_step", arguments={"network": "in FP16"})
@@ -150,7 +150,7 @@ _SMALL = {f"model.model_config.{name}": value for name, value in _SMALL.items()}
 _FUSED = {"use_flash_attention": True, "fused_rms_norm": True, "use_rope_slice": False}
 _FUSED = {f"model.model_config.{name}": value for name, value in _FUSED.items()}
 _LORA = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ".*wq|.*wv"}
-# The files for an Ascend, and how many processes and pipeline stages they are for.
+# The YAML files for an Ascend, each with its number of processes and its number of pipeline stages.
 _FILES = {"pretrain": (8, 1), "finetune": (8, 1), "resume": (8, 1), "megatron_like": (8, 1), "cluster": (16, 2)}
 
 
@@ -161,7 +161,7 @@ def _launched(setting, config="tiny_llama_cpu_fp16.yaml", ranks=1, rank=0, ways=
 
 
 def _split(data=1, model=1, stages=1, **parallel):
-    """Keys of a YAML file for semi-automatic parallelism."""
+    """Return keys of a YAML file for semi-automatic parallelism."""
     sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages, "micro_batch_num": stages}
     parallel = {"parallel_mode": 1, "full_batch": True, "gradients_mean": False, **parallel}
     keys = {"parallel_config": sizes, "parallel": parallel}
@@ -169,7 +169,7 @@ def _split(data=1, model=1, stages=1, **parallel):
 
 
 def _models():
-    """Whole models, and the YAML files for an Ascend."""
+    """Yield whole models, and the YAML files for an Ascend."""
     guided = (GUIDED,)
     yield from _launched("llama")
     yield from _launched("llama_fused", ways=_OURS, **_FUSED)
@@ -191,7 +191,7 @@ def _models():
         stages = {"ranks": 2, "rank": rank, **_FUSED, **_split(stages=2)}
         yield from _launched(f"llama_pipeline_2/rank_{rank}", ways=_OURS, **stages)
     for name, (ranks, stages) in _FILES.items():
-        # What a dry run cannot load, as there is no checkpoint of the small model.
+        # A dry run cannot load a checkpoint, because there is none of the small model.
         options = {"load_checkpoint": "", "auto_trans_ckpt": False, "resume_training": False}
         ways = _OURS if stages > 1 else (ADAPTIVE,)
         for rank in range(0, ranks, ranks // stages):

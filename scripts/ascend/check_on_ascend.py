@@ -1,11 +1,11 @@
-"""Check on an Ascend what could not be checked without one, and print a report that you can send.
+"""Check on an Ascend what could not be checked without a device, and print a report that you can send.
 
     python -m scripts.ascend.check_on_ascend compile    # update cells and train steps, each compiled for the device
     python -m scripts.ascend.check_on_ascend steps      # 50 steps, compared with the rule in NumPy
     python -m scripts.ascend.check_on_ascend resume     # 25 steps, a checkpoint, and 25 more, compared with 50 in a row
 
-It needs MindSpore, MindFormers, this package and one device, and takes a few minutes. ``--device CPU`` does the same on
-a CPU.
+A check needs MindSpore, MindFormers, this package and one device, and takes a few minutes. ``--device CPU`` runs the
+same check on a CPU.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from scripts.ascend.cases import ALONE, CASES, CONTROLS
 from scripts.studies.reporting import table, versions
 
 STEPS, START = 50, 2.0**20
-# What FP16 rounds to inf, and all above it.
+# FP16 rounds this number and all larger numbers to inf.
 OVERFLOWS_FROM = 65520.0
-# The gradient of the loss by each product in the network below.
+# The gradient of the loss with respect to each product in the network `Sum`.
 FACTOR = 2.0**-8
 
 CELLS = {
@@ -58,7 +58,7 @@ def main():
 
 
 def about(arguments):
-    """Yield what the report says of the machine."""
+    """Yield the lines of the report about the versions and the device."""
     from mindspore._c_expression import MSContext
 
     named = {**versions(), "Python": sys.version.split()[0], "device": arguments.device}
@@ -70,7 +70,7 @@ def about(arguments):
 
 
 def verdict(check):
-    """Return "as it should be", or what was wrong in one line; the rest goes to the standard error."""
+    """Run a check. Return "as it should be", or the error in one line; its traceback goes to standard error."""
     try:
         check()
     except Exception as error:
@@ -89,7 +89,7 @@ def compile_checks():
     sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
     for name, case in CASES.items():
         stock_on_cpu = name.endswith("/stock") and mindspore.get_context("device_target") == "CPU"
-        # The device says which chip it is.
+        # Skip cases for the chip 910A: the chip is the one in this machine, so they would be duplicates.
         if case.is_large or case.world != ALONE or name in CONTROLS or "910A" in name or stock_on_cpu:
             continue
         yield name, lambda case=case: getattr(steps, case.function)(**case.arguments)
@@ -117,13 +117,13 @@ def train_step(name):
 
 
 def inputs():
-    """Powers of two, whose gradients have a ceiling that wanders and jumps."""
+    """Return powers of two as inputs. The ceiling of their gradients wanders and jumps."""
     walk = np.cumsum(np.random.default_rng(0).choice([-1, 0, 1], STEPS)) + 6 * (np.arange(STEPS) // 10 % 2)
     return [2.0 ** float(level) for level in np.clip(walk, -4, 8)]
 
 
 def take(step, values):
-    """Return what a train step says of each step: overflow, the next loss scale, the state, the weight."""
+    """Take a step with each value; return its overflow flag, next loss scale, rule state and first weight."""
     seen = []
     for value in values:
         overflow = bool(step(Tensor(np.full(16, value), mindspore.float32))[1])

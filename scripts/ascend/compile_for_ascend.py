@@ -1,12 +1,12 @@
 """Compile cells and train steps for Ascend in MindSpore's dry run, with stand-ins for CANN.
 
     python -m scripts.ascend.compile_for_ascend                        # the small cases
-    python -m scripts.ascend.compile_for_ascend --all                  # and whole models, in many processes too
-    python -m scripts.ascend.compile_for_ascend 'step/*' control/Fmax  # these
-    python -m scripts.ascend.compile_for_ascend --list                 # what there is
+    python -m scripts.ascend.compile_for_ascend --all                  # all cases, also whole models and many processes
+    python -m scripts.ascend.compile_for_ascend 'step/*' control/Fmax  # these cases
+    python -m scripts.ascend.compile_for_ascend --list                 # the names of the cases
 
-Needs neither an Ascend nor CANN, but gcc, and MindSpore's wheel for Linux on x86_64. MindSpore compiles each case to
-the end: its passes for Ascend, a kernel for each operator, streams and queues. Nothing is computed.
+It needs neither an Ascend nor CANN, but gcc and MindSpore's wheel for Linux on x86_64. MindSpore compiles each
+case to the end: its passes for Ascend, a kernel for each operator, streams and queues. Nothing is computed.
 """
 
 from scripts.ascend.program import main

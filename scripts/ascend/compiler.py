@@ -1,8 +1,8 @@
-"""Compile cases in this process, which has the environment of a dry run; program.py starts it.
+"""Compile cases in this process. program.py starts the process in the environment of a dry run.
 
     python -m scripts.ascend.compiler LOG RESULTS CASE [CASE ...]
 
-LOG is what this process writes its output to, and RESULTS gets a line of JSON for each case when it is compiled.
+LOG is the file with the output of this process. RESULTS is a file that gets a line of JSON for each compiled case.
 """
 
 import collections
@@ -19,7 +19,7 @@ from scripts.ascend.cases import CASES, CHIPS
 
 __all__ = ["GRAPHS", "collectives_in", "kernels_in"]
 
-# Where MindSpore writes the graphs of this process, and those that it is done with.
+# The folder where MindSpore saves the graphs of this process, and the names of the finished graphs.
 GRAPHS, LAST_GRAPHS = "graphs", "graph_build*.ir"
 _COLLECTIVE = (
     r"\) = (All\w+|Reduce\w*|Broadcast|Send|Receive)\(.*?\) (?:\{instance name: \w+\} )?primitive_attrs: \{(.*)\}.*\n"
@@ -32,7 +32,7 @@ def main(log, results, *names):
     import mindspore
 
     mindspore.set_device("Ascend")
-    # With the default on a machine of one or two cores MindSpore does not build the actors of a graph with a branch.
+    # With the default number of threads on one or two cores, MindSpore fails to build a graph with a branch.
     mindspore.runtime.dispatch_threads_num(5)
     mindspore.set_context(mode=mindspore.GRAPH_MODE, jit_config={"jit_level": "O0"})
     world = CASES[names[0]].world
@@ -46,7 +46,7 @@ def main(log, results, *names):
         )
     from scripts.ascend import steps
 
-    # MindSpore collects garbage before it compiles a graph, and would look through all modules each time.
+    # MindSpore collects garbage before it compiles a graph. Freeze all modules, so that the collection skips them.
     gc.collect()
     gc.freeze()
     for name in names:
@@ -65,16 +65,16 @@ def main(log, results, *names):
         result["collectives"] = sum(map(collectives_in, graphs), collections.Counter())
         with open(results, "a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
-    # MindSpore has threads that would wait for a device.
+    # Exit without cleanup, because threads of MindSpore would wait for a device.
     os._exit(0)
 
 
 def kernels_in(log):
-    """Return what MindSpore's log says of the kernels of a compilation.
+    """Return the kernels of a compilation, read from MindSpore's log.
 
     Returns:
-        dict: ``kernels``, a dict of counts by operator for each type of kernel, and ``moved``, the operators for which
-        there is no kernel on an Ascend but one on the CPU.
+        dict: ``kernels``, a dict of counts by operator for each type of kernel, and ``moved``, the operators that
+        have a kernel on the CPU but not on an Ascend.
     """
     kernels = collections.defaultdict(collections.Counter)
     for operator, kind in re.findall(r"kernel opname:(\w+), kernel type:(\w+)", log):
@@ -87,11 +87,11 @@ def kernels_in(log):
 
 
 def collectives_in(graph):
-    """Return what processes exchange by the text of a compiled graph.
+    """Return the collectives by which processes exchange data, from the text of a compiled graph.
 
     Returns:
-        dict[str, int]: how often each, by a text such as "AllReduce max of 4 bytes by all". A part of the processes may
-        be just the one, and then nothing is sent.
+        dict[str, int]: the number of calls for each description, such as "AllReduce max of 4 bytes by all". "by a part"
+        may mean a single process, which then sends nothing.
     """
     copies = collections.Counter()
     for operator, attributes, inputs in re.findall(_COLLECTIVE, graph):

@@ -11,7 +11,7 @@ BATCH, SEQ_LENGTH, VOCABULARY = 2, 16, 64
 
 
 def build_qwen3(calculate_per_token_loss=False):
-    """A Qwen3 of two layers that computes in FP16 and takes ``input_ids``, ``labels`` and ``loss_mask``."""
+    """Return a Qwen3 of two layers that computes in FP16 and takes ``input_ids``, ``labels`` and ``loss_mask``."""
     mindspore.set_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,

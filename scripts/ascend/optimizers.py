@@ -1,11 +1,11 @@
-"""MindFormers' optimizers with learning rates that change, and with what they keep beside the weights."""
+"""MindFormers' optimizers with changing learning rates, averaged weights, and groups of weights."""
 
 from mindformers.core import optim
 from mindspore import nn
 
 __all__ = ["DECAY_STEPS", "averaging", "grouped", "schedule"]
 
-# After so many steps a learning rate is at its lowest.
+# A learning rate reaches its minimum after this many steps.
 DECAY_STEPS = 30
 
 
@@ -14,14 +14,14 @@ def schedule(learning_rate=0.01):
 
 
 def averaging(network):
-    """MindFormers' AdamW with an exponential moving average of the weights, which it loads every few steps."""
+    """Return MindFormers' AdamW with an exponential moving average of the weights, which it loads every few steps."""
     return optim.PmaAdamW(
         network.trainable_params(), schedule(), fused_num=2, interleave_step=3, fused_algo="ema", ema_alpha=0.2
     )
 
 
 def grouped(network):
-    """Biases with a learning rate of their own."""
+    """Return an optimizer with separate learning rates for biases and other weights."""
     weights = [weight for weight in network.trainable_params() if "bias" not in weight.name]
     biases = [weight for weight in network.trainable_params() if "bias" in weight.name]
     groups = [{"params": weights, "lr": schedule()}, {"params": biases, "lr": schedule(0.1)}]

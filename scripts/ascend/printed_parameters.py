@@ -6,12 +6,12 @@ __all__ = ["LEARNING_RATES", "LOSSES", "forget_printed"]
 
 # What MindFormers prints with print_separate_loss.
 LOSSES = ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss")
-# Where its train-step cell keeps the learning rates that its callback prints.
+# Where MindFormers' train-step cell keeps the learning rates that the callback prints.
 LEARNING_RATES = ("current_default_lr", "current_grouped_lr")
 
 
 def forget_printed(names):
-    """Have MindFormers forget them: it keeps one of each name in a process, and refuses a second train-step cell."""
+    """Make MindFormers forget Parameters, because it refuses a second train-step cell that makes the same names."""
     with contextlib.suppress(ImportError):  # before MindFormers 1.7
         from mindformers.utils.parameter_register import parameter_register
 

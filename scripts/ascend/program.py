@@ -21,10 +21,10 @@ __all__ = ["compile_cases", "main", "problem"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "output" / "ascend_dry_run"
-# How long a case may take.
+# The time limit for a case.
 SECONDS = 900
 HCCL = "hccl_kernel"
-# Of a case that ended its process.
+# The result of a case that ended its process before it was compiled.
 NOTHING = {"kernels": {}, "moved": [], "collectives": {}}
 
 
@@ -32,7 +32,7 @@ def main(description):
     arguments = parse_arguments(description)
     if reason := missing():
         sys.exit(f"No dry run here: {reason}.")
-    # So that the process that compiles ends too.
+    # On SIGTERM, leave by an exception, so that the process that compiles is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = []
     for result in compile_cases(arguments.cases, logs=arguments.logs):
@@ -73,7 +73,7 @@ def parse_arguments(description):
 
 
 def compile_cases(cases, cache=CACHE, logs=None, level=1):
-    """Compile cases, cases with as many devices in one process where that is possible.
+    """Compile cases. Consecutive cases with an equal ``world`` share a process where that is possible.
 
     Args:
         cases (Iterable[Case]): what to compile.
@@ -82,7 +82,7 @@ def compile_cases(cases, cache=CACHE, logs=None, level=1):
         level (int): MS_SIMULATION_LEVEL. Default: 1, which selects kernels.
 
     Yields:
-        dict, in order: ``case``, its name; ``error``, a text; ``seconds``; ``kernels`` and ``moved`` as
+        dict for each case, in order: ``case``, the name; ``error``; ``seconds``; ``kernels`` and ``moved`` as
         :func:`scripts.ascend.compiler.kernels_in` returns them; ``collectives`` as
         :func:`scripts.ascend.compiler.collectives_in` does.
     """
@@ -105,7 +105,7 @@ def _in_processes(cases):
 
 
 def _compile_group(cases, stand_ins, logs, level):
-    """Compile cases in a new process, and return the results of those that came to an end, and of one that ended it."""
+    """Compile cases in a new process; return results of the compiled cases and of a case that ended the process."""
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder, "results.jsonl"), Path(folder, "log")
         results.touch()
@@ -160,10 +160,10 @@ def environment(stand_ins, case, level):
         "DRY_RUN_CHIP": CHIPS[case.chip],
         "ASCEND_HOME_PATH": str(cann),
         "ASCEND_OPP_PATH": str(cann / "opp"),
-        # Errors, and of the part that selects kernels which it took.
+        # Log errors, and for the module that selects kernels also the kernels that it selects.
         "GLOG_v": "3",
         "MS_SUBMODULE_LOG_v": "{DEVICE:1}",
-        # The graph that the kernels are made from.
+        # Save the graph from which the kernels are made.
         "MS_DEV_SAVE_GRAPHS": "1",
         "MS_DEV_DUMP_IR_PASSES": "graph_build",
         "MS_DEV_SAVE_GRAPHS_PATH": GRAPHS,
@@ -175,7 +175,7 @@ def _prepended(name, folders):
 
 
 def why_ended(code, log):
-    """Return why a process ended before its cases did."""
+    """Return why a process ended before all of its cases were compiled."""
     if called := re.search(rf"{CALLED}(\w+)", log):
         return f"the stand-ins need an update for this MindSpore: {called[1]} was called"
     if code is None:
@@ -185,9 +185,9 @@ def why_ended(code, log):
 
 
 def problem(result):
-    """Return what speaks against a case, or an empty text: an error, an operator on the CPU, or no kernel at all."""
+    """Return the problem of a case, or an empty text: an error, an operator on the CPU, or no kernel at all."""
     if result["error"]:
-        # Below it MindSpore has its own call stack.
+        # Below the message, MindSpore prints its own call stack.
         return re.sub(r"\s+", " ", re.split(r"\n-{5,}", result["error"])[0])[:300]
     if result["moved"]:
         return f"on the CPU: {', '.join(result['moved'])}"
@@ -195,7 +195,7 @@ def problem(result):
 
 
 def kernels_of(result):
-    """Return the number of kernels without those that communicate."""
+    """Return the number of kernels, without the communication kernels."""
     return sum(sum(counts.values()) for kind, counts in result["kernels"].items() if kind != HCCL)
 
 
@@ -205,11 +205,11 @@ def row_of(result):
     return [result["case"], str(kernels_of(result)), names, seconds, problem(result)]
 
 
-# The tables of the pages
+# Tables for the pages of the documentation
 
 
 def tables(data):
-    """Return the tables of what ``--json`` wrote by their names, each a list of rows with the columns first."""
+    """Return tables, by name, of the data that ``--json`` wrote; each is a list of rows with the header first."""
     results = {result["case"]: result for result in data["cases"]}
     cells = {name: result for name, result in results.items() if name.startswith("cell/")}
     steps, models = {}, {}
@@ -230,7 +230,7 @@ def is_of_a_model(result):
 
 
 def verdict(result):
-    """Return what became of an operator, without MindSpore's words."""
+    """Return whether an operator was refused, moved to the CPU, or compiled."""
     if result["error"]:
         return "refused"
     return "moved to the CPU" if result["moved"] else "compiled"
@@ -241,7 +241,7 @@ def shown(result):
 
 
 def rows_of_ways(settings):
-    """Return a row for each setting: kernels by way, collectives of the first way, what the others add to these."""
+    """Return a row for each setting: kernels of each way, collectives of the first way, added ones of other ways."""
     ways = [way for way in WAYS if any(way in results for results in settings.values())]
     rows = [["case", *(WAYS[way] for way in ways), "collectives", "added to them"]]
     for setting, results in settings.items():

@@ -1,9 +1,9 @@
 """Stand-ins for the libraries of CANN, without which MindSpore's Ascend plugin does not load.
 
-In a dry run (MS_SIMULATION_LEVEL=1) MindSpore has its own functions in place of a device's. The dynamic loader still
-wants every library and every function that the plugin names, and to make a kernel asks CANN a few questions. One
-library of C functions is generated for all of them: a function in ``ANSWERS`` answers as said there, every other one
-names itself and aborts. So nothing that a dry run shows was computed by a stand-in.
+In a dry run (MS_SIMULATION_LEVEL=1) MindSpore calls no device. But the dynamic loader still needs every library and
+every function that the plugin names, and MindSpore still calls some functions of CANN to make a kernel. One library of
+C functions is generated for all of these: a function in ``ANSWERS`` returns the answer there, and every other function
+prints its name and aborts. So no stand-in computes anything that a dry run shows.
 """
 
 import hashlib
@@ -26,34 +26,34 @@ PLUGIN = (
     "lib/plugin/ascend/libmindspore_graph_ir.so",
     "lib/libmindspore_ge_backend.so",
 )
-# What else it opens by name: the library of CANN's kernels.
+# The library of CANN's kernels, which MindSpore also opens by name.
 KERNELS = "libopapi.so"
 
-# MindSpore 2.7 asks for the device's name and properties in a dry run too.
+# The oldest MindSpore that the stand-ins work with. Version 2.7 asks even a dry run for the device's properties.
 OLDEST = (2, 9)
 
-# What a stand-in without an answer prints before its name.
+# A stand-in without an answer prints this text before its name.
 CALLED = "A stand-in for CANN was called: "
 
-# Which function answers what: its whole name, and the body of a C function whose first argument is `object`.
+# The answers: a pattern of function names, and the body of a C function whose first argument is `object`.
 ANSWERS = (
-    # Whether a kernel is there and how much memory it wants: 0, which is yes, and none. CANN would look at shapes and
-    # dtypes here.
+    # Whether a kernel exists and how much memory it needs: 0 means that it exists and needs none. CANN would check
+    # shapes and dtypes here.
     (r"aclnn\w+GetWorkspaceSize", "return 0;"),
-    # Handles of what a kernel is given. They lead nowhere.
+    # Handles of the arguments of a kernel. They point to an unused buffer.
     (r"aclCreate(Tensor|Scalar|(Int|Float|Bool)Array|TensorList)|aclopCreateAttr", "return nothing;"),
     (r"aclDestroy(Tensor|Scalar|(Int|Float|Bool)Array|TensorList|AclOpExecutor)|aclopDestroyAttr", "return 0;"),
     (r"aclopSetAttr\w+|aclSetAclOpExecutorRepeatable|aclInit|aclFinalize|aclnnInit|aclnnFinalize", "return 0;"),
     (r"(Un)?InitHugeMemThreadLocal|ReleaseHugeMem", "return 0;"),
-    # Constructors of classes of the graph engine, some of which run while a library is loaded. The first two kinds have
-    # no members; an Operator has its virtual functions and a shared_ptr; the others have a shared_ptr at most.
+    # Constructors of graph engine classes; some of them run while a library is loaded. The two Register classes have no
+    # members, an Operator has virtual functions and a shared_ptr, the other classes have at most a shared_ptr.
     (r"_ZN2ge(23OperatorCreatorRegister|22InferShapeFuncRegister)C[12]E.*", "return object;"),
     (r"_ZN2ge8OperatorC[12]E.*|_ZN2ge15OperatorFactory14CreateOperatorEPKcS\d_", "return memset(object, 0, 24);"),
     (r"_ZN2ge(6Tensor|10TensorType|7Promote)C[12]E.*", "return memset(object, 0, 16);"),
-    # The attributes of kernels on their way to the device: none is kept, and a default is found.
+    # The attributes of kernels: SetAttr stores nothing, and GetAttr succeeds but leaves the default value.
     (r"_ZN2ge8Operator7SetAttrE.*", "return object;"),
     (r"_ZNK2ge8Operator7GetAttrE.*", "return 0;"),
-    # The texts of error codes: a std::map without entries.
+    # The map from error codes to messages: an empty std::map.
     (r"_ZN2ge13StatusFactory8InstanceEv", "return &empty_map;"),
 )
 
@@ -69,9 +69,9 @@ static struct { void *less; long color; void *parent, *leftmost, *rightmost; siz
 static void *called(const char *name) { fprintf(stderr, "CALLED%s\\n", name); fflush(stderr); abort(); }
 """.replace("CALLED", CALLED)
 
-# The Ascend's name, which is empty in a dry run, is taken from the environment. It is a std::string of the kind that
-# the wheel was built with, returned through a pointer; the function called here is its constructor. It must not be
-# empty, nor the address of this function odd, which to C++ is the address of a virtual function.
+# This function returns the name of the Ascend from the environment, because the name is empty in a dry run and must not
+# be. It writes a std::string, of the ABI of MindSpore's wheel, to a pointer, by calling the constructor of std::string.
+# The address of the function must be even, because C++ takes an odd address for a virtual function.
 CHIP = """
 #include <stdlib.h>
 void _ZNSsC1EPKcRKSaIcE(void *string, const char *text, const void *allocator);
@@ -84,7 +84,7 @@ __attribute__((aligned(16))) void *_ZNK9mindspore9MsContext18ascend_soc_versionE
 
 
 def missing():
-    """Return what is missing here for a dry run, with the remedy, or an empty text."""
+    """Return what this machine lacks for a dry run, with the remedy, or an empty text."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return f"the stand-ins are for Linux on x86_64, and this is {sys.platform} on {platform.machine()}"
     for program, package in (("gcc", "gcc and libc6-dev"), ("ldd", "libc-bin")):
@@ -99,13 +99,13 @@ def missing():
 
 
 def folder_of_stand_ins(cache):
-    """Return the folder of the stand-ins for the installed MindSpore, and make it where it is not in the cache.
+    """Return the folder of the stand-ins for the installed MindSpore; make the folder if the cache lacks it.
 
     Args:
-        cache (Path): a folder for them. It may be removed at any time.
+        cache (Path): the parent of such folders. It may be removed at any time.
 
     Returns:
-        Path, with ``latest/lib64``, ``latest/python`` and ``chip.so``.
+        Path, the folder with ``latest/lib64``, ``latest/python`` and ``chip.so``.
     """
     content = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     folder = Path(cache, f"mindspore-{importlib.metadata.version('mindspore')}-{content}").absolute()
@@ -118,14 +118,14 @@ def folder_of_stand_ins(cache):
         try:
             whole.rename(folder)
         except OSError:
-            # Another process was quicker.
+            # Another process has made the folder first.
             if not folder.exists():
                 raise
     return folder
 
 
 def _make(folder):
-    # MindSpore looks for this folder's name in the paths of the libraries.
+    # MindSpore looks for the names of these folders in the paths of the libraries.
     libraries = folder / "latest" / "lib64"
     libraries.mkdir(parents=True)
     absent, undefined = _wanted()
@@ -133,7 +133,7 @@ def _make(folder):
     _compile(HEAD + "\n".join(map(_function, sorted(names))), libraries / "libcann_stand_ins.so")
     for library in {*absent, KERNELS}:
         (libraries / library).symlink_to("libcann_stand_ins.so")
-    # Several processes want this package of CANN, for its version.
+    # A training with several processes imports this package of CANN to read its version.
     package = folder / "latest" / "python" / "hccl"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -142,7 +142,7 @@ def _make(folder):
 
 
 def _wanted():
-    """Return the libraries that the plugin needs and nobody has, and the functions that it takes from them."""
+    """Return the missing libraries that the plugin needs, and the functions that it takes from these libraries."""
     libraries, functions = set(), set()
     for library in PLUGIN:
         if not (file := _mindspore() / library).exists():
@@ -150,13 +150,13 @@ def _wanted():
         printed = subprocess.run(["ldd", "-r", str(file)], capture_output=True, text=True).stdout
         libraries |= set(re.findall(r"^\s*(\S+) => not found$", printed, re.MULTILINE))
         functions |= set(re.findall(r"^undefined symbol: (\w+)", printed, re.MULTILINE))
-    # Python's own are in the program that loads the plugin, and MindSpore's in libraries that it has loaded by then.
+    # Python itself has the functions of Python, and MindSpore has loaded its own libraries before the plugin.
     own_libraries = {path.name for path in (_mindspore() / "lib").rglob("*.so*")}
     return libraries - own_libraries, {name for name in functions if not re.match(r"_?Py|_Z\w*9mindspore", name)}
 
 
 def _searched():
-    """Return the functions that MindSpore searches for: those in ANSWERS, and kernels, of which it may name a part."""
+    """Return the functions that MindSpore looks up: functions in ANSWERS, and kernels, which it may name in part."""
     answered = set()
     plugin = _mindspore() / "lib" / "plugin"
     for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):
@@ -164,7 +164,7 @@ def _searched():
         words = {word.decode() for word in re.findall(rb"(?<=\0)(?:acl|Init|UnInit|Release)\w+(?=\0)", data)}
         answered |= {word for word in words if _answer(word)}
         answered |= _kernels(data)
-    # A short name is no text in a library, but part of an instruction.
+    # The compiler puts a short name into instructions, not into a string. The headers have such names too.
     for header in (_mindspore() / "include" / "mindspore" / "ops" / "kernel" / "ascend").rglob("*.h"):
         answered |= _kernels(header.read_bytes())
     return answered
@@ -192,5 +192,5 @@ def _compile(source, target, *options):
 
 
 def _mindspore():
-    """Return the folder of the installed MindSpore, which is not imported."""
+    """Return the folder of the installed MindSpore, without importing MindSpore."""
     return Path(importlib.util.find_spec("mindspore").origin).parent

@@ -1,4 +1,4 @@
-"""Functions that compile one case each, in the environment of a dry run."""
+"""Functions that each compile one case, in the environment of a dry run for Ascend."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
 ROOT = Path(__file__).resolve().parents[2]
 
 START = 2.0**16
-# Enough for a batch of each of the processes.
+# The number of samples in the data, enough for one batch in every process.
 ROWS = 128
 
 
 def control(operator):
-    """One operator, of those that an Ascend has not but for Add."""
+    """Compile one operator. An Ascend has a kernel for Add, but none for the other operators."""
     halves = Tensor(np.ones((2, 3)), mindspore.float16)
     singles = halves.astype(mindspore.float32)
     primitive, inputs = {
@@ -53,7 +53,7 @@ class Call(nn.Cell):
 
 
 def update_cell(way, **options):
-    """An update cell by its way of scaling."""
+    """Return the update cell for a way of scaling."""
     if way in ("stock", "dynamic"):
         return nn.DynamicLossScaleUpdateCell(START, 2, 20)
     if way == "mindformers":
@@ -66,7 +66,7 @@ def update_cell(way, **options):
 
 
 class Owner(nn.Cell):
-    """The loss scale and an update cell, as in a train-step cell."""
+    """A cell that owns a loss scale and an update cell, as a train-step cell does."""
 
     def __init__(self, cell):
         super().__init__(auto_prefix=False)
@@ -85,7 +85,7 @@ def update_cell_alone(way, **options):
 
 
 class Layers(nn.Cell):
-    """Dense layers in FP16 and their mean loss in FP32."""
+    """Dense layers in FP16 with a mean squared loss in FP32."""
 
     def __init__(self, count=2):
         super().__init__()
@@ -102,13 +102,13 @@ def rows():
 
 
 def momentum(network):
-    # As MindFormers has it. Its own cell does not take a constant rate, which becomes a second Parameter of one name.
+    # MindFormers uses a schedule too: its train-step cell rejects a constant rate, whose Parameter has a taken name.
     rate = nn.PolynomialDecayLR(0.1, 0.01, decay_steps=100, power=1.0)
     return nn.Momentum(network.trainable_params(), rate, momentum=0.9)
 
 
 def wrapper_of(way):
-    """The module with the train-step cells: MindFormers' or this package's."""
+    """Return the module with the train-step cells: MindFormers' or this package's."""
     return mindformers.wrapper if way == "stock" else mindformers_adaptive.wrapper
 
 
@@ -117,14 +117,14 @@ def compile_step(step, inputs=None):
 
 
 def plain_step(way, network="Layers"):
-    """``TrainOneStepWithLossScaleCell``."""
+    """Compile ``TrainOneStepWithLossScaleCell``."""
     wrapper = nn if way == "stock" else mindformers_adaptive.wrapper
     network = NETWORKS[network]()
     compile_step(wrapper.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)))
 
 
 def mf_step(way, network="Layers", optimizer="momentum", **options):
-    """``MFTrainOneStepCell``, with clipping."""
+    """Compile ``MFTrainOneStepCell`` with clipping."""
     network, options = NETWORKS[network](), {"use_clip_grad": True, "scale_sense": update_cell(way), **options}
     if optimizer == "grouped":
         forget_printed(LEARNING_RATES)
@@ -135,7 +135,7 @@ def mf_step(way, network="Layers", optimizer="momentum", **options):
 
 
 class SumAndNumber(Layers):
-    """The sum of the losses, and of how many."""
+    """Layers that return the sum of the losses, and the number of losses."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ class InlinedLate(Layers):
 
 
 class LowRank(Layers):
-    """Frozen layers with an update of rank 2."""
+    """Frozen layers with a trainable update of rank 2."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ class LowRank(Layers):
 
 
 def in_fp16():
-    """The layers with their weights in FP16 too."""
+    """Return the layers with their weights in FP16 too."""
     network = Layers()
     for weight in network.trainable_params():
         weight.set_dtype(mindspore.float16)
@@ -180,14 +180,14 @@ def recomputed():
 
 
 def fixed_scale_step(way):
-    """``FixedScaleTrainOneStepCell``, or MindSpore's cell without loss scaling."""
+    """Compile ``FixedScaleTrainOneStepCell``, or MindSpore's cell without loss scaling."""
     network = Layers()
     fixed = mindformers_adaptive.FixedScaleTrainOneStepCell
     compile_step((nn.TrainOneStepCell if way == "stock" else fixed)(network, momentum(network)))
 
 
 def manager(way):
-    """A loss-scale manager by its way of scaling."""
+    """Return the loss-scale manager for a way of scaling."""
     if way == "stock":
         return mindspore.amp.DynamicLossScaleManager(START)
     if way == "adaptive":
@@ -196,14 +196,14 @@ def manager(way):
 
 
 def built_step(way):
-    """What ``build_train_network`` returns for a manager."""
+    """Compile the train-step cell that ``build_train_network`` returns for a manager."""
     package = mindspore.amp if way == "stock" else mindformers_adaptive
     network = Layers()
     compile_step(package.build_train_network(network, momentum(network), level="O0", loss_scale_manager=manager(way)))
 
 
 def model_step(way):
-    """The train-step cell that ``Model`` makes for a manager."""
+    """Compile the train-step cell that ``Model`` makes for a manager."""
     network = Layers()
     if way != "stock":
         mindformers_adaptive.enable_loss_scale_on_cpu()
@@ -212,7 +212,7 @@ def model_step(way):
 
 
 def scaler_step(way):
-    """``value_and_grad`` with a loss scaler, in a function that is compiled."""
+    """Compile a function that trains by ``value_and_grad`` with a loss scaler."""
     network = Layers()
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     scaler = {
@@ -243,7 +243,7 @@ def scaler_step(way):
 
 
 def watched_step(way):
-    """The backward pass of a train step in which the values of each layer are measured, as ``why --graph`` does it."""
+    """Compile the backward pass of a train step that also measures the values of each layer, as in ``why --graph``."""
     network = Layers()
     compile_watched(nn.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)), rows())
 
@@ -258,7 +258,7 @@ def compile_watched(step, inputs):
 
 
 def split(network):
-    """The layers, each in a pipeline stage of its own if there are stages; each process has some rows of a weight."""
+    """Put each layer into a pipeline stage, if there are stages, and divide the rows of each weight among processes."""
     stages = mindspore.get_auto_parallel_context("pipeline_stages")
     parts = mindspore.communication.get_group_size() // stages
     for stage, dense in enumerate(network.layers):
@@ -270,7 +270,7 @@ def split(network):
 
 
 def pipeline_step(way, micro_batches=4, **options):
-    """``MFPipelineWithLossScaleCell`` with clipping."""
+    """Compile ``MFPipelineWithLossScaleCell`` with clipping."""
     layers = Layers(mindspore.get_auto_parallel_context("pipeline_stages"))
     network = _VirtualDatasetCell(nn.PipelineCell(split(layers), micro_batches)).set_train()
     options = {"scale_sense": update_cell(way), "micro_batch_num": micro_batches, **options}
@@ -294,10 +294,10 @@ NETWORKS = {
 
 
 def launched(way, config, as_it_is=False, watched=False, **options):
-    """The launcher with a YAML file, a small model and rows of zeros; the steps of the only epoch are sunk.
+    """Run the launcher with a YAML file, a small model and data of zeros, for one epoch in sink mode.
 
-    A file that is taken as it is has adaptive scaling already. Of a training that is watched, what is compiled is the
-    backward pass in which the values of each layer are measured.
+    A file that is used with ``as_it_is`` already has adaptive scaling. With ``watched``, compile only the backward pass
+    that also measures the values of each layer.
     """
     update_cells = {
         "stock": "DynamicLossScaleUpdateCell",
@@ -316,7 +316,7 @@ def launched(way, config, as_it_is=False, watched=False, **options):
         "runner_config.sink_size": -1,
         "train_dataset.data_loader.dataset_dir": str(folder),
         "train_dataset.data_loader.num_samples": ROWS,
-        # A machine of few cores takes no more.
+        # MindSpore accepts no more workers on a machine with few cores.
         "train_dataset.num_parallel_workers": 1,
         **options,
     }
@@ -339,7 +339,7 @@ def write_rows(folder, columns, length):
 
 
 def mcore_step(way, model, watched=False):
-    """A tiny mcore model of MindFormers with its own operators: flash attention, fused norms, experts."""
+    """Compile a step of a tiny mcore model of MindFormers, with flash attention, fused norms or experts."""
     from mindformers.core.context.build_context import MFContextOperator
     from mindformers.tools.register import MindFormerConfig
 
@@ -354,7 +354,7 @@ def mcore_step(way, model, watched=False):
 
 
 def deepseek(length):
-    """A DeepSeek-V3 of two layers: latent attention, experts, the prediction of a second token, a loss for balance."""
+    """Return a DeepSeek-V3 of two layers: latent attention, experts, multi-token prediction, load-balancing loss."""
     from mindformers.models.deepseek3.configuration_deepseek_v3 import DeepseekV3Config
     from mindformers.models.deepseek3.modeling_deepseek_v3_train import TrainingDeepseekV3ForCausalLM
     from mindformers.wrapper.wrapper import DataOrderWrapperCell

@@ -6,7 +6,7 @@
     python -m scripts.benchmarks.costs sweep
 
 All four are measured as paired_timing.py describes: several copies of each way, in turns, in random order. A figure
-after ± is its standard error. Machines differ and are noisy, so compare the ratios from one run, not the times.
+after ± is the standard error. Machines differ and are noisy, so compare the ratios from one run, not the times.
 """
 
 import argparse
@@ -29,17 +29,17 @@ from scripts.benchmarks.scales import measure_scales, scales_table
 from scripts.benchmarks.sweep import measure_sweep, sweep_tables
 from scripts.studies.reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
-# Fits from the first step on, and is where the demo's scale comes to rest.
+# A loss scale that fits from the first step on. The demo's loss scale settles there.
 START = 2.0**14
-# The window of whole steps, which all stay at one scale; no measurement fills it.
+# The scale window for whole steps. No measurement fills it, so the loss scale never changes.
 LARGE_WINDOW = 1000
-# With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.
+# With a window of 20 clean steps, one overflow in 25 steps keeps the scales of all update cells within float32.
 STEPS_PER_OVERFLOW = 25
 
 EMPTY, DYNAMIC, MINDFORMERS = "empty call", "MindSpore's dynamic", "MindFormers' adaptive"
 ADAPTIVE, HYSTERESIS, HISTORY = "adaptive", "adaptive, hysteresis=2", "adaptive, history_size=100"
 GUIDED, GUIDED_HISTORY = "guided", "guided, history_size=100"
-# What the table of updates calls them.
+# Display names of the update cells in the table of updates.
 CELLS = {
     EMPTY: "empty call",
     DYNAMIC: "MindSpore's `DynamicLossScaleUpdateCell`",
@@ -52,11 +52,11 @@ CELLS = {
 }
 
 MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
-# The times are the times of one look.
+# The times under this name are for one look at the gradients, not for a step.
 GRADIENTS = f"adaptive, GradientRangeMonitor every {LOOK_EVERY} steps"
 QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
 STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)
-# Whole steps differ by more than these updates cost, so they are also measured alone, so many in a round.
+# An update costs less than the noise between whole steps. So also time updates alone, UPDATE_CALLS in a round.
 UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), 200
 FORWARD, BACKWARD = "forward", "forward and backward"
 
@@ -71,7 +71,7 @@ def main():
     arguments = parse_arguments()
     if arguments.quick:
         arguments.copies, arguments.rounds = 2, 3
-    # What MindSpore and MindFormers print does not belong to the result.
+    # Keep the output of MindSpore and MindFormers out of the printed result.
     with output_to_stderr():
         sizes = {"copies": arguments.copies, "rounds": arguments.rounds}
         result = {"benchmark": arguments.command, **versions(), **sizes, **arguments.measure(arguments)}
@@ -112,7 +112,7 @@ def set_mode(mode):
 
 
 def tables(result):
-    """Return the tables of a result by their names, each a list of rows with the columns first."""
+    """Return the tables of a result, by name; each is a list of rows with the header first."""
     return TABLES[result["benchmark"]](result)
 
 
@@ -120,21 +120,21 @@ def tables(result):
 
 
 def measure_update(arguments):
-    """Return the times of ``--calls`` updates by update cell, and the kernels of each where they are known."""
+    """Return the times of ``--calls`` updates for each update cell, and its number of kernels if that is known."""
     from scripts.benchmarks.exported_graph import export_update_cell
 
     set_mode(arguments.mode)
     calls = 5 if arguments.quick else arguments.calls
     times = compare({name: partial(make_updates, name, calls) for name in CELLS}, arguments.copies, arguments.rounds)
     set_mode("graph")
-    # MindSpore exports no graph with a history, whose Parameters are no cell's.
+    # MindSpore cannot export a graph with a history, because the Parameters of the history belong to no cell.
     exported = {name: export_update_cell(make_update_cell(name)) for name in CELLS if "history" not in name}
     kernels = {name: len(graph.kernels) for name, graph in exported.items()}
     return {"mode": arguments.mode, "calls": calls, "times": times, "kernels": kernels}
 
 
 def make_updates(name, calls):
-    """Return a function that makes so many updates with a cell of its own."""
+    """Return a function that makes ``calls`` updates with a new update cell."""
     from mindspore import Tensor
 
     from scripts.benchmarks.exported_graph import LossScaleHolder
@@ -146,7 +146,7 @@ def make_updates(name, calls):
     def update(_):
         for flag in flags:
             output = cell(flag)
-        # Wait for the device. In PyNative mode the flag comes back before the state is there.
+        # Wait for the device. In PyNative mode the flag is returned before the state is computed.
         output.asnumpy()
         for parameter in cell.get_parameters():
             parameter.asnumpy()
@@ -155,7 +155,7 @@ def make_updates(name, calls):
 
 
 def make_update_cell(name, held=False):
-    """Return an update cell; one that is held does all that it does, and leaves the scale where it is."""
+    """Return an update cell. With ``held``, the cell does all of its work but leaves the loss scale as it is."""
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
     from mindspore import nn, ops
 
@@ -163,7 +163,7 @@ def make_update_cell(name, held=False):
 
     class EmptyUpdateCell(nn.Cell):
         def construct(self, loss_scale, overflow):
-            # One kernel, because MindSpore does not run a graph without any: that call would be too cheap.
+            # One kernel is needed: MindSpore does not run a graph without kernels, so the call would be too cheap.
             return ops.logical_not(overflow)
 
         def get_loss_scale(self):
@@ -202,7 +202,7 @@ def update_tables(result):
 
 
 def measure_step(arguments):
-    """Return the times of train steps, of their parts, and of updates alone; and of one pass by loss scale."""
+    """Return the times of train steps, their parts, updates alone, and a backward pass at each loss scale."""
     from scripts.studies.worth_tasks import SMALL_TASKS, Llama
 
     task = SMALL_TASKS["damped"] if arguments.quick else Llama(steps=10_000)
@@ -224,7 +224,7 @@ def measure_step(arguments):
 
 
 def ways_of_a_step(task, names, folder):
-    """Return by name what builds a train step, a part of one, or a look of GradientRangeMonitor."""
+    """Return functions, by name, that build a train step, a part of a step, or a look of GradientRangeMonitor."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
 
@@ -242,7 +242,7 @@ def ways_of_a_step(task, names, folder):
 
 
 def make_step(task, network, batch, name, folder):
-    """Return a function that takes a train step, with its callback if it has one, or only looks at the gradients."""
+    """Return a function that takes a train step, with a callback for some names, or only looks at the gradients."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
     from mindspore.train.callback import RunContext
@@ -252,7 +252,7 @@ def make_step(task, network, batch, name, folder):
 
     train_step = task.train_step(network, make_update_cell(name, held=True))
     if name == "no scaling":
-        # The scale is 1 otherwise, and the same pass takes longer there.
+        # Otherwise the loss scale would be 1, at which the same pass takes longer.
         train_step.set_sense_scale(Tensor(START, mstype.float32))
 
     def plain_step(count):
@@ -308,16 +308,16 @@ def extra_cost(times, name):
 
 
 def update_share(result, name):
-    """Return what an update takes above one of the dynamic cell, as a share of the whole step."""
+    """Return the extra time of an update against the dynamic cell's update, as a share of the whole step."""
     extra = time_above(result["updates"], name, DYNAMIC)[0] / result["update_calls"]
     return extra / time_above(result["times"], DYNAMIC)[0]
 
 
-# The detection
+# The overflow detection
 
 
 def measure_detection(arguments):
-    """Return by number of Tensors the times of looking for an overflow."""
+    """Return the times of the overflow detection, by the number of gradient Tensors."""
     set_mode("graph")
     elements, counts = (200_000, TENSORS[:1]) if arguments.quick else (ELEMENTS, TENSORS)
     times = {}
@@ -327,7 +327,7 @@ def measure_detection(arguments):
 
 
 def ways_of_detection(count, size):
-    """Return by name what builds a pass over so many gradients of this size."""
+    """Return functions, by name, that build a pass over ``count`` gradients of ``size`` elements."""
     import mindspore
     import numpy as np
     from mindspore import Tensor, amp, nn, ops
@@ -354,7 +354,7 @@ def ways_of_detection(count, size):
         return ops.neg(gradients[0][0:1])
 
     def largest_values(gradients):
-        # One primitive a Tensor, and nothing else.
+        # The plain pass has only one primitive for each Tensor.
         return ops.stack([ops.ReduceMax()(gradient) for gradient in gradients])
 
     random = np.random.default_rng(0)
@@ -376,7 +376,7 @@ def detection_tables(result):
     rows = [["Tensors", f"`{ALL_FINITE}`", *DETECTIONS.values(), NUMPY]]
     for count, times in result["times"].items():
         ratios = [ratio(times, name, PLAIN, EMPTY) for name in (ALL_FINITE, *DETECTIONS)]
-        # NumPy is called without MindSpore.
+        # NumPy is called without MindSpore, so no empty call is subtracted from its time.
         plain, (numpy, error) = time_above(times, PLAIN, EMPTY)[0], times[NUMPY]
         ratios.append((numpy / plain, error / plain))
         rows.append([str(count), *(with_error(*each, 1) for each in ratios)])

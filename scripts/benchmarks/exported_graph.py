@@ -1,6 +1,6 @@
-"""What MindSpore's compiler makes of a cell: its graph, exported as MindIR and read back.
+"""Export the graph that MindSpore's compiler makes of a cell as MindIR, and read the graph back.
 
-Needs no Ascend. It is the graph before a device's backend takes it over: what the backend fuses or inserts is not seen.
+This needs no Ascend. The backend of a device may still fuse or insert nodes afterwards, which the graph does not show.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ __all__ = ["BOOKKEEPING", "ExportedGraph", "LossScaleHolder", "export_graph", "e
 # Nodes that order or group values. Every other node is a kernel that the device has to launch.
 BOOKKEEPING = frozenset({"Constant", "Load", "MakeTuple", "TupleGetItem", "UpdateState", "Depend"})
 
-# Stands for a node that runs another graph instead of a primitive.
+# The kind of a node that runs another graph instead of a primitive.
 _CALL = "Call"
 # Types of values that only order side effects.
 _MONADS = frozenset({"UMONAD", "IOMONAD"})
@@ -71,7 +71,7 @@ def export_graph(cell, *inputs):
 
 
 class ExportedGraph:
-    """The graph of a cell, with all graphs that it calls or that hide in its attributes.
+    """The graph of a cell, with all graphs that it calls or that are nested in its attributes.
 
     Args:
         model (ModelProto): a parsed MindIR file.
@@ -99,12 +99,12 @@ class ExportedGraph:
 
     @property
     def control_flow(self):
-        """list[str]: the nodes that choose, bind or call a graph; ``Call`` is a call."""
+        """list[str]: the kind of every node that chooses, binds or calls a graph; ``Call`` for a call."""
         return [kind for kind in map(self._kind, self._nodes) if kind in _CONTROL_FLOW]
 
     @property
     def collectives(self):
-        """list[tuple[str, str, tuple[int, ...]]]: what processes exchange: primitive, dtype and shape of an output."""
+        """list[tuple[str, str, tuple[int, ...]]]: primitive, output dtype and output shape of each collective."""
         constants = []
         for node in self._nodes:
             if self._kind(node) in _COLLECTIVES:
@@ -114,10 +114,10 @@ class ExportedGraph:
 
     @property
     def tensor_types(self):
-        """dict[str, set[str]]: the dtypes of all tensors by MindIR's names, and where each occurs.
+        """dict[str, set[str]]: for each dtype of a tensor, by MindIR's name, the owners of tensors of this dtype.
 
-        These are the tensors of Parameters, inputs, outputs and constants, and the outputs of every node, in tuples
-        too. An owner is a Parameter's name or the primitive of a node.
+        The tensors are Parameters, inputs, outputs and constants, and the outputs of every node, also in tuples. An
+        owner is the name of a Parameter, input or output, or the primitive of a node.
         """
         places = {}
         for owner, tensor in self._tensors(self._model, owner=""):
@@ -128,7 +128,7 @@ class ExportedGraph:
     def plain_constants(self):
         """set[tuple[str, str, int]]: the constants that are no tensors, such as an axis or a Python number.
 
-        Each with its type, the primitive that takes it, and the position of that input.
+        Each entry has the type of the constant, the primitive that takes it, and the position of this input.
         """
         types = {}
         for node in self._nodes:
@@ -143,9 +143,9 @@ class ExportedGraph:
 
     @property
     def plain_outputs(self):
-        """set[tuple[str, str]]: what nodes put out, alone or in a tuple, that is no tensor, such as a number.
+        """set[tuple[str, str]]: the outputs of nodes, alone or in a tuple, that are no tensors, such as numbers.
 
-        Each with its type and the primitive of the node. Numbers are computed by the host, graphs are called.
+        Each entry has the type of the output and the primitive of the node. The host computes such numbers.
         """
         types = {
             (_type(output), self._kind(node))
@@ -191,5 +191,5 @@ def _type(attribute):
 
 
 def _short(name):
-    """Leave out the graph's name, which MindIR puts before the name of a Parameter."""
+    """Return the name of a Parameter without the name of the graph, which MindIR puts in front."""
     return name.partition(":")[2]

@@ -1,10 +1,10 @@
-"""Measure what a long record costs: how long each command takes, how much memory, and how that grows with the steps.
+"""Measure the time and memory that commands take for a long record, and how the time grows with the steps.
 
     python -m scripts.benchmarks.long_records
     python -m scripts.benchmarks.long_records --steps 10000 100000
 
-Each runs in a process of its own. Times are of the processor, without the start of Python; machines differ, so
-compare them with the time that it takes to parse each line of the record as JSON.
+Each command runs in a process of its own. Times are processor times, without the start of Python. Machines differ, so
+compare the times with the time for parsing each line of the record as JSON.
 """
 
 import argparse
@@ -39,7 +39,7 @@ JSON = "JSON alone"
 
 
 def commands(record, picture, steps):
-    """Return by name the command line of each way to use a record; the last one changes it."""
+    """Return the arguments of Python for each use of a record, by name; the last command changes the record."""
     return {
         JSON: ["-c", READ, record],
         "analyze": ["-c", PROGRAM, "analyze", record],
@@ -51,7 +51,7 @@ def commands(record, picture, steps):
 
 
 def write_record(path, steps):
-    """Write what the monitor would record of an adaptive run whose ceilings wander."""
+    """Write the record that the monitor would write for an adaptive run with wandering ceilings."""
     random = np.random.default_rng(0)
     noise, level, wander = random.normal(0, 0.02, steps).tolist(), 0.0, []
     for change in noise:
@@ -73,7 +73,7 @@ def write_record(path, steps):
 
 
 def run(command):
-    """Run Python with a command line; return its seconds of processor time and the most memory, in MB."""
+    """Run Python with some arguments; return its processor time in seconds and its peak memory in MB."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=environment)
     _, status, used = os.wait4(process.pid, 0)
@@ -90,7 +90,7 @@ def measure(lengths):
     with tempfile.TemporaryDirectory() as folder:
         record, picture = str(Path(folder, "record.jsonl")), str(Path(folder, "run.png"))
         for steps in lengths:
-            # In a process of its own too: the next ones would inherit how much memory it took.
+            # Write the record in a process of its own too. Otherwise, the next processes would inherit its peak memory.
             run(["-c", WRITE, record, str(steps)])
             for name, command in commands(record, picture, steps).items():
                 seconds, memory = run(command)
@@ -99,7 +99,7 @@ def measure(lengths):
 
 
 def tables(result):
-    """Return the table of a result by its name, as a list of rows with the columns first."""
+    """Return the table of a result, by name, as a list of rows with the header first."""
     measurements, lengths = result["found"], result["steps"]
     growth = f"times as long, {lengths[0]:,} to {lengths[-1]:,} steps"
     rows = [["command", *(f"{steps:,} steps, s" for steps in lengths), growth, f"times {JSON}", "MB"]]

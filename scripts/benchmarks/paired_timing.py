@@ -1,9 +1,9 @@
-"""How long several ways of doing the same take, measured so that their ratios can be compared.
+"""Time several ways of doing the same thing, so that the ratios of their times can be compared.
 
-Two compiled graphs of the same cell may differ by some percent, and other programs take time from all. So each way is
-built several times, in random order. In every round each of these copies makes one call, in random order again. A
-copy's time is the median, over the rounds, of its time against the median of all copies in that round; a way's is the
-mean over its copies, and the standard error is the error of their differences.
+Two compiled graphs of the same cell may differ by some percent, and other programs slow down all graphs. So each way is
+built several times, in random order. In every round each of these copies makes one call, in random order again. The
+time of a copy is the median over the rounds of its time relative to the median of all copies in the round. The time of
+a way is the mean over its copies. The standard error follows from the differences between the copies.
 """
 
 import gc
@@ -15,11 +15,11 @@ import numpy as np
 
 
 def take_turns(ways, copies, rounds):
-    """Measure ways in turns.
+    """Time the copies of several ways in turns.
 
     Args:
-        ways (dict[str, Callable]): by name, what builds a copy; it returns a function that takes the number of the
-            round. A call of that function is what is timed.
+        ways (dict[str, Callable]): by name, a function that builds a copy. A copy is a function of the number of the
+            round, and its calls are timed.
         copies (int): how often each way is built.
         rounds (int): calls of each copy that are timed, after two that are not.
 
@@ -51,7 +51,7 @@ def take_turns(ways, copies, rounds):
 
 
 def typical_times(times):
-    """Return the time of each way in milliseconds and its standard error, NaN for a single copy, of take_turns() times.
+    """Return each way's time in milliseconds and standard error (NaN for a single copy), given take_turns() times.
 
     Examples:
         >>> typical_times({"one": [[1.0, 2.0], [1.0, 2.0]], "other": [[3.0, 6.0], [3.0, 6.0]]})
@@ -72,12 +72,12 @@ def compare(ways, copies, rounds):
 
 
 def ratio(typical, name, base, above=None):
-    """Return the time of a way as a multiple of another's, and the standard error of that.
+    """Return the time of a way as a multiple of the time of another way, and the standard error of the ratio.
 
     Args:
         typical (dict): from :func:`typical_times`.
         name, base (str): the two ways.
-        above (str, optional): a way whose time is taken off both, such as an empty call. Default: None.
+        above (str, optional): a way whose time is subtracted from both, such as an empty call. Default: None.
 
     Examples:
         >>> ratio({"one": (1.5, 0.0), "other": (4.5, 0.0)}, "other", "one")
@@ -90,20 +90,20 @@ def ratio(typical, name, base, above=None):
 
 
 def time_above(typical, name, above=None):
-    """Return the time of a way in milliseconds, minus the time of another if one is named, and its standard error."""
+    """Return the time of a way in milliseconds, minus the time of the way ``above``, and the standard error."""
     value, error = typical[name]
     taken_off, of_taken_off = typical[above] if above is not None else (0.0, 0.0)
     return value - taken_off, math.hypot(error, of_taken_off)
 
 
 def spread_percent(times):
-    """Return by how much the copies of a way differ, as a standard deviation over all ways, in percent."""
+    """Return the standard deviation between copies of the same way, averaged over all ways, in percent."""
     _, logarithms = _compared(times)
     return 100.0 * float(np.mean([np.var(of_copies, ddof=1) for of_copies in logarithms.values()])) ** 0.5
 
 
 def with_error(value, error, digits):
-    """Return a number with its standard error, which a single copy does not have, as text.
+    """Return a number with its standard error as text, or the number alone if the error is NaN.
 
     Examples:
         >>> with_error(1.25, 0.5, 1), with_error(1.25, float("nan"), 2)
@@ -113,7 +113,7 @@ def with_error(value, error, digits):
 
 
 def _compared(times):
-    """Return the median of a round, and by way the logarithm of each copy's time against the medians of the rounds."""
+    """Return the median time of a round, and each copy's logarithm of its time relative to this median, by way."""
     medians = np.median(np.concatenate(list(times.values())), axis=0)
     logarithms = {name: np.median(np.log(copies / medians), axis=1) for name, copies in times.items()}
     return float(np.median(medians)), logarithms

@@ -1,4 +1,4 @@
-"""How long a backward pass takes at each loss scale, and what share of its gradients FP16 has as subnormal numbers."""
+"""Time a backward pass at each loss scale, and find what share of its gradients is subnormal in FP16."""
 
 import math
 
@@ -7,22 +7,22 @@ import numpy as np
 from scripts.benchmarks.paired_timing import compare, ratio, with_error
 
 EXPONENTS = range(0, 17, 2)
-# Of FP16; what is below it and not 0 is subnormal.
+# The smallest normal number of FP16; smaller numbers above 0 are subnormal.
 SMALLEST_NORMAL = 2.0**-14
 
 
 def measure_scales(task, arguments):
-    """Return by log2 of the loss scale the time of the same backward pass, and shares of the gradients.
+    """Return, by log2 of the loss scale, the time of a backward pass and shares of its gradients.
 
-    The pass is of the first batch and the weights of the start, by one compiled graph at every scale.
+    The passes at all loss scales use the first batch, the initial weights and the same compiled graph.
 
     Args:
         task: a task of ``worth_tasks``.
         arguments (Namespace): ``copies`` and ``rounds`` of the measurement.
 
     Returns:
-        dict: ``times``, as ``paired_timing.typical_times`` has them; and ``shares``, of the gradients of the weights,
-        that are ``subnormal`` in FP16 and that are ``zero``.
+        dict: ``times``, as ``paired_timing.typical_times`` returns them; and ``shares``, how many of the weights'
+        gradients are ``subnormal`` in FP16 and how many are ``zero``.
     """
     from mindspore import Tensor
     from mindspore import dtype as mstype
@@ -41,7 +41,7 @@ def measure_scales(task, arguments):
 
 
 def shares_of(gradients):
-    """Return the shares of some arrays, before they are unscaled, that are subnormal in FP16, and 0.
+    """Return the share of scaled gradients that are subnormal in FP16, and the share that are 0.
 
     Examples:
         >>> shares_of([np.array([0.0, 2.0**-15]), np.array([2.0**-14, -1.0])])
@@ -53,7 +53,7 @@ def shares_of(gradients):
 
 
 def scales_table(measured, base):
-    """Return the rows of what was measured, with the time at one scale as the unit; the columns first."""
+    """Return the table of the measurements, header first, with times relative to the time at the scale ``base``."""
     rows = [["loss scale", "time", "subnormal gradients", "gradients that are 0"]]
     for name, shares in measured["shares"].items():
         taken = with_error(*ratio(measured["times"], name, str(round(math.log2(base)))), 2)

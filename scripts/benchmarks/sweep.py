@@ -1,8 +1,8 @@
-"""How fast the lab's sweep replays configurations, against each configuration by itself: ``costs sweep``.
+"""Time the lab's sweep over configurations against a replay of each configuration by itself: ``costs sweep``.
 
-Both replay configurations of the adaptive rule on a synthetic trace of all kinds of behaviour, and must agree on the
-states, counts and measures of every configuration. On a long trace the sweep alone is timed. NumPy takes one core for
-all that the sweep does.
+Both ways replay configurations of the adaptive rule on a synthetic trace of all kinds of behaviour, and must agree on
+the states, counts and measures of every configuration. On a long trace only the sweep is timed. NumPy uses one core for
+all operations of the sweep.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.record.trace import Trace
 from scripts.benchmarks.paired_timing import compare, ratio, with_error
 
-# Configurations, steps that both take, and steps of the sweep alone.
+# The number of configurations, the steps of the trace for both ways, and the steps of the long trace.
 SIZES, QUICK_SIZES = (1000, 2000, 100_000), (20, 400, 800)
 RULE, SWEEP, LONG_SWEEP = "each configuration by itself", "the vectorised sweep", "the vectorised sweep, long trace"
 
@@ -60,7 +60,7 @@ def make_configurations():
 
 
 def make_trace(steps):
-    """Return a trace of all kinds of behaviour, one after the other, with steps of every scale and none overflowing."""
+    """Return a trace of all kinds of behaviour in turn, with steps at which every scale or no scale overflows."""
     kinds = synthetic_traces(math.ceil(steps / 8), seed=0).values()
     ceiling = np.concatenate([kind.ceiling for kind in kinds])[:steps]
     ceiling[500::1000] = 0.0
@@ -74,7 +74,7 @@ def count_different(swept, replayed):
     states = [state._asdict() for state in swept.final_states]
     by_sweep = list(map(numbers_of, swept.measures, states))
     by_rule = [numbers_of(replay.measures, replay.final_state) for replay in replayed]
-    # Sums in another order: the last digits of a float may differ.
+    # The sweep and the rule sum in different orders, so the last digits of a float may differ.
     same = np.isclose(by_sweep, by_rule, rtol=1e-9, atol=0.0, equal_nan=True)
     return int((~same.all(axis=1)).sum())
 
@@ -84,12 +84,12 @@ def numbers_of(measures, final_state):
 
 
 def sweep_tables(result):
-    """Return the table of a result by its name, as a list of rows with the columns first."""
+    """Return the table of a result, by name, as a list of rows with the header first."""
     columns = ["replayed by", "steps", "skipped", "million steps a second", "seconds", "times as fast"]
     rows = [[f"{result['configurations']} configurations {columns[0]}", *columns[1:]]]
     for name, (milliseconds, _) in result["times"].items():
         steps = result["steps"][name]
-        # Thousands of steps a millisecond.
+        # Thousand steps per millisecond, which are million steps per second.
         speed = result["configurations"] * steps / milliseconds / 1e3
         faster = with_error(*ratio(result["times"], RULE, name), 1) if name == SWEEP else ""
         taken = [f"{speed:.2f}", f"{milliseconds / 1e3:.2f}", faster]

@@ -34,20 +34,20 @@ STEPS, BATCH_SIZE = 240, 8
 # a CPU can train one micro-batch a step and see the gradients of a training with 256.
 MICRO_BATCHES = 256
 
-# The scales that the YAML options set, divided by the number of micro-batches: 1 (none), and the usual start 2^32.
+# The scales in the YAML options, divided by the number of micro-batches: 1 (no scaling), and the usual start 2^32.
 FP16_ALONE, ADAPTIVE = "FP16 alone", "adaptive scaling"
 SCALING = {
     FP16_ALONE: f"runner_wrapper.scale_sense={1 / MICRO_BATCHES}",
     ADAPTIVE: f"runner_wrapper.scale_sense.loss_scale_value={2**32 // MICRO_BATCHES}",
 }
 
-# Rules that are replayed on the adaptive run, from the same start.
+# Rules that are replayed on the adaptive run, from the same initial loss scale.
 REPLAYED = {
     "guided": lambda start: make_policy("guided", loss_scale_value=start),
     "dynamic 1000": lambda start: make_policy("dynamic", loss_scale_value=start, scale_window=1000),
 }
 
-# The mean of this many losses is what the report and the picture show.
+# The report and the picture show the mean of this many losses.
 AVERAGED = 20
 
 
@@ -97,7 +97,7 @@ def train(name, folder, arguments):
         running = True
         while running:
             time.sleep(1.0)
-            # Ask before reading the record, so that the last read sees all of it.
+            # Check for the end of the process before reading the record, so that the last read sees the whole record.
             running = process.poll() is None
             record = read_record(folder / RECORD) if (folder / RECORD).exists() else []
             if record:
@@ -146,7 +146,7 @@ def replayed_skips(record):
 
 
 def draw(records):
-    """Draw both losses, and below them the loss scale that the divided loss is multiplied by."""
+    """Draw both losses, and below them the loss scales of a training that divides its loss by ``MICRO_BATCHES``."""
     figure = new_figure(6, 6)
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for (name, record), colour in zip(records.items(), (WARNING, MAIN), strict=True):

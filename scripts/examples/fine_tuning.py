@@ -3,7 +3,8 @@
     python scripts/examples/fine_tuning.py
     python scripts/examples/fine_tuning.py --rule guided
 
-The loss scale begins anew with the fine-tuning: the ceiling of the pre-training says nothing about its ceiling.
+The fine-tuning starts with a new loss scale, because the ceiling of the pre-training says nothing about the ceiling of
+the fine-tuning.
 """
 
 import argparse
@@ -18,13 +19,13 @@ from tiny_llama import BATCH_SIZE, SEQ_LENGTH, STEPS, StepTable, build_dataset, 
 
 from mindformers_adaptive.wrapper import MFTrainOneStepCell
 
-# LlamaConfig's ignore_token_id: such a label is no part of the loss.
+# LlamaConfig's ignore_token_id: a label with this value does not count in the loss.
 IGNORED = -100
 PROMPT = SEQ_LENGTH // 2
 
 
 def answers():
-    """Prompts that count up, with answers that count down again; the label of a prompt's token is ignored."""
+    """Return prompts that count up, with answers that count down; labels of tokens in a prompt are ignored."""
 
     def samples():
         for start in np.random.default_rng(1).integers(15, size=STEPS * BATCH_SIZE):
@@ -54,7 +55,7 @@ def main():
     train(pre_trained, build_dataset(), rule, learning_rate=3e-3)
     mindspore.save_checkpoint(pre_trained, "pre_trained.ckpt")
     model = build_model()
-    # The weights only: a checkpoint of a whole training would also have the state of its loss scaling.
+    # This file has only the weights. A checkpoint of a whole training would also have the state of its loss scaling.
     mindspore.load_param_into_net(model, mindspore.load_checkpoint("pre_trained.ckpt"))
     train(model, answers(), rule, learning_rate=1e-3)
 

@@ -29,7 +29,7 @@ class LeNet5(nn.Cell):
 
 
 def create_dataset(samples=1024, batch_size=32):
-    """Batches of images, float32 of shape (batch, 1, 32, 32), and one-hot labels, float32 of shape (batch, 10)."""
+    """Return batches: images, float32 of shape (batch, 1, 32, 32), and one-hot labels, float32 of shape (batch, 10)."""
     random = np.random.default_rng(0)
     images = random.standard_normal((samples, 1, 32, 32)).astype(np.float32)
     labels = np.eye(CLASSES, dtype=np.float32)[random.integers(0, CLASSES, samples)]

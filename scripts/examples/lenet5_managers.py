@@ -16,20 +16,20 @@ AMP_LEVEL, EPOCHS = "O2", 2
 
 
 def fixed_skipping_overflows(network, loss_fn):
-    """A fixed scale; a step that overflows is skipped."""
+    """Use a fixed loss scale, and skip a step that overflows."""
     manager = FixedLossScaleManager(2.0**24)
     return Model(network, loss_fn, momentum(network), amp_level=AMP_LEVEL, loss_scale_manager=manager)
 
 
 def fixed_divided_by_the_optimizer(network, loss_fn):
-    """A fixed scale; no step is skipped, and the optimizer divides the gradients."""
+    """Use a fixed loss scale and skip no step. The optimizer divides the gradients."""
     manager = FixedLossScaleManager(1024.0, drop_overflow_update=False)
     optimizer = momentum(network, loss_scale=1024.0)
     return Model(network, loss_fn, optimizer, amp_level=AMP_LEVEL, loss_scale_manager=manager)
 
 
 def fixed_for_any_optimizer(network, loss_fn):
-    """A fixed scale with an optimizer that does not divide the gradients; the train-step cell divides them."""
+    """Use a fixed loss scale. The optimizer does not divide the gradients, so the train-step cell divides them."""
     optimizer = nn.AdamWeightDecay(network.trainable_params(), learning_rate=0.001)
     # This adds mixed precision and the loss function; without loss_scale_manager=None level O2 brings its own manager.
     unscaled = mindspore.amp.build_train_network(network, optimizer, loss_fn, AMP_LEVEL, loss_scale_manager=None)
@@ -37,13 +37,13 @@ def fixed_for_any_optimizer(network, loss_fn):
 
 
 def dynamic(network, loss_fn):
-    """A scale that follows the overflows, with one fixed window."""
+    """Use a loss scale that follows the overflows, with one fixed window."""
     manager = DynamicLossScaleManager(init_loss_scale=2**24, scale_factor=2, scale_window=20)
     return Model(network, loss_fn, momentum(network), amp_level=AMP_LEVEL, loss_scale_manager=manager)
 
 
 def adaptive(network, loss_fn):
-    """A scale that follows the overflows, with a window that follows the scale."""
+    """Use a loss scale that follows the overflows, with a window that adapts."""
     manager = AdaptiveLossScaleManager(init_loss_scale=2**24, scale_factor=2, scale_window=20)
     return Model(network, loss_fn, momentum(network), amp_level=AMP_LEVEL, loss_scale_manager=manager)
 
@@ -56,7 +56,7 @@ def momentum(network, **options):
 
 
 class StepRecorder(Callback):
-    """Keeps the loss of every step and, if steps can be skipped, its overflow flag and the loss scale after it."""
+    """Records the loss of every step and, if steps can be skipped, the overflow flag and the next loss scale."""
 
     def __init__(self):
         self.losses, self.overflows, self.loss_scales = [], [], []
@@ -81,7 +81,7 @@ def train(way):
 
 def main():
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
-    # The one line that a CPU needs; it changes no result on other devices.
+    # Only a CPU needs this line. It changes no result on other devices.
     enable_loss_scale_on_cpu()
     print(f"{'LeNet5, ' + AMP_LEVEL:<34} steps  skipped  first loss  last loss  last scale", flush=True)
     for way in WAYS:

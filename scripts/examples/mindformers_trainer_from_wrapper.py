@@ -1,8 +1,9 @@
-"""The block with Trainer on MindFormers' page about adaptive loss scaling, with a model that a CPU holds.
+"""The example with Trainer on MindFormers' page about adaptive loss scaling, with a model that fits a CPU.
 
 python scripts/examples/mindformers_trainer_from_wrapper.py
 
-Different are: the imports from mindformers_adaptive, the device, the model and its name, and fewer and shorter samples.
+The example differs from the page in the imports from mindformers_adaptive, the device, the model and its name, and the
+number and length of the samples.
 Training and evaluation have a dataset each, because MindSpore lets one dataset feed one pipeline only.
 """
 

@@ -44,7 +44,7 @@ def make_train_step(policy, optimizer, scaler):
         gradients = scaler.unscale(gradients)
         grads_finite = amp.all_finite(gradients)
         if grads_finite:
-            # A spike that fits must not throw the policy far off.
+            # Clip the gradients: a spike that does not overflow must not move the policy far.
             optimizer(ops.clip_by_global_norm(gradients, 1.0))
         scaler.adjust(grads_finite, gradients)
         return grads_finite
@@ -65,7 +65,7 @@ def main():
     for step in range(1, STEPS + 1):
         state = random.integers(STATES, size=SAMPLES)
         states = Tensor(np.eye(STATES, dtype=np.float32)[state])
-        # The action of the largest logit plus a Gumbel number is one drawn by the softmax.
+        # Draw an action by its softmax probability: add Gumbel noise to the logits and take the largest sum.
         action = (policy(states).asnumpy().astype(np.float64) + random.gumbel(size=(SAMPLES, ACTIONS))).argmax(1)
         right, spikes = action == state % ACTIONS, step % SPIKE_EVERY == 0
         reward = (right + random.normal(0.0, 0.1, SAMPLES)) * (SPIKE if spikes else 1.0)

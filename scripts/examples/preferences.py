@@ -3,9 +3,9 @@
     python scripts/examples/preferences.py
     python scripts/examples/preferences.py --rule guided
 
-MindFormers builds the network that configs/tiny_llama_cpu_fp16.yaml describes. Of two answers to a prompt, the one that
-counts on is preferred to the one that counts back. The log-probabilities of the model before the training, to which DPO
-compares, are calculated beforehand and come with the data.
+MindFormers builds the network that configs/tiny_llama_cpu_fp16.yaml describes. Each prompt has two answers: the
+answer that counts on is preferred to the answer that counts back. DPO compares with the log-probabilities of the model
+before the training, so they are calculated first and are columns of the data.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class PreferenceLoss(nn.Cell):
 
 
 def pairs(number, length):
-    """Return the preferred samples and the others, bytes as int32 of shape (number, length)."""
+    """Return the preferred samples and the other samples, bytes as int32 of shape (number, length)."""
     start = np.random.default_rng(2).integers(256, size=(number, 1))
     position, prompt = np.arange(length), length // 2
     back = np.where(position < prompt, position, 2 * prompt - 2 - position)

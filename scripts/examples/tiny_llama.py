@@ -14,7 +14,7 @@ STEPS = 32
 
 
 def build_model():
-    """A stock Llama of two layers that computes in FP16; a CPU needs the last three arguments."""
+    """Return a stock Llama of two layers that computes in FP16. A CPU needs the last three arguments."""
     mindspore.set_seed(0)
     config = LlamaConfig(
         batch_size=BATCH_SIZE,
@@ -34,7 +34,7 @@ def build_model():
 
 
 def build_dataset():
-    """Numbers that count up from a random start, modulo 15; a sample has one token more than the model reads."""
+    """Return samples that count up from a random start, modulo 15, with one token more than the model reads."""
 
     def samples():
         starts = np.random.default_rng(0).integers(15, size=STEPS * BATCH_SIZE)
@@ -45,7 +45,7 @@ def build_dataset():
 
 
 def make_update_cell(rule):
-    """The update cell of a rule, adaptive or guided."""
+    """Return the update cell of a rule, "adaptive" or "guided"."""
     if rule == "guided":
         return GradientGuidedLossScaleUpdateCell(2**24)
     # Windows of 1 to 4 steps, instead of the usual 20 to 1000, so that they change within these few steps.
@@ -55,7 +55,7 @@ def make_update_cell(rule):
 class StepTable(Callback):
     """Collects a row for each step, and prints the table when the training ends.
 
-    ``loss_scale`` is the scale that the step used; ``next_loss_scale`` and ``scale_window`` are those after the step.
+    ``loss_scale`` is the scale that the step used; ``next_loss_scale`` and ``scale_window`` are values after it.
     """
 
     def __init__(self):

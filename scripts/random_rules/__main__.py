@@ -1,6 +1,6 @@
 """Compare random rules of loss scaling in NumPy, in lanes and in update cells: ``python -m scripts.random_rules``.
 
-Each rule is written from its seed to a module that can be read. Exit code 1 if one of them differs anywhere.
+Each rule is generated from its seed and written to a readable module. The exit code is 1 if any result differs.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Rules that share a graph, and rules of a process: MindSpore keeps something of each graph for good.
+# How many rules share a graph, and how many run in one process. Both are few: MindSpore never frees all of a graph.
 TOGETHER, OF_A_PROCESS = 5, 100
 OUTCOMES = ("same", "refused", "noticed", "different")
 
 
 def main():
-    """Compare the rules, and print how many have which outcome."""
+    """Compare the rules, and print the number of rules with each outcome."""
     arguments = read_arguments()
     counts = collections.Counter()
     last = arguments.first + arguments.programs
@@ -49,7 +49,7 @@ def told(counts):
 
 
 def in_a_process(first, programs, arguments):
-    """Return how many rules have which outcome, compared by a process of their own; all differ if it dies."""
+    """Compare rules in a separate process and return the number with each outcome; all differ if the process dies."""
     command = [sys.executable, "-m", "scripts.random_rules", "--first", first, "--programs", programs]
     command += ["--steps", arguments.steps, "--folder", arguments.folder]
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
@@ -62,7 +62,7 @@ def in_a_process(first, programs, arguments):
 
 
 def compare_rules(first, programs, steps, folder):
-    """Return how many rules have which outcome; print what is different or refused."""
+    """Compare rules and return the number with each outcome; print the rules that differ or are refused."""
     os.environ.setdefault("GLOG_v", "3")
     from scripts.random_rules.compare import compare, make_rule
 

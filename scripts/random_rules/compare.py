@@ -1,7 +1,7 @@
-"""Random rules of loss scaling, as modules that can be read, and their steps in NumPy, in lanes and in update cells.
+"""Random rules of loss scaling in readable modules, and their steps in NumPy, in lanes and in update cells.
 
-A rule is written from a seed. Its steps are taken by ``rule.step``, by ``Lanes`` beside rules of its class with other
-numbers, and by its update cell; each must give the same bits.
+A rule is generated from a seed. Its steps are computed by ``rule.step``, by ``Lanes`` together with rules of the same
+class that have other arguments, and by its update cell. All three must give the same bits.
 """
 
 import importlib.util
@@ -20,18 +20,18 @@ from scripts.random_rules.writer import write_rule
 
 __all__ = ["RandomRule", "compare", "make_rule", "numpy_runs", "states_of_cells"]
 
-# Gradients of a step: ordinary ones, and all that shows nothing.
+# Largest gradients of a step: ordinary numbers, and all kinds of numbers that tell a rule nothing.
 GRADIENTS = (0.25, 3.0, 1e-3, 777.0, 2.0**-126, 0.0, 1e-40, np.inf, np.nan)
 
 
 class RandomRule(NamedTuple):
-    """A rule that was made from a seed.
+    """A random rule, generated from a seed.
 
     Attributes:
         seed (int): the seed.
-        path (Path): its module.
-        rules (list[Rule]): of its class, with other arguments; the first is the update cell's.
-        loss_scale (float): the initial one.
+        path (Path): the file of its module.
+        rules (list[Rule]): rules of its class with different arguments; the update cell follows the first rule.
+        loss_scale (float): the initial loss scale.
     """
 
     seed: int
@@ -56,14 +56,14 @@ def make_rule(seed: int, folder: Path) -> RandomRule:
 
 
 def compare(random_rules, steps, of_cells=None):
-    """Take steps in all ways, and return for each rule "same", "noticed", or what differs.
+    """Compute the steps in all ways, and return for each rule "same", "noticed", or a text that says what differs.
 
-    A rule is noticed when it computes a number nearer to 0 than 2^-126, and warns of it: devices may differ there.
+    A rule is "noticed" if it warns that it computed a subnormal number (nearer to 0 than 2^-126): devices may differ.
 
     Args:
-        random_rules (list[RandomRule]): share a graph in each mode of MindSpore, and the steps.
-        steps (int): how many.
-        of_cells (dict, optional): what :func:`states_of_cells` returned for them. Default: None, they take the steps.
+        random_rules (list[RandomRule]): rules that share a graph in each mode of MindSpore, and take the same steps.
+        steps (int): the number of steps.
+        of_cells (dict, optional): the result of :func:`states_of_cells` for these rules. Default: None, it is called.
     """
     results, runs = [], []
     for random_rule in random_rules:
@@ -85,13 +85,13 @@ def compare(random_rules, steps, of_cells=None):
 
 
 def states_of_cells(random_rules, steps):
-    """Return by mode of MindSpore for each rule the states of its update cell after each step."""
+    """Return, by mode of MindSpore, the states of each rule's update cell after each step."""
     path = path_of(random_rules[0].seed // 100, 0, steps)
     return {mode: cell_runs(random_rules, path, mode) for mode in ("graph", "pynative")}
 
 
 class Run(NamedTuple):
-    """A rule, its steps, each with its overflow and its largest gradient, and its states before and after them."""
+    """A rule, its steps (overflow and largest gradient of each), and its states before and after the steps."""
 
     rule: Any
     path: list[tuple[bool, float]]
@@ -99,11 +99,11 @@ class Run(NamedTuple):
 
 
 def numpy_runs(random_rule, steps, paths):
-    """Return runs by ``rule.step``: of the rule with each of its arguments, and of the first twice more.
+    """Return runs by ``rule.step``: one for each rule of the class, and two more for the first rule.
 
     Args:
         random_rule (RandomRule): the rule.
-        steps (int): how many.
+        steps (int): the number of steps.
         paths (int): the seed of the steps, the same for rules that share a graph.
     """
     rules, runs = random_rule.rules, []
@@ -116,13 +116,13 @@ def numpy_runs(random_rule, steps, paths):
 
 
 def path_of(paths, lane, steps):
-    """Return the steps of a lane, each with its overflow and its largest gradient."""
+    """Return the overflow and the largest gradient of each step of a lane."""
     numbers = random.Random(f"{paths} {lane}")
     return [(numbers.random() < 0.2, numbers.choice(GRADIENTS)) for _ in range(steps)]
 
 
 def lane_differences(runs):
-    """Return where rules side by side differ from each by itself: rules of one class, and one rule many times."""
+    """Return where lanes differ from ``rule.step``, for several rules of one class and for one rule repeated."""
     return [*_lane_differences(runs, "lanes"), *_lane_differences([runs[0], *runs[3:]], "lanes of one rule")]
 
 
@@ -138,10 +138,10 @@ def _lane_differences(runs, way):
 
 
 def cell_runs(random_rules, path, mode):
-    """Return for each rule the states of its update cell in a mode of MindSpore after each step of a path."""
+    """Return, for each rule, the states of its update cell after each step of a path, in a mode of MindSpore."""
     context = {"mode": mindspore.GRAPH_MODE}
     if mode == "pynative":
-        # Otherwise MindSpore's threads spin while they wait for each other, and a step takes many times as long.
+        # Without this option MindSpore's threads spin while they wait for each other, and a step takes much longer.
         context = {"mode": mindspore.PYNATIVE_MODE, "pynative_synchronize": True}
     before = {name: mindspore.get_context(name) for name in context}
     mindspore.set_context(**context)
@@ -152,7 +152,7 @@ def cell_runs(random_rules, path, mode):
             shared(Tensor(overflow), Tensor(gradient, mindspore.float32))
             for run, cell in zip(runs, shared.update_cells, strict=True):
                 state = cell.state()
-                # Where the rule counts them, int32 as all else.
+                # A rule that counts clean steps does so in int32, so compute their number in int32 too.
                 clean_steps = np.int64(state["cur_iter"] - 1 - state["last_overflow_iter"]).astype(np.int32)
                 run.append({**state, "clean_steps": int(clean_steps)})
     finally:
@@ -161,7 +161,7 @@ def cell_runs(random_rules, path, mode):
 
 
 class _SharedGraph(nn.Cell):
-    """Update cells of several rules in one graph, which takes less time to compile than one for each."""
+    """Update cells of several rules in one graph, which takes less time to compile than a graph for each rule."""
 
     def __init__(self, random_rules):
         super().__init__()
@@ -186,7 +186,7 @@ class _SharedGraph(nn.Cell):
 
 
 def differences(ours, state):
-    """Return the parts of a state of a rule of which a bit differs from ours, with the values; NaN equals NaN."""
+    """Return the parts of ``state`` that differ in any bit from ``ours``, with both values; NaN equals NaN."""
     parts = state._asdict().items()
     return ", ".join(
         f"{name} {ours[name]!r}, not {theirs!r}" for name, theirs in parts if not _is_same(ours[name], theirs)

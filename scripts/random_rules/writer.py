@@ -1,4 +1,4 @@
-"""The modules of random rules of loss scaling, written from a seed."""
+"""Writes Python modules with randomly generated loss scaling rules, reproducible from a seed."""
 
 import random
 import re
@@ -6,7 +6,7 @@ import re
 __all__ = ["write_rule"]
 
 _LARGEST = "3.4028234663852886e+38"
-# Numbers of Python and NumPy, and attributes of the rule; those after the bar are rarer.
+# Constants in rules: Python and NumPy numbers, and attributes of the rule. Constants after the bar are rarer.
 _NUMBERS = {
     "float32": "0 1 -1 2 0.0 1.0 -1.0 0.5 2.0 -2.5 0.1 3.3 1e6 7 self.share self.limit self.share*3 self.steps | "
     f"-0.0 {_LARGEST} -{_LARGEST} math.inf -math.inf 1e30 1e-3 1e-30 -2147483904.0 16777217.0 2.0**127 -3e38 "
@@ -22,15 +22,16 @@ _FIRST = {
     "float32": (0.0, -0.0, 1.5, -2.25, 1e6, 3e38, 0.1, float("inf"), float("nan"), 2.0**31, 5.0, 17.0),
 }
 
-# What a rule keeps, by the key in the state. Parts of a group are numbers.
+# The parts of a rule's state, with their dtypes. Parts of a group, such as low, are scalars.
 _FIELDS = {"few": "int32", "many": "int32", "mark": "int32", "yes": "int32", "no": "int32"}
 _FIELDS |= {"level": "float32", "last": "float32", "before_last": "float32", "kept": "float32"}
 _FIELDS |= {"low": "float32", "middle": "float32", "high": "float32"}
 _VECTORS = {"counts": "int32", "rates": "float32", "old_rates": "float32"}
 
-# Ways to compute a value: x and y of its dtype, of which one may be a number; v and w of its dtype; a and b numbers;
-# F, I and B of float32, int32 and bool; C a flag; K an index; V a vector of its dtype; P a place in it. Of a vector
-# also L, a list of numbers; G, one of flags; S and T, numbers of its dtype, S each time another.
+# Templates of expressions. x and y have the dtype of the result, and one of them may be a number; v and w have this
+# dtype; a and b are numbers; F, I and B are float32, int32 and bool; C is a flag; K an index; V a vector of this dtype;
+# P a position in V; M and N are vectors of bool and float32. Templates of vectors also have U, a stack of scalars; L, a
+# list of numbers; G, a list of flags; S and T, scalars of this dtype. Each S is a new scalar.
 _COMMON = (
     "where(B, x, y); where(C, v, w); minimum(x, y); maximum(x, y); minimum(maximum(x, y), a); maximum(a, maximum(b, v))"
     "; v + v; v - v; v * a * b; b * (a * v); a - (v - b); v + a + b; -(-v); v * 0; v * -1; 0 - v; v + 0; v * a + v * b"
@@ -118,13 +119,13 @@ def write_rule(seed):
 
 
 class _Writer:
-    """Writes the module of a rule; names of values by their dtype and length, 0 for a number."""
+    """Writes the module of a rule. ``pools`` holds the names of values by dtype and length; scalars have length 0."""
 
     def __init__(self, seed):
         self.seed, self.random = seed, random.Random(seed)
         self.length = self.pick((1, 2, 3, 3, 4, 9))
         self.by_exponent, self.needs_gradients = self.pick((True, False, False)), self.pick((True, True, False))
-        # As of the adaptive rule.
+        # The adaptive rule counts clean steps, too.
         self.counts_clean_steps = self.chance(0.3)
         self.lines, self.made, self.pools = [], 0, {}
         self.know("int32", 0, "state.skipped_steps", "state.consecutive_overflows")
@@ -198,7 +199,7 @@ class _Writer:
         name = f"{dtype[0]}{self.made}"
         self.made += 1
         self.lines.append(f"{name} = {expression}")
-        # What was made last is used more than what was there.
+        # Add the name three times, so that new values are used more often than old ones.
         self.know(dtype, length, *[name] * 3)
 
     def keep_table(self):
@@ -227,7 +228,7 @@ class _Writer:
             self.know(dtype, self.length, f"{name}.{key}")
 
     def result(self, key):
-        """Return what a part of the state becomes: what it was, another part, a number, or something computed."""
+        """Return the new value of a part of the state: its old value, another part, a number, or an expression."""
         dtype, length = (_FIELDS[key], 0) if key in _FIELDS else (_VECTORS[key], self.length)
         parts = [name for name, kind in (_VECTORS if length else _FIELDS).items() if kind == dtype]
         way = self.random.random()
@@ -237,14 +238,14 @@ class _Writer:
             return self.number(dtype)
         value = self.value(dtype, length, 1)
         if dtype == "float32" and self.chance(0.7):
-            # Otherwise products of products would soon come too near to 0.
+            # Replace small values by 0, or products of products would soon be subnormal.
             return f"where(abs({value}) < 0.001, {self.pick(('0.0', f'{value} * 0.0'))}, {value})"
         return value
 
     def write_return(self):
         before, share = "state", 0.85
         if self.chance(0.4):
-            # What both sides have is handed on whatever the flag is.
+            # A change in `both` takes effect on both sides of the where() below, whatever the flag is.
             keys = self.random.sample([*_FIELDS, *_VECTORS], 4)
             self.lines.append(f"both = state.replace({_named({key: self.result(key) for key in keys})})")
             before, share = "both", 0.5
@@ -253,20 +254,20 @@ class _Writer:
         if self.counts_clean_steps:
             handed_on["many"] = "state.clean_steps + 1"
         changed = f"{before}.replace({_named(self.changes(share, handed_on, '0'))})"
-        # Often next to nothing changes on this side, as in a step without an event.
+        # Often change almost nothing on the other side of where(), as in a step without an event.
         share = self.pick((share, 0.0))
         other = f"{before}.replace({_named(self.changes(share, handed_on, 'state.clean_steps + 1'))})"
         flag = self.pick(("seen.overflow", "seen.overflow", self.value("bool", 0, 1)))
         after = self.pick((changed, *(f"where({flag}, {changed}, {side})" for side in (other, other, before))))
         if self.chance(0.25):
-            # What was picked is needed by something else too.
+            # Use the new state in a further expression, too.
             self.lines.append(f"after = {after}")
             key = self.pick(("level", "last", "kept"))
             after = f"after.replace({key}=where(after.{self.pick(('kept', 'middle'))} < 1, after.low, after.{key}))"
         self.lines.append(f"return {after}")
 
     def changes(self, share, handed_on, clean_steps):
-        """Return what becomes of so large a share of the state, by key."""
+        """Return the new values of changed parts of the state, by key. A part changes with probability ``share``."""
         changes = {key: self.result(key) for key in [*_FIELDS, *_VECTORS] if self.chance(share)}
         if share and self.chance(0.3):
             changes |= {part: self.value("float32", 0, 1) for part in ("low", "middle", "high")}
@@ -284,7 +285,7 @@ class _Writer:
         return self.pick((rare if self.chance(0.15) else usual).split())
 
     def value(self, dtype, length, depth):
-        """Return an expression of a value of a dtype and length."""
+        """Return an expression whose value has the given dtype and length."""
         if depth and self.chance(0.5):
             return f"({self.expression(dtype, length, depth - 1)})"
         return self.pick(self.pools[dtype, length])
@@ -301,7 +302,7 @@ def _named(changes):
 
 
 class _Operands(dict):
-    """What the letters of a way to compute a value stand for, made when they are needed."""
+    """The operands that the letters of a template stand for, each generated at its first use."""
 
     def __init__(self, writer, dtype, length, depth):
         super().__init__()
@@ -310,7 +311,7 @@ class _Operands(dict):
     def __missing__(self, letter):
         writer, length, depth = self.writer, self.length, self.depth
         if letter == "S":
-            # Each time another one.
+            # Do not store this operand, because each S is a new scalar.
             return writer.value(self.dtype, 0, 0)
         if letter in ("x", "y", "FF", "FG", "II", "IJ"):
             dtype = {"F": "float32", "I": "int32"}.get(letter[0], self.dtype)
@@ -342,7 +343,7 @@ class _Operands(dict):
         return self[letter]
 
     def beside(self, dtype, is_number=False):
-        """Return a number of Python, or a value of this length or a number of the state."""
+        """Return the other operand: a Python number, a value of the same length, or a scalar."""
         writer = self.writer
         if writer.chance(0.35):
             return writer.number(dtype)

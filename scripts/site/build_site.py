@@ -1,10 +1,10 @@
-"""Build the documentation as a site in both languages, with a warning as an error.
+"""Build the documentation as a site in both languages, and treat warnings as errors.
 
     python -m scripts.site.build_site output/site
 
-Sphinx reads copies of the pages in docs/ and of the first page, README.md, in a folder for the time of the build. The
-links between them are made to fit, and a file of the project that a page links to becomes a page that shows it. The
-API reference has a page for each public name and one for each room of the package. MindSpore is not needed.
+Sphinx reads copies of the pages in docs/ and of the first page, README.md, from a temporary folder. In the copies, the
+links fit the site. If a page links to a file of the project, the site gets a page that shows this file. The API
+reference has a page for each public name and for each subpackage. MindSpore is not needed.
 """
 
 import argparse
@@ -47,9 +47,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="the folder of the site, which is replaced")
     output = parser.parse_args().output
-    # Most objects that are made are kept to the end, and would be looked through again and again.
+    # Most objects live until the end, so garbage collection would only scan them again and again.
     gc.disable()
-    # For conf.py.
+    # conf.py imports modules from this folder.
     sys.path.insert(0, str(DOCS / "site"))
     with tempfile.TemporaryDirectory() as folder:
         for language in FIRST_PAGES:
@@ -63,13 +63,13 @@ def main():
         shutil.rmtree(output, ignore_errors=True)
         shutil.move(Path(folder, "site"), output)
     print(f"Written: {output / 'index.html'}")
-    # Nor are they looked through at the exit.
+    # Do not scan the objects at exit, either.
     gc.freeze()
     return 0
 
 
 def write_sources(language, folder):
-    """Write what Sphinx reads for one language."""
+    """Write the source files of one language for Sphinx."""
     first = ROOT / FIRST_PAGES[language]
     pages = {page: f"{page.stem}.md" for kind in ("md", "ipynb") for page in DOCS.glob(f"*/*.{kind}")}
     pages |= {ROOT / page: "index.md" for page in FIRST_PAGES.values()} | {ROOT / "CHANGELOG.md": "changelog.md"}
@@ -79,14 +79,14 @@ def write_sources(language, folder):
     for page in [first, ROOT / "CHANGELOG.md", *(page for page in pages if page.parent == DOCS / language)]:
         text = notebook(page, folder) if page.suffix == ".ipynb" else page.read_text(encoding="utf-8")
         if page.name == "CHANGELOG.md":
-            # It is in English only, and so are the anchors in it.
+            # The change log exists in English only, so its links must not have the anchors of English pages.
             text = re.sub(r"(?<=\.md)#[^)]+", "", text)
         write(folder / pages[page], with_links(text, page, pages, shown))
     for file, name in shown.items():
         write(folder / name, page_of(file))
     rows = "".join(_ROW.findall(first.read_text(encoding="utf-8")))
     ordered = [pages[(ROOT / link).resolve()] for link in dict.fromkeys(_PAGE.findall(rows))]
-    # The raw tables, and the changes.
+    # The first page does not list the raw tables and the change log.
     unlisted = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
     words = WORDS[language]
     ordered += [f"{words['changes']} <{page}>" if page == "changelog.md" else page for page in sorted(unlisted)[::-1]]
@@ -105,15 +105,15 @@ def toctree(caption, names):
 
 
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
-# A row of a table of the first page, and a link to a whole page in it.
+# A row of a table on the first page, and a link in this row to a page without an anchor.
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _PAGE = re.compile(r"\]\((docs/\w+/[^)#]+)\)")
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 
 
 def with_links(text, page, pages, shown):
-    """Return the text of a page with links that fit the site; add files that only the project has to ``shown``."""
-    # The theme has links to the first page and to the other language.
+    """Return the text of a page with links that fit the site; add linked files that are not pages to ``shown``."""
+    # Remove the links to the first page and to the other language, because the theme has its own.
     text = re.sub(r"^\[(?:简体中文|English)\]\(\S+\)(?: · \[\w+\]\(\S+\))? ?", "", text, count=1, flags=re.MULTILINE)
 
     def fitting(match):
@@ -133,7 +133,7 @@ def with_links(text, page, pages, shown):
 
 
 def notebook(file, folder):
-    """Return the cells of a notebook and what they gave as a page; write its pictures to the folder of the site."""
+    """Return the cells of a notebook and their outputs as a page; write its pictures to the folder of the site."""
     parts = []
     for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
@@ -165,7 +165,7 @@ def page_of(file):
 
 
 def reference(language, folder):
-    """Write a page for each public name and for each room, and return the page that lists them."""
+    """Write a page for each public name and each subpackage, and return a page that lists all of them."""
     words = WORDS[language]
     lines = title(words["reference"])
     for english, names in PUBLIC.items():
@@ -190,17 +190,17 @@ def reference(language, folder):
 
 def described(name):
     """Return the directives that describe a public name."""
-    # Classes are written with a capital letter in this package, functions are not.
+    # In this package, the names of classes begin with a capital letter; the names of functions do not.
     kind = "class" if short_name(name)[0].isupper() else "function"
     return [f".. auto{kind}:: {name}", ""]
 
 
 def room_page(room):
-    """Return a page with what the modules of a room offer to others, beside the names with a page of their own."""
+    """Return a page with the members of a subpackage's modules, except the names that have a page of their own."""
     public = {short_name(name) for names in PUBLIC.values() for name in names}
-    # Of the lab's presets; in docstrings the word stands for MindSpore's class.
+    # Leave out the lab's class Parameter: in docstrings, the name stands for MindSpore's class.
     left_out = ", ".join(sorted({*public, "Parameter"}))
-    # In the navigation of every page they would cost more time than all the rest.
+    # Keep these pages out of the navigation, because building it on every page would take most of the time.
     lines = [":orphan:", "", *title_of_name(f"{PACKAGE.name}.{room.stem}")]
     for file in sorted(room.rglob("*.py")) or [room]:
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -215,7 +215,7 @@ def short_name(name):
 
 
 def title_of_name(name):
-    """Return a title of one long word, which the style sheet keeps on one line."""
+    """Return a title of one long word, which the style sheet does not wrap."""
     return [".. rst-class:: name", "", *title(name)]
 
 

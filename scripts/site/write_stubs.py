@@ -1,4 +1,4 @@
-"""Write the stubs that tell editors and type checkers the names which a package loads on first use.
+"""Write the stubs that tell editors and type checkers which names a package loads on first use.
 
 python -m scripts.site.write_stubs
 """
@@ -10,12 +10,12 @@ from mindformers_adaptive.text.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "mindformers_adaptive"
-# Those that import what they offer need none.
+# These modules import their public names themselves, so they need no stub.
 EAGER = ("wrapper", "rules", "lab.replay")
 
 
 def stubs():
-    """Return the text of each stub, by its file below the top of the project."""
+    """Return the text of each stub by its path, relative to the root of the project."""
     lines = {"": ["", "__version__: str"]}
     for group in PUBLIC.values():
         for name, module in group.items():

@@ -1,9 +1,9 @@
-"""Draw how the rules move the loss scale on one made-up run, from the rules in NumPy.
+"""Draw how the rules move the loss scale in one synthetic run, computed by the rules in NumPy.
 
     python -m scripts.studies.draw_rules
 
-Draws docs/images/scale_and_window.svg, with scale and window of the adaptive rule, and docs/images/guided.svg, with the
-adaptive and the gradient-guided rule side by side.
+Draws docs/images/scale_and_window.svg, with loss scale and window of the adaptive rule, and docs/images/guided.svg,
+with the loss scales of the adaptive and the gradient-guided rule.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ FALL, RECOVERY = 1100, 1400
 
 
 def main():
-    # The gradients show the ceilings; the adaptive rule does not look at them.
+    # Add gradients that show the ceilings, for the guided rule. The adaptive rule does not use gradients.
     trace = with_gradients(Trace.exact("made up", largest_scales()))
     for file, draw in (("scale_and_window.svg", draw_scale_and_window), ("guided.svg", draw_guided)):
         figure = new_figure(9, 5.6)
@@ -31,7 +31,7 @@ def main():
 
 
 def largest_scales():
-    """A made-up run: the largest scale without overflow, step by step; it falls by 2^10 and recovers later."""
+    """Return the largest loss scale without overflow at each step; it falls by 2^10 and recovers later."""
     random = np.random.default_rng(3)
     exponents = 19.5 + 0.5 * np.sin(np.arange(STEPS) / 90) + random.normal(0, 0.35, STEPS)
     exponents[FALL:RECOVERY] -= 10
@@ -39,7 +39,7 @@ def largest_scales():
 
 
 def draw_scale(axes, trace, rule):
-    """Draw the scale of a rule from 2^28, below the scales that overflow; return its replay."""
+    """Draw the loss scale of a rule from 2^28 on, and the scales that overflow; return the replay of the rule."""
     replayed = replay(make_policy(rule, loss_scale_value=2.0**28), trace)
     steps, scales, overflows = np.arange(1, STEPS + 1), np.log2(replayed.loss_scale), replayed.overflow
     axes.fill_between(steps, np.log2(trace.ceiling), 34, color=CONTEXT, linewidth=0, label="overflows here")
@@ -49,7 +49,7 @@ def draw_scale(axes, trace, rule):
 
 
 def draw_scale_and_window(figure, trace):
-    """Draw the adaptive rule; return what the picture shows."""
+    """Draw loss scale and window of the adaptive rule; return the headline of the picture."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     replayed = draw_scale(upper, trace, "adaptive")
     upper.set_ylim(5, 30)
@@ -58,7 +58,7 @@ def draw_scale_and_window(figure, trace):
 
     lower.step(np.arange(1, STEPS + 1), replayed.scale_window, where="post", color=SECOND, linewidth=1.6)
     lower.set_yscale("log")
-    # Every window has a grid line; 30 and 40 have no room for a label.
+    # Every window has a grid line, but the labels 30 and 40 would not fit.
     names, windows = {1: "1 (hidden)", 30: "", 40: ""}, (1, *window_ladder(1000, 20))
     lower.set_yticks(windows, [names.get(window, str(window)) for window in windows])
     lower.minorticks_off()
@@ -73,7 +73,7 @@ def draw_scale_and_window(figure, trace):
 
 
 def draw_guided(figure, trace):
-    """Draw a panel for each rule; return what the picture shows."""
+    """Draw a panel for each rule; return the headline of the picture."""
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     skipped = []
     for axes, rule in zip(panels, ("adaptive", "guided"), strict=True):

@@ -1,12 +1,12 @@
-"""Measure the figures of the pages again, and write them into the pages.
+"""Repeat the measurements for the tables of the docs, and write the tables into the pages.
 
-    python -m scripts.studies.figures                       # all of them: takes hours, and installs other versions
-    python -m scripts.studies.figures guided_training step  # these
-    python -m scripts.studies.figures --render              # none: only write what docs/figures/ holds into the pages
+    python -m scripts.studies.figures                       # measure all: takes hours, and installs other versions
+    python -m scripts.studies.figures guided_training step  # measure these two
+    python -m scripts.studies.figures --render              # measure nothing: only write the tables into the pages
 
-docs/figures/NAME.json holds what a script measured, with its command and the versions. A page shows a table of it
-between ``<!-- figures: NAME/TABLE -->`` and ``<!-- end of figures -->``; this script writes what stands there. On a
-Chinese page each cell is what docs/figures/chinese.json says of it, or else the English one.
+docs/figures/NAME.json holds the results of a script, with its command and the versions. A page has each table between
+``<!-- figures: NAME/TABLE -->`` and ``<!-- end of figures -->``, where this script writes it. On a Chinese page, cells
+that docs/figures/chinese.json translates are in Chinese, all other cells in English.
 """
 
 import argparse
@@ -32,13 +32,13 @@ PAGES = [ROOT / "README.md", ROOT / "README_CN.md", *sorted((ROOT / "docs").glob
 
 @dataclass(frozen=True)
 class Figure:
-    """What a command measures.
+    """A measurement: a command, and how its output becomes tables.
 
     Attributes:
-        command (str): at the top of the project.
-        module (str): the script whose ``tables(result)`` makes the tables from what ``--json`` writes. Default: "",
-            what the command prints is kept as it is, and is the table ``printed``.
-        begins (str): what the first printed line that is kept begins with. Default: "", every line is kept.
+        command (str): the command, to run in the top folder of the project.
+        module (str): the module whose ``tables(result)`` makes the tables from the file of ``--json``. Default: "", for
+            a command without ``--json``, whose printed lines are the table ``printed``.
+        begins (str): the beginning of the first printed line to keep. Default: "", every line is kept.
     """
 
     command: str
@@ -56,7 +56,7 @@ FIGURES = {
     "worth": Figure("python -m scripts.studies.worth_it", "scripts.studies.worth_report"),
     "micro_batches": Figure(f"python -m {MICRO_BATCHES}", MICRO_BATCHES),
     "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
-    # Runs that docs/figures/long_training/ holds already are not trained again.
+    # This command does not repeat a run that docs/figures/long_training/ already holds.
     "long_training": Figure(f"python -m {LONG}", LONG),
     "formats": Figure(f"python -m {FORMATS}", FORMATS),
     "update": Figure(f"python -m {COSTS} update", COSTS),
@@ -69,7 +69,7 @@ FIGURES = {
     "versions": Figure("bash scripts/versions/version_table.sh"),
     "lenet5": Figure("python scripts/examples/lenet5_managers.py", begins="LeNet5"),
     "demo": Figure("bash scripts/demo.sh", begins="FP16 alone: "),
-    # After the demo, which writes the corpus.
+    # This command must come after the demo, which writes the corpus.
     "find": Figure(FIND, begins="Start at"),
 }
 
@@ -95,7 +95,7 @@ def main():
 
 
 def measure(figure, file):
-    """Run the command of a figure, and write what it measured; if it fails, the file stays as it was."""
+    """Run the command of a figure and write its results; if the command fails, the file stays as it was."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     command = shlex.split(figure.command)
@@ -111,15 +111,15 @@ def measure(figure, file):
 
 
 def kept(printed, begins):
-    """Return the printed lines from the first that begins so."""
+    """Return the printed lines from the first line that begins with ``begins``."""
     lines = printed.rstrip().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(begins))
-    # The demo numbers its folders.
+    # The demo numbers its output folders; always show the number 1.
     return [re.sub(r"\bdemo_\d+", "demo_1", line) for line in lines[first:]]
 
 
 def rendered(text, page):
-    """Return the text of a page with the tables that the data have for it."""
+    """Return the text of a page with its tables made from the present data."""
     is_chinese = page.parent.parts[-2:] == ("docs", "zh") or page.name == "README_CN.md"
     words = json.loads((DATA / "chinese.json").read_text(encoding="utf-8")) if is_chinese else {}
 
@@ -128,14 +128,14 @@ def rendered(text, page):
         return "\n".join([block["begin"], *lines, block["end"]])
 
     begin, end = r"(?P<begin><!-- figures: (?P<name>\w+)/(?P<table>\w+) -->)", r"(?P<end><!-- end of figures -->)"
-    # A block that does not end leaves what follows alone.
+    # A block without an end must not extend into the next block.
     between = r"(?:(?!<!-- figures: ).)*?"
     return re.sub(rf"^{begin}${between}^{end}$", shown, text, flags=re.MULTILINE | re.DOTALL)
 
 
 @functools.cache
 def tables_of(name):
-    """Return the tables of a figure by their names: lists of rows, or lines that are printed as they stand."""
+    """Return the tables of a figure by name: lists of rows, or lists of lines to show unchanged."""
     data = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
     if module := FIGURES[name].module:
         return importlib.import_module(module).tables(data)
@@ -146,16 +146,16 @@ def tables_of(name):
 
 
 def lines_of(rows, words):
-    """Return the lines that a page has for a table, with other words for its cells."""
+    """Return the lines of a table for a page, with the cells translated by ``words``."""
     if isinstance(rows[0], str):
         return ["```text", *rows, "```"]
     return list(table([[translated(cell, words) for cell in row] for row in rows]))
 
 
 def translated(cell, words):
-    """Return other words for a cell, or for each part of it between semicolons.
+    """Return the translation of a cell, or of each part of the cell between semicolons.
 
-    Words with ``#`` in them stand for all numbers there, and have them as {0}, {1}, ...
+    In a key of ``words``, ``#`` stands for any number. The translation has the numbers as {0}, {1}, ...
 
     Examples:
         >>> translated("2 of 3 seeds", {"# of # seeds": "{1}个种子中的{0}个"})

@@ -1,11 +1,11 @@
-"""Train tasks of worth_it.py in FP16 and in simulated 8-bit formats, and compare loss scales and rules as Markdown.
+"""Train tasks of worth_it.py in FP16 and in simulated 8-bit formats, and compare loss scales and rules in Markdown.
 
     python -m scripts.studies.formats_training
 
 Each task is trained in FP32 and in each format: at fixed loss scales, by MindSpore's dynamic scaling and by both rules.
-Of the 8-bit formats the first is the format of the matrices, the second the format of the gradients. Also draws
-docs/images/quality_by_format.svg. With --add the runs that the file of --json has are not trained again, but for the
-methods that are named, such as the ones of the guided rule:
+A pair of 8-bit formats names the format of the matrices first, then the format of the gradients. The script also draws
+docs/images/quality_by_format.svg. With --add, runs that are in the file of --json are not trained again, except by the
+methods that --again names, such as the guided rule:
 
     python -m scripts.studies.formats_training --add --again guided --json docs/figures/formats.json
 """
@@ -25,14 +25,14 @@ from scripts.studies.worth_report import FP32, LOWEST, interval, mean_and_interv
 
 PICTURE = "docs/images/quality_by_format.svg"
 
-# What the matrices of a training are in, and what the gradients are in; FP16 is the device's own.
+# The formats of the matrices and of the gradients. FP16 is the device's own; other formats are simulated.
 FP16 = "FP16"
 FORMATS = {
     FP16: ("float16", "float16"),
     "FP8, E4M3 and E5M2": ("float8_e4m3fn", "float8_e5m2"),
     "HiF8": ("hifloat8", "hifloat8"),
 }
-# Seeds of weights and data, and the fixed scales as exponents of 2.
+# For each task, the number of seeds (of weights and data), and the fixed loss scales as exponents of 2.
 TASKS = {
     "damped": (5, range(0, 29, 4)),
     "zero": (3, (0, 8, 16, 24)),
@@ -43,7 +43,7 @@ TASKS = {
     "digits": (3, (0, 8, 16)),
 }
 LLAMA = {"steps": 80, "seq_length": 32}
-# In HiF8 ten seeds leave it open whether a fixed scale is better by 0.02 than a rule.
+# In HiF8, ten seeds are too few to show whether a fixed scale is better than a rule by 0.02.
 MORE_SEEDS = {("damped", "HiF8"): 15}
 PICTURED = "damped"
 
@@ -57,7 +57,7 @@ COMPARED = {
     "guided": GUIDED.format(FOUND_START),
     FP32: FP32,
 }
-# The start of a training, in which a good initial scale skips hardly any step.
+# The number of steps at the start of a training. A good initial scale skips hardly any of these steps.
 EARLY = 100
 DIGITS = 5
 
@@ -77,7 +77,7 @@ def main():
     result = {"tasks": {}}
     if arguments.add and arguments.json.exists():
         result = json.loads(arguments.json.read_text(encoding="utf-8"))
-    # What MindSpore and MindFormers print does not belong to the tables.
+    # Keep the output of MindSpore and MindFormers out of the tables.
     with reporting.output_to_stderr():
         from scripts.studies.worth_training import use_one_thread
 
@@ -86,7 +86,7 @@ def main():
             for name in arguments.formats:
                 seeds = min(MORE_SEEDS.get((key, name), TASKS[key][0]), arguments.seeds or math.inf)
                 for _ in measure(result["tasks"], key, name, arguments.again, seeds):
-                    # All of it takes long, and what is measured is kept.
+                    # Write the results after each method, because all trainings together take long.
                     reporting.write_json(arguments.json, result)
     for rows in tables(result).values():
         print("\n".join([*reporting.table(rows), ""]))
@@ -95,9 +95,9 @@ def main():
 
 
 def measure(tasks, key, name, again, seeds):
-    """Train a task in a format by the methods that the tasks lack or that are trained again, and put the runs there.
+    """Train a task in a format by the methods that ``tasks`` lacks or ``again`` names, and add the runs to ``tasks``.
 
-    Yields the methods that were trained.
+    Yield each method after its trainings, and "found" after the recommendations.
     """
     trainings, methods = trainings_in(key, name)
     task = tasks.setdefault(key, about(trainings.task))
@@ -110,7 +110,7 @@ def measure(tasks, key, name, again, seeds):
 
 
 def train_missing(trainings, methods, runs, again, seeds):
-    """Add to the runs by method the runs of the seeds that are missing, and yield each method that was trained."""
+    """Train each method with the seeds that ``runs`` lacks, add the new runs, and yield each trained method."""
     for method, how in methods.items():
         of_method = runs.setdefault(method, [])
         if again and again in method:
@@ -126,7 +126,7 @@ def about(task):
 
 
 def trainings_in(key, name):
-    """Return the trainings of a task in a format, and the methods by name."""
+    """Return the Trainings of a task in a number format, such as FP16, and the loss scaling methods by name."""
     from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import FOUND, METHODS, Method, Trainings, adaptive, dynamic, fixed
@@ -138,7 +138,7 @@ def trainings_in(key, name):
     for start, value in ((HIGH, 2.0**24), (FOUND_START, FOUND)):
         methods[ADAPTIVE.format(start)] = Method(ADAPTIVE, adaptive, value)
         methods[GUIDED.format(start)] = Method(GUIDED, guided, value)
-    # Nothing but the quality at the end is looked at.
+    # look_every is the number of all steps, because only the quality at the end is needed.
     formats = None if name == FP16 else FORMATS[name]
     return Trainings(task, look_every=task.steps, formats=formats), methods
 
@@ -150,7 +150,7 @@ def summary(run):
 
 
 def found(recommendation):
-    """What find_loss_scale() says without loss scaling: whether it is needed, and the largest share that is lost."""
+    """Return whether find_loss_scale() says that scaling is needed, and the largest share that is lost without it."""
     share = recommendation.verdicts[0].parameter_share
     return {"needs_scaling": recommendation.needs_scaling, "lost": None if share is None else round(share, DIGITS)}
 
@@ -160,10 +160,10 @@ def qualities(runs):
 
 
 def less_best_fixed(task, runs, method):
-    """Return by seed what a method has more than the best fixed scale, positive where it is better.
+    """Return, by seed, how much better the result of a method is than at the best fixed scale; negative if worse.
 
-    The best of many noisy means is too good by chance. So the scale is the one that is best on all other seeds, and
-    what is compared is its result on this one.
+    The best of many noisy means is too good by chance. So, for each seed, the fixed scale is the best scale on all
+    other seeds, and its result on this seed is compared.
     """
     sign = 1.0 if task["higher_is_better"] else -1.0
     fixed = [sign * qualities(runs[name]) for name in runs if name.startswith("2^")]
@@ -173,7 +173,7 @@ def less_best_fixed(task, runs, method):
 
 
 def tables(result):
-    """Return the tables of a result by their names, as lists of rows with the columns first."""
+    """Return the tables of a result by name, as lists of rows; the first row has the names of the columns."""
     differences = [["task", "format", "seeds", *(f"{name}, less the best fixed scale" for name in COMPARED)]]
     starts = [["task", "format", "found scales", "skipped by adaptive, steps 1-100", "skipped by guided, steps 1-100"]]
     verdicts = [
@@ -183,7 +183,7 @@ def tables(result):
         for name, of_format in task["formats"].items():
             runs, rows = of_format["runs"], [task["name"], name]
             if not of_format["found"]:
-                # Only some methods were trained so far.
+                # Leave this format out, because not all of its trainings are done.
                 continue
             less = {column: less_best_fixed(task, runs, method) for column, method in COMPARED.items()}
             each = [interval(mean_and_interval(values), 4) for values in less.values()]
@@ -197,7 +197,7 @@ def tables(result):
 
 
 def quality_table(task):
-    """The mean results of a task, a row for each method and a column for each format."""
+    """Return the mean results of a task, with a row for each method and a column for each format."""
     rows = [["loss scale", *task["formats"]]]
     of_formats = [of_format["runs"] for of_format in task["formats"].values()]
     digits = 3 if task["higher_is_better"] else 4
@@ -211,7 +211,7 @@ def most_skipped(runs):
 
 
 def verdict(founds, less):
-    """What find says without scaling, by seed, and whether the result is worse than at the best fixed scale."""
+    """Return what is lost without scaling, how often find says that scaling is needed, and whether results suffer."""
     lost = [recommendation["lost"] for recommendation in founds if recommendation["lost"] is not None]
     ends = dict.fromkeys(f"{100 * share:.0f}" for share in (min(lost), max(lost)))
     shares = f"{' to '.join(ends)} %"

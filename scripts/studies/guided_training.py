@@ -20,7 +20,7 @@ RULES = ("guided", "adaptive")
 STARTS = (2**32, 2**10)
 STEPS, SEEDS = 400, 3
 LAST = 20
-# What a repetition that ends early is compared by.
+# A test repeats only the beginning of a run, and compares the losses of these steps.
 EARLY = slice(10, 20)
 
 
@@ -29,7 +29,7 @@ def main():
     reporting.add_json_option(parser)
     parser.add_argument("--picture", help="draw both rules' runs of the first seed from 2^32 to this PNG or SVG file")
     arguments = parser.parse_args()
-    # What MindSpore and MindFormers print does not belong to the table.
+    # Keep the output of MindSpore and MindFormers out of the table.
     with reporting.output_to_stderr():
         runs = trainings()
     result = {"steps": STEPS, "seeds": SEEDS, "trainings": []}
@@ -44,7 +44,7 @@ def main():
 
 
 def trainings():
-    """Return by rule and start the records of trainings, one for each seed of weights and order of the samples."""
+    """Return the records of the trainings by rule and initial scale, one for each seed of weights and sample order."""
     import mindspore
 
     from scripts.studies.worth_training import LlamaTraining
@@ -60,11 +60,11 @@ def trainings():
 
 
 def summary(record):
-    """Return what is kept of a run, so that a test can repeat a part of it.
+    """Return a summary of a run, detailed enough for a test to repeat the beginning of the run.
 
-    These are the steps skipped before the first that was applied, those after it, the mean loss of the last applied
-    steps and of the ``EARLY`` ones; and by step log2 of the loss scale, with an exclamation mark if it overflowed,
-    or after a slash log2 of the largest scale that its gradients allow, where they were measured.
+    It has the number of steps skipped before and after the first applied step, and the mean losses of the last applied
+    steps and of the ``EARLY`` steps. ``scales`` has log2 of the loss scale at each step, with an exclamation mark after
+    an overflow, or with a slash and log2 of the largest scale that the gradients allow, if they were measured.
     """
     flags = [row["overflow"] for row in record]
     before = flags.index(False)
@@ -84,7 +84,7 @@ def scale_of(row):
 
 
 def tables(result):
-    """Return the table of a result by its name, as a list of rows with the columns first."""
+    """Return the table of a result by its name, as a list of rows; the first row has the names of the columns."""
     rows = [["from", "rule", "skipped before the first applied step", "skipped after it", "final loss", "mean"]]
     for training in result["trainings"]:
         before, after, losses = ([run[name] for run in training["runs"]] for name in ("before", "after", "loss"))

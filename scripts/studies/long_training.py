@@ -2,12 +2,12 @@
 
     python -m scripts.studies.long_training [--seeds N] [--processes N] [--json FILE]
 
-A run goes on in pieces, each in a process of its own, from a checkpoint of the train-step cell: what is stopped goes on
-where it was when this is started again. What a run showed is written to docs/figures/long_training/ once all of its
-steps are taken, and is not trained again; with ``--results FOLDER`` all of it is, into that folder. Prints Markdown,
-and draws docs/images/long_training.svg. All ways of one seed have the same weights and data.
+A run is trained in pieces, each in a separate process that continues from a checkpoint of the train-step cell. If this
+script is stopped, start it again: unfinished runs continue. The results of a finished run are in
+docs/figures/long_training/, and the run is not trained again; ``--results FOLDER`` trains all runs into another folder.
+Prints Markdown, and draws docs/images/long_training.svg. Runs of the same seed have the same weights and data.
 
-The loss scale is divided by 256 in place of the loss, which gives the same gradients. FP32 needs no division. The way
+Instead of the loss, the loss scale is divided by 256, which gives the same gradients. FP32 needs no division. The way
 "alone" is FP16 without scaling and without division.
 """
 
@@ -32,7 +32,7 @@ UNFINISHED = ROOT / "output" / "long_training"
 PICTURE = "docs/images/long_training.svg"
 _COLOURS = (canvas.MUTED, canvas.WARNING, canvas.CONTEXT, canvas.SECOND, canvas.MAIN, "black")
 
-# The keys of the ways, and what the tables call them.
+# The keys of the ways of scaling, and their names in the tables.
 WAYS = {
     "fp32": "FP32",
     "alone": "FP16, no scaling, one micro-batch",
@@ -42,10 +42,10 @@ WAYS = {
     "guided": "guided",
     "fixed": "fixed 2^16",
 }
-# Of all ways that move, and the fixed one: what a YAML file of MindFormers usually has.
+# The initial loss scale of all ways that change it, and the fixed scale: the usual value in MindFormers' YAML files.
 START, MICRO_BATCHES = 2.0**16, 256
 STEPS, SEEDS, PIECE = 5000, 3, 2500
-# A sample of the demo has 128 bytes; a step of these takes a third of the time.
+# The demo's samples have 128 bytes; with 32 bytes, a step takes a third of the time.
 LLAMA = {"seq_length": 32}
 LOOK_EVERY, SAVE_EVERY, HELD_OUT_BATCHES = 250, 500, 32
 
@@ -58,7 +58,7 @@ def main():
         return
     places = list(itertools.product(range(arguments.seeds), arguments.ways))
     with ThreadPoolExecutor(arguments.processes) as pool:
-        # The seed comes first, so that what is there early has all ways of one seed.
+        # Train all ways of one seed before the next seed, so that early results can be compared.
         list(pool.map(lambda way_and_seed: finish_run(way_and_seed[1], way_and_seed[0], arguments), places))
     runs = whole_runs(arguments.results, arguments.steps)
     result = {"steps": arguments.steps, "ways": {way: list(map(summary, each)) for way, each in runs.items()}}
@@ -84,7 +84,7 @@ def parse_arguments():
 
 
 def finish_run(way, seed, arguments):
-    """Take what is left of the steps of a run, each piece in a process of its own."""
+    """Train the remaining steps of a run, each piece in a separate process."""
     command = [sys.executable, "-m", "scripts.studies.long_training", "--piece-of", f"{way}:{seed}"]
     command += ["--steps", str(arguments.steps), "--piece", str(arguments.piece)]
     for name in ("results", "unfinished"):
@@ -98,7 +98,7 @@ def file_of(folder, way, seed):
 
 
 def train_piece(way, seed, arguments):
-    """Take the next ``--piece`` steps of a run; write its result if these are the last."""
+    """Train the next ``--piece`` steps of a run; write the results of the run after its last step."""
     from scripts.studies.worth_training import use_one_thread
 
     use_one_thread()
@@ -113,20 +113,20 @@ def train_piece(way, seed, arguments):
 
 
 class LongTraining:
-    """A run, from its start or from where its last process stopped.
+    """A training run, which begins anew or continues where its last process stopped.
 
     Args:
         way (str): a key of ``WAYS``.
-        seed (int): of weights and data.
-        steps (int): for which the learning rate is planned.
-        file (Path): what is written of it every ``SAVE_EVERY`` steps and at the end of a piece, beside a checkpoint.
-        look_every (int): after how many steps it is looked at.
-        **changes: values of the model's section in the YAML file, beside the values of ``LLAMA``.
+        seed (int): the seed of weights and data.
+        steps (int): the number of steps for which the learning rate is planned.
+        file (Path): the state of the run, written beside a checkpoint every ``SAVE_EVERY`` steps and after each piece.
+        look_every (int): the number of steps between two looks, which measure the present weights.
+        **changes: values of the model's section in the YAML file, in addition to ``LLAMA``.
 
     Attributes:
         seen (dict): the ``way``, the ``seed``, ``steps``; ``skipped``, the numbers of the skipped steps, from 0;
-            ``scales``, pairs of a step and log2 of the scale from there on; ``losses``, means of the applied steps
-            between looks; and ``looks``, as ``worth_training.Trainings.run`` has them.
+            ``scales``, pairs of a step and log2 of the scale from that step on; ``losses``, the mean losses of the
+            applied steps between two looks; and ``looks``, as ``worth_training.Trainings.run`` returns them.
     """
 
     def __init__(self, way, seed, steps, file, look_every=LOOK_EVERY, **changes):
@@ -146,7 +146,7 @@ class LongTraining:
             self._restore()
 
     def go_on(self, end):
-        """Train until so many steps are taken."""
+        """Train until the run has taken ``end`` steps."""
         batches = map(self.data.batch, range(self.step, end))
         for row in self.compiled.go_on(map(self._looked, batches)):
             exponent = math.log2(row["loss_scale"])
@@ -163,7 +163,7 @@ class LongTraining:
                 self._keep()
 
     def _looked(self, batch):
-        """Return the batch of the next step, after a look at what is trained so far where one is due."""
+        """Return the batch of the next step; if a look is due, measure the present weights first."""
         if self.step % self.look_every == 0 or self.step == self.settings["steps"]:
             look = {"step": self.step, "quality": self.trainings.task.quality(self.compiled.network, self.data)}
             if self.settings["way"] != "fp32":
@@ -175,7 +175,7 @@ class LongTraining:
         return batch
 
     def _keep(self):
-        """Write a checkpoint, and then what names it, so that one that is not whole is never read."""
+        """Write a checkpoint, then the file that refers to it, so that an incomplete checkpoint is never read."""
         from mindspore import save_checkpoint
 
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ class LongTraining:
         return self.file.with_name(f"{self.file.stem}-{step}.ckpt")
 
     def forget(self):
-        """Remove what was kept to go on."""
+        """Remove the checkpoint and the file from which the run could continue."""
         self._checkpoint(self.step).unlink()
         self.file.unlink()
 
@@ -221,7 +221,7 @@ def method_of(way):
 
 
 def whole_runs(folder, steps):
-    """Return what the whole runs of a folder showed, lists by way with the seeds in order."""
+    """Return the results of the finished runs in a folder: for each way a list, in the order of the seeds."""
     runs = {}
     for way in WAYS:
         each = (json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{way}_*.json")))
@@ -231,7 +231,7 @@ def whole_runs(folder, steps):
 
 
 def summary(run):
-    """Return what a table says of a run."""
+    """Return the values of a run that the tables show."""
     at_start = skipped_at_the_start(run["skipped"], run["steps"])
     return {
         "seed": run["seed"],
@@ -243,7 +243,7 @@ def summary(run):
 
 
 def tables(result):
-    """Return the table of a result by its name, as a list of rows with the columns first."""
+    """Return the table of a result by its name, as a list of rows; the first row has the names of the columns."""
     columns = ["way of scaling", "seeds", "skipped at the start", "skipped later", "headroom lost, bits"]
     rows = [[*columns, "loss on held-out text", "more than FP32's"]]
     fp32 = {run["seed"]: run["quality"] for run in result["ways"].get("fp32", [])}
@@ -257,7 +257,7 @@ def tables(result):
 
 
 def draw(runs):
-    """Above the loss on held-out text over the steps, below the scale, of the first seed of each way."""
+    """Draw the loss on held-out text (above) and the loss scale (below) by step, for the first seed of each way."""
     figure = canvas.new_figure(9, 5.6)
     canvas.headline(figure, "The demo's model as one of 256 micro-batches: loss on held-out text, and loss scale")
     losses, scales = figure.subplots(2, sharex=True)

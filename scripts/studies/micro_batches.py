@@ -2,10 +2,10 @@
 
     python -m scripts.studies.micro_batches [--tasks llama lora] [--json FILE]
 
-A large batch is the sum of micro-batches, and the loss of each is divided by their number before the backward pass. So
-the gradients of each are smaller the more there are. Here each step is one of them. The loss scale is divided in place
-of the loss, which gives the same gradients; FP32 needs no division. Prints Markdown, and draws
-docs/images/micro_batches.svg. All ways of one seed have the same weights and data.
+A large batch is the sum of micro-batches. The loss of each micro-batch is divided by their number before the backward
+pass, so the gradients are smaller with more micro-batches. Here each step takes one micro-batch. Instead of the loss,
+the loss scale is divided, which gives the same gradients; FP32 needs no division. Prints Markdown, and draws
+docs/images/micro_batches.svg. Runs of the same seed have the same weights and data.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main():
 
 
 def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
-    """Return the runs of a task: lists by seed, by way, for each number of micro-batches; and the runs in FP32."""
+    """Return the runs of a task: for each number of micro-batches and each way a list by seed, and the runs in FP32."""
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import FP32, METHODS, Trainings, divided
 
@@ -72,7 +72,7 @@ def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
 
 
 def figures(run):
-    """Return what the tables need of a run: the loss at the end, the skipped steps, and what is lost at the start."""
+    """Return the values of a run for the tables: final loss, skipped steps, share lost at the start, and looks."""
     return {
         "quality": run["quality"],
         "skipped": len(run["skipped"]),
@@ -82,7 +82,7 @@ def figures(run):
 
 
 def tables(result):
-    """Return a table for each task, as a list of rows with the columns first."""
+    """Return a table for each task, as a list of rows; the first row has the names of the columns."""
     return {key: task_table(task) for key, task in result["tasks"].items()}
 
 
@@ -113,7 +113,7 @@ def percent(share):
 
 
 def draw(result):
-    """Draw the loss at the end over the number of micro-batches, a panel for each task."""
+    """Draw the final loss over the number of micro-batches, with a panel for each task."""
     figure = canvas.new_figure(8, 4.2)
     panels = figure.subplots(1, len(result["tasks"]), squeeze=False)[0]
     for axes, task in zip(panels, result["tasks"].values(), strict=True):

@@ -1,4 +1,4 @@
-"""What the scripts share: types of arguments, tables in Markdown, and a standard output that holds the report only."""
+"""Shared code of the scripts: argument types, Markdown tables, and a standard output that holds only the report."""
 
 import argparse
 import contextlib
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def positive(text):
-    """Return a text as an integer of at least 1."""
+    """Return the positive integer that a text holds, or raise an error for the command line."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, but got {text}")
@@ -21,7 +21,7 @@ def positive(text):
 
 
 def add_json_option(parser):
-    """Add the option ``--json``, whose file can be written if the arguments are accepted."""
+    """Add the option ``--json``, which accepts only a file that can be written."""
     parser.add_argument("--json", type=_file_to_write, metavar="FILE", help="also write the result to this file")
 
 
@@ -61,14 +61,14 @@ def table(rows):
 
 
 def with_captions(tables, captions):
-    """Yield the lines of several tables, each a list of rows with the columns first, below what its caption says."""
+    """Yield the lines of several tables, each below its caption; the first row of a table has the column names."""
     for name, rows in tables.items():
         yield from ["", captions[name], "", *table(rows)]
 
 
 @contextlib.contextmanager
 def output_to_stderr():
-    """Send all that is written to the standard output, by C++ too, to the standard error."""
+    """Send everything that is written to standard output, also by C++ code, to standard error."""
     sys.stdout.flush()
     standard_output = os.dup(1)
     os.dup2(2, 1)

@@ -2,7 +2,7 @@
 
 Both inputs of each product of a network (matrix products and convolutions that a cell has as an operator) are rounded
 to one format, and the gradient of the result to another. The product itself, biases and everything between the layers
-stay as they are. The usual FP8 training scales each tensor separately; this does not.
+stay as they are. FP8 training usually scales each tensor separately; this simulation does not.
 """
 
 import math
@@ -14,7 +14,7 @@ from mindformers_adaptive.rules.formats import FORMATS, find_format
 
 __all__ = ["RoundToFormat", "simulate_formats"]
 
-# The first two inputs of these operators are multiplied; others, such as a bias, are not.
+# These operators multiply their first two inputs. Further inputs, such as a bias, are not multiplied.
 _PRODUCTS = ("MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt", "Dense")
 _PRODUCTS += ("Conv2D", "Conv3D", "Conv2DTranspose", "Conv3DTranspose", "Conv2DBackpropInput")
 _DTYPES = {"fp16": mstype.float16, "bf16": mstype.bfloat16, "fp32": mstype.float32}
@@ -31,7 +31,7 @@ class _Rounding(nn.Cell):
         if self.converts:
             return
         lowest, _, highest = map(math.floor, target.exponents)
-        # The exponent by comparisons with exact powers of two, because a logarithm differs from device to device.
+        # Find the exponent by comparison with exact powers of two, because a logarithm differs from device to device.
         self.powers = Tensor([2.0**exponent for exponent in range(lowest + 1, highest + 1)], mstype.float32)
         quanta = [target.quantum(exponent) for exponent in range(lowest, highest + 1)]
         self.quanta = Tensor(quanta, mstype.float32)
@@ -45,8 +45,8 @@ class _Rounding(nn.Cell):
         self.beyond = Tensor(beyond, mstype.float32)
 
     def add_flags(self, **flags):
-        """Compute in float32, whatever the cells around compute in."""
-        # In graph mode MindSpore casts the inputs to the dtype of the cells around, in PyNative mode it does not.
+        """Compute in float32, whatever dtype the surrounding cells compute in."""
+        # In graph mode, MindSpore casts the inputs to the dtype of the surrounding cells; in PyNative mode it does not.
         self.dtype_around = next((dtype for flag, dtype in _DTYPES.items() if flags.get(flag)), None)
         return super().add_flags(**{**flags, "fp16": False, "bf16": False, "fp32": True})
 
@@ -59,7 +59,7 @@ class _Rounding(nn.Cell):
         size = ops.abs(x)
         quantum = ops.gather(self.quanta, self.search(self.powers, size), 0)
         parts = size / quantum
-        # From the middle between two numbers to the even one.
+        # ops.Round rounds a number in the middle between two integers to the even integer.
         count = self.round(parts)
         if self.away:
             count = count + ops.cast(ops.equal(parts - count, self.half), mstype.float32)
@@ -69,10 +69,11 @@ class _Rounding(nn.Cell):
 
 
 class RoundToFormat(nn.Cell):
-    """Rounds its input to a format and, in the backward pass, the gradient to another.
+    """Rounds its input to one format and, in the backward pass, the gradient to another format.
 
     Args:
-        forward, gradients (Union[str, dict, Format], optional): the formats. Default: None, not rounded.
+        forward, gradients (Union[str, dict, Format], optional): the formats of input and gradient. Default: None, not
+            rounded.
 
     Inputs:
         - **x** (Tensor) - of any shape and floating-point dtype, which the output keeps.
@@ -93,7 +94,7 @@ class RoundToFormat(nn.Cell):
 
 
 class _Product(nn.Cell):
-    """A product of rounded inputs, whose gradient is rounded before it goes to either of them."""
+    """A product of rounded inputs, whose gradient is rounded before it is passed back to the inputs."""
 
     def __init__(self, product, forward, gradients):
         super().__init__()
@@ -110,11 +111,12 @@ def simulate_formats(network, forward=None, gradients=None):
 
     Args:
         network (Cell): the network.
-        forward, gradients (Union[str, dict, Format], optional): the formats. Default: None, not rounded.
+        forward, gradients (Union[str, dict, Format], optional): the formats of inputs and gradients. Default: None, not
+            rounded.
 
     Returns:
-        int, how many products are rounded. Recurrent layers, fused operators such as flash attention, and functions
-        in ``construct`` such as ``x @ y`` are not seen.
+        int, the number of products that are rounded. Recurrent layers, fused operators such as flash attention, and
+        functions in ``construct`` such as ``x @ y`` are not found.
     """
     products = [
         (cell, key)
@@ -126,7 +128,7 @@ def simulate_formats(network, forward=None, gradients=None):
         # The product computes in the dtype that `to_float` set for its cell.
         flags = {flag: getattr(cell, flag, False) for flag in _DTYPES}
         product = _Product(getattr(cell, key), forward, gradients).add_flags_recursive(**flags)
-        # A primitive stands in two places, and a cell in neither of them.
+        # A cell keeps a primitive in two places. Remove both entries, because a child cell is kept elsewhere.
         del vars(cell)[key], cell._primitives[key]
         setattr(cell, key, product)
     return len(products)

@@ -2,8 +2,8 @@
 
     python -m scripts.studies.study
 
-Prints Markdown: the steps that each policy skips and the headroom that it loses, where the adaptive rule costs least,
-and what both rules make of gradients and of regimes. Also draws docs/images/policy_study.svg. The same arguments give
+Prints Markdown: the steps that each policy skips and the headroom that it loses, when the adaptive rule costs least,
+and how both rules use gradients and follow regimes. Also draws docs/images/policy_study.svg. The same arguments give
 the same text and picture.
 """
 
@@ -28,12 +28,12 @@ WINDOWS = (20, 100, 1000, 2000)
 ADAPTIVE = "adaptive 20-1000"
 MEAN = "mean"
 
-# All from the default initial scale, 2^16.
+# All policies begin at the default initial scale, 2^16.
 ADAPTIVE_AND_FIXED = {
     ADAPTIVE: Configuration("adaptive"),
     **{f"dynamic {window}": Configuration.dynamic(window) for window in WINDOWS},
 }
-# The rules of Megatron-LM and PyTorch, as of make_policy("megatron") and make_policy("torch"), that run side by side.
+# The rules of Megatron-LM and PyTorch as Configurations, which can be replayed on many traces side by side.
 POLICIES = {
     **ADAPTIVE_AND_FIXED,
     "Megatron": Configuration.dynamic(1000, hysteresis=2),
@@ -50,7 +50,7 @@ REGIME_POLICIES = {
     **ADAPTIVE_AND_FIXED,
 }
 
-# Groups of traces: their kinds, and by how many bits the gradients show too much, with which spread.
+# Groups of traces: kinds, by how many bits the ceiling that the gradients show is too high, and the spread in bits.
 EXACT = "show the ceiling"
 GROUPS = {
     EXACT: (KINDS, 0.0, 0.0),
@@ -62,7 +62,8 @@ GROUPS = {
 }
 OWN = "a ceiling of its own"
 
-# How regimes begin and end, and their kinds. Those with spikes are left out: a spike is no change of the ceiling.
+# How the ceiling changes, and the kinds of regimes that change so. Kinds with spikes are left out: after a spike the
+# ceiling is the same as before.
 AT_ONCE, SLOWLY = ("one-off regime", "rare regimes", "alternating regimes", "levels"), ("ramped regimes",)
 CHANGES = {"at once": AT_ONCE, "over 20 steps": SLOWLY, "either way": AT_ONCE + SLOWLY}
 
@@ -104,7 +105,7 @@ def main():
 
 
 def traces_by_place(steps, seeds):
-    """By place, what the gradients show and the kind, the traces of all seeds."""
+    """Return the traces of all seeds, by group and kind."""
     traces = {}
     for group, (kinds, offset, spread) in GROUPS.items():
         for kind in kinds:
@@ -120,17 +121,17 @@ def study(policies, traces):
     """Replay policies on traces.
 
     Args:
-        policies (dict[str, Configuration]): by name.
-        traces (dict[tuple[str, str], list[Trace]]): of all seeds, by group and kind.
+        policies (dict[str, Configuration]): the policies, by name.
+        traces (dict[tuple[str, str], list[Trace]]): the traces of all seeds, by group and kind.
 
     Returns:
-        dict, by group, policy and kind, with the mean of the kinds last, ``skipped`` steps in 1000 and
-        ``headroom_lost`` in bits, means over the seeds.
+        dict, by group, policy and kind, with the mean over the kinds last. Each value has the ``skipped`` steps in 1000
+        and the ``headroom_lost`` in bits, as means over the seeds.
     """
     flat = [trace for of_place in traces.values() for trace in of_place]
     results = {}
     for policy, configuration in policies.items():
-        # All traces side by side: a step of many takes hardly longer than a step of one.
+        # Replay all traces side by side: a step of many traces takes hardly longer than a step of one trace.
         each = iter(replay_side_by_side([configuration.rule] * len(flat), [configuration.start] * len(flat), flat))
         for (group, kind), of_place in traces.items():
             measures = [next(each)[0] for _ in of_place]
@@ -146,12 +147,12 @@ def study(policies, traces):
 
 
 def regime_study(steps, seeds):
-    """How policies leave and enter regimes without spikes.
+    """Measure how policies enter and leave regimes without spikes.
 
     Returns:
-        dict, by how the ceilings change and policy ``recovery``, the median and the 90th percentile of the steps until
-        the scale is back, None where it is not back before the next change, and ``skips``, the mean and the most
-        skipped steps an entry.
+        dict, by change of the ceiling and policy. ``recovery`` has the median and the 90th percentile of the steps
+        until the scale is back, None if it is not back before the next change. ``skips`` has the mean and the largest
+        number of steps skipped when a regime begins.
     """
     results = {}
     for change, kinds in CHANGES.items():
@@ -186,17 +187,17 @@ def scales_on(configuration, traces):
 
 
 def report(result):
-    """The report, as lines of Markdown."""
+    """Yield the report as lines of Markdown."""
     steps, seeds = result["steps"], result["seeds"]
     yield f"Synthetic traces: {len(KINDS)} kinds, {seeds} seeds (0 to {seeds - 1}) of {steps} steps each. Means over"
     yield "the seeds: skipped steps in 1000 / headroom lost in bits, log2(ceiling / scale) at the applied steps."
-    # The ceilings of synthetic traces stay within normal float32 numbers, so no skip is unavoidable.
+    # The ceilings of synthetic traces stay within normal float32 numbers, so the oracle never has to skip a step.
     yield "The oracle, which knows the ceilings, skips and loses nothing: both numbers are the regret as well."
     yield from with_captions(tables(result), CAPTIONS)
 
 
 def tables(result):
-    """Return the tables of the page by their names, each a list of rows with the columns first."""
+    """Return the tables of the page by name, as lists of rows; the first row has the names of the columns."""
     columns, *by_kind = guided_rows(result["guided"])
     return {
         "policies": figures_table(result["same"]),
@@ -213,7 +214,7 @@ def figures_table(results):
 
 
 def price_table(results):
-    """At which prices of a bit the adaptive rule costs least, on the traces where there is such a price."""
+    """Return a table of the costs of a lost bit at which the adaptive rule is cheapest, for traces with such costs."""
     rows = [["trace", "adaptive costs least from", "to"]]
     for kind in results[ADAPTIVE]:
         if rates := cheapest_rates({policy: row[kind] for policy, row in results.items()}):
@@ -222,7 +223,7 @@ def price_table(results):
 
 
 def cheapest_rates(on_kind):
-    """The smallest and the largest price of a bit at which no policy costs less than the adaptive rule, or None."""
+    """Return the smallest and largest cost of a lost bit at which no policy beats the adaptive rule, or None."""
     adaptive = on_kind[ADAPTIVE]
     pairs = [
         (adaptive["skipped"] - row["skipped"], row["headroom_lost"] - adaptive["headroom_lost"])
@@ -235,7 +236,7 @@ def cheapest_rates(on_kind):
 
 
 def guided_rows(results):
-    """Return the rows of the guided rule against the best window on each kind of trace, the columns first."""
+    """Return a table that compares the guided rule with the best window on each kind of trace; column names first."""
     rows = [["gradients", "trace", *columns_of_rates("guided", "best", "share")]]
     for group, by_policy in results.items():
         for kind in by_policy["20"]:
@@ -247,7 +248,7 @@ def guided_rows(results):
 
 
 def guided_means(results):
-    """Return the rows of the guided rule against the best window of all kinds together, the columns first."""
+    """Return a table that compares the guided rule with the best window for all kinds together; column names first."""
     rows = [["gradients", *columns_of_rates("guided", "best", "share", "by kind")]]
     for group, by_policy in results.items():
         rows.append([group])
@@ -262,7 +263,7 @@ def columns_of_rates(*names):
 
 
 def against_best(by_policy, kind, rate):
-    """Return the guided rule, the best window and the guided rule's share of its cost as cells, and the share."""
+    """Return cells for the guided rule, the best window and the ratio of their costs; and the ratio as a number."""
     guided = by_policy[f"guided {rate:g}"][kind]
     windows = {str(window): by_policy[str(window)][kind] for window in FIXED_WINDOWS}
     best = cheapest(windows, rate)
@@ -275,7 +276,7 @@ def cheapest(on_kind, rate):
 
 
 def cost(row, rate):
-    """Return the cost of mean figures, as lab.replay.measures.cost defines it."""
+    """Return the cost of the mean skipped steps and the mean lost headroom, as the lab's measures define it."""
     return row["skipped"] + rate * row["headroom_lost"]
 
 
@@ -293,7 +294,7 @@ def regime_table(results):
 
 
 def draw(same):
-    """A panel for each kind of trace and one for the mean, with a point for each policy."""
+    """Draw a panel for each kind of trace and one for the mean, with a point for each policy."""
     figure = new_figure(9, 8.4)
     fixed = [f"dynamic {window}" for window in WINDOWS]
     mean = same[ADAPTIVE][MEAN]

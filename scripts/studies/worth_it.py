@@ -2,10 +2,10 @@
 
     python -m scripts.studies.worth_it
 
-Trains seven tasks on a CPU, with the same data and weights for every method, each task in a process of its own, and
-prints Markdown. The same seeds give the same figures on the same machine. Also draws
-docs/images/quality_by_loss_scale.svg, from trainings of the first task at fixed scales. The handwritten digits are
-scikit-learn's, which has to be installed.
+Trains seven tasks on a CPU, with the same data and weights for every method, each task in a separate process, and
+prints Markdown. The same seeds give the same results on the same machine. Also draws
+docs/images/quality_by_loss_scale.svg, from trainings of the damped task at fixed scales. The handwritten digits come
+from scikit-learn, which must be installed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from scripts.studies.worth_report import (
 PICTURE = "docs/images/quality_by_loss_scale.svg"
 PICTURE_SEEDS = 3
 QUICK_STEPS, QUICK_EXPONENTS = 30, (0, 9)
-# The Llama takes long, and has fewer seeds and shorter samples than the demo.
+# The Llama tasks take long, so they have fewer seeds than other tasks, and shorter samples than the demo.
 SEEDS = {"llama": 5, "lora": 5, "moving": 10, "damped": 10, "zero": 10, "auxiliary": 10, "digits": 10}
 LLAMA = {"steps": 200, "seq_length": 32}
 
@@ -50,9 +50,9 @@ def main():
     add_json_option(parser)
     parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     arguments = parser.parse_args()
-    # What MindSpore and MindFormers print does not belong to the report.
+    # Keep the output of MindSpore and MindFormers out of the report.
     with output_to_stderr():
-        # MindSpore cannot be forked, and the processes end with their tasks, which gives the memory back.
+        # A process with MindSpore cannot be forked. Each process ends with its task, which frees its memory.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
             measured = list(pool.map(partial(measure, arguments=arguments), arguments.tasks))
@@ -65,14 +65,14 @@ def main():
 
 
 def measure(name, arguments):
-    """Run the trainings of a task; return its name, its result as JSON can hold it, and what the picture shows."""
+    """Run the trainings of a task; return its key, its result for JSON, and the data of the picture, or None."""
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import METHODS, Trainings, use_one_thread
 
     use_one_thread()
     task = task_of(name, LLAMA)
     seeds, steps = (1, QUICK_STEPS) if arguments.quick else (SEEDS[name], None)
-    # The picture is of the same methods, which compile nothing more.
+    # With --quick, train only the methods that the picture shows.
     methods = [method for method in METHODS if not arguments.quick or method.name in (FP32, UNSCALED, OURS)]
     trainings, runs = Trainings(task), {}
     for method in methods:
@@ -86,7 +86,7 @@ def measure(name, arguments):
 
 
 def about(task, runs, steps):
-    """Return what a page says of a task, with the figures of each run by method and seed."""
+    """Return the description of a task, with the figures of each run by method and seed."""
     return {
         "name": task.name,
         "about": task.about,
@@ -99,11 +99,12 @@ def about(task, runs, steps):
 
 
 def sweep(trainings, runs, exponents, steps=None):
-    """Train at fixed scales, with the first seeds of the runs of the task.
+    """Train a task at fixed scales, with the first seeds of its runs.
 
     Returns:
-        dict: ``exponents``; ``quality``, ``underflow`` and ``skipped``, the shares and results by exponent, means over
-        the seeds; ``fp32``, ``unscaled`` and ``ours``, the results of the runs; ``found``, log2 of the found scales.
+        dict: ``exponents``; by exponent, as means over the seeds, the result ``quality`` and the shares ``underflow``
+        and ``skipped``; ``fp32``, ``unscaled`` and ``ours``, the results of the runs; ``found``, log2 of the found
+        scales.
     """
     from scripts.studies.worth_training import fixed
 
@@ -121,7 +122,7 @@ def sweep(trainings, runs, exponents, steps=None):
 
 
 def report(result):
-    """The report, as lines of Markdown."""
+    """Yield the report as lines of Markdown."""
     yield "MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode; means over the seeds.".format(**result)
     yield f"Skipped at the start: before {SETTLED} steps in a row were applied. Headroom lost: log2(ceiling / loss"
     yield "scale), the ceiling found by bisection on the real backward pass. Underflow: gradients that are 0, but not"

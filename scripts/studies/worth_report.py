@@ -1,4 +1,4 @@
-"""The results of the trainings of worth_it.py: figures of each run, tables of them, and a picture.
+"""The results of the trainings of worth_it.py: figures of each run, tables, and a picture.
 
 Differences are paired by the seed, which gives weights and data, and have intervals of 95 % confidence (Student's t).
 The picture shows the result of a training at each fixed loss scale, and the share of gradients that underflow there.
@@ -17,7 +17,7 @@ MEGATRON, MINDFORMERS = "Megatron-LM's, window 1000, hysteresis 2", "MindFormers
 ADAPTIVE_HIGH, OURS = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_HIGH, GUIDED = "ours, guided from 2^32", "ours, guided from the found scale"
 
-# Each method that is compared, and with which other.
+# The pairs of methods that are compared.
 PAIRS = (
     (UNSCALED, FP32),
     (OURS, FP32),
@@ -31,27 +31,27 @@ PAIRS = (
     (GUIDED_HIGH, ADAPTIVE_HIGH),
 )
 
-# A run has left its start once it has applied so many steps in a row: the smallest window of the adaptive rules.
+# The start of a run ends with this many applied steps in a row: the smallest window of the adaptive rules.
 SETTLED = 20
-# FP32's result at this share of its steps is what the others have to reach.
+# Each run has to reach the result that FP32 has after this share of the steps.
 REACHED_AT = 0.8
 
 EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
-# At and below it nothing was learned.
+# With this result or a lower one, a training has learned nothing.
 LOWEST = 0.0
 
 
 def figures(runs, fp32, task):
-    """Return the figures of the runs of one method, one dict a seed.
+    """Return the figures of the runs of one method, with a dict for each seed.
 
     Args:
-        runs (list[dict]): as ``Trainings.run`` returns them, by seed.
-        fp32 (list[dict]): those in FP32.
+        runs (list[dict]): the runs by seed, as ``Trainings.run`` returns them.
+        fp32 (list[dict]): the runs in FP32, by seed.
         task: a task of ``worth_tasks``.
 
     Returns:
         list[dict]: ``start``, the initial scale; ``skipped_at_start``, ``skipped_later``; ``headroom_lost`` in bits and
-        ``underflow``, means over the applied steps that were looked at, or None; ``quality``; ``reached``, the step at
+        ``underflow``, means over the applied steps with a measurement, or None; ``quality``; ``reached``, the step at
         which the run was as good as FP32 after 80 % of its steps, or None.
     """
     rows = []
@@ -67,27 +67,27 @@ def figures(runs, fp32, task):
 
 
 def skipped_at_the_start(skipped, steps):
-    """Return how many steps were skipped before ``SETTLED`` in a row were applied."""
+    """Return how many steps were skipped before ``SETTLED`` steps in a row were applied."""
     gaps = np.diff([-1, *skipped, steps + SETTLED])
     return int(np.argmax(gaps > SETTLED))
 
 
 def reached(run, fp32, higher_is_better):
-    """Return the step at which a run is as good as FP32 after ``REACHED_AT`` of its steps, or None."""
+    """Return the step at which a run is as good as FP32 after ``REACHED_AT`` of the steps, or None if at no step."""
     goal = [look["quality"] for look in fp32["looks"] if look["step"] <= REACHED_AT * fp32["steps"]][-1]
     good_enough = np.greater_equal if higher_is_better else np.less_equal
     return next((look["step"] for look in run["looks"] if good_enough(look["quality"], goal)), None)
 
 
 def over_looks(run, figure):
-    """Return the mean over the applied steps that were looked at; None without any."""
+    """Return the mean of a figure over the applied steps with a measurement, or None without such steps."""
     applied = [look for look in run["looks"] if look["step"] not in run["skipped"]]
     seen = [figure(look) for look in applied if look.get("underflow") is not None]
     return float(np.mean(seen)) if seen else None
 
 
 def tables(result):
-    """Return the tables of a result by their names, each a list of rows with the columns first."""
+    """Return the tables of a result by name, as lists of rows; the first row has the names of the columns."""
     shown = {"who_wins": who_wins(result)}
     for key, task in result["tasks"].items():
         shown[key] = task_table(task)
@@ -96,7 +96,7 @@ def tables(result):
 
 
 def task_table(task):
-    """The figures of each method: means over the seeds."""
+    """Return a table of the figures of each method, as means over the seeds."""
     measure = f"{task['measure']} on data not trained on"
     columns = ["way of scaling", "start", "skipped at the start", "skipped later", "headroom lost, bits"]
     rows = [[*columns, "gradients that underflow", measure, "steps to FP32's result"]]
@@ -128,7 +128,7 @@ def mean_quality(runs):
 
 
 def pair_table(task):
-    """What one method has more than another: paired differences with their intervals."""
+    """Return a table of paired differences between two methods, with their confidence intervals."""
     rows = [["of", "minus", task["measure"], "better", "skipped steps", "fewer skipped"]]
     for first, second in pairs_of(task):
         quality, skipped = (difference(task, first, second, figure) for figure in (quality_of, skipped_of))
@@ -142,7 +142,7 @@ def pairs_of(task):
 
 
 def who_wins(result):
-    """By pair of methods, on which tasks the interval of the results says that one is better."""
+    """Return a table that lists, for each pair of methods, the tasks on which one method is better by the interval."""
     rows = [["of", "against", "better", "worse", "no difference shown"]]
     for first, second in PAIRS:
         won = {first: [], second: [], "-": []}
@@ -162,13 +162,13 @@ def skipped_of(run):
 
 
 def difference(task, first, second, figure):
-    """Return the mean of the paired differences, and half of the interval's width; nan for one seed."""
+    """Return the mean of the paired differences, and half the width of its confidence interval; nan for one seed."""
     pairs = zip(task["runs"][first], task["runs"][second], strict=True)
     return mean_and_interval(np.array([figure(value) - figure(other) for value, other in pairs], float))
 
 
 def mean_and_interval(values):
-    """Return the mean of an array, and half of the width of its interval; nan for one value."""
+    """Return the mean of an array, and half the width of its confidence interval; nan for one value."""
     with np.errstate(invalid="ignore"):
         half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=min(1, len(values) - 1)) / len(values) ** 0.5
     return float(np.mean(values)), float(half)
@@ -180,7 +180,7 @@ def interval(result, digits):
 
 
 def winner(result, first, second, higher_is_better=False):
-    """Return the one that the interval says is better, or ``-``."""
+    """Return the better of two methods, or ``-`` if the confidence interval contains 0."""
     middle, half = result
     if not abs(middle) > half:
         return "-"
@@ -188,7 +188,7 @@ def winner(result, first, second, higher_is_better=False):
 
 
 def draw(swept):
-    """Draw the quality against the loss scale; where gradients underflow or overflow, the picture is shaded."""
+    """Draw the quality against the loss scale, and shade where gradients underflow or overflow."""
     figure = new_figure(9, 4.6)
     finding = "FP16 without loss scaling: R² {unscaled:.2f}. FP32: {fp32:.3f}. Adaptive scaling: {ours:.3f}"
     headline(figure, finding.format(**swept))

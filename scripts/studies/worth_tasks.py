@@ -1,4 +1,4 @@
-"""Trainings on which loss scaling is tried: what each learns, in FP16 or FP32, and how its result is measured."""
+"""The training tasks on which loss scaling is tried: networks in FP16 or FP32, data, and measures of the result."""
 
 import copy
 import functools
@@ -28,12 +28,12 @@ WIDTH = 24
 
 @dataclass(frozen=True)
 class Data:
-    """What one seed trains on and is measured on.
+    """The training data of one seed, and the held-out data.
 
     Attributes:
-        batch (Callable): from the number of a step, from 0, to the inputs of the network, a tuple of Tensors.
-        held_out (list[tuple]): inputs that no step sees.
-        variance (float): of the held-out targets; 1.0 where the measure is a loss.
+        batch (Callable): returns the inputs of the network, a tuple of Tensors, for the number of a step, from 0.
+        held_out (list[tuple]): inputs that are not trained on.
+        variance (float): the variance of the held-out targets; 1.0 if the measure is a loss.
     """
 
     batch: object
@@ -42,7 +42,7 @@ class Data:
 
 
 def batches(samples, order, size):
-    """Return what gives the batch of a step: rows of all arrays in this order, which begins again at its end."""
+    """Return a function that gives the batch of a step: rows of all arrays in this order, which repeats at its end."""
 
     def batch(step):
         rows = np.take(order, range(step * size, (step + 1) * size), mode="wrap")
@@ -52,10 +52,10 @@ def batches(samples, order, size):
 
 
 class Task:
-    """What a training learns, and how its result is measured: by a loss, unless a task says otherwise.
+    """A training task, and how its result is measured: by a loss, unless a subclass has another measure.
 
-    A task has a ``name``, words ``about`` it for the report, the number of ``steps``, and ``look_every``, the number of
-    steps after which a run is looked at again.
+    A task has a ``name``, a text ``about`` it for the report, the number of ``steps``, and ``look_every``, the number
+    of steps between two measurements of a run.
     """
 
     train_step_cell = TrainOneStepWithLossScaleCell
@@ -63,7 +63,7 @@ class Task:
     higher_is_better = False
 
     def network(self, dtype, seed):
-        """Return the network with its loss and the weights of this seed."""
+        """Return the network with its loss, and with the weights of this seed."""
         mindspore.set_seed(seed)
         return self.new_network(dtype).set_train()
 
@@ -72,22 +72,22 @@ class Task:
         return self.train_step_cell(network, self.optimizer(network), scale_sense=update_cell).set_train()
 
     def quality(self, network, data):
-        """Return the mean loss on what was not trained on."""
+        """Return the mean loss on the held-out data."""
         return float(np.mean([float(network(*inputs)) for inputs in data.held_out]))
 
 
 class Branches(nn.Cell):
-    """Dense 2-24, and for each output Dense 24-24-1 with tanh, times a factor; returns the mean squared error.
+    """A Dense layer 2-24, then for each output Dense 24-24-1 with tanh, times a factor; returns the squared error.
 
     Args:
-        dtype (mindspore.dtype): what the Dense layers compute in; factors and loss are float32.
-        factors (Sequence[float]): one an output.
+        dtype (mindspore.dtype): the dtype in which the Dense layers compute; factors and loss are float32.
+        factors (Sequence[float]): the factor of each output.
         zero_last (bool): whether the last layers start at 0. Default: False.
 
     Inputs:
         - **points** (Tensor) - float32 of shape (points, 2).
         - **targets** (Tensor) - float32 of shape (points, outputs).
-        - **weights** (Tensor) - of the outputs in the loss, float32 of shape (outputs,).
+        - **weights** (Tensor) - the weights of the outputs in the loss, float32 of shape (outputs,).
     """
 
     def __init__(self, dtype, factors, zero_last=False):
@@ -105,7 +105,7 @@ class Branches(nn.Cell):
         for number in range(self.outputs):
             hidden = ops.tanh(self.middle[number](shared))
             outputs += (ops.cast(self.last[number](hidden), mstype.float32),)
-        # MindSpore prints a message about the concatenation of a single Tensor.
+        # Do not concatenate a single Tensor, because MindSpore prints a message about it.
         together = ops.concat(outputs, 1) if self.outputs > 1 else outputs[0]
         errors = ops.square(together * self.factors - targets)
         return (errors * weights).sum(1).mean()
@@ -113,19 +113,19 @@ class Branches(nn.Cell):
 
 @dataclass(frozen=True)
 class Regression(Task):
-    """A training of :class:`Branches` on all points at once; the last output is the one that is measured.
+    """Trains :class:`Branches` on all points at once, and measures the last output.
 
     Attributes:
-        name (str): what it is called.
+        name (str): the name of the task.
         about (str): what is trained, for the report.
-        factors, zero_last: of :class:`Branches`.
+        factors, zero_last: as in :class:`Branches`.
         targets (tuple[float], optional): the largest value of each output's targets. Default: None, the factors.
-        weights (tuple[float]): of the outputs in the loss.
-        steps (int): how many.
-        learning_rate (float): of Adam.
-        beta2 (float): of Adam. Default: 0.999, MindSpore's.
-        burst (tuple): first step, step after the last, and by what the weight of the first output is multiplied between
-            them. Default: no step.
+        weights (tuple[float]): the weights of the outputs in the loss.
+        steps (int): the number of steps.
+        learning_rate (float): the learning rate of Adam.
+        beta2 (float): the ``beta2`` of Adam. Default: 0.999, as in MindSpore.
+        burst (tuple): the first step of a burst, the step after its last, and the factor by which it multiplies the
+            weight of the first output. Default: no step.
     """
 
     name: str
@@ -151,11 +151,11 @@ class Regression(Task):
         return nn.Adam(network.trainable_params(), self.learning_rate, beta2=self.beta2, eps=1e-15)
 
     def data(self, seed):
-        """Return the Data of this seed."""
+        """Return the training and held-out data of this seed."""
         random = np.random.default_rng(seed)
-        # As many are held out as are trained on.
+        # Half of the points are held out.
         points = random.uniform(-1.0, 1.0, (2 * POINTS, 2))
-        # The last output is hard to learn, and any before it are easier.
+        # The last output is hard to learn; any outputs before it are easier.
         easy = np.cos(4.0 * points[:, 0] + points[:, 1])
         hard = np.sin(4.0 * points[:, 0]) * np.cos(3.0 * points[:, 1])
         columns = [easy] * (len(self.factors) - 1) + [hard]
@@ -173,7 +173,7 @@ class Regression(Task):
         return Data(batch, [(*held_out, only_the_last)], float(targets[POINTS:, -1].var()))
 
     def quality(self, network, data):
-        """Return R² of the last output on points that were not trained on."""
+        """Return R² of the last output on the held-out points."""
         return 1.0 - float(network(*data.held_out[0])) / data.variance
 
 
@@ -211,7 +211,7 @@ class ConvolutionsWithLoss(nn.Cell):
     """Two convolutions with batch normalisation and a dense layer; returns the cross entropy of ten classes.
 
     Args:
-        dtype (mindspore.dtype): what convolutions and dense layer compute in; the rest is float32.
+        dtype (mindspore.dtype): the dtype in which convolutions and dense layer compute; the rest is float32.
 
     Inputs:
         - **images** (Tensor) - float32 of shape (images, 1, 8, 8).
@@ -232,21 +232,21 @@ class ConvolutionsWithLoss(nn.Cell):
 
 
 class Digits(Task):
-    """Handwritten digits, 1797 images of 8 times 8 pixels, that scikit-learn brings; a third of them is held out."""
+    """Classification of 1797 handwritten digits of 8 times 8 pixels, from scikit-learn; a third of them is held out."""
 
     name = "handwritten digits"
     about = "two convolutions with batch normalisation"
     look_every = 20
     steps = 100
 
-    # What is held out is normalised by its own batch.
+    # The network stays in training mode, so the held-out images are normalised by their own batch statistics.
     new_network = ConvolutionsWithLoss
 
     def optimizer(self, network):
         return nn.Adam(network.trainable_params(), 1e-3)
 
     def data(self, seed):
-        """Return the Data of this seed; what is held out is the same for all seeds."""
+        """Return the data of this seed; the held-out images are the same for all seeds."""
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)
@@ -257,10 +257,10 @@ class Digits(Task):
 
 
 class Llama(Task):
-    """The demo's training, with samples drawn anew for each seed.
+    """The demo's training, with the samples in another order for each seed.
 
     Args:
-        steps (int): how many.
+        steps (int): the number of steps.
         **changes: values of the model's section in the YAML file, such as ``seq_length``, the bytes of a sample.
     """
 
@@ -286,7 +286,7 @@ class Llama(Task):
         return build_optim(self.config["optimizer"], {"params": network.trainable_params(), "learning_rate": schedule})
 
     def data(self, seed):
-        """Return the Data of this seed; the last part of the text is held out, the same for all seeds."""
+        """Return the data of this seed; the held-out samples are the same for all seeds."""
         size = self.model["batch_size"]
         samples = mixed(cut_into_samples(self.text(), self.model["seq_length"] + 1))
         samples, held_out = np.split(samples, [-self.held_out_batches * size])
@@ -298,10 +298,10 @@ class Llama(Task):
 
 
 class Lora(Llama):
-    """The demo's model, trained in FP32 first, and then LoRA on the help texts of Python's language reference.
+    """LoRA of the demo's model, which is trained in FP32 first, on the help texts of Python's language reference.
 
     Args:
-        steps (int): of each of the two trainings.
+        steps (int): the number of steps of each of the two trainings.
         **changes: as for :class:`Llama`.
     """
 
@@ -313,7 +313,7 @@ class Lora(Llama):
         self.about = f"trained before in FP32; help texts of Python, {self.model['seq_length']} bytes a sample"
 
     def network(self, dtype, seed):
-        """Return the model with the weights that were trained before, and adapters of this seed."""
+        """Return the model with the weights of the first training, and with the adapters of this seed."""
         network = super().network(dtype, seed)
         for weight in network.get_parameters():
             if not weight.requires_grad:
@@ -331,17 +331,17 @@ class Lora(Llama):
 
     @staticmethod
     def text():
-        """The help texts as uint8 of shape (bytes,)."""
+        """Return the help texts as uint8 of shape (bytes,)."""
         return np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
 
 
 def task_of(key, llama):
-    """Return a task by its key; the Llama tasks are made with these arguments."""
+    """Return a task by its key; ``llama`` has the arguments for the Llama tasks."""
     if key in SMALL_TASKS:
         return SMALL_TASKS[key]
     return Digits() if key == "digits" else {"llama": Llama, "lora": Lora}[key](**llama)
 
 
 def mixed(samples):
-    """Samples in an order that is always the same, so that what is held out is of all kinds."""
+    """Return the samples in a random order that is always the same, so that held-out samples are of all kinds."""
     return samples[np.random.default_rng(0).permutation(len(samples))]

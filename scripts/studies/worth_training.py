@@ -1,4 +1,4 @@
-"""One training by each method of scaling the loss, on the same data and from the same weights, and what comes of it."""
+"""Trainings by each method of scaling the loss, on the same data and from the same weights, and their results."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ from scripts.studies.simulated_formats import simulate_formats
 from scripts.studies.worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
 from scripts.studies.worth_tasks import Llama
 
-# In place of a number: the scale that find_loss_scale() recommends for the seed.
+# The start of a method that begins at the scale that find_loss_scale() recommends for the seed.
 FOUND = "found"
 LARGEST_START = 2.0**32
 FIND_BATCHES = 2
@@ -35,10 +35,10 @@ class Method:
     """A method of scaling the loss.
 
     Attributes:
-        name (str): what it is called.
-        cell (Callable): makes the update cell from an initial scale; methods of the same are trained by one graph.
+        name (str): the name of the method.
+        cell (Callable): makes the update cell from an initial scale; methods with the same ``cell`` share a graph.
         start (float or str): the initial scale, or ``FOUND``.
-        dtype (mindspore.dtype): what the network computes in.
+        dtype (mindspore.dtype): the dtype in which the network computes.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Method:
 
 
 def fixed(loss_scale):
-    """Return the method of a fixed scale, at which overflowed steps are skipped."""
+    """Return the method with a fixed scale that skips overflowed steps."""
     return Method(f"fixed 2^{math.log2(loss_scale):g}", nn.FixedLossScaleUpdateCell, loss_scale)
 
 
 def dynamic(window):
     name = f"MindSpore's dynamic, window {window}"
-    # MindSpore's default start.
+    # 2^24 is MindSpore's default initial scale.
     return Method(name, lambda s: nn.DynamicLossScaleUpdateCell(s, 2, window), 2.0**24)
 
 
@@ -63,14 +63,14 @@ def adaptive(loss_scale):
 
 
 def divided(way, loss_scale, micro_batches):
-    """Return a method for one of several micro-batches, whose losses are divided by their number.
+    """Return a method for training on one of several micro-batches, whose losses are divided by their number.
 
     Dividing the loss scale instead gives the same gradients, before and after they are unscaled.
 
     Args:
         way (str): "none", "fixed", "dynamic" (window 1000), "adaptive" or "guided".
         loss_scale (float): the fixed scale, or the initial one; "none" is a scale of 1.
-        micro_batches (int): how many.
+        micro_batches (int): the number of micro-batches.
     """
     cell = {
         "none": nn.FixedLossScaleUpdateCell,
@@ -105,10 +105,10 @@ METHODS = (
 
 
 class CompiledTraining:
-    """A train step that is compiled once; before each run its Parameters are put back.
+    """A train step that is compiled once; its Parameters are reset before each run.
 
     Args:
-        network (Cell): with its loss.
+        network (Cell): the network with its loss.
         make_train_step (Callable): makes the train-step cell from the network and the update cell.
         make_cell (Callable): makes the update cell from an initial scale.
     """
@@ -124,7 +124,7 @@ class CompiledTraining:
         return list(self.go_on(batches))
 
     def begin(self, loss_scale, weights):
-        """Put all Parameters back, with this initial scale and these weights."""
+        """Reset all Parameters, then set this initial scale and these weights."""
         put_back(self.initial)
         set_weights(self.network, weights)
         manager = self.train_step.loss_scaling_manager
@@ -132,11 +132,11 @@ class CompiledTraining:
         put_back(zip(manager.get_parameters(), fresh, strict=True))
         ops.assign(self.train_step.scale_sense, Tensor(loss_scale, mstype.float32))
         if self.train_step._fixed_scale is not None:
-            # Otherwise it would be taken for the scale of a checkpoint.
+            # Otherwise the train-step cell would treat the new scale as restored from a checkpoint, and set it back.
             self.train_step._fixed_scale = loss_scale
 
     def go_on(self, batches, first=1):
-        """Train from where the Parameters are; yield the record of each step, of which the first has this number."""
+        """Train from the present Parameters; yield the record of each step. The first step has the number ``first``."""
         gradient = getattr(self.train_step.loss_scaling_manager, "largest_gradient", None)
         for step, batch in enumerate(batches, start=first):
             scale = self.loss_scale
@@ -149,16 +149,16 @@ class CompiledTraining:
 
     @property
     def loss_scale(self):
-        """The scale of the next step."""
+        """The loss scale of the next step."""
         return float(self.train_step.scale_sense.asnumpy())
 
 
 class LlamaTraining:
-    """The demo's training with a rule, compiled once and set back before each run.
+    """The demo's training with a rule, compiled once and reset before each run.
 
     Args:
         rule (str): "adaptive" or "guided".
-        steps (int): for which the learning rate is planned.
+        steps (int): the number of steps for which the learning rate is planned.
         **changes: values of the model's section in the YAML file.
     """
 
@@ -171,7 +171,7 @@ class LlamaTraining:
         self.compiled = CompiledTraining(self.new_network(0), task.train_step, update_cell)
 
     def run(self, start, seed, stop=None):
-        """Return the record of a run, or of its first steps, as ``LossScaleMonitor`` writes it."""
+        """Return the record of a run, or of its first ``stop`` steps, as ``LossScaleMonitor`` writes it."""
         order = np.random.default_rng(seed).permutation(len(self.samples))[: self.steps * self.batch_size]
         batches = ((Tensor(self.samples[places]),) for places in order.reshape(self.steps, -1)[:stop])
         return self.compiled.run(start, weights_of(self.new_network(seed)), batches)
@@ -182,17 +182,17 @@ class Trainings:
 
     Args:
         task: a task of ``worth_tasks``.
-        look_every (int, optional): after how many steps ceiling, underflow and quality are measured, each with more
-            forward or backward passes that change nothing. Default: None, what the task says.
-        formats (tuple, optional): of the matrices and of the gradients, simulated wherever a method says FP16. Default:
-            None, the FP16 of the device.
+        look_every (int, optional): the number of steps between two looks, which measure ceiling, underflow and quality
+            by extra passes that change nothing. Default: None, the task's ``look_every``.
+        formats (tuple, optional): the formats of matrices and gradients, simulated wherever a method says FP16.
+            Default: None, the FP16 of the device.
     """
 
     def __init__(self, task, look_every=None, formats=None):
         self.task = task
         self.look_every = look_every or task.look_every
         self.formats = formats
-        # Each is made once: networks by dtype, compiled trainings also by update cell, the others by seed.
+        # Cache networks by dtype, compiled trainings by dtype and update cell, weights and recommendations by seed.
         self._network = functools.cache(self._new_network)
         self.compiled = functools.cache(
             lambda dtype, cell: CompiledTraining(self._network(dtype), task.train_step, cell)
@@ -202,12 +202,12 @@ class Trainings:
         self.last_ceiling = 20
 
     def run(self, method, seed, steps=None):
-        """Train once.
+        """Train once by a method, and return the results.
 
         Args:
-            method (Method): how to scale.
-            seed (int): of weights and data.
-            steps (int, optional): how many. Default: None, the steps of the task.
+            method (Method): the method of scaling the loss.
+            seed (int): the seed of weights and data.
+            steps (int, optional): the number of steps. Default: None, the steps of the task.
 
         Returns:
             dict: ``start``, ``skipped`` (the numbers of the skipped steps, from 0), ``steps``, ``looks`` (``step``,
@@ -240,7 +240,7 @@ class Trainings:
         return network
 
     def _find(self, seed):
-        """Return what find_loss_scale() says of the weights and the first batches of a seed."""
+        """Return what find_loss_scale() recommends for the weights and the first batches of a seed."""
         network, data = self._network(mstype.float16), self.task.data(seed)
         set_weights(network, self._weights(seed))
         batches = [data.batch(step) for step in range(FIND_BATCHES)]
@@ -251,7 +251,7 @@ class Trainings:
         return backward_pass(self._network(mstype.float16))
 
     def look(self, batch, scale):
-        """Measure the ceiling of a step to a quarter of a bit, and the share of gradients that underflow."""
+        """Return the ceiling of a step to a quarter of a bit, and the share of gradients that underflow or are lost."""
 
         @functools.cache
         def gradients(exponent):
@@ -281,10 +281,10 @@ class Trainings:
 
 
 def put_back(values):
-    """Give Parameters the values they had, from pairs of a Parameter and an array."""
+    """Set Parameters to given values, from pairs of a Parameter and an array."""
     for value, array in values:
-        # Of a copy, because a Tensor has the memory of its array. Not by set_data(), which a compiled graph that has
-        # run once does not see for the optimizer's Parameters.
+        # Copy the array, because a Tensor shares its memory. Do not use set_data(): once a compiled graph has run,
+        # it does not see new data of the optimizer's Parameters.
         ops.assign(value, Tensor(array.copy(), value.dtype))
 
 
@@ -293,12 +293,12 @@ def weights_of(network):
 
 
 def set_weights(network, weights):
-    """Give a network these weights, in the order of its trainable Parameters."""
+    """Set the weights of a network, in the order of its trainable Parameters."""
     put_back(zip(network.trainable_params(), weights, strict=True))
 
 
 def use_one_thread():
-    """Compute with one thread, so that the same seeds give the same figures. Only before the first graph."""
+    """Compute with one thread, so that the same seeds give the same results. Call this before the first graph."""
     mindspore.set_device("CPU")
     mindspore.device_context.cpu.op_tuning.threads_num(1)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)

@@ -13,13 +13,14 @@ from scripts.ascend.program import CACHE, HCCL, NOTHING, compile_cases, kernels_
 from tests.conftest import ROOT
 from tests.shared.pages import figure
 
-# One worker, because what was compiled is shared.
+# Run these tests in one worker, because they share what is compiled.
 pytestmark = [
     pytest.mark.skipif(bool(stand_ins.missing()), reason=stand_ins.missing() or "nothing is missing"),
     pytest.mark.xdist_group("ascend dry run"),
 ]
 
-# Small cases that are compiled here as parts of others, and one that is MindFormers' alone; the program compiles them.
+# Small cases that are not compiled here by themselves: parts of other cases, and one cell of MindFormers. The program
+# compiles them.
 PART_OF = {
     "cell/adaptive": "cell/adaptive_hysteresis",
     "cell/guided": "cell/guided_history",
@@ -35,7 +36,7 @@ def results():
     return {result["case"]: result for result in compile_cases(SMALL)}
 
 
-# Controls: without them a case that compiles would say nothing
+# Controls: without a case that fails, a case that compiles would prove nothing
 
 
 def test_an_operator_that_an_ascend_has_compiles(results):
@@ -124,7 +125,7 @@ def test_stand_in_without_an_answer_ends_the_process():
     assert finished.returncode != 0
     said = program.why_ended(finished.returncode, finished.stderr)
     assert said == "the stand-ins need an update for this MindSpore: aclrtMalloc was called"
-    # One with an answer.
+    # A stand-in with an answer returns it.
     assert ctypes.CDLL(library).aclnnAddGetWorkspaceSize() == 0
 
 

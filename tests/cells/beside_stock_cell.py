@@ -1,6 +1,6 @@
-"""Trains one network twice: with this package's cells, and with MindFormers' own at the same loss scales.
+"""Trains one network twice: with this package's cells, and with MindFormers' own cells at the same loss scales.
 
-A stock cell gets its loss scale as a Tensor before each step, and on a CPU runs in its branch for Ascend 910B.
+The stock cell gets its loss scale as a Tensor before each step. On a CPU it runs in its branch for Ascend 910B.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from scripts.ascend.optimizers import DECAY_STEPS, schedule
 from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
 
 STEPS, START = DECAY_STEPS, 2.0**24
-# In PyNative mode, where each takes long.
+# Number of steps in PyNative mode, where each step takes long.
 PYNATIVE_STEPS = 5
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}
 BATCH, FEATURES, CLASSES = 8, 12, 4
@@ -38,7 +38,7 @@ class Layers(nn.Cell):
 
 
 class SumAndNumber(Layers):
-    """The same, but returns the sum of the losses and their number."""
+    """The same layers; their outputs are the sum of the losses and the number of losses."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class SumAndNumber(Layers):
 
 
 class Vision(nn.Cell):
-    """No language model: a convolution over pictures of 12 pixels, pooling and a dense layer, in FP16."""
+    """A network for pictures, no language model: a convolution over 12 pixels, pooling and a dense layer, in FP16."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def adamw(network):
 
 
 class Seen(NamedTuple):
-    """What the cell of this package did in a training."""
+    """What this package's train-step cell did in a training, step by step."""
 
     overflows: list[bool]
     losses: list[float]
@@ -87,17 +87,17 @@ def rows(steps=STEPS, seed=0):
 
 
 def train_both(build, build_optimizer=adamw, batches=None, start=START, **arguments):
-    """Train both, and assert after each step that they agree and that a skipped step left everything as it was.
+    """Train with both cells; assert after each step that they agree and that a skipped step changed nothing.
 
     Args:
-        build (Callable): makes the network, the same each time.
-        build_optimizer (Callable): makes the optimizer of a network.
-        batches (Iterable, optional): of arrays. Default: None, :func:`rows`.
+        build (Callable): returns the network, the same each time.
+        build_optimizer (Callable): returns the optimizer of a network.
+        batches (Iterable, optional): tuples of arrays. Default: None, :func:`rows`.
         start (float): the initial loss scale.
-        **arguments: of the train-step cells.
+        **arguments: further arguments of both train-step cells.
 
     Returns:
-        Seen, of this package's cell.
+        Seen, what this package's cell did.
     """
     update_cell = AdaptiveLossScaleUpdateCell(start, 2, 4, **WINDOWS)
     ours = _train_step(MFTrainOneStepCell, build, build_optimizer, update_cell, arguments)
@@ -115,7 +115,7 @@ def train_both(build, build_optimizer=adamw, batches=None, start=START, **argume
         overflow = bool(outputs[0][1])
         state = rule.step(state, overflow)
         assert float(outputs[0][2]) == state.loss_scale, number
-        # All outputs but the loss scale, which the stock cell returns as it was.
+        # Compare all outputs but the loss scale, which the stock cell does not update.
         for ours_output, other in zip(outputs[0], outputs[1], strict=True):
             if ours_output is not outputs[0][2]:
                 np.testing.assert_array_equal(ours_output, other, err_msg=f"step {number}")

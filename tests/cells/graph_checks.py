@@ -1,17 +1,18 @@
-"""What must not be in an exported graph that is to run on Ascend, by what it is called there."""
+"""Find what an exported graph for Ascend must not contain, by the names in the graph."""
 
 import pydoc
 import re
 
 from mindspore import ops
 
-# The compiler puts these in to order and group values. They are no operators, so no documentation names a platform.
+# The compiler inserts these nodes to order and group values. They are not operators, so no documentation lists their
+# platforms.
 _FROM_THE_COMPILER = {"Load", "MakeTuple", "TupleGetItem", "UpdateState"}
 
 _TENSOR_TYPES = {"FLOAT", "INT32", "BOOL"}
 
-# What these take as plain numbers only, such as an axis, a dtype or a place. The compiler reads them, and no kernel
-# computes with an int64.
+# Inputs that operators take as plain numbers only, such as an axis, a dtype or an index. The compiler reads them, so no
+# kernel computes with an int64.
 _PLAIN_CONSTANTS = {
     *(("INT64", name, 1) for name in ("Cast", "TupleGetItem", "Argmin", "ExpandDims")),
     *(("INT64", name, position) for name, position in (("Argmin", 2), ("Gather", 2), ("Gather", 3))),
@@ -24,7 +25,7 @@ def control_flow(graph):
 
 
 def forbidden_tensors(graph):
-    """The tensors of Parameters, inputs, outputs, constants and nodes that are not float32, int32 or bool."""
+    """Return the tensors (Parameters, inputs, outputs, constants, nodes) that are not float32, int32 or bool."""
     return {
         (kind, position) for kind in graph.tensor_types.keys() - _TENSOR_TYPES for position in graph.tensor_types[kind]
     }
@@ -35,7 +36,7 @@ def forbidden_plain_constants(graph):
 
 
 def plain_outputs(graph):
-    """What comes back to the host as a number: TensorToScalar is documented for Ascend, and runs on the host there."""
+    """Return values that reach the host: TensorToScalar is documented for Ascend, but it runs on the host there."""
     return graph.plain_outputs
 
 
@@ -47,7 +48,7 @@ CHECKS = (control_flow, forbidden_tensors, forbidden_plain_constants, plain_outp
 
 
 def _documented_platforms(primitive):
-    """Return what stands under "Supported Platforms" in the primitive's docstring, or in that it refers to."""
+    """Return the "Supported Platforms" from the primitive's docstring, or from the docstring that it refers to."""
     for module in (ops, ops.operations, ops.auto_generate):
         text = getattr(getattr(module, primitive, None), "__doc__", None) or ""
         reference = re.search(r"Refer to :(?:func|class):`(mindspore\.[\w.]+)`", text)

@@ -1,4 +1,4 @@
-"""Features of a MindFormers training beside adaptive scaling: as without it at the same loss scales, step by step."""
+"""With adaptive scaling, features of MindFormers train step by step as with the stock cell at the same loss scales."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def recomputed():
 
 
 class LowRank(nn.Cell):
-    """A frozen dense layer with an update of rank 2, as LoRA trains it."""
+    """Frozen dense layers with a trainable update of rank 2, as in LoRA."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def one_hot(batches):
         yield features, np.eye(scores.shape[1], dtype=np.float32)[scores.argmax(axis=1)]
 
 
-# feature: the arguments of train_both()
+# Arguments of train_both() for each feature.
 FEATURES = {
     "accumulation": {"build": lambda: MeanOverMicroBatches(Layers(), 2), "use_clip_grad": True},
     "loss per token": {"build": SumAndNumber, "calculate_per_token_loss": True, "use_clip_grad": True},
@@ -71,7 +71,7 @@ def test_losses_and_weights_equal_the_stock_cells_at_each_scale(graph_mode, feat
     assert sum(seen.overflows) >= 2
     assert any(seen.overflows[15:]), "no overflow after a raise"
     assert np.mean(seen.losses[-5:]) < np.mean(seen.losses[:5])
-    # Neither the schedule of the learning rate nor the optimizer's count moves in a skipped step.
+    # A skipped step advances neither the schedule of the learning rate nor the optimizer's step count.
     assert seen.applied_steps == STEPS - sum(seen.overflows)
     for rate, following, overflow in zip(seen.learning_rates, seen.learning_rates[1:], seen.overflows, strict=False):
         assert (rate == following) is overflow
@@ -83,7 +83,7 @@ DROPPING = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global
 @pytest.mark.parametrize("feature", [*NAMES, "dropping by norm"])
 def test_the_same_holds_in_pynative_mode(feature):
     arguments = FEATURES.get(feature, {"build": Layers, **DROPPING})
-    # A loss per token overflows at a lower scale.
+    # A loss per token overflows at a lower scale, so start lower.
     start = 2.0**13 if feature == "loss per token" else 2.0**18
     with mindspore_mode("pynative"):
         seen = train_both(**{**arguments, "batches": list(rows(PYNATIVE_STEPS)), "start": start})
@@ -100,7 +100,7 @@ def test_steps_dropped_by_norm_equal_the_stock_cells(graph_mode):
 
 
 class Normalized(nn.Cell):
-    """The layers behind batch norm."""
+    """The layers after a batch norm."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ def test_moving_averages_of_batch_norm_go_on_in_a_skipped_step(graph_mode):
 
 
 def test_mindspores_graphs_for_a_cpu_take_no_lazy_inline(run_forked):
-    # In a process of its own, because MindSpore keeps the failed setting for the operators that it compiles afterwards.
-    # When this fails, the table of features can promise more.
+    # Run this in its own process, because MindSpore keeps the failed setting for operators that it compiles afterwards.
+    # If this test fails, lazy inline works, and the table of features can list it.
     finished = run_forked(ROOT / "tests" / "cells" / "lazy_inline.py", expect_exit=1)
     assert "must be a Primitive ValueNode, but get ValueNode<FuncGraph>" in finished.stderr

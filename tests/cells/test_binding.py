@@ -1,4 +1,4 @@
-"""An update cell belongs to one train step, wherever MindSpore builds or starts it again. A copy belongs to none."""
+"""An update cell belongs to one train step, even if MindSpore builds or starts it again. A copy belongs to no step."""
 
 import copy
 
@@ -42,7 +42,7 @@ def test_the_cell_of_a_scaler_or_a_manager_is_refused_elsewhere():
     Dense().train_step(manager.get_update_cell())
     with pytest.raises(ValueError, match=REFUSED):
         Dense().train_step(manager.update_cell)
-    # Each call makes a new one.
+    # Each call of get_update_cell() returns a new cell.
     Dense().train_step(manager.get_update_cell())
 
 
@@ -50,7 +50,7 @@ def test_the_same_train_step_goes_on(graph_mode):
     dense, cell = Dense(), CELLS["adaptive"]()
     step = dense.train_step(cell)
     cell.bind_loss_scale(step.scale_sense)
-    # Two models around it, and two trainings of each.
+    # Build two models around the train step, and train each model twice.
     for _ in range(2):
         model = Model(step)
         for _ in range(2):

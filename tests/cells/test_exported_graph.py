@@ -1,4 +1,4 @@
-"""What must not be in a graph for Ascend is found in an exported graph, and told by its name."""
+"""The checks find what a graph for Ascend must not contain in an exported graph, and report it by name."""
 
 import pytest
 from mindspore import dtype as mstype
@@ -25,7 +25,7 @@ def test_stock_cell_for_ascend_passes_the_check_of_primitives():
 
 
 class Forbidden(AdaptiveLossScaleUpdateCell):
-    """Branches, computes in float64, multiplies by a number of Python, asks the host, and takes Fmax."""
+    """Has a branch, float64, a multiplication by a Python number, a transfer to the host, and Fmax."""
 
     def construct(self, loss_scale, overflow):
         super().construct(loss_scale, overflow)

@@ -18,7 +18,7 @@ from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
 
 class Pass(nn.Cell):
-    """The pass over two gradients."""
+    """Runs ``LargestGradient`` on two gradients."""
 
     def __init__(self, update_cell):
         super().__init__(auto_prefix=False)
@@ -35,13 +35,13 @@ def test_pass_over_the_gradients_is_one_for_ascend(graph_mode):
     gradients = Tensor(np.ones((3, 2), np.float16)), Tensor(np.ones(4, np.float32))
     graph = export_graph(Pass(cell), *gradients)
     assert control_flow(graph) == set()
-    # The gradient itself; it is cast first.
+    # Only the gradient itself is FP16: it is cast before anything is computed.
     assert forbidden_tensors(graph) == {("FLOAT16", "first")}
     assert undocumented_on_ascend(graph) == set()
 
 
 class Looked(nn.Cell):
-    """A table of which each row that is looked up has a gradient, and no other row."""
+    """An embedding table with sparse gradients: only the rows that are looked up have a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def test_overflowing_gradient_is_measured_with_a_loss_per_token(mode, clip):
     arguments = {"calculate_per_token_loss": True, "use_clip_grad": clip, "max_grad_norm": 1e-4}
     step = MFTrainOneStepCell(network, optimizer, scale_sense=cell, **arguments).set_train()
     inputs = np.random.default_rng(0).standard_normal((TOKENS, 8)).astype(np.float16)
-    # What the weight gets before it is divided by the number of tokens, in FP16 as the backward pass has it.
+    # The gradient of the weight before the division by the number of tokens, in FP16 as in the backward pass.
     largest = np.abs(inputs.astype(np.float32).sum(axis=0)).max()
     _, overflow, *_ = step(Tensor(inputs))
     assert not bool(overflow)
@@ -89,7 +89,7 @@ def test_overflowing_gradient_is_measured_with_a_loss_per_token(mode, clip):
 
 
 class WithItsOwnDetection(TrainOneStepWithLossScaleCell):
-    """A train step that keeps its own detection, as all do on an Ascend."""
+    """A train step that keeps its own overflow detection, as all train steps do on Ascend."""
 
     def get_overflow_status(self, status, compute_output):
         return self.get_overflow_status_on_cpu(status, compute_output)
@@ -105,13 +105,13 @@ def test_largest_gradient_is_measured_beside_its_own_detection(mode):
 
 
 class CheckedOnCpu(nn.TrainOneStepWithLossScaleCell):
-    """The stock cell with the detection that a CPU needs, and nothing else of this package."""
+    """The stock cell with the overflow detection that a CPU needs, and nothing else of this package."""
 
     get_overflow_status = LossScaleTrainStep.get_overflow_status_on_cpu
 
 
 def kernels_of(train_step_class, update_cell):
-    """The kernels of a whole train step, as often as each occurs."""
+    """Return how often each kernel occurs in the graph of a whole train step."""
     step = Dense().train_step(update_cell, train_step_class).set_train()
     return collections.Counter(export_graph(step, *Dense.batch()).kernels)
 
@@ -124,7 +124,7 @@ def test_graph_with_another_cell_is_what_it_was(graph_mode):
     assert adaptive == kernels_of(CheckedOnCpu, AdaptiveLossScaleUpdateCell(2**8, 2, 20))
     of_the_pass = ("Abs", "ReduceMax", "AllGather", "AllReduce")
     assert [adaptive[name] for name in of_the_pass] == [0, 0, 0, 0]
-    # Of each of the two gradients the magnitudes are had once, and nothing else looks at it; one more is the rule's.
+    # One Abs for each of the two gradients, and no other pass over them. The third Abs belongs to the rule.
     assert (guided["Abs"], guided["IsFinite"], adaptive["IsFinite"]) == (2 + 1, 0, 0)
 
 
@@ -148,7 +148,7 @@ def test_a_train_step_that_never_measures_gets_one_warning(mode):
         step(*Dense.batch())
     with pytest.warns(UserWarning, match=r"still 0 after 5 steps.*OwnDetection, call self.get_overflow_status\("):
         step(*Dense.batch())
-    # Warnings are errors.
+    # Warnings are errors, so the warning must not be repeated.
     for _ in range(6):
         step(*Dense.batch())
 
@@ -159,6 +159,6 @@ def test_a_train_step_that_never_measures_gets_one_warning(mode):
 def test_a_train_step_that_measures_or_need_not_gets_no_warning(graph_mode, cell):
     train_step_class = OwnDetection if isinstance(cell, AdaptiveLossScaleUpdateCell) else TrainOneStepWithLossScaleCell
     step = Dense().train_step(cell, train_step_class).set_train()
-    # Warnings are errors.
+    # Warnings are errors, so these steps must not warn.
     for number in range(8):
         step(*Dense.batch(overflow=number < 6))

@@ -1,4 +1,4 @@
-"""An inf or a NaN anywhere in the gradients is seen, by the detection on a CPU and by the pass for the largest."""
+"""Any inf or NaN in the gradients is found, by the overflow detection on a CPU and by ``LargestGradient``."""
 
 import itertools
 
@@ -11,13 +11,13 @@ from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.update_cells import GradientGuidedLossScaleUpdateCell
 
 SHAPES = [(2, 3), (), (5,), (40, 70)]
-# The largest numbers and the smallest that are no overflow, beside those that are.
+# Extreme values that are finite, and values that are not finite.
 FINITE = [0.0, -0.0, 1e-45, 3.4028235e38, -3.4028235e38]
 NOT_FINITE = [np.inf, -np.inf, np.nan, -np.nan]
 
 
 class Detection(nn.Cell):
-    """What both ways of this package and MindSpore's say of the same gradients."""
+    """Returns what both detections of this package and MindSpore's own detection say of the same gradients."""
 
     def __init__(self):
         super().__init__()

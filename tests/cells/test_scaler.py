@@ -1,4 +1,4 @@
-"""The loss scaler: the rule in functional training, compiled and not, its arithmetic, its state in checkpoints."""
+"""The loss scaler in functional training, compiled and not: steps of the rule, arithmetic, state in checkpoints."""
 
 import mindspore
 import numpy as np
@@ -51,7 +51,7 @@ def test_overflows_are_skipped_and_other_steps_are_as_in_fp32(mode, compiled, na
         assert np.isinf(now.get("largest_gradient", 0)) == (overflow and name != "adaptive")
 
 
-# A gradient of shape () has no rows to go through.
+# Tensor(-3.0) has the shape (), so the search for the largest gradient cannot go through its rows.
 @pytest.mark.parametrize(
     "grads", [Tensor(np.float16([-3.0])), Tensor(-3.0), (Tensor([1.0]), Tensor([[-3.0]])), [Tensor([-3.0])]]
 )
@@ -81,7 +81,7 @@ def test_adjust_refuses_what_it_cannot_measure(mode, grads_finite, grads, messag
 
 
 def functional_step(dense, scaler, compiled):
-    """Return a train step that takes a batch; without a scaler, one without loss scaling."""
+    """Return a train step that takes a batch; without a scaler, the step does no loss scaling."""
     optimizer = dense.optimizer()
 
     def forward(features, target):

@@ -1,4 +1,4 @@
-"""The managers: their defaults, and ``build_train_network`` and ``Model`` with them at every level of precision."""
+"""The loss-scale managers: their defaults, and ``build_train_network`` and ``Model`` at every level of precision."""
 
 import mindspore.train.amp
 import numpy as np
@@ -22,7 +22,7 @@ from tests.shared.networks import Dense, batches
 START = 2**24
 
 
-# Each with the arguments of the rule that it follows; one window is MindSpore's dynamic scaling.
+# Each manager with the arguments of the rule that it follows. A ladder of one window is MindSpore's dynamic scaling.
 MANAGERS = {
     "fixed": (lambda: amp.FixedLossScaleManager(START), {"min_loss_scale": START, "max_loss_scale": START}),
     "dynamic": (lambda: amp.DynamicLossScaleManager(START, 2, 3), {"max_scale_window": 3, "min_scale_window": 3}),
@@ -158,7 +158,7 @@ def test_a_factor_that_looks_like_a_window_is_warned_of(factor):
     manager = amp.DynamicLossScaleManager(4, factor)
     with pytest.warns(UserWarning, match=message.format("DynamicLossScaleManager")):
         build_train_network(dense.network, dense.optimizer(), level="O0", loss_scale_manager=manager)
-    # Any other factor.
+    # Any other factor gives no warning; a warning would be an error.
     AdaptiveLossScaleManager(4, 16)
     build_train_network(
         dense.network, dense.optimizer(), level="O0", loss_scale_manager=amp.DynamicLossScaleManager(4, 16)

@@ -1,4 +1,4 @@
-"""The state of loss scaling in MindSpore's own checkpoints, and in checkpoints that come from elsewhere."""
+"""The state of loss scaling in MindSpore's own checkpoints, and in checkpoints from other sources."""
 
 import functools
 import warnings
@@ -27,7 +27,7 @@ WINDOWS = {"max_scale_window": 4, "min_scale_window": 1}
 
 def build_step(train_step=TrainOneStepWithLossScaleCell, update_cell=None, **arguments):
     dense = Dense()
-    # A schedule, because of a constant rate MFTrainOneStepCell makes a second Parameter of the same name, and then
+    # Use a schedule: for a constant rate, MFTrainOneStepCell makes a second Parameter of the same name, and then
     # MindSpore cannot load its checkpoint as a whole.
     learning_rate = nn.PolynomialDecayLR(0.01, 0.001, 100, 1.0)
     optimizer = nn.Adam(dense.layer.trainable_params(), learning_rate)
@@ -39,7 +39,7 @@ def build_step(train_step=TrainOneStepWithLossScaleCell, update_cell=None, **arg
 
 
 def train(step, overflows):
-    """Train, and return of each step all that there is to compare."""
+    """Train, and return for each step its loss, overflow flag, loss scale and state."""
     record = []
     for overflow in overflows:
         loss, flag = step(*Dense.batch(overflow))[:2]
@@ -49,7 +49,7 @@ def train(step, overflows):
 
 
 def without_loss_of_skipped(record):
-    # The loss of an overflowed step is inf, and equal to nothing but itself.
+    # The loss of an overflowed step is inf or NaN, so there is nothing to compare.
     return [(None if flag else loss, flag, scale, state) for loss, flag, scale, state in record]
 
 
@@ -118,7 +118,7 @@ def test_mindformers_own_checkpoint_resumes_on_its_ladder(graph_mode):
 
 
 def test_mindformers_checkpoint_after_window_1_keeps_counters(graph_mode):
-    """By its values it could be one of dynamic scaling; there the next raise would come after 20 steps."""
+    """By its values, this checkpoint could be from dynamic scaling, which would raise the scale only after 20 steps."""
     theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20)
     loss_scale = Parameter(Tensor(1024.0, mindspore.float32), name="loss_scale")
     for overflow in [False] * 60 + [True] * 3 + [False] * 15:
@@ -149,7 +149,7 @@ def test_checkpoint_without_a_window_starts_the_ladder_afresh(graph_mode, scalin
         resumed.set_train()
         train(resumed, [False, False])
     assert len([warning for warning in caught if "ladder" in str(warning.message)]) == 1
-    # Two clean steps after the start, in a window of two: one raise, from the scale of the checkpoint.
+    # Two clean steps after the start, in a window of two, give one raise from the scale of the checkpoint.
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=2)
     state = rule.start(2048.0, 2)
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_checkpoint_without_a_window_starts_the_ladder_afresh(graph_mode, scalin
 
 
 class Halving(nn.FixedLossScaleUpdateCell):
-    """A user's own, which is not fixed at all."""
+    """A user's subclass of the fixed update cell whose scale is not fixed."""
 
     def construct(self, loss_scale, overflow):
         return ops.depend(overflow, ops.assign(loss_scale, loss_scale / 2))
@@ -184,7 +184,7 @@ def test_a_fixed_scale_stays_whatever_a_checkpoint_has(graph_mode, train_step, s
         step.set_train()
     _, _, used = step(*Dense.batch())[:3]
     assert used.asnumpy().item() == step.scale_sense.asnumpy().item() == wanted
-    # What was set by hand is no checkpoint's.
+    # A scale that was set by hand is not taken for the scale of a checkpoint.
     step.set_sense_scale(Tensor(np.full(step.scale_sense.shape, 16.0), mindspore.float32))
     step.set_train()
     assert step.scale_sense.asnumpy().item() == 16.0

@@ -1,4 +1,4 @@
-"""Bad input to the lab's commands: each is answered with a message, an exit code and no traceback."""
+"""Bad input to the commands of the lab gives a message and an exit code, but no traceback."""
 
 import errno
 import io
@@ -21,13 +21,13 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]")
 
 
 def answer(run_program, *arguments):
-    """The exit code, and the message that follows the usage; output and errors have no control characters."""
+    """Return the exit code and the message after the usage; assert that nothing has control characters."""
     code, printed, errors = run_program(*arguments)
     assert not CONTROL.search(printed + errors)
     return code, errors.partition("error: ")[2]
 
 
-# Values of a policy's parameters, and what the message says.
+# Values of a policy's parameters, and the expected messages.
 VALUES = [
     ("loss_scale_value=2^99999", "'2^99999' is too large"),
     ("loss_scale_value=-1", "'loss_scale_value' must be finite and above 0"),
@@ -58,7 +58,7 @@ def test_a_value_of_a_policy_is_refused(run_program, value, message):
     assert re.search(message, said, re.DOTALL) or message in said
 
 
-# A user's rule that does not say what is wrong with its argument.
+# A user's rule whose error message does not name the wrong argument.
 EVERY = """\
 from mindformers_adaptive import rules
 
@@ -140,7 +140,7 @@ def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, a
     for name in ("folder.html", "folder.png"):
         (tmp_path / name).mkdir()
     code, said = answer(run_program, *arguments)
-    # What only the search finds has exit code 1.
+    # Errors that only the search can find have exit code 1, errors of usage have 2.
     assert code == (1 if "--exchange-rate" in arguments else 2)
     assert message in said
 
@@ -153,7 +153,7 @@ def sweep(**tried):
     return json.dumps({"step": 1, "batches": [{"loss_scales": [tried]}], "loss_scales": [{**tried, "overall": {}}]})
 
 
-# What stands in a file, and what each command but plot says of it.
+# The content of each file, and the expected message of every command but plot.
 FILES = {
     "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "must show what loss scale a step used"),
     "a_huge_integer": (line(1, 10**400) + line(2, 10**400), "there is none. The first line that nearly fits is"),
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         assert message in said
     for command in (["analyze", file], ["plot", file, tmp_path / "a.png"], ["inspect", file]):
         if (name, command[0]) == ("beyond_float32", "plot"):
-            # The losses of such a record can be drawn.
+            # plot can draw the losses of this record.
             continue
         code, said = answer(run_program, *command)
         assert code == 1
@@ -282,7 +282,7 @@ def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_p
 
 
 def test_interrupt_during_imports_prints_no_traceback(run_python, tmp_path):
-    # Found before NumPy itself, as if Ctrl-C were pressed while that is imported.
+    # Python imports this file instead of NumPy, as if Ctrl-C were pressed during the import.
     (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
     for arguments in (["--help"], ["analyze", LOG]):
         finished = run_python("-m", "mindformers_adaptive", *arguments, expect_exit=130)
@@ -290,7 +290,7 @@ def test_interrupt_during_imports_prints_no_traceback(run_python, tmp_path):
 
 
 def test_results_are_printed_where_standard_error_is_closed(run_program, monkeypatch):
-    # As Python leaves it where a shell closed it, with 2>&-.
+    # Python sets sys.stderr to None if the shell closed it with 2>&-.
     for arguments, expected, start in ((["analyze", LOG], 0, "11 o"), (["analyze", "nowhere"], 1, ""), (["x"], 2, "")):
         monkeypatch.setattr("sys.stderr", None)
         code, printed, _ = run_program(*arguments)
@@ -349,7 +349,7 @@ def test_a_full_disk_is_said_of_the_file(run_program, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", ["--version", "versions"])
 def test_an_output_that_takes_nothing_is_an_error(run_program, monkeypatch, command):
-    # As Python leaves it where a shell closed it, with >&-.
+    # Python sets sys.stdout to None if the shell closed it with >&-.
     monkeypatch.setattr("sys.stdout", None)
     code, said = answer(run_program, command)
     assert (code, said) == (1, "The output must be open, but it is closed. Send it to a file, or to /dev/null.\n")
@@ -374,7 +374,7 @@ def in_safetensors(header):
     return len(header).to_bytes(8, "little") + header
 
 
-# Files that MindSpore's own reader answers with texts of other arguments, of NumPy and of the system.
+# Files for which MindSpore's own reader raises errors about other arguments, NumPy or the system.
 NO_CHECKPOINTS = {
     "none.safetensors": in_safetensors(b"{}"),
     "odd.safetensors": in_safetensors(b'{"w":{"dtype":"F32","shape":["a"],"data_offsets":[0,4]}}') + bytes(4),
@@ -385,7 +385,7 @@ NO_CHECKPOINTS = {
 }
 
 
-# MindSpore does not close the files that it cannot read.
+# Ignore the warnings about open files, because MindSpore does not close files that it cannot read.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", NO_CHECKPOINTS)
 def test_what_is_no_checkpoint_is_named_by_diff(run_program, tmp_path, name):

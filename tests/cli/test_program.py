@@ -1,4 +1,4 @@
-"""The command-line program: what it prints, its exit codes, and what it says of wrong usage."""
+"""The command-line program: its output, its exit codes, and its messages about wrong usage."""
 
 import importlib
 import json
@@ -46,7 +46,7 @@ def test_versions_are_those_of_what_is_installed(
 ):
     for name, version in (("mindspore", mindspore), ("mindformers", mindformers)):
         if version is not None:
-            # As pip leaves it.
+            # Create the folder of metadata that pip creates for an installed package.
             (tmp_path / f"{name}-{version}.dist-info").mkdir()
             metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
             (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
@@ -110,7 +110,7 @@ def test_wrong_usage_has_exit_code_2_and_says_why(run_program, arguments, messag
 @pytest.mark.parametrize("command", ["compare", "tune", "analyze"])
 def test_a_log_that_is_not_there_or_none_has_exit_code_1(run_program, command, tmp_path):
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night.\n")
-    # JSON that is nested too deeply.
+    # This JSON is nested too deeply.
     (tmp_path / "deep.jsonl").write_text("[" * 200_000)
     for file in ("nothere.log", str(tmp_path / "novel.txt"), str(tmp_path / "deep.jsonl")):
         code, printed, error = run_program(command, file)
@@ -123,7 +123,8 @@ def test_results_on_a_log_say_what_was_read_and_what_is_known(run_program):
     described = json.loads(run_program("compare", "--json", MINDFORMERS_LOG)[1])["sources"][0]
     assert described["format"] == "mindformers"
     assert (described["lines_read"], described["lines_used"], described["lines_ignored"]) == (32, 32, 0)
-    # 11 of the 32 steps overflowed, which a person counts in the log: known from above; the others from below.
+    # By a count in the log, 11 of the 32 steps overflowed. Their ceilings have an upper bound, the other steps a lower
+    # bound.
     assert described["bounds_known"]["upper_bound"] == 11 / 32
     assert described["bounds_known"]["lower_bound"] == 21 / 32
     text = run_program("compare", MINDFORMERS_LOG, "--details")[1]
@@ -143,7 +144,7 @@ def test_compare_of_a_folder_has_a_row_for_each_policy_and_log(run_program):
 def test_a_file_of_a_folder_that_is_no_log_is_named(run_program, tmp_path):
     (tmp_path / "a.log").write_text((LOGS / "mindformers_1_9_cpu.log").read_text())
     (tmp_path / "b.txt").write_text("no log\n")
-    # As beside a record.
+    # A record has a lock file like this in its folder.
     (tmp_path / ".record.jsonl.lock").touch()
     code, printed, error = run_program("compare", str(tmp_path), "--policies", "torch", "--details")
     assert code == 0
@@ -186,7 +187,7 @@ def test_tune_tries_exchange_rates_of_the_guided_rule(run_program):
 
 @pytest.fixture
 def guided_record(request, tmp_path):
-    """The record of a run whose gradients show a ceiling of 2^16 and two thirds of it."""
+    """Return the record of a run whose gradients imply ceilings of 2^16, 2^17 and 2^18 in turn."""
     name, largest = getattr(request, "param", ("float16", 65504))
     scales = [2.0**20, 2.0**19, *[2.0**15] * 98]
     lines = [
@@ -246,7 +247,7 @@ def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_r
     arguments = ("tune", "--json", "--policy", "tests.shared.own_rules.Follow", "--grid", "margin=0,1")
     tuned = json.loads(run_program(*arguments, guided_record)[1])
     assert {row["configuration"].split()[0] for row in tuned["rows"]} == {"follow"}
-    # Of a record that knows too little of it, it would be a guess.
+    # This record decides too few steps, so settings for the rule would be a guess.
     assert tuned["scale_sense"] is None
     tuned = json.loads(run_program(*arguments, "synthetic:spikes", "--steps=99")[1])
     assert "rule: tests.shared.own_rules.Follow" in tuned["scale_sense"]

@@ -1,4 +1,4 @@
-"""Whatever the rule, the update can run on Ascend, by its exported graph and MindSpore's documentation."""
+"""For every rule, the update can run on Ascend, according to its exported graph and MindSpore's documentation."""
 
 import mindformers
 import mindspore
@@ -24,7 +24,7 @@ MOST_KERNELS = {"adaptive with hysteresis": 44, "guided": 145, "log_max": 57}
 
 def export_with_history(cell):
     holder = LossScaleHolder(cell, cell.get_loss_scale())
-    # Only for the export, which takes no Parameter that belongs to no cell.
+    # Insert the history's Parameters for the export, which rejects Parameters that belong to no cell.
     for parameter in (cell.history.scales, cell.history.counts, cell.history.place):
         holder.insert_param_to_cell(parameter.name, parameter, check_name_contain_dot=False)
     return export_graph(holder, Tensor(True))
@@ -32,7 +32,7 @@ def export_with_history(cell):
 
 @pytest.fixture(scope="module", params=CELLS)
 def graphs(request):
-    """The graphs without a history and with one."""
+    """Return the name of an update cell, and its graphs without and with a history."""
     with mindspore_mode("graph"):
         cell = CELLS[request.param]
         return request.param, export_update_cell(cell()), export_with_history(cell(history_size=4))
@@ -41,7 +41,7 @@ def graphs(request):
 def test_update_can_run_on_ascend(graphs):
     for graph in graphs[1:]:
         assert {check.__name__: check(graph) for check in CHECKS} == {check.__name__: set() for check in CHECKS}
-        # The checks have seen something.
+        # Make sure that the checks have seen the kernels and tensors of the graph.
         assert set.union(*graph.tensor_types.values()) >= {*graph.kernels, "Constant", "loss_scale", "overflow"}
         assert graph.plain_constants
 

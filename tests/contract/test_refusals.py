@@ -1,4 +1,4 @@
-"""Whatever the rule, what cannot work is refused with a message that says what would."""
+"""For every rule, settings that cannot work are rejected with a message that names settings that work."""
 
 from typing import ClassVar
 
@@ -99,7 +99,7 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
     ):
         with pytest.raises(error, match=message):
             kind.cell(**arguments)
-    # A launch that took its graph from there had 14 of 20 steps in its record, and wrong ones.
+    # A launch that took its graph from this cache recorded only 14 of 20 steps, and recorded them wrongly.
     monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
     with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
         kind.cell(history_size=3)

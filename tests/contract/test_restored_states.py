@@ -1,4 +1,4 @@
-"""Only what comes from a checkpoint is repaired; and no number of a checkpoint comes back under another name."""
+"""Only state from a checkpoint is repaired, and no number of a checkpoint is restored under another name."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode")
 
 
 class Smallest(Rule):
-    """Begins with inf, and stays there until a step overflows."""
+    """Tracks the smallest loss scale that overflowed, which is inf until a step overflows."""
 
     name = "smallest"
     state: ClassVar = {"smallest": float32}
@@ -45,7 +45,7 @@ class Smallest(Rule):
 
 
 class Refusing(Rule):
-    """Goes where a restored state may not be."""
+    """Rejects a restored state in which ``clean`` is not 0, although its own steps reach such states."""
 
     name = "refusing"
     state: ClassVar = {"clean": int32}
@@ -96,7 +96,7 @@ def test_set_train_at_random_places_changes_nothing(name, owner):
 
     overflows = [numbers.random() < 0.25 for _ in range(40)]
     places = set(numbers.sample(range(40), 12))
-    # A warning would be an error.
+    # Warnings are errors, so this also checks that set_train() gives no warning.
     assert is_same(states(places), states(()))
 
 
@@ -116,7 +116,7 @@ def test_a_cell_of_one_rule_takes_no_other():
 
 
 def rule_with(state, name="reshaped", first=None):
-    """Return a rule with this state, which counts in all that it has."""
+    """Return a rule with these state fields; each step adds 1 to every number in them."""
 
     def next_state(self, before, seen):
         numbers = {key: getattr(before, key) + 1 for field in self.fields for key in field.keys}
@@ -148,7 +148,7 @@ FORMS = {
 
 
 def saved(rule, tmp_path, form, steps=5):
-    """Take steps and save the state; return a function that restores it in another cell, and the state."""
+    """Take steps and save the state; return a function that restores the state in another cell, and the state."""
     owned = Owned(RuleLossScaleUpdateCell(2.0**16, rule))
     owned.set_train()
     for number in range(steps):
@@ -250,7 +250,7 @@ LADDER = {"max_scale_window": 100, "min_scale_window": 20}
 
 @pytest.fixture(scope="module", params=["constant", "schedule"])
 def stock(request, tmp_path_factory):
-    """Train with MindFormers' own cells; return the checkpoint and the state of the cell."""
+    """Train with MindFormers' own cells; return the checkpoint and the counters of the update cell."""
     with mindspore_mode("graph"):
         dense, rate = Dense(), 0.01 if request.param == "constant" else nn.ExponentialDecayLR(0.01, 0.9, 4)
         cell = mindformers.wrapper.AdaptiveLossScaleUpdateCell(2.0**16, 2, 20, **LADDER)
@@ -277,9 +277,9 @@ def test_mindformers_own_state_goes_on_on_its_ladder(stock, loads_into):
     step = MFTrainOneStepCell(dense.network, optimizer, scale_sense=cell)
     mindspore.load_param_into_net(step if loads_into == "train step" else optimizer, checkpoint)
     if loads_into == "optimizer":
-        # As MindFormers does, which restores the loss scale by itself.
+        # MindFormers loads the checkpoint into the optimizer in the same way, and restores the loss scale separately.
         step.scale_sense.set_data(checkpoint["scale_sense"])
-    # A warning would be an error.
+    # Warnings are errors, so this also checks that set_train() gives no warning.
     step.set_train()
     names = ("scale_window", "window_index", "growth_num", "down_num", "cur_iter", "last_overflow_iter")
     assert [cell.state()[name] for name in names] == counters
@@ -318,7 +318,7 @@ def test_dynamic_checkpoint_starts_another_rules_state_afresh(name, moment):
 
 
 def test_steps_that_a_graph_took_look_like_no_checkpoint():
-    """Whatever a built-in rule reaches is its own, even where nobody saw that steps were taken."""
+    """A state that a built-in rule reaches itself is not taken for a restored state, even if nobody saw the steps."""
     for name in ("adaptive", "guided"):
         kind, owned = KINDS[name], Owned(KINDS[name].cell())
         for step in kind.path(25):

@@ -1,4 +1,4 @@
-"""Whatever the rule: its state is saved and loaded in every way, repaired where it is damaged, and read by others."""
+"""For every rule, the state is saved and loaded in every way, repaired if damaged, and shown by ``inspect``."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ def kind(request):
 
 
 def in_a_state(kind, steps=30, **options):
-    """Return a cell with its loss scale after so many steps of the path, as if it had taken them."""
+    """Return a cell and its loss scale in the state after ``steps`` steps of the path, without taking the steps."""
     owned = Owned(kind.cell(**options))
     write(owned, kind, kind.path(steps)[-1].state, steps)
     return owned
@@ -61,7 +61,7 @@ def assert_takes_the_next_steps(owned, kind, taken=30):
 
 
 class Owner:
-    """A cell, manager or scaler, stepped in the same way; a manager of a rule that needs gradients cannot be."""
+    """A cell, manager or scaler with a common ``step``; a manager cannot step a rule that needs gradients."""
 
     def __init__(self, kind, name):
         self.kind = kind
@@ -106,7 +106,7 @@ def test_each_goes_on_from_the_state_of_each(kind, source):
 
 def test_cell_goes_on_from_loaded_parameters(kind, tmp_path):
     owned, file, resumed = in_a_state(kind), str(tmp_path / "all.ckpt"), kind.cell(loss_scale=8.0)
-    # A network may call its own Parameters as a rule calls a part of its state.
+    # A Parameter of the network may have the same name as a field of the rule's state.
     network = {name: Tensor(np.ones((2, 3), np.float32)) for name in kind.own_keys() if name not in named(owned)}
     mindspore.save_checkpoint(owned, file, append_dict=network)
     resumed.load_state_dict(mindspore.load_checkpoint(file))
@@ -119,13 +119,13 @@ def named(owned):
 
 def test_a_manager_hands_on_a_state_that_counts_no_step_yet():
     manager = KINDS["adaptive with hysteresis"].manager()
-    # As Megatron-LM's scaler is after an overflow.
+    # Megatron-LM's scaler is in this state after an overflow.
     manager.load_state_dict({"scale": 2.0**16, "growth_tracker": 0, "hysteresis_tracker": 1})
     assert manager.get_update_cell().state()["hysteresis_budget"] == 1
 
 
 def save(owned, folder, form):
-    """Save in a format; return a function that restores it as MindFormers would, with the loss scale."""
+    """Save in the format ``form``; return a function that restores state and loss scale as MindFormers would."""
     if form != "sidecar":
         file = str(folder / f"saved.{form}")
         mindspore.save_checkpoint(owned, file, format=form)
@@ -149,7 +149,7 @@ def test_saved_and_resumed_goes_on_as_if_it_had_never_stopped(kind, form, tmp_pa
     resumed.set_train()
     assert is_same(resumed.update_cell.state_dict(), owned.update_cell.state_dict())
     assert_takes_the_next_steps(resumed, kind)
-    # The length of a history makes no difference to a checkpoint, and none comes back.
+    # A checkpoint does not depend on history_size, and does not restore the recorded steps.
     other = Owned(kind.cell(history_size=9))
     assert restore(other) in (None, ([], []))
     assert other.update_cell.recent_steps() == []
@@ -164,7 +164,7 @@ def test_a_state_that_looks_like_a_start_is_none(kind, overflow, form, tmp_path)
         owned, resumed = Owned(kind.cell(loss_scale=state.loss_scale)), Owned(kind.cell())
         owned.update_cell.write_rule_state(state, steps)
         save(owned, tmp_path, form)(resumed)
-        # A warning would be an error.
+        # Warnings are errors, so this also checks that restoring the state gives no warning.
         resumed.set_train()
         assert is_same(resumed.update_cell.state_dict(), owned.update_cell.state_dict()), steps
 
@@ -216,7 +216,7 @@ def own_values(kind, state):
 
 
 def damages(kind):
-    """Yield Parameters and values that no run can reach."""
+    """Yield state fields, each with an index and a value that no run can reach there."""
     for field in all_fields(kind.rule_class):
         if field.name == "largest_gradient" or (field.name == "hysteresis_budget" and kind.rule.hysteresis == 1):
             continue

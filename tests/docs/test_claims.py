@@ -1,4 +1,4 @@
-"""Sentences of the pages are borne out by the data of the figures and by the package; both languages have them."""
+"""Sentences of the pages agree with the data of the figures and with the package, in both languages."""
 
 import functools
 import importlib
@@ -20,13 +20,13 @@ ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the foun
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
 MEGATRON = "Megatron-LM's, window 1000, hysteresis 2"
 UNSCALED, FIXED = "FP16, no scaling", "fixed 2^16"
-# Where nothing is lost without scaling.
+# Tasks that lose nothing without loss scaling.
 NEEDS_NONE = {"llama", "lora", "digits"}
 FP8 = "FP8, E4M3 and E5M2"
 
 
 def text(page):
-    """A page on one line, in which Chinese needs no spaces at the ends of lines."""
+    """Return a page as one line of text; where a line ends or begins in Chinese, no space is added."""
     content = re.sub(r"\n +", "\n", page.read_text(encoding="utf-8"))
     return re.sub(r"(?<=[^\x00-\x7f])\n|\n(?=[^\x00-\x7f])", "", content).replace("\n", " ")
 
@@ -38,7 +38,7 @@ def page_of(language, name):
 
 
 def tasks_by_winner(first, second, measure=worth_report.quality_of):
-    """By winner the tasks on which the interval of the difference tells one; "-" for those on which it does not."""
+    """Return the tasks by winner, where the interval of the difference shows a winner; other tasks are under "-"."""
     won = {first: set(), second: set(), "-": set()}
     for name, task in figure("worth")["tasks"].items():
         higher = task["higher_is_better"] and measure is worth_report.quality_of
@@ -47,7 +47,7 @@ def tasks_by_winner(first, second, measure=worth_report.quality_of):
 
 
 def better_in(kind):
-    """In which measures a fixed window of 100 is better than the adaptive rule, on a kind of trace or in the mean."""
+    """Return for each measure whether a fixed window of 100 beats the adaptive rule, on a kind of trace or on all."""
     study = figure("study")["same"]
     fixed, adaptive = study["dynamic 100"][kind], study["adaptive 20-1000"][kind]
     return [fixed[what] < adaptive[what] for what in fixed]
@@ -70,7 +70,7 @@ def guided_is_worse_nowhere():
 
 
 def worse_without_scaling(key):
-    """The formats in which a task without loss scaling is shown to be worse than at the best fixed scale."""
+    """Return the formats in which a task is clearly worse without loss scaling than at the best fixed scale."""
     task = figure("formats")["tasks"][key]
     less = {
         name: worth_report.mean_and_interval(
@@ -83,7 +83,7 @@ def worse_without_scaling(key):
 
 @functools.cache
 def scales_of_the_guided_rule_at_its_ceiling():
-    """The scales of 300 steps that start at a ceiling that stays where it is."""
+    """Return the loss scales of 300 steps that start at a constant ceiling."""
     rule = GuidedRule()
     state, scales = rule.start(2.0**16), []
     for _ in range(300):
@@ -94,7 +94,7 @@ def scales_of_the_guided_rule_at_its_ceiling():
 
 def doublings():
     scales = scales_of_the_guided_rule_at_its_ceiling()
-    # Steps count from 1, and the second is the fall.
+    # Steps count from 1, and the scale falls at the second step.
     return (np.flatnonzero(scales[1:] == 2 * scales[:-1]) + 2).tolist()
 
 
@@ -102,7 +102,7 @@ def start_and_next():
     return [int(scale) for scale in scales_of_the_guided_rule_at_its_ceiling()[:2]]
 
 
-# By what has to hold of the data, the pages that say so, and what they say in English and in Chinese.
+# Each claim has a check of the data, and the pages that make the claim, with their English and Chinese words.
 SAID = {
     "a window of 100 is better in both in the random walk": (
         lambda: window_of_100_is_better_in_both() - {"mean"} == {"random walk"},
@@ -173,7 +173,7 @@ SAID = {
         lambda: tasks_by_winner(UNSCALED, "FP32")["-"] == NEEDS_NONE,
         [("README", "no difference between FP16 without scaling and FP32", "未观察到不缩放的FP16与FP32有差别")],
     ),
-    # Guided costs less where skipped steps count, and is worse nowhere.
+    # The guided rule costs less where skipped steps count, and is worse nowhere.
     "what is recommended": (
         lambda: guided_skips_fewer_steps_everywhere() and guided_is_worse_nowhere(),
         [
@@ -199,7 +199,7 @@ def test_the_data_bear_out_what_the_pages_say_in_both_languages(claim):
 
 
 def numbers_in(language, name, pattern):
-    """The numbers in the only place of a page that a pattern finds."""
+    """Return the numbers in the only match of a pattern on a page."""
     [numbers] = re.findall(pattern, text(page_of(language, name)))
     return [int(number) for number in re.findall(r"\d+", " ".join(numbers) if isinstance(numbers, tuple) else numbers)]
 

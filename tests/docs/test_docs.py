@@ -1,4 +1,4 @@
-"""What the pages show is true: code runs, MindFormers builds the YAML, commands exist, scripts print the figures."""
+"""The pages are true: code runs, MindFormers builds the YAML, commands exist, scripts print the figures."""
 
 import ast
 import contextlib
@@ -61,13 +61,13 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
     file = tmp_path / "example.py"
     file.write_text("import mindformers_adaptive\nmindformers_adaptive.no_such_name", encoding="utf-8")
     assert "no attribute 'no_such_name'" in run_forked(file, expect_exit=1).stderr
-    # The page on a user's own rules has it beside the program.
+    # The page on a user's own rules assumes this file beside the program.
     shutil.copy(ROOT / "scripts" / "examples" / "log_max.py", tmp_path)
     for code in codes:
         file.write_text(code, encoding="utf-8")
         printed = run_forked(file).stdout.splitlines()
         if ".state())" in code:
-            # The state is the last that is printed.
+            # The state is printed last.
             assert re.search(r"\{.*'scale_window': 20, .*'skipped_steps': \d+", printed[-1]), code
         if "RunRecord(" in code:
             assert [line for line in printed if "2 of 40 steps were skipped (5.0%)" in line], code
@@ -76,7 +76,7 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
 
 
 def one_liners(page):
-    """The code in the table of situations, by row."""
+    """Return the code in the table of situations, by row."""
     rows = re.findall(r"^\|.*`<br>.*\|$", prose(page), re.MULTILINE)
     return [re.findall("`([^`]+)`", row.rsplit(" | ", 1)[1]) for row in rows]
 
@@ -149,8 +149,8 @@ def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
 
 
 def read_yaml(text, tmp_path, monkeypatch):
-    """A YAML file as MindFormers reads it, with this package registered."""
-    # MindFormers copies what auto_register names into the working folder.
+    """Return a YAML text as MindFormers reads it, with this package registered."""
+    # MindFormers copies the files that auto_register names into the working folder.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REGISTER_PATH", str(ROOT / "mindformers_adaptive" / "register_path"))
     register()
@@ -161,7 +161,7 @@ def read_yaml(text, tmp_path, monkeypatch):
 
 
 def sides(diff):
-    """What a diff changes, before and after."""
+    """Return the lines of a diff before the change, and the lines after it."""
     return ["".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in f" {sign}\n") for sign in "-+"]
 
 
@@ -203,14 +203,14 @@ def test_python_diff_leads_from_the_stock_cells_to_these():
 
 
 def commands(block):
-    """The commands of a bash block as lists of words, without comments and settings of variables."""
+    """Yield the commands of a bash block as lists of words, without comments and assignments of variables."""
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.match(r"\w+=", words[0]):
             words.pop(0)
         if words:
             yield words
-        # What is in $( ) is a command too.
+        # The text in $( ) is a command too.
         yield from (shlex.split(inner) for inner in re.findall(r"\$\(([^)]+)\)", line))
 
 
@@ -241,9 +241,9 @@ def options_in(text):
 
 
 def check_script(script, words):
-    """A script is there, and has the options."""
+    """Assert that a script exists and has the options."""
     if script == "run_mindformer.py":
-        # MindFormers' own; the launcher has its options, with hyphens.
+        # The script is MindFormers' own. Our launcher has the same options, with hyphens.
         assert "-" not in "".join(option[2:] for option in options_of(words))
         script = "scripts/launch/run_mindformer.py"
     assert (ROOT / script).is_file()
@@ -303,7 +303,7 @@ def test_bash_block_is_bash_and_its_commands_exist(name):
     checked = list(commands(block))
     assert checked
     for words in checked:
-        # A command of another kind needs a check of its own.
+        # A command that CHECKS does not have needs a check of its own.
         CHECKS[words[0]](words[1:])
 
 
@@ -323,7 +323,7 @@ def test_badges_say_what_the_project_says():
     said |= {"mindspore": pinned["mindspore"], "mindformers": pinned["mindformers"], "license": "Apache 2.0"}
     for name, value in said.items():
         picture = (ROOT / "docs" / "images" / f"badge_{name}.svg").read_text()
-        # What is read aloud, and what is seen.
+        # The title is read aloud, and the text is seen.
         assert picture.partition("</title>")[0].endswith(f": {value}")
         assert f">{value}</text>" in picture
     assert re.search(r"Apache License\s+Version 2\.0", (ROOT / "LICENSE").read_text())

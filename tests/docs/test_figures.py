@@ -1,6 +1,6 @@
-"""The figures of the pages are those in docs/figures, which agree with what the present code does.
+"""The figures on the pages are the figures in docs/figures, and agree with what the present code does.
 
-What a training or a compiled graph has to show is compared where it is run: in tests/cells/test_guided_training.py,
+Figures of trainings and compiled graphs are compared where these are run: in tests/cells/test_guided_training.py,
 tests/gradients/test_finder.py, and tests/scripts.
 """
 
@@ -60,7 +60,7 @@ def test_a_block_is_replaced_and_translated(tmp_path, monkeypatch):
     text = "before\n<!-- figures: one/printed -->\n{}<!-- end of figures -->\nafter"
     english = figures.rendered(text.format("old\n"), ROOT / "README.md")
     in_chinese = figures.rendered(text.format("old\n"), ROOT / "README_CN.md")
-    # A clone may be in a folder of any name.
+    # The name of the folder must not decide the language, because a clone may be in a folder of any name.
     assert figures.rendered(text.format("old\n"), tmp_path / "zh" / "README.md") == english
     figures.tables_of.cache_clear()
     assert english == text.format("| steps | seen |\n|---|---|\n| 2.5 | 2 of 3 seeds |\n")
@@ -78,7 +78,7 @@ def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
     assert file.read_bytes() == before
 
 
-# Cheap repetitions
+# Figures that are quick to repeat
 
 
 def test_rows_of_what_was_timed_are_those_of_the_script():
@@ -115,7 +115,7 @@ def assert_rule_gives_the_scales(rule, start, scales):
     for scale in scales:
         exponent, _, allowed = scale.rstrip("!").partition("/")
         assert state.loss_scale == 2.0 ** int(exponent)
-        # The largest gradient that allows this scale.
+        # The largest gradient for which this scale is safe.
         gradient = FLOAT16.largest / 2.0 ** int(allowed) if allowed else None
         state = rule.step(state, scale.endswith("!"), gradient)
 

@@ -12,7 +12,7 @@ OTHER_PAGES = [ROOT / "CHANGELOG.md"]
 
 
 def broken_links(page):
-    """The links of a page that lead to no file or to no heading of it."""
+    """Yield the links of a page that lead to no file, or to a heading that the file does not have."""
     for link in links(page):
         path, _, anchor = link.partition("#")
         if re.match(r"https?://", link):

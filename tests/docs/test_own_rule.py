@@ -1,4 +1,4 @@
-"""The page on a user's own rules: its example is the file, its tables are complete, its messages are the real ones."""
+"""The page on a user's own rules: its example is the file, its tables are complete, its messages are real."""
 
 import math
 import re
@@ -31,7 +31,7 @@ PAGE = ENGLISH_DOCS / "own_rule.md"
 
 
 def table_of(heading):
-    """The rows of a table of the page below its heading; a code cell may have an escaped bar."""
+    """Return the rows of the table below a heading of the page; in code, a bar may be escaped."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     [first] = [number for number, line in enumerate(lines) if line.startswith(f"| {heading} |")]
     rows = []
@@ -66,13 +66,13 @@ def test_page_is_short():
     assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 145
 
 
-# What an operation is called in the code of a rule, where that is another name.
+# How the code of a rule writes an operation, if not with the operation's name.
 WRITTEN = {
     **{"add": "x + y", "sub": "x - y", "mul": "x * y", "div": "x / y", "floordiv": "x // y", "neg": "-x"},
     **{"less": "x < y", "less_equal": "x <= y", "equal": "x == y", "and": "x & y", "or": "x | y", "not": "~x"},
     **{"element": "v[0]", "lookup": "tabulate"},
 }
-# What only the package uses.
+# Operations that only the package itself uses.
 OWN = {"exponent", "power", "max_safe_exponent"}
 
 
@@ -106,7 +106,7 @@ def test_names_of_a_rule_and_of_its_step_are_complete():
 
 
 def step_of(change, **fields):
-    """Return the state after a step of a rule whose fields start with these values."""
+    """Return the state after a step that applies ``change`` to a state with these fields."""
 
     def kind_of(value):
         kind = float32 if isinstance(np.ravel(value).tolist()[0], float) else int32
@@ -172,7 +172,7 @@ def test_number_nearer_to_0_than_the_table_allows_warns():
 
 
 def refused(code):
-    """Return the message for a step that has this code."""
+    """Return the message for a rule with this code in its step."""
     lines = "def next_state(self, state, seen):\n    found = {}\n    return where(seen.overflow, state, state)\n"
     names = {"np": np, "where": where}
     exec(lines.format(code), names)

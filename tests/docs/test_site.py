@@ -1,4 +1,4 @@
-"""The documentation as a site: it is built without a warning, its links lead somewhere, and a browser shows it."""
+"""The documentation as a site: it builds without a warning, its links lead somewhere, and a browser shows it."""
 
 import ast
 import functools
@@ -28,10 +28,10 @@ from tests.shared.pages import blocks_in
 pytest.importorskip("sphinx", reason="There is no Sphinx for a Python before 3.11")
 build_site = importlib.import_module("scripts.site.build_site")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
-# What is in them is on the page of their room.
+# The names in these modules are described on the page of their folder.
 UTILITIES = ("mindformers_adaptive.rules.functions", "mindformers_adaptive.text.table")
 PUBLIC = [name for names in build_site.PUBLIC.values() for name in names]
-# Theirs are the methods that the pages show.
+# Public classes, whose methods the pages show.
 CLASSES = [name for name in PUBLIC if build_site.described(name)[0].startswith(".. autoclass")]
 
 pytestmark = pytest.mark.xdist_group("site")
@@ -48,7 +48,7 @@ def test_every_public_name_has_a_page():
 
 
 def imported_on_pages():
-    """What the Python blocks of the pages import from the package."""
+    """Yield the names that the Python blocks of the pages import from the package."""
     for code in blocks_in("python").values():
         for node in ast.walk(ast.parse(code)):
             module = getattr(node, "module", None) or ""
@@ -62,7 +62,7 @@ def described_by(name):
     return getattr(importlib.import_module(module), attribute)
 
 
-# Classes that only hold what they are given, and functions whose arguments cannot be wrong.
+# Classes that only store their arguments, and functions whose arguments cannot be wrong.
 RAISE_NOTHING = (
     "LossScaleState",
     "enable_loss_scale_on_cpu",
@@ -74,13 +74,13 @@ RAISE_NOTHING = (
     "register",
     "wrapper.NoLossScaleUpdateCell",
 )
-# What follows a heading of a docstring, up to the next.
+# The text below a heading of a docstring, up to the next heading.
 _SECTION = r"^(?:{}):\n((?: {{4}}.*\n|\n)+)"
 _ENTRY = re.compile(r"^ {4}([*\w, ]+?)(?: \((.*?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def entries_of(text):
-    """By argument: its type and what its docstring says of it."""
+    """Return, for each argument, its type and what the docstring says of it."""
     sections = re.findall(_SECTION.format("Args|Attributes"), f"{text}\n", re.MULTILINE)
     entries = [entry for section in sections for entry in _ENTRY.findall(section)]
     return {name: (type_, said) for names, type_, said in entries for name in re.split(", ", names)}
@@ -90,7 +90,7 @@ def entries_of(text):
 class TestDocstring:
     def test_names_every_argument_and_has_an_example(self, name):
         text = inspect.getdoc(described_by(name))
-        # What stands there is run, see --doctest-modules in pyproject.toml.
+        # The example is run; see --doctest-modules in pyproject.toml.
         assert re.search(r"^Examples:\n.*>>> ", text, re.MULTILINE | re.DOTALL)
         named = [it.name for it in parameters_of(name) if it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)]
         left_out = [] if "**kwargs: all other" in text else [it for it in named if it not in entries_of(text)]
@@ -119,7 +119,7 @@ def parameters_of(name):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the site, built where MindSpore cannot be imported."""
+    """Return the folder of the site, built where MindSpore cannot be imported."""
     folder = tmp_path_factory.mktemp("site")
     for package in ("mindspore", "mindformers"):
         (folder / f"{package}.py").write_text("raise AssertionError('The site is to be built without it')")
@@ -131,7 +131,7 @@ def site(tmp_path_factory):
 
 
 class Page(html.parser.HTMLParser):
-    """What a page links to, what it loads, and its anchors."""
+    """Collects the links of a page, the files that the page loads, and its anchors."""
 
     def __init__(self, file):
         super().__init__()
@@ -151,7 +151,7 @@ class Page(html.parser.HTMLParser):
 
 @functools.cache
 def existing(folder, path):
-    """The file or folder to which a link leads, or None; every page of a folder has the links of the navigation."""
+    """Return the file or folder to which a link leads, or None; cached, because pages repeat the same links."""
     target = (folder / path).resolve()
     return target if target.exists() else None
 
@@ -190,13 +190,13 @@ def test_page_shows_the_signature(site, name):
     shown = inspect.signature(eval(f"lambda {shown}: None", {"FLOAT16": FLOAT16, "nan": math.nan}))
     expected = parameters_of(name)
     if shown.parameters.keys() >= {"network", "kwargs"}:
-        # The docstring leaves the rest to the stock cell's.
+        # The docstring leaves further arguments to the documentation of the stock cell.
         expected = expected[: len(shown.parameters) - 1] + expected[-1:]
     assert [str(it) for it in shown.parameters.values()] == [str(bare(it)) for it in expected]
 
 
 def bare(parameter):
-    """A parameter without its type, and with what a dataclass makes as a default."""
+    """Return a parameter without its type; the default that a dataclass creates becomes {}."""
     default = {} if "factory" in repr(parameter.default) else parameter.default
     return parameter.replace(annotation=parameter.empty, default=default)
 
@@ -208,7 +208,7 @@ def test_reference_of_public_names_is_in_chinese(site):
 
 
 def english_on(file):
-    """The paragraphs of a page that have words and no Chinese; a name or a type is the same in both languages."""
+    """Return the paragraphs of a page that have words but no Chinese; names and types are not translated."""
     paragraphs = re.findall("<(p|h[1-6])\\b[^>]*>(.*?)</\\1>", file.read_text(encoding="utf-8"), re.DOTALL)
     texts = [text_of(re.sub("<(code|math)\\b.*?</\\1>", "", text, flags=re.DOTALL)) for _, text in paragraphs]
     return [text for text in texts if re.search("[a-z]{2} [a-z]{2}", text) and not re.search("[\u4e00-\u9fff]", text)]
@@ -229,13 +229,13 @@ def test_no_chinese_is_left_of_removed_docstrings():
 
 
 def words(text):
-    """The words of a text without markup, which a directive changes."""
+    """Return the words of a text without markup, because a directive changes the markup."""
     return " ".join(re.findall(r"\w+", text))
 
 
 # Methods
 
-# What a property is, before what it says.
+# The type at the start of a property's docstring.
 _TYPE = re.compile(r"\w+(\[.*?\])?(, optional)?: ")
 _ARRAY = re.compile(r"\b(Tensor|NDArray|ArrayLike)\b")
 PROPERTIES = (property, functools.cached_property)
@@ -243,7 +243,7 @@ PROPERTIES = (property, functools.cached_property)
 
 @pytest.mark.parametrize("name", CLASSES)
 class TestMethods:
-    """As TestDocstring, of all that the page of a class shows beside the class itself."""
+    """The checks of TestDocstring, for all methods and properties on the page of a class."""
 
     def test_name_every_argument_with_its_type_and_default(self, site, name):
         lacking = []
@@ -280,11 +280,11 @@ def methods_on_page(site, name):
 
 
 def members_on_page(site, name):
-    """What a class has of what its page shows, by name."""
+    """Return the members of a class that its page shows, as pairs of name and member."""
     anchors = Page(site / "en" / "reference" / f"{build_site.short_name(name)}.html").anchors - {None}
     shown = [it.rpartition(".") for it in anchors]
     of_class = [member for owner, _, member in shown if owner == f"mindformers_adaptive.{name}"]
-    # A field of a dataclass may have no default.
+    # A field of a dataclass without a default is no attribute of the class.
     return [(member, getattr(described_by(name), member, None)) for member in sorted(of_class)]
 
 
@@ -296,7 +296,7 @@ def returns_something(function):
 
 
 def raises(function):
-    """Whether it raises an error itself, beside one that leaves the method to subclasses."""
+    """Return whether a function raises an error itself, other than NotImplementedError."""
     raised = [node.exc for node in nodes_of(function) if isinstance(node, ast.Raise)]
     return any(it is None or ast.unparse(it) != "NotImplementedError" for it in raised)
 
@@ -312,8 +312,8 @@ def test_the_site_shows_methods(site):
 # In a browser
 
 
-# Shows one page after the other in a frame, and its HTML as text when it is there, and what it searched for is found.
-# One start of a browser takes longer than to open a page.
+# Shows the pages one after the other in a frame, and adds the HTML of each page, with its search results, as text. All
+# pages share one browser, because starting a browser takes longer than opening a page.
 TOGETHER = """<!DOCTYPE html><meta charset="utf-8"><body><script>
 const open = ([address, ...others]) => {
   const frame = document.createElement("iframe");
@@ -336,7 +336,7 @@ open(ADDRESSES);
 
 @pytest.fixture(scope="module")
 def browse(site):
-    """A function that returns what Chromium shows of a page as HTML, and what its console says of all pages."""
+    """Return a function that returns the HTML of a page in Chromium, and the console's messages about all pages."""
     chromium = shutil.which("chromium") or pytest.skip("There is no chromium: apt-get install chromium")
     addresses = [page_of_rule(language) for language in LANGUAGES] + [TUTORIAL]
     addresses += [search_for(language, words) for language, words, _ in SEARCHES]
@@ -346,7 +346,7 @@ def browse(site):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        # Time stands still while a page is loaded.
+        # With a virtual time budget, time stands still while a page is loaded.
         options += [
             "--virtual-time-budget=100000",
             "--dump-dom",
@@ -405,7 +405,7 @@ def test_browser_shows_a_page_without_errors(browse, language):
         assert text in shown
 
 
-# What a stranger looks for in the first hour, and the page that answers.
+# What a new user searches for in the first hour, and the page that answers.
 SEARCHES = [
     ("en", "exchange_rate", "guided.html"),
     ("en", "AdaptiveLossScaleUpdateCell", "reference/AdaptiveLossScaleUpdateCell.html"),
@@ -420,7 +420,7 @@ SEARCHES = [
     ("zh", "断点续训", "resuming.html"),
     ("zh", "梯度引导", "guided.html"),
 ]
-# What guides and symbols have, and the name of a symbol.
+# A search that matches guides and symbols, and a search for the name of a symbol.
 SYMBOLS = ("history device", "GuidedRule")
 
 
@@ -430,7 +430,7 @@ def test_search_finds_the_page(browse, language, words, page):
 
 
 def found_pages(browse, language, words):
-    """The pages that a search finds, in its order."""
+    """Return the pages that a search finds, in the order of its results."""
     shown, console = browse(search_for(language, words))
     assert console == []
     results = re.search(r'<ul[^>]*class="search".*?</ul>', shown, re.DOTALL)[0]

@@ -1,4 +1,4 @@
-"""The table of features names tests that exist, or says why there is none."""
+"""The table of features names tests that exist, or says why there is no test."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ PAGES = [page for page in (*ENGLISH, *CHINESE) if page.name == "compatibility.md
 
 
 def rows_of(page):
-    """The rows of the table of features, and the tests by their numbers."""
+    """Return the rows of the table of features, and the tests by their numbers."""
     features, numbers, *_ = tables(page)
     return features[2:], {row[0]: row[1].strip("`") for row in numbers[2:]}
 
@@ -37,7 +37,7 @@ def test_each_entry_is_a_test_or_says_that_there_is_none():
         assert len(row) == 4
         for cell in row[1:-1]:
             assert re.match(r"\d+|cannot|not tested|has no effect", cell), row
-        # What a CPU cannot do has a reason, or a reference to one.
+        # A cell about something that a CPU cannot do gives a reason, or refers to a reason.
         assert all("because" in cell or "as " in cell or ": 14" in cell for cell in row[1:] if "cannot" in cell), row
 
 

@@ -1,4 +1,4 @@
-"""The English and the Chinese pages say the same: headings, code, tables, figures, links."""
+"""The English and the Chinese pages have the same headings, code, tables, figures and links."""
 
 import re
 
@@ -32,17 +32,17 @@ class TestBothLanguages:
 
 
 def facts_of_rows(table):
-    """By row: the number of cells, and all figures and pieces of code in it."""
+    """Return, for each row, the number of cells, and all figures and code in the row."""
     return [(len(row), sorted(re.findall(r"\d+(?:\.\d+)?|`[^`]+`", " | ".join(row)))) for row in table]
 
 
 def figures(text):
-    """The decimal numbers, and the integers of at least two digits."""
+    """Return the decimal numbers of a text, and its integers of at least two digits."""
     return set(re.findall(r"\d+\.\d+|\d{2,}", text))
 
 
 def target_of(link):
-    """A link without its anchor, and without the language of its page."""
+    """Return a link without its anchor and without the language in its path."""
     path = link.partition("#")[0]
     return re.sub(r"\b(?:zh|en)/", "", path).replace("README_CN.md", "README.md")
 
@@ -54,12 +54,12 @@ def test_first_page_is_short(page):
 
 @pytest.mark.parametrize("page", CHINESE, ids=name_of)
 def test_bold_type_in_chinese_is_seen_as_such(page):
-    # Markdown does not close bold type where punctuation stands before the ** and a letter after it.
+    # Markdown does not close bold type if a punctuation mark precedes the ** and a letter follows it.
     without_code = re.sub(r"`[^`]*`", "code", prose(page))
     assert re.findall(r"\*\*[^*\n]*[^\w\s*]\*\*\w", without_code) == []
 
 
-# One thing has one word on the Chinese pages: not the first of these, but the second.
+# Each term has a single word on the Chinese pages: not the first word of a pair, but the second.
 WORDS = {
     "启动器": "启动脚本",
     "警告": "告警",

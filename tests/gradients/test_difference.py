@@ -1,4 +1,4 @@
-"""The errors of Parameters, one by one, and the command that compares two files."""
+"""The error of each Parameter, and the command that compares two files."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def test_what_cannot_be_compared_is_refused(arrays, message):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Two checkpoints of different formats, of steps 4 and 6; the first has one Parameter and a counter more."""
+    """Return two checkpoints in different formats, of steps 4 and 6; the first has an extra Parameter and a counter."""
     monkeypatch.chdir(tmp_path)
     more = {**OTHER, "bias": np.ones(1, np.float32), "scale_window": np.array(20, np.int32)}
     saved = [{"name": name, "data": Tensor(array)} for name, array in more.items()]

@@ -1,4 +1,4 @@
-"""The loss-scale finder: exact where the gradients are known, honest where no scale helps, right on the demo."""
+"""The loss-scale finder: exact for known gradients, a clear answer if no scale helps, and right for the demo."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tests.conftest import CONFIG, PROGRAM, write_corpus
 from tests.shared.networks import HalfPrecisionSum
 from tests.shared.pages import figure
 
-# Compiled, 33 passes take a moment.
+# In graph mode, 33 passes take only a moment.
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
 ONES = np.ones(2, np.float32)
@@ -42,7 +42,7 @@ class TimesFactor(nn.Cell):
 
 @pytest.fixture(scope="module")
 def find():
-    """Return a function that does what find_loss_scale() does, for the sum in FP16, compiled once."""
+    """Return a function that works as find_loss_scale() for a sum in FP16, but compiles the network only once."""
     network = TimesFactor(HalfPrecisionSum(2))
     sweep = GradientSweep(network)
 
@@ -114,10 +114,10 @@ def test_nothing_is_recommended_if_all_gradients_are_zero(find):
 
 
 class NaNLoss(HalfPrecisionSum):
-    """The loss is NaN, and its gradients are the gradients of the sum."""
+    """A network with a loss of NaN, whose gradients are the gradients of the sum."""
 
     def construct(self, x):
-        # A NaN that is a constant is folded away.
+        # Compute the NaN from the input, because the compiler folds a constant NaN away.
         return super().construct(x) + ops.stop_gradient(ops.log(-x)).sum()
 
 
@@ -130,7 +130,7 @@ def test_a_loss_of_nan_with_finite_gradients_is_said():
 @pytest.mark.parametrize("micro_batches", [3, 256])
 def test_a_micro_batch_starts_higher_by_their_number(micro_batches):
     recommendation = find_loss_scale(HalfPrecisionSum(2), ONES, micro_batches=micro_batches)
-    # From 65520 on FP16 rounds to inf.
+    # From 65520 on, FP16 rounds a number to inf.
     assert recommendation.ceiling == 2.0 ** math.floor(math.log2(65519 * micro_batches))
     assert f"one of {micro_batches} micro-batches, with its loss divided by {micro_batches} before" in str(
         recommendation
@@ -141,7 +141,8 @@ def test_a_micro_batch_starts_higher_by_their_number(micro_batches):
 
 @pytest.mark.parametrize(("large", "lost", "needs_scaling"), [(2.0**-20, "3.12", False), (2.0**-23, "24.25", True)])
 def test_underflow_needs_scaling_if_much_of_the_norm_is_lost(find, large, lost, needs_scaling):
-    # At a scale of 1 the second gradient, 2^-25, is 0: half of the gradients underflow, however small it is.
+    # At a scale of 1 the second gradient, 2^-25, is 0. So half of the gradients underflow, whatever their share of the
+    # norm.
     gradients = np.array([1.0, 2.0**-25 / large], np.float32)
     recommendation = find(gradients, factor=large)
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in recommendation.details()
@@ -177,7 +178,7 @@ def test_yaml_to_paste_makes_the_update_cell():
 
 
 def sweep_of(overflows):
-    """A sweep over 2^0, 2^1, ... of one batch that overflows as listed."""
+    """Return a sweep over 2^0, 2^1, ... of one batch. It overflows at the scales whose flag in the list is true."""
     statistics = [ArrayStatistics(size=1, infs_and_nans=int(overflow), underflowed=0) for overflow in overflows]
     at_scales = [ScaleRanges(2.0**exponent, 1.0, {"weight": each}) for exponent, each in enumerate(statistics)]
     return GradientRanges({"weight": ArrayStatistics(size=1)}, (tuple(at_scales),))
@@ -210,13 +211,13 @@ def test_bad_margin_is_refused():
 
 
 def without_numbers(lines):
-    """Lines without numbers, and without the Parameter that loses most."""
+    """Return lines in which numbers, and the name of the Parameter that loses most, are replaced."""
     return [re.sub(r"[\d.]+|\([\w.]+\)", "#", line) for line in lines]
 
 
 @pytest.mark.slow
 def test_demo_from_the_found_scale_skips_at_most_1_of_100_steps(run_forked, tmp_path):
-    # On samples a quarter as long, cut off after 100 of its 400 steps.
+    # Run the demo on samples a quarter as long, and stop after 100 of its 400 steps.
     corpus = write_corpus(tmp_path / "corpus", samples=800)
     training = ["--config", CONFIG, "--train-dataset-dir", corpus]
     options = ["--options", "model.model_config.seq_length=32"]
@@ -224,7 +225,7 @@ def test_demo_from_the_found_scale_skips_at_most_1_of_100_steps(run_forked, tmp_
     scale = yaml.safe_load(text.split("\n\n")[1])["runner_wrapper"]["scale_sense"]["loss_scale_value"]
     assert 2**12 <= scale == 2 ** (int(re.search(r"without overflow was 2\^(\d+)", text)[1]) - MARGIN)
     assert len(text.splitlines()) <= 15
-    # The page shows it for whole samples.
+    # The page shows the same output for samples of full length.
     assert without_numbers(text.splitlines()) == without_numbers(figure("find")["printed"])
     options += [f"runner_wrapper.scale_sense.loss_scale_value={scale}"]
     options += ["train_dataset.data_loader.num_samples=800", "lr_schedule.total_steps=400"]

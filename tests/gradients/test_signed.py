@@ -1,4 +1,4 @@
-"""Histograms with signs: every value is counted once, also of several arrays together."""
+"""Histograms with signs count every value once, also for several arrays together."""
 
 import json
 

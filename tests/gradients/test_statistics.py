@@ -1,4 +1,4 @@
-"""The statistics of an array: against a slow count of every element, merged, and as JSON."""
+"""The statistics of an array: equal to a slow count of every element, also after merging and as JSON."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def test_merged_statistics_are_those_of_one_array(first, second):
     both = [first.astype(np.float64), second.astype(np.float64)]
     together = array_statistics(np.concatenate(both), np.ones(first.size + second.size), 0.5)
     merged = merge_statistics(array_statistics(array, np.ones(array.size), 0.5) for array in both)
-    # Of merged parts values are taken to be spread over their bins, see test_signed.py.
+    # A merged histogram assumes that values are spread evenly over their bins, see test_signed.py.
     merged = dataclasses.replace(merged, signed=together.signed)
     assert vars(merged) == {
         name: pytest.approx(value, rel=1e-12) if isinstance(value, float) else value

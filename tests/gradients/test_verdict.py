@@ -1,4 +1,4 @@
-"""What FP16 loses of gradients without scaling, by their norms, and the verdict that follows."""
+"""The share of the gradients' norms that FP16 loses without scaling, and the verdict that follows."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "l
 
 
 def sweep(*batches):
-    """A sweep over 1 and 1024 from what 1 loses in each batch, and the norms of the gradients."""
+    """Return a sweep over the scales 1 and 1024, from each gradient's norm and its share lost at 1, for each batch."""
     measured = []
     for lost in batches:
         at_1 = {name: ArrayStatistics(1, lost=share, reference_norm=norm) for name, (share, norm) in lost.items()}
@@ -63,7 +63,7 @@ def test_a_format_is_named_by_verdict_texts_and_records():
 
 @pytest.mark.parametrize(("lost", "is_harmful"), [(HARMLESS_SHARE, False), (HARMLESS_SHARE + 1e-9, True)])
 def test_harm_begins_above_the_limit(lost, is_harmful):
-    # Most of the norm is the other Parameter's: a small one is not hidden by it.
+    # The other Parameter has most of the norm, but does not hide the loss of the small one.
     verdict = judge(sweep({ATTENTION: (lost, 1.0), OUTPUT: (0.0, 1e6)}), 1)
     assert verdict.is_harmful is is_harmful
 

@@ -1,4 +1,4 @@
-"""Gradients that show a trace's ceilings: all of them, too much, too little, or nothing; and ceilings by sweeps."""
+"""Ceilings implied by gradients: exact, too high, too low, or unknown; and ceilings measured by gradient sweeps."""
 
 import json
 
@@ -66,11 +66,11 @@ def test_sweep_bounds_the_ceiling(tmp_path):
     file = tmp_path / "gradient_ranges.jsonl"
     lines = [
         sweep_line(100, [(64, "."), (512, "."), (4096, "!")]),
-        # The batch that overflows first decides.
+        # The ceiling is the lowest of all batches, here of the first one.
         sweep_line(200, [(64, "."), (512, "!"), (4096, "!")], [(64, "."), (512, "."), (4096, ".")]),
         sweep_line(300, [(64, "!"), (512, "!")]),
         sweep_line(400, [(64, "."), (512, ".")]),
-        # Beyond an overflow nothing counts as bearable.
+        # A scale above an overflowing scale does not count, even if it did not overflow.
         sweep_line(500, [(64, "."), (512, "!"), (4096, ".")]),
     ]
     file.write_text("\n".join(lines) + "\n")

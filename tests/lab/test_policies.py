@@ -1,4 +1,4 @@
-"""The policies' interface, defaults, off-by-ones, tolerances, limits, arithmetic, and bad input."""
+"""The policies: interface, defaults, boundaries of windows, tolerances, limits, arithmetic, and bad input."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from tests.shared.own_rules import Follow
 
-# What each system calls its scale and its window, to start every policy alike.
+# The names of the loss scale and of the window in each system, to start every policy with the same values.
 NAMES = {
     name: [
         next(name_here for name_here, parameter in preset.parameters.items() if parameter.sets == what)
@@ -66,12 +66,13 @@ def test_clean_steps_before_raises(name):
 @pytest.mark.parametrize(
     ("name", "params", "expected"),
     [
-        # A budget that only a raise refills: once it is spent, every overflow drops.
+        # Only a raise of the scale refills this budget of tolerated overflows. Without a budget, every overflow lowers
+        # the scale.
         ("megatron", {"hysteresis": 2}, ".!.vv.vvv.v"),
         ("megatron", {"hysteresis": 1}, ".v.vv.vvv.v"),
         ("deepspeed", {"delayed_shift": 2}, ".!.vv.vvv.v"),
         ("deepspeed", {"delayed_shift": 3}, ".!.!v.vvv.v"),
-        # A budget that every clean step refills too.
+        # Every clean step refills this budget too.
         ("deepspeed", {"delayed_shift": 2, "consecutive_hysteresis": True}, ".!.!v.!vv.!"),
     ],
 )
@@ -147,7 +148,7 @@ def test_apex_takes_a_scale_factor_and_does_not_use_it():
     ],
 )
 def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, growth):
-    # 0.8 as a double, which the kernels take, and as a float32 give other products.
+    # The kernels take 0.8 as a double. As a float32 it would give other products.
     window = {"max_scale_window": 1, "min_scale_window": 1, "loss_scale_value": 2.0**60}
     policy = make_policy(name, **window, **params) if name == "adaptive" else start(name, 2.0**60, 1, **params)
     expected = np.float32(2.0**60)
@@ -169,7 +170,7 @@ def test_replay_goes_on_where_deepspeed_would_stop():
     assert seen == [(1.0, False), (1.0, True), (1.0, True), (2.0, True)]
     policy = make_policy("deepspeed", init_scale=2.0, raise_error_at_min_scale=False)
     assert (replay(policy, "!!!"), policy.stopped) == ([1.0] * 3, False)
-    # A tolerated overflow at the smallest scale is no reason to stop.
+    # A tolerated overflow at the smallest scale does not stop the training.
     policy = make_policy("deepspeed", init_scale=1.0, delayed_shift=2)
     assert [(policy.step(True), policy.stopped) for _ in "!!"] == [(1.0, False), (1.0, True)]
 
@@ -202,7 +203,7 @@ def test_a_rule_is_a_policy_by_its_name_or_its_class(policy, rule, start):
         assert policy.state() == state._asdict()
 
 
-# Small settings, so that short sequences reach every branch.
+# The settings are small, so that short sequences reach every branch.
 SMALL = {
     "adaptive": {"max_scale_window": 2, "min_scale_window": 1, "hysteresis": 2},
     "guided": {"loss_scale_value": 4.0, "exchange_rate": 300},
@@ -290,7 +291,7 @@ def test_a_policy_that_is_gone_names_the_nearest_one(name):
 
 
 def changes(policy, steps):
-    """The steps, with "v" for an overflow that dropped the scale and "^" for a clean step that raised it."""
+    """Return the steps, with "v" for an overflow that lowered the scale and "^" for a clean step that raised it."""
     marks = ""
     for step in steps:
         before = policy.loss_scale

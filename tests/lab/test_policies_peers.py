@@ -1,4 +1,4 @@
-"""The policies equal what the systems' own test suites state."""
+"""The policies give the results that the test suites of the original systems state."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 
-# "." is a clean step and "!" an overflow; the scales are those after each step.
+# In a case, "." is a clean step and "!" an overflow; each scale is the scale after a step.
 PEER_CASES = json.loads(Path(__file__).with_name("peer_cases.json").read_text(encoding="utf-8"))
 
 

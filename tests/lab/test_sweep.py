@@ -1,4 +1,4 @@
-"""A sweep equals stepping each rule by itself: on random traces, across its stretches, for rules of any kind."""
+"""A sweep equals stepping each rule separately: on random traces, across stretches of steps, for any kind of rule."""
 
 import dataclasses
 import importlib
@@ -18,7 +18,7 @@ from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.ladder import window_ladder
 from tests.shared.own_rules import Follow, Weigh
 
-# Sums in another order: their last digits may differ.
+# The sweep adds these up in another order, so the last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}
 STEPS = 150
 
@@ -47,9 +47,9 @@ CEILINGS = st.one_of(st.sampled_from([0.0, math.inf, 1e39]), st.floats(-3.0, 24.
 
 @st.composite
 def traces(draw):
-    """Runs of equal ceilings, so that there is time to fall to the floor and to climb to the upper bound.
+    """Draw traces with stretches of equal ceilings, so that a scale can fall to the floor and climb to the upper bound.
 
-    The bounds are powers of two, as in the log of a run with a factor of 2, and half of them are unknown.
+    The bounds are powers of two, as in the log of a run with a factor of 2. Half of the bounds are unknown.
     """
     runs = draw(st.lists(st.tuples(CEILINGS, st.sampled_from([1, 1, 2, 7, 60])), min_size=1, max_size=25))
     ceiling = np.repeat(*map(np.array, zip(*runs, strict=True)))
@@ -65,20 +65,20 @@ def traces(draw):
 @given(tried=st.lists(configurations(), min_size=1, max_size=6), trace=traces(), small=st.booleans())
 def test_sweep_equals_the_adaptive_rule(tried, trace, small):
     with pytest.MonkeyPatch.context() as patch:
-        if small:  # many stretches
+        if small:  # Divide the trace into many stretches.
             patch.setattr(importlib.import_module("mindformers_adaptive.lab.replay"), "_SCALES_AT_ONCE", 40)
         assert_swept(tried, trace)
 
 
 def assert_swept(tried, trace):
-    """A sweep finds the same as replaying each configuration; return what it finds."""
+    """Assert that a sweep equals replaying each configuration, and return the result of the sweep."""
     result = sweep(tried, trace)
     assert_same(tried, [trace] * len(tried), zip(result.measures, result.final_states, strict=True))
     return result
 
 
 def assert_same(tried, traces, found_of_lanes):
-    """Each configuration has the measures and the last state of its policy on its trace."""
+    """Assert that each configuration has the measures and the last state of its rule on its trace."""
     for configuration, trace, (measures, final_state) in zip(tried, traces, found_of_lanes, strict=True):
         wanted_measures, wanted_state = stepped(configuration.rule, configuration.start, trace)
         values, wanted = dataclasses.asdict(measures), dataclasses.asdict(wanted_measures)
@@ -91,7 +91,7 @@ def assert_same(tried, traces, found_of_lanes):
 
 
 def stepped(rule, state, trace):
-    """Return the measures and the last state of a rule that takes one step after the other."""
+    """Return the measures and the last state of a rule that is stepped through a trace."""
     gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
     scales, windows = [state.loss_scale], [getattr(state, "scale_window", None)]
     for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
@@ -103,7 +103,7 @@ def stepped(rule, state, trace):
 
 
 def traces_with_gradients():
-    """Gradients that show the ceiling, that hide it, and that are unknown at many steps or at all."""
+    """Return traces with gradients that imply the ceiling, imply a wrong one, or are unknown at many or all steps."""
     synthetic = list(synthetic_traces(STEPS, seed=0).values())
     hidden = [with_gradients(trace, offset, 0.4, seed=1) for trace in synthetic for offset in (3.0, -2.0)]
     independent = [independent_ceiling(STEPS, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]

@@ -1,4 +1,4 @@
-"""Made traces follow their formulas and repeat by their seeds."""
+"""Synthetic traces follow their formulas, and the same seed gives the same trace."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_a_random_walk_takes_small_steps_far_away():
 
 
 def stretches(levels):
-    """The lengths and the levels of the stretches between changes."""
+    """Return the lengths and the levels of the stretches between changes of the level."""
     begins = np.flatnonzero(np.diff(levels, prepend=np.nan))
     return np.diff(begins, append=len(levels)), levels[begins]
 

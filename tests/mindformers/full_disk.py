@@ -1,7 +1,7 @@
 """Train with a checkpoint at every second step, while no file may grow beyond 128 KiB from step 5 to step 11.
 
-Started by ``test_checkpoint_callback.py`` with a list in JSON: whether the format is the legacy one, and how it saves
-asynchronously. What there was after each step goes to rows.json, by the number of the step.
+``test_checkpoint_callback.py`` starts this script with a JSON list: whether to use the legacy format, and how to save
+asynchronously. The script writes what it saw after each step to rows.json, by the number of the step.
 """
 
 import json
@@ -56,7 +56,7 @@ def main(legacy, async_save):
 
 
 def wait_until_saved(step):
-    """Wait for what saves in the background, which has a minute: the next step leaves it no room on the disk."""
+    """Wait at most a minute for a save in the background, because the next step leaves no room on the disk."""
     files = [f"saved/iteration_{step:08d}/a-{kind}-0000000-0000001.safetensors" for kind in ("model", "opt")]
     legacy, end = f"saved/checkpoint/rank_0/a_rank_0-1_{step}.safetensors", time.monotonic() + 60
     while not (is_whole(legacy) or all(map(is_whole, files))) and time.monotonic() < end:
@@ -64,7 +64,7 @@ def wait_until_saved(step):
 
 
 def is_whole(file):
-    # MindSpore makes a file read-only when all of it is there.
+    # MindSpore makes a file read-only when the file is complete.
     return os.path.exists(file) and not os.stat(file).st_mode & stat.S_IWUSR
 
 

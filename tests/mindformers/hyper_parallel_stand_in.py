@@ -1,8 +1,8 @@
 """Stand-ins with which MindFormers' PyNative trainer runs on a CPU without hyper-parallel.
 
-They stand for what is not there to test with, and nothing else: the names of hyper-parallel, which appear empty when
-they are imported; ``Tensor.backward`` and ``Parameter.grad``, by MindSpore's own ``run_backward``; and three kernels
-that a CPU lacks, by operations that it has. Trainer, callbacks, checkpoints and optimizer are MindFormers' own.
+They replace only what is missing: the names of hyper-parallel, as empty classes and functions; ``Tensor.backward`` and
+``Parameter.grad``, by means of MindSpore's own ``run_backward``; and three kernels that a CPU lacks, by other
+operations. Trainer, callbacks, checkpoints and optimizer are MindFormers' own.
 """
 
 import importlib.abc
@@ -16,7 +16,7 @@ _PACKAGE = "hyper_parallel"
 
 
 class _Module(types.ModuleType):
-    """A module in which every name is there: an empty class, or a function that returns None."""
+    """A module in which every name exists: as an empty class, or as a function that returns None."""
 
     __path__ = ()
 
@@ -52,7 +52,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install():
-    """Put the stand-ins into this process, before ``mindformers.pynative`` is imported."""
+    """Install the stand-ins in this process; call it before ``mindformers.pynative`` is imported."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
         _complete_mindspore()

@@ -1,7 +1,7 @@
-"""A script that takes a step with optimizers of weights in FP16, and prints a JSON list for each.
+"""A script that takes a step with each of several optimizers of FP16 weights, and prints a JSON list for each.
 
-It has the type of the second moments, whether the second moment of a gradient of 1e-4 is 0, and whether a weight whose
-gradient is 0 has become NaN.
+The list has the name of the optimizer, the type of the second moments, whether the second moment of a gradient of 1e-4
+is 0, and whether a weight whose gradient is 0 has become NaN.
 """
 
 import functools

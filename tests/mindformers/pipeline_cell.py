@@ -1,8 +1,8 @@
-"""Take steps with the pipeline cell in one process on a CPU; started by ``test_pipeline_cell.py`` with a folder.
+"""Take steps with the pipeline cell in one process on a CPU; ``test_pipeline_cell.py`` starts it with a folder.
 
-The cell insists on semi-automatic parallelism, whose compiler refuses a CPU, so that is left before it compiles. That
-compiler also is what adds up the gradients of micro batches in ``accu_grads``, unless the optimizer is sharded; for
-that branch they are put there by hand. What was seen goes to FOLDER/seen.json.
+The cell requires semi-automatic parallelism, whose compiler rejects a CPU, so this mode is left before the cell
+compiles. Unless the optimizer is sharded, that compiler would also sum the gradients of the micro-batches in
+``accu_grads``; here ``plain()`` sets them by hand. The script writes what it saw to FOLDER/seen.json.
 """
 
 import json
@@ -20,7 +20,8 @@ from tests.shared.networks import HalfPrecisionSum
 
 SIZE, BATCH, SCALE = 4, 8, 2.0**12
 MAX_NORM = 0.25
-# The value that the features of one micro batch get in the steps that are to overflow: 2^12 * 2^6 is beyond FP16.
+# In each step, the sample or element that is made to overflow, or None. The features of an overflowing micro-batch
+# reach LARGE: 2^12 * 2^6 is beyond FP16.
 OVERFLOWS = [None, 0, None, None, -1, None]
 LARGE = 2.0**6
 
@@ -51,7 +52,7 @@ def build_pipeline(shard, micro_batches):
 
 
 def sharded(micro_batches):
-    """Of each step what the pipeline cell did, and the weight that accumulation in MFTrainOneStepCell gives."""
+    """Return, for each step, what the pipeline cell did, and the weight by accumulation in MFTrainOneStepCell."""
     step = build_pipeline(True, micro_batches)
     network = HalfPrecisionSum(SIZE, factor=1 / BATCH)
     control = build(MFTrainOneStepCell, MeanOverMicroBatches(network, micro_batches)).set_train()
@@ -59,7 +60,7 @@ def sharded(micro_batches):
     for index in OVERFLOWS:
         features = np.random.default_rng(0).uniform(0.5, 1.0, (BATCH, SIZE)).astype(np.float32)
         if index is not None:
-            # One sample of the first or the last micro batch.
+            # Change one sample of the first or the last micro-batch.
             features[index] = LARGE * 8
         record.append(take(step, features))
         control(Tensor(features))
@@ -80,9 +81,9 @@ def plain():
 
 
 def with_fp16_weights():
-    """The weight after a step at a loss scale whose reciprocal is 0 in FP16, and what NumPy says."""
+    """Return the weight after a step at a loss scale whose reciprocal is 0 in FP16, and the weight by NumPy."""
     mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
-    # The reciprocal of the factor lets the gradients pass through FP16.
+    # With this small factor, the scaled gradients do not overflow FP16.
     network = HalfPrecisionSum(SIZE, factor=2.0**-20)
     network.weight.set_dtype(mindspore.float16)
     optimizer = nn.SGD(network.trainable_params(), learning_rate=2.0**18)

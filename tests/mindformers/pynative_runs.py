@@ -1,7 +1,7 @@
-"""Trainings of a small model with MindFormers' PyNative trainer; started by the tests of it, with a folder and a name.
+"""Trainings of a small model with MindFormers' PyNative trainer; tests start this script with a folder and a task.
 
-Each writes what it saw of each training to FOLDER/NAME.pickle: the losses, the weights, and what the trainer counted.
-``hyper_parallel_stand_in`` stands for what cannot be had on a CPU.
+The script writes what it saw of each training to FOLDER/TASK.pickle: losses, weights, and the trainer's counts.
+``hyper_parallel_stand_in`` replaces what is not available on a CPU.
 """
 
 import contextlib
@@ -44,17 +44,17 @@ OWN = {"type": "RuleLossScaleUpdateCell", "rule": "tests.shared.own_rules.Plain"
 
 
 class Config(PretrainedConfig):
-    """What a model of MindFormers needs."""
+    """The configuration that MindFormers needs for a model."""
 
     model_type = "small"
 
 
 class Model(PreTrainedModel):
-    """Four layers, which compute in float16 or float32; its loss is in float32.
+    """Four layers that compute in float16 or float32; the loss is in float32.
 
     Args:
-        dtype (Type): what the layers compute in.
-        auxiliary (bool): whether there is an auxiliary loss beside it, which reaches the gradients by the class that
+        dtype (Type): the type in which the layers compute.
+        auxiliary (bool): whether there is also an auxiliary loss, which reaches the gradients through the class that
             MindFormers' experts use.
     """
 
@@ -82,19 +82,19 @@ class Model(PreTrainedModel):
         return ((output - target) ** 2).mean()
 
     def to_empty(self):
-        """Keep the weights, which are there already."""
+        """Keep the weights, because they exist already."""
 
     init_states = to_empty
 
     def get_gpt_transformer_config(self):
-        """Return what MindFormers' LossCallback computes the operations from."""
+        """Return the configuration from which MindFormers' LossCallback computes the number of operations."""
         return TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4)
 
 
 def make_data(batch=BATCH):
-    """Samples for all steps, always in the same order.
+    """Return samples for all steps, always in the same order.
 
-    After a resume MindFormers would begin a second epoch where the first one was resumed.
+    After a resume, MindFormers would begin a second epoch at the sample where the first epoch was resumed.
     """
     generator = np.random.default_rng(1)
     features = generator.normal(size=(SAMPLES, FEATURES)).astype(np.float32)
@@ -104,7 +104,7 @@ def make_data(batch=BATCH):
 
 
 def make_config(folder, section, accumulation=1, max_norm=1e9, steps=STEPS, **checkpoint):
-    """The keys of a YAML file."""
+    """Return the keys and values of a YAML file."""
     training = {"steps": steps, "global_batch_size": BATCH, "local_batch_size": BATCH // accumulation}
     training |= {"max_norm": max_norm} | ({} if section is None else {"loss_scale": section})
     return {
@@ -120,25 +120,25 @@ def make_config(folder, section, accumulation=1, max_norm=1e9, steps=STEPS, **ch
 
 
 class Seen(TrainerCallback):
-    """Keeps what a training shows of each step, and of its end."""
+    """Keeps the loss, the gradient norm, the loss scale and the skipped steps after each step."""
 
     def __init__(self):
         self.steps = []
 
     def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
-        """Keep a step."""
+        """Keep the values of a step."""
         scale, skipped = (getattr(state, name, 0) for name in ("loss_scale", "skipped_steps"))
         self.steps.append((float(loss), float(grad_norm), scale, skipped))
 
 
 def make_optimizer(model):
-    """MindFormers' AdamW with a learning rate that rises over the first updates, and that schedule."""
+    """Return MindFormers' AdamW with a learning rate that rises over the first updates, and its schedule."""
     schedule = ConstantWarmUpLR(learning_rate=0.01, warmup_steps=6, total_steps=STEPS)
     return AdamW(model.trainable_params(), schedule, betas=(0.9, 0.95), weight_decay=0.01), schedule
 
 
 def train(folder, section, dtype=mindspore.float16, auxiliary=False, callbacks=(), **config):
-    """Train, and return what was seen as arrays; without a section by MindFormers' trainer as it is."""
+    """Train, and return what was seen as arrays; without a section, train with MindFormers' own trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     model, seen = Model(dtype, auxiliary), Seen()
     optimizer, schedule = make_optimizer(model)
@@ -166,18 +166,18 @@ def train(folder, section, dtype=mindspore.float16, auxiliary=False, callbacks=(
 
 
 def batches(config):
-    """The data as the trainer takes them: the trainer of 2.0.0 cuts a batch into micro-batches itself."""
+    """Return the data in the form the trainer expects; the trainer of 2.0.0 cuts a batch into micro-batches itself."""
     cuts_itself = hasattr(StockTrainer, "_split_micro_batch")
     return make_data(config["training"]["global_batch_size" if cuts_itself else "local_batch_size"])
 
 
 def weights_of(model):
-    """The weights by name."""
+    """Return the weights by name."""
     return {f"weight {name}": parameter.asnumpy().copy() for name, parameter in model.parameters_and_names()}
 
 
 def plain_loop(section, accumulation=1):
-    """Train as a loop of a dozen lines would, with the same scaler, optimizer and data."""
+    """Train in a plain loop of a dozen lines, with the same scaler, optimizer and data."""
     scaler, model = make_scaler(section), Model()
     optimizer, _ = make_optimizer(model)
     samples = itertools.cycle([*make_data(BATCH // accumulation).create_tuple_iterator()])
@@ -204,20 +204,20 @@ class Kill(TrainerCallback):
     """Kills the process at the end of a step, after all other callbacks.
 
     Args:
-        step (int): which.
+        step (int): the number of the step.
     """
 
     def __init__(self, step):
         self.step = step
 
     def on_step_end(self, args, state, **kwargs):
-        """End the process as SIGKILL does, if it is this step."""
+        """Kill the process with SIGKILL at the end of the chosen step."""
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def all_trainings(folder):
-    """Return what was seen of the trainings that one process can take."""
+    """Yield the name of each training that can share one process, and what was seen of the training."""
     float32 = {"dtype": mindspore.float32}
     for name, section in {"adaptive": ADAPTIVE, "guided": GUIDED, "own": OWN}.items():
         yield name, train(folder / name, section)
@@ -234,7 +234,7 @@ def all_trainings(folder):
 
 @contextlib.contextmanager
 def mul_in_place():
-    """Let ``Tensor.mul_`` do on a CPU what its name says, by ``copy_``."""
+    """Make ``Tensor.mul_`` work in place on a CPU, by means of ``copy_``."""
     stock = Tensor.mul_
     Tensor.mul_ = lambda self, other: self.copy_(self * other)
     try:
@@ -244,19 +244,19 @@ def mul_in_place():
 
 
 class Built(Model):
-    """The model as MindFormers builds it from a YAML file: without memory at first."""
+    """The model as MindFormers builds it from a YAML file: its weights have no memory at first."""
 
     def __init__(self, config):
         super().__init__()
 
     def init_states(self):
-        """Make the weights."""
+        """Create the weights."""
         for parameter, other in zip(self.get_parameters(), Model().get_parameters(), strict=True):
             parameter.set_data(Tensor(other.asnumpy()))
 
 
 def launch(folder):
-    """Train with the program, from a YAML file alone."""
+    """Train with the command-line program, from a YAML file alone."""
     MindFormerRegister.register_cls(Config, MindFormerModuleType.CONFIG, legacy=False, search_names="small")
     MindFormerRegister.register_cls(Built, MindFormerModuleType.MODELS, legacy=False, search_names="Built")
     samples = make_data(SAMPLES).create_dict_iterator(output_numpy=True)
@@ -275,7 +275,7 @@ def launch(folder):
 
 
 def main(folder, task):
-    """Take the trainings of a task, and write what was seen of them to a file of its name."""
+    """Run the trainings of a task, and write what was seen of them to a file with the name of the task."""
     folder = Path(folder)
     if task == "killed":
         train(folder / "killed", ADAPTIVE, callbacks=[Kill(10)])

@@ -1,9 +1,8 @@
 """Train with MindFormers' PyNative trainer in two processes, started by ``msrun`` with a folder as the argument.
 
 Only the second process gets an inf, in step 3. There are two stand-ins beside the ones of ``pynative_runs``. The
-processes form a group on the CPU, which MindFormers does not ask for. Gradients are added up by an all-reduce, as the
-real library does in the backward pass, or they stay in their process, as do the gradients of weights that are shared
-out.
+processes form a group on the CPU, which MindFormers does not ask for. Gradients are either summed by an all-reduce, as
+in the backward pass of the real library, or they stay in their process, like gradients of weights that are sharded.
 """
 
 import pickle
@@ -22,7 +21,7 @@ STEPS, LOCAL = 6, 4
 
 
 def make_trainer_class(adds_up):
-    """The trainer with loss scaling, with gradients that are added up over the processes or not."""
+    """Return the trainer with loss scaling; ``adds_up`` says whether gradients are summed over the processes."""
 
     class Trainer(trainer_class()):
         def _apply_parallelism(self, model, parallelism):
@@ -40,7 +39,7 @@ def make_trainer_class(adds_up):
 
 
 def make_data():
-    """Samples of this process."""
+    """Return the samples of this process."""
     generator = np.random.default_rng(get_rank())
     features = generator.normal(size=(STEPS * LOCAL, pynative_runs.FEATURES)).astype(np.float32)
     target = features[:, :1] * (2 + get_rank())
@@ -70,7 +69,7 @@ def train(folder, section, adds_up):
 
 
 def main(folder):
-    """Take all trainings, and write what this process saw of them to FOLDER/rank_N.pickle."""
+    """Run all trainings, and write what this process saw of them to FOLDER/rank_N.pickle."""
     stock = stock_trainer()
     communication.init()
     stock.init_process_group = stock.destroy_process_group = lambda: None

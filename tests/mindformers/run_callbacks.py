@@ -1,4 +1,4 @@
-"""Callbacks of training runs: one waits to be stopped, one makes a process overflow at chosen steps."""
+"""Callbacks of training runs: ``HoldAfter`` waits to be stopped, ``PlantedOverflow`` makes a process overflow."""
 
 import os
 import time
@@ -11,10 +11,10 @@ from mindspore.train import Callback
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HoldAfter(Callback):
-    """Waits after so many steps of this run, so that how far the run gets does not depend on how busy the machine is.
+    """Holds a run after ``steps`` steps, so that its length does not depend on how busy the machine is.
 
     Args:
-        steps (int): how many.
+        steps (int): the number of steps that the run takes.
     """
 
     def __init__(self, steps):
@@ -22,7 +22,7 @@ class HoldAfter(Callback):
         self._left = steps
 
     def on_train_step_begin(self, _):
-        """Wait for a signal if all steps are taken."""
+        """Wait for a signal if the run has taken all its steps."""
         while self._left == 0:
             time.sleep(0.1)
         self._left -= 1
@@ -30,13 +30,13 @@ class HoldAfter(Callback):
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class PlantedOverflow(Callback):
-    """Sets a weight of one process to inf during chosen steps, and back to what it was.
+    """Sets a weight of one process to inf during chosen steps, and restores the weight afterwards.
 
-    A step that is not skipped changes the other weights to NaN, and does not stay unnoticed.
+    If such a step is not skipped, the other weights become NaN, so that tests notice it.
 
     Args:
-        rank (int): the process.
-        steps (list[int]): the steps, from 1, as the update cell counts them.
+        rank (int): the rank of the process.
+        steps (list[int]): the steps that overflow, from 1, as the update cell counts them.
     """
 
     def __init__(self, rank, steps):

@@ -1,4 +1,4 @@
-"""Mistakes, and what a CPU cannot do, are named with the key and the remedy before anything is built."""
+"""Mistakes, and settings that a CPU cannot run, are reported with key and remedy before anything is built."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("registry_put_back", "in_a_folder_of_its_ow
 
 
 def load(changes):
-    """Load the YAML file of the demo with other values; a warning is an error, but for those that say what is added."""
+    """Load the demo's YAML file with changes; warnings are errors, except about added keys and missing scaling."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(it is added|needs no loss scaling|loss is not scaled)")
         return load_config(CONFIG, changes)
@@ -41,7 +41,7 @@ EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
 BY_RULE = {"type": RULE, "loss_scale_value": 1024}
 DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
 PER_TOKEN = "calculate_per_token_loss"
-# changes of the YAML file, and the message
+# Changes of the YAML file, and the expected message.
 WRONG_TYPES = [
     ({"runner_wrapper.use_clip_gard": True}, "MFTrainOneStepCell takes, but got 'use_clip_gard'.*'use_clip_g"),
     ({f"{SCALE_SENSE}.max_scale_windows": 5}, "Adaptive.* but got 'max_scale_windows'.*'max_scale_window'"),
@@ -135,11 +135,11 @@ def test_numeric_key_in_the_file_is_refused():
         {"runner_wrapper.max_grad_norm": 1},
         {"resume_training": "last.ckpt"},
         {"run_mode": "predict", f"{SCALE_SENSE}.loss_scale_value": 0},
-        # The demo has 8 * 128 tokens a batch.
+        # A batch of the demo has 8 * 128 tokens.
         {PER_TOKEN: True, f"{SCALE_SENSE}.loss_scale_value": 2**22},
         {PER_TOKEN: True, "resume_training": True},
         {PER_TOKEN: True, SCALE_SENSE: GUIDED},
-        # These run on a CPU. MindFormers reads the pipeline stage in a parallel run only.
+        # These settings run on a CPU. MindFormers reads the pipeline stage in a parallel run only.
         {"monitor_config": {"monitor_on": True, "dump_path": "", "local_norm_format": ["log"]}},
         {"monitor_config": {"monitor_on": False, "dump_path": "./dump"}},
         {"parallel.parallel_mode": 1, "parallel_config.pipeline_stage": 2},
@@ -173,12 +173,12 @@ def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
     with pytest.warns(UserWarning, match=message) as caught:
         load({SCALE_SENSE: scale_sense})
     assert len(caught) == 1
-    # This rule starts at the power of two below, and says so itself.
+    # The guided rule starts at the next lower power of two, and reports that itself.
     load({SCALE_SENSE: {**GUIDED, **ODD}})
 
 
 def config_of(dtype, scale_sense):
-    """The configuration of the demo in a number format; a CPU would refuse bfloat16 as the file is loaded."""
+    """Return the demo's configuration with another compute dtype; loaded from a file, a CPU would reject bfloat16."""
     scale_sense = {} if scale_sense is None else {"scale_sense": scale_sense}
     config = load({"runner_wrapper": {"type": "MFTrainOneStepCell", **scale_sense}})
     config.model.model_config.compute_dtype = dtype
@@ -206,7 +206,7 @@ def test_a_moving_scale_in_bfloat16_gets_one_warning(dtype, cell):
     ],
 )
 def test_a_scale_that_is_needed_or_stands_still_gets_none(dtype, scale_sense):
-    # A warning would be an error.
+    # Warnings are errors, so this call must not warn.
     check_config(config_of(dtype, scale_sense))
 
 
@@ -223,9 +223,9 @@ def test_launcher_and_trainer_warn_of_unscaled_float16():
         config = load_config(CONFIG, {"runner_wrapper": {"type": "MFTrainOneStepCell"}})
     with pytest.warns(UserWarning, match="the loss is not scaled"):
         Trainer(config)
-    # The launcher's trainer leaves it at the first warning. Another would be an error.
+    # The launcher's trainer does not repeat the first warning; a second warning would be an error.
     LaunchedTrainer(config)
-    # A cell of the user scales as it says.
+    # A cell that the user has built brings its own loss scale, so there is no warning.
     model = build_model()
     Trainer(config, wrapper=MFTrainOneStepCell(model, nn.SGD(model.trainable_params()), scale_sense=Tensor(8.0)))
 
@@ -252,11 +252,11 @@ def test_weights_in_float16_get_one_warning(optimizer, of_state):
 
 
 def test_the_warning_of_weights_in_float16_is_true(run_forked):
-    # All of FP16 from 2^-13 to 1.
+    # All FP16 numbers from 2^-13 up to 1.
     weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
     assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
-    # What the optimizers keep and do. In a process of its own, which no other test has changed.
+    # What the optimizers store and do in FP16. The process is a new one, unaffected by other tests.
     printed = run_forked(ROOT / "tests" / "mindformers" / "optimizers_in_fp16.py").stdout.splitlines()
     assert [json.loads(line) for line in printed if line.startswith("[")] == [
         ["AdamWeightDecay, eps 1e-8", "Float16", True, True],
@@ -267,7 +267,7 @@ def test_the_warning_of_weights_in_float16_is_true(run_forked):
 
 
 class MyUpdateCell(AdaptiveLossScaleUpdateCell):
-    """Takes an argument of its own, and passes the others on."""
+    """A user's subclass that takes an argument of its own, and passes all other arguments on."""
 
     def __init__(self, *args, patience=1, **kwargs):
         super().__init__(*args, **kwargs)
@@ -275,7 +275,7 @@ class MyUpdateCell(AdaptiveLossScaleUpdateCell):
 
 
 class MyTrainStep(MFTrainOneStepCell):
-    """Takes out of ``kwargs`` what it needs."""
+    """A user's subclass that takes its own argument out of ``kwargs``."""
 
     def __init__(self, network, optimizer, **kwargs):
         self.mine = kwargs.pop("something_else", None)
@@ -309,7 +309,7 @@ def test_the_launcher_prints_a_mistake_without_a_traceback(capsys):
 
 
 def trainer(model=None, dataset=None, **arguments):
-    """A Trainer from ``TrainingArguments``."""
+    """Return a Trainer made from ``TrainingArguments``."""
     return Trainer(training_arguments(**arguments), model=model or build_model(), train_dataset=dataset)
 
 
@@ -332,7 +332,7 @@ def test_trainer_makes_the_same_checks(arguments, error, message):
         ({}, 20),
         ({"min_scale_window": 5, "max_scale_window": 300}, 5),
         ({"loss_scale_window": 50}, 50),
-        # The window of another cell comes from the arguments.
+        # The window of another cell is the window of the training arguments.
         ({"scale_sense": "DynamicLossScaleUpdateCell"}, 1000),
     ],
 )
@@ -341,14 +341,14 @@ def test_training_starts_at_the_smallest_window_by_default(arguments, expected):
     section = dict(config.runner_wrapper.scale_sense)
     assert (section["scale_window"], section["loss_scale_value"]) == (expected, 2**24)
     if section.pop("type") == "AdaptiveLossScaleUpdateCell":
-        # Without a warning: the window is on the ladder.
+        # The window is on the ladder, so the cell gives no warning.
         assert AdaptiveLossScaleUpdateCell(**section).state()["scale_window"] == expected
 
 
 MODEL = "model.model_config"
 PARALLEL = {"use_parallel": True}
 DUMP = {"monitor_config": {"monitor_on": True, "dump_path": "./dump"}}
-# changes of the YAML file, and what the message says of them
+# Changes of the YAML file, and the expected message about them.
 REFUSED_ON_CPU = [
     ({f"{MODEL}.use_flash_attention": True}, "use_flash_attention' must be False, but is True: .*FlashAttentionScore"),
     ({f"{MODEL}.fused_rms_norm": True}, "fused_rms_norm' must be False, but is True: .*RmsNorm"),

@@ -1,4 +1,4 @@
-"""Every YAML file under configs/ loads as a user would load it, and names this package's cells with its values."""
+"""Every YAML file under configs/ loads as for a user, and gives this package's cells the values in the file."""
 
 import inspect
 
@@ -43,10 +43,10 @@ def test_all_promised_files_are_there():
 
 @pytest.mark.parametrize("file", FILES)
 def test_mindformers_knows_every_key_and_every_class(file, mindformers_log):
-    # A key of a section that it does not know raises a KeyError while the file is loaded.
+    # MindFormers raises a KeyError at a key that a section does not have.
     config = load(file)
     assert "useless" not in mindformers_log.text
-    # LlamaConfig itself would take any other key without a word.
+    # LlamaConfig accepts any other key silently, so compare the keys with its parameters.
     keys = set(config.model.model_config) - {"type"}
     assert keys <= set(inspect.signature(LlamaConfig).parameters) - {"kwargs"}
     named = [
@@ -79,7 +79,7 @@ def test_mindformers_checks_of_the_parallel_sizes_of_a_cluster(devices, monkeypa
     ParallelOperator(config)
     assert config.parallel.pipeline_stages == 2
     build_parallel_config(config)
-    # As MindFormers' Trainer has it by then.
+    # MindFormers' Trainer turns the metric into a list before this check.
     config.metric = [config.metric]
     mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     try:
@@ -107,7 +107,7 @@ def test_cells_are_this_packages_with_the_values_of_the_file(file):
     assert cell.rule.scale_factor == section.scale_factor
     assert cell.rule.hysteresis == section.get("hysteresis", 1)
     assert cell.rule.min_loss_scale == section.get("min_loss_scale", 1.0)
-    # Taken as it is, not replaced by the smallest window with a warning.
+    # The window is used as it is, and not replaced by the smallest window with a warning.
     assert cell.state()["scale_window"] == section.scale_window
     if file in PROMISED:
         assert (cell.get_loss_scale(), cell.rule.ladder, cell.rule.hysteresis) == PROMISED[file]

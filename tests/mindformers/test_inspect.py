@@ -1,4 +1,4 @@
-"""The command that prints the state in the newest checkpoint, on files of real cells and laid-out folders."""
+"""The ``inspect`` command shows the state in the newest checkpoint, for files of real cells and for test folders."""
 
 import functools
 import json
@@ -30,13 +30,13 @@ STATE += ["skipped_steps", "consecutive_overflows"]
 
 @pytest.fixture
 def inspect(run_program):
-    """A function that runs the command, and returns its exit code, what it printed, and its error output."""
+    """Return a function that runs ``inspect``, and returns its exit code, its output, and its error output."""
     return functools.partial(run_program, "inspect")
 
 
 @pytest.fixture
 def inspect_json(inspect):
-    """A function that runs the command with --json, and returns its exit code and the object printed, or the error."""
+    """Return a function that runs ``inspect --json``, and returns its exit code and the printed object or the error."""
 
     def run(path):
         exit_code, printed, errors = inspect(path, "--json")
@@ -46,7 +46,7 @@ def inspect_json(inspect):
 
 
 def test_a_sidecar_alone_tells_which_rule_its_state_is_of(tmp_path):
-    # Both rules have a window.
+    # The states of both rules have a window, so the window alone does not tell which rule it is.
     for name, cell in (("adaptive", AdaptiveLossScaleUpdateCell), ("guided", GradientGuidedLossScaleUpdateCell)):
         state = cell(2.0**12, 2, 20).state() if name == "adaptive" else cell(2.0**12).state()
         (folder := tmp_path / name / "iteration_00000008").mkdir(parents=True)
@@ -56,7 +56,7 @@ def test_a_sidecar_alone_tells_which_rule_its_state_is_of(tmp_path):
 
 
 def test_newest_file_of_unknown_steps_has_the_largest_numbers(tmp_path):
-    # By epoch and step within the epoch.
+    # The file names have the epoch and the step within the epoch, so the total number of steps is unknown.
     for name in ("net-2_10", "net-10_1", "net-2_9"):
         save_file({"weight": np.ones(1, np.float32)}, tmp_path / f"{name}.safetensors")
     checkpoints = read_checkpoints(tmp_path)
@@ -67,7 +67,7 @@ def test_newest_file_of_unknown_steps_has_the_largest_numbers(tmp_path):
 @pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("kind", CELLS)
 def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, inspect, inspect_json, kind, file_format):
-    # One clean step and two overflows have moved everything that these cells can move by then.
+    # One clean step and two overflows have changed every counter that these cells can change so early.
     expected = {"loss_scale": 2.0**10, "cur_iter": 4, "last_overflow_iter": 3}
     if kind != "dynamic (no window)":
         expected |= {"scale_window": 20, "window_index": 0, "growth_num": 0, "down_num": 2}
@@ -97,7 +97,7 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
             {"net.loss_scaling_manager.scale_window": 50, "net.scale_sense": 64.0, "net.optimizer.global_step": 7},
             {"scale_window": 50, "loss_scale": 64.0, "global_step": 7},
         ),
-        # A bare name comes before one with a prefix.
+        # A name without a prefix takes precedence over a name with a prefix.
         (
             {"a.scale_window": 20, "scale_window": 30, "z.scale_sense": 8.0, "loss_scale": 1.0},
             {"scale_window": 30, "loss_scale": 8.0, "notes": []},
@@ -106,7 +106,7 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
             {"b.list_index": 2, "a.list_index": 1},
             {"window_index": 1, "notes": ["a.list_index is 1 but b.list_index is 2; a.list_index is shown"]},
         ),
-        # What has another shape is something else.
+        # A Parameter with another shape is not part of the state.
         ({"attention.loss_scale": np.ones((4,), np.float32), "attention.weight": 1.0}, None),
         (
             {"guided_counts": np.zeros(4), "guided_overflow_rate": np.zeros(3), "scale_sense": 8.0},
@@ -125,7 +125,7 @@ def test_values_are_found_by_the_last_part_of_their_names(tmp_path, inspect_json
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_what_a_user_appends_is_shown_and_text_is_passed_over(tmp_path, inspect_json, file_format):
     appended = {"step_num": 20, "loss_scale": 1024.0}
-    if file_format == "ckpt":  # safetensors has no text
+    if file_format == "ckpt":  # safetensors cannot store text
         appended["skipped_steps"] = "many"
     file = tmp_path / f"mine.{file_format}"
     mindspore.save_checkpoint(nn.Dense(3, 2), str(file), append_dict=appended, format=file_format)
@@ -260,7 +260,7 @@ def test_weights_of_a_safetensors_file_are_not_read(tmp_path):
     file = save(
         {"scale_window": 20, "weight": weights, "optimizer.scale_window": weights}, tmp_path / "x", "safetensors"
     )
-    read_checkpoints(file)  # imports are not to be counted
+    read_checkpoints(file)  # so that imports do not count as memory of the second call
     tracemalloc.start()
     (checkpoint,) = read_checkpoints(file)
     peak = tracemalloc.get_traced_memory()[1]
@@ -286,14 +286,14 @@ def save(what, path, file_format):
 
 
 def legacy(path, step, file_format="safetensors", **state):
-    """Save what MindFormers' legacy format has, weights included."""
+    """Save a checkpoint with the contents of MindFormers' legacy format, weights included."""
     weights = np.ones((64, 64), np.float32)
     common = {"weight": weights, "step_num": step, "scale_sense": 1024.0, "loss_scale": 1024.0}
     return save({**common, **state}, path, file_format)
 
 
 def iteration(parent, step, optimizer=None, sidecar=None):
-    """Lay out the folder of one step of MindFormers' ``checkpoint:`` format."""
+    """Create the folder of one step in MindFormers' ``checkpoint:`` format."""
     folder = parent / f"iteration_{step:08d}"
     folder.mkdir()
     weights = {"weight": np.ones((64, 64), np.float32)}

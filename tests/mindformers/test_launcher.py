@@ -1,4 +1,4 @@
-"""The launcher: overrides of a YAML file, by its command line too, and whole runs of ``run_mindformer.py``."""
+"""The launcher: overrides of a YAML file, also from the command line, and whole runs of ``run_mindformer.py``."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("registry_put_back")
 
 
 def overrides(*arguments):
-    """What a command line of the launcher sets, by key of the YAML file."""
+    """Return what a command line of the launcher sets, by key of the YAML file."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     return train.read_overrides(parser.parse_args(["--config", str(CONFIG), *arguments]))
@@ -38,7 +38,7 @@ def load(*arguments):
     return load_config(CONFIG, overrides(*arguments), may_add=train.OPTION_KEYS)
 
 
-# option, what is typed, the key it sets, the value it sets it to: another than in the YAML file
+# Option, its text on the command line, the key that it sets, and the value, which differs from the YAML file's.
 OPTIONS = [
     ("run-mode", "finetune", "run_mode", "finetune"),
     ("mode", "1", "context.mode", 1),
@@ -154,7 +154,7 @@ def test_key_missing_in_the_yaml_file_is_added_with_a_warning():
 
 
 def test_a_key_that_is_there_is_set_without_a_warning():
-    # The last is empty in MindFormers' template. A warning would be an error.
+    # remote_save_url is empty in MindFormers' template. A warning would be an error.
     config = load("--options", "seed=3", "callbacks.0.type=MFLossMonitor", "remote_save_url=obs://x")
     assert (config.seed, config.remote_save_url) == (3, "obs://x")
 
@@ -215,7 +215,7 @@ def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeyp
     assert message in capsys.readouterr().err
 
 
-# What stands in run.yaml, and the message.
+# The content of run.yaml, and the expected message.
 FILES = [
     ("", "run.yaml must hold keys of MindFormers, but holds 'None'. Write lines such as"),
     ("[1, 2]", "must hold keys of MindFormers, but holds '[1, 2]'"),
@@ -246,7 +246,7 @@ def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp
         (tmp_path / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("nothing may be built"))
     code, printed, errors = run_program("train", "--config", "run.yaml")
-    # MindFormers may log what it reads: its handler keeps the stdout of the test that logs first.
+    # Leave out MindFormers' log: its handler keeps the stdout of the test that logged first.
     assert (code, re.sub(r".* - mindformers.* - (INFO|WARNING) - .*\n", "", printed)) == (1, "")
     assert message in errors.partition("adaptive-loss-scale train: error: ")[2]
 

@@ -1,4 +1,4 @@
-"""The probe: a YAML file of MindFormers and a checkpoint in, gradient ranges out."""
+"""``probe``: a YAML file of MindFormers and a checkpoint go in, gradient ranges come out."""
 
 import json
 import sys
@@ -14,14 +14,14 @@ from tests.mindformers.training_runs import SMALL_MODEL, TrainingRun
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
-# With half of the weights of a new model.
+# Checkpoint files with the weights of a new model, multiplied by 0.5.
 HALVED = ["halved-1_5.ckpt", "checkpoints/rank_0/halved-1_5.safetensors"]
 HALVED += ["iteration_00000005/x-model-0000000-0000001.safetensors"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """The current folder, where MindFormers writes its logs."""
+    """Make a new folder the current folder, where MindFormers writes its logs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("probe"))
         yield
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def network(corpus):
-    """A model with half of the weights of a new one, which lie in files of each format."""
+    """Return a model with the halved weights of a new model, which are also saved to a file of each format."""
     with mindspore_mode("graph"):
         network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
     for weight in network.get_parameters():
@@ -51,7 +51,7 @@ def test_every_weight_of_the_model_is_probed_at_every_scale(corpus, network):
     assert [scale["overflowed_batches"] for scale in fresh["loss_scales"]] == [0, 0, 2]
     assert fresh["loss_scales"][1]["overall"]["largest"] > 0
     assert done == [1, 2, 3, 4, 5, 6]
-    # The model is untrained, by its loss, and the batches differ.
+    # The losses show that the model is untrained, and that the batches differ.
     losses = [batch["loss_scales"][0]["loss"] for batch in fresh["batches"]]
     assert losses == pytest.approx([5.55, 5.55], abs=0.1)
     assert losses[0] != losses[1]
@@ -133,7 +133,7 @@ def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
     for line in map(json.loads, lines):
         logged = steps[line["step"]]
         [batch] = line["batches"]
-        # 8 samples of 32 tokens.
+        # The batch has 8 samples of 32 tokens.
         assert batch["grad_scale_factor"] == 256
         for at_scale in line["loss_scales"]:
             norm = at_scale["overall"]["norm"] / at_scale["loss_scale"] / batch["grad_scale_factor"]
@@ -153,7 +153,8 @@ def test_gradients_are_written_as_the_optimizer_takes_them(corpus, run_program):
     [*rows, _, equal] = run_program("diff", "12.safetensors", "14.safetensors")[1].splitlines()
     assert equal.endswith("Parameters are equal.")
     assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < {row.split()[0] for row in rows[1:]}
-    # Rounding of subnormal numbers at the lower scale, and no factor between the scales.
+    # The gradients differ only by the rounding of subnormal numbers at the lower scale; the loss scales are divided
+    # out.
     assert 0 < float(rows[1].split()[-2]) < 0.01
     [at_scale] = json.loads(Path("ranges.json").read_text())["activation_gradients"]
     # 2 batches of 8 samples of 32 tokens, and a hidden size of 32.

@@ -1,4 +1,4 @@
-"""``register()`` puts this package's classes where MindFormers looks up those that a YAML file names."""
+"""``register()`` puts this package's classes where MindFormers looks up the classes that a YAML file names."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ STOCK = {
 SCALE_SENSE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
 
 
-# In a process of its own, because there nothing has been registered yet.
+# Run this in a separate process, in which nothing has been registered yet.
 WATCH_THE_REGISTRY = """
 import json
 import mindformers
@@ -50,7 +50,7 @@ def test_register_alone_replaces_each_stock_class(run_python):
     ours = {full_name(cell): full_name(getattr(wrapper, name)) for name, cell in STOCK.items()}
     assert imported == stock
     replaced = {name: ours.get(cell, cell) for name, cell in stock.items()}
-    # Some have no counterpart of their name in MindFormers.
+    # Some classes of this package have no counterpart of the same name in MindFormers.
     added = {name: full_name(getattr(wrapper, name)) for name in wrapper.__all__}
     added["AdaptiveLossScale"] = added["AdaptiveLossScaleUpdateCell"]
     assert once == {**replaced, **added}
@@ -62,7 +62,7 @@ def test_wrapper_is_a_subclass_with_the_same_arguments(name):
     ours, stock = getattr(wrapper, name), STOCK[name]
     assert issubclass(ours, stock)
     assert ours is not stock
-    # Others, which differ between versions of MindFormers, are handed on.
+    # Further parameters, which differ between versions of MindFormers, are passed on.
     written = [
         it for it in inspect.signature(ours).parameters.values() if it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)
     ]
@@ -74,7 +74,7 @@ def test_wrapper_is_a_subclass_with_the_same_arguments(name):
 def test_update_cell_takes_the_stock_arguments_and_more():
     ours = list(inspect.signature(wrapper.AdaptiveLossScaleUpdateCell).parameters.values())
     stock = list(inspect.signature(STOCK["AdaptiveLossScaleUpdateCell"]).parameters.values())
-    # Which has no types.
+    # The stock cell has no type annotations.
     assert [it.replace(annotation=it.empty) for it in ours[: len(stock)]] == stock
     for further in ours[len(stock) :]:
         assert further.kind is further.KEYWORD_ONLY

@@ -21,26 +21,26 @@ from tests.shared.versions import NEEDS_SECTION
 
 pytestmark = pytest.mark.slow
 
-# Tests that share references go to one worker.
+# Tests that share reference runs go to one worker.
 ONE_PROCESS = pytest.mark.xdist_group("resume")
 TWO_PROCESSES = pytest.mark.xdist_group("two processes and the pipeline")
 
-# Of this run only the second process is killed, which ends the first.
+# In this run only the second process is killed, which ends the first process too.
 KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
 
-# A step at which the index, both counters and the overflows in a row are above 0, so that none may be lost.
+# At this step, the window index, both counters and the overflows in a row are above 0, so a lost counter is noticed.
 SAVED_AT, LAST = 14, 40
-# So many steps before the last a run is held that is to be killed.
+# A run that is to be killed while it saves is held this many steps before the last step.
 UNTAKEN = 2
 
-# What of the update cell a checkpoint has, the loss scale included.
+# The Parameters of the update cell in a checkpoint, the loss scale included.
 PARAMETER_OF = {"loss_scale": "scale_sense", **{field.name: field.parameter for field in all_fields(AdaptiveRule)}}
 CARRIED = {*PARAMETER_OF.values()} - {"hysteresis_budget"}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(long_corpus, compiled, tmp_path_factory):
-    """Return a function that returns an uninterrupted run's finished process and output folder; each runs once."""
+    """Return a function that returns an uninterrupted run, its output folder and its format; each run is made once."""
 
     @functools.cache
     def run(steps, processes, optimizer_state):
@@ -86,7 +86,7 @@ def test_killed_and_resumed_run_takes_the_same_steps(
     output, ranks, resumed_from, complete = tmp_path / "output", range(processes), 0, set()
     expected = [reference.steps(rank) for rank in ranks]
     assert list(expected[0]) == list(range(1, last + 1))
-    # The log has no windows and counters, so the rule says what they were.
+    # The log does not have the windows and counters, so replay the rule.
     states = replay([step.overflow for step in expected[0].values()])
     assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in expected[0].values()]
 
@@ -96,10 +96,10 @@ def test_killed_and_resumed_run_takes_the_same_steps(
         in_this |= {"environment": {"MS_NODE_TIMEOUT": "8"}}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
-        # It is killed in or after a save, and has not ended by then.
+        # The run is killed during or after a save, so it is held before its last step.
         held = last - UNTAKEN if in_a_save else SAVED_AT + 4
         how = in_this | {"hold_after": None if kill == kills else held - resumed_from}
-        # It is msrun that ends the first process.
+        # Start it with msrun, which ends the first process when the second is killed.
         how |= {"by_msrun": (form, processes) == KILLED_IN_PART and kill < kills}
         with TrainingRun(output, long_corpus, options | resume, last, processes, **how) as run:
             if kill == kills:
@@ -118,13 +118,13 @@ def test_killed_and_resumed_run_takes_the_same_steps(
             steps = run.steps(rank)
             assert steps == {step: expected[rank][step] for step in range(resumed_from + 1, max(steps) + 1)}
             assert not kill or run.restored_state(rank) == states[resumed_from]
-        # The kill may have hit the moment at which MindFormers has emptied its note of a checkpoint that is complete.
+        # The kill may have come just after MindFormers emptied its note of the last complete checkpoint.
         complete = {form.newest_complete(output) or max(steps)}
         if in_a_save:
             assert complete <= {max(steps) - 1, max(steps)}
             print(f"run {kill + 1} ended at step {max(steps)}; complete: {complete}; unfinished: {unfinished(output)}")
         if in_a_save and form == CheckpointSection() and kill < kills:
-            # As if it always did.
+            # Empty the note, as if the kill always came at that moment.
             form.note(output).write_text("")
             complete.add(max(steps))
     assert [max(run.steps(rank)) for rank in ranks] == [last] * processes
@@ -160,7 +160,7 @@ def test_two_processes_go_on_from_any_save_in_safetensors(uninterrupted, long_co
 
 
 def assert_last_save_is_that_of_the_reference(saved, saved_by_reference, state):
-    """See that two runs ended with equal Parameters and in this state of the rule."""
+    """Assert that two runs ended with equal Parameters, and with this state of the rule."""
     assert_ends_with_the_parameters_of(saved, saved_by_reference, CARRIED)
     assert {name: saved[PARAMETER_OF[name]] for name in state} == state
 
@@ -179,7 +179,7 @@ def test_a_run_goes_on_at_the_fixed_scale_of_its_file(uninterrupted, long_corpus
 
 
 def replay(overflows, restored=None, **windows):
-    """Return the state of the update cell at the start, or as it was restored, and that after each step by the rule."""
+    """Return the update cell's state at the start (or the restored state) and after each step, by the rule."""
     windows = {"max_scale_window": 4, "min_scale_window": 1} | windows
     rule = AdaptiveRule(**windows)
     state, cur_iter = rule.start(2.0**20, scale_window=1), 1
@@ -201,12 +201,12 @@ def as_restored(state, cur_iter):
 
 
 def kill_while_saving(run, form, output, after, held, delays):
-    """Kill a run that saves each step in a save after so many steps, or where it is held at the latest."""
+    """Kill a run that saves at each step during a save after step ``after``, or at step ``held`` at the latest."""
     run.wait_until(lambda: max(run.steps(), default=0) >= after)
     time.sleep(delays.uniform(0, 0.1))
     names = form.names(output)
     run.wait_until(lambda: form.names(output) - names or max(run.steps()) == held)
-    # Most saves are over in a few milliseconds.
+    # Most saves take only a few milliseconds, so make most delays short.
     time.sleep(0.03 * delays.random() ** 4)
     run.kill()
 

@@ -1,4 +1,4 @@
-"""The section ``training.loss_scale``, and which of MindFormers' two trainers a YAML file is for."""
+"""The section ``training.loss_scale``, and how a YAML file chooses between MindFormers' two trainers."""
 
 import warnings
 
@@ -198,7 +198,7 @@ def test_trainer_checks_where_its_scale_comes_from_first(config, scaler, error, 
 
 @pytest.fixture
 def file(tmp_path):
-    """A YAML file for the PyNative trainer."""
+    """Write a YAML file for the PyNative trainer, and return its path."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"training": {"steps": 3, "loss_scale": ADAPTIVE}, "context": {"mode": 1}}))
     return path

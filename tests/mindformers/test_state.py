@@ -1,4 +1,4 @@
-"""What a scaler goes on from when a checkpoint of MindFormers' PyNative trainer is loaded."""
+"""The state from which a scaler continues when a checkpoint of MindFormers' PyNative trainer is loaded."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Broken trainings are led to their cause: what the log says is pasted, and names the cause."""
+"""The log of a broken training leads to the cause: the command that it prints works as pasted, and names the cause."""
 
 import re
 import shlex
@@ -20,7 +20,8 @@ from tests.overflow.overflowing import Attention, Stack, values
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
 LORA = "{pet_type: lora, lora_rank: 2, lora_alpha: 2, target_modules: '.*wq|.*wv'}"
-# What is broken: the weights by a part of their names, options of the launcher, and what the first line must say.
+# How each training is broken (factors of weights by parts of their names, and launcher options), and what the first
+# line of ``why`` must say.
 BROKEN = {
     "weights": (
         {"feed_forward": 4000.0},
@@ -43,7 +44,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def weights(corpus, tmp_path_factory):
-    """New weights of the model, saved with some of them multiplied."""
+    """Yield a function that saves new weights of the model, some of them multiplied by a factor."""
     with pytest.MonkeyPatch.context() as patch, mindspore_mode("graph"):
         patch.chdir(tmp_path_factory.mktemp("weights"))
         network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
@@ -58,7 +59,7 @@ def weights(corpus, tmp_path_factory):
 
 
 def pasted(text):
-    """The arguments of the one command that a log says to run."""
+    """Return the arguments of the only ``why`` command in a log."""
     commands = set(re.findall(r"adaptive-loss-scale (why [^\n'()]*)", text))
     assert len(commands) == 1, commands
     return shlex.split(commands.pop())
@@ -79,7 +80,7 @@ def test_a_yaml_file(case, corpus, weights, run_forked, run_program, tmp_path, m
     assert code == 0, errors[-2000:]
     assert re.match(expected, printed), printed
     if case == "frozen layer":
-        # Eight skipped steps are no collapse yet.
+        # Eight skipped steps do not count as a collapse, so there is no advice yet.
         return
     advice = str(analyze(read_log("output/loss_scale_record.jsonl")))
     assert pasted(advice) == command

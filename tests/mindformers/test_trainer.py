@@ -30,7 +30,7 @@ COLUMNS = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", "scale_w
 
 
 def rows_of(printed):
-    """The table that an example prints, as the lines of a record, with the norm of all gradients."""
+    """Return the table that an example prints, as lines of a record with the norm of all gradients."""
     number = r"(-?[\d.]+|nan|inf)"
     pattern = rf"^ *(\d+) +{number} +(True|False) +{number} +{number} +(\d+) +{number}$"
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in re.findall(pattern, printed, re.MULTILINE)]
@@ -45,7 +45,7 @@ def assert_follows_the_rule(rows):
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
     assert_follows(rule, rule.start(2.0**24, scale_window=1), rows)
     for row in rows:
-        # The norm of all gradients, which only clipping needs.
+        # Check the norm of all gradients, which is computed for clipping only.
         assert np.isfinite(row["global_norm"]) != row["overflow"]
     assert {row["overflow"] for row in rows} == {True, False}
     assert len({row["scale_window"] for row in rows}) > 1
@@ -87,7 +87,7 @@ def test_the_cell_itself_is_trained_with_optimizer_and_clipping():
         weights.append(np.concatenate([weight.asnumpy().ravel() for weight in train_step.weights]))
 
     remembering = LambdaCallback(on_train_begin=remember, on_train_step_end=remember)
-    # The arguments ask for other things, and for sink mode, which a CPU does not have.
+    # These arguments contradict the wrapper, and ask for sink mode, which a CPU does not have.
     arguments = training_arguments(optim="AdamW", learning_rate=5.0, max_grad_norm=100.0, sink_mode=True)
     trainer = Trainer(
         arguments,
@@ -121,7 +121,7 @@ def test_arguments_that_name_the_guided_cell_train_by_its_rule():
 
 
 class NotOfMindFormers(nn.Cell):
-    """A network of one weight that MindFormers knows nothing of."""
+    """A network of one weight that uses nothing of MindFormers."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traps of MindFormers' own monitor and of dropping steps by their norm, in trainings that overflow at their start."""
+"""Pitfalls of MindFormers' own monitor, and of dropping steps by norm, in trainings that overflow at their start."""
 
 import math
 
@@ -22,8 +22,8 @@ from tests.shared.records import assert_follows
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 STOCK = mindformers.core.callback.TrainingStateMonitor
-# The gradient of the weight is the value of the step times the scale, in FP16. With the value of a spike 2^32 to 2^14
-# overflow and 2^13 does not, and from there its norm, 4 for each of 4 elements, is the threshold.
+# In FP16, the gradient of the weight is the value of the step times the scale. With the value SPIKE, scales from 2^32
+# to 2^14 overflow, and 2^13 does not. The norm of the gradient (4 for each of 4 elements) is then THRESHOLD.
 START, OVERFLOWS_AT_START = 2.0**32, 19
 THRESHOLD = 8.0
 SPIKE = 4.0
@@ -32,9 +32,9 @@ SEARCH = [SPIKE] * OVERFLOWS_AT_START
 
 
 def train(values, monitor, record=None, drops=False):
-    """Train a step a value, of which all features are.
+    """Train one step for each value, with all features equal to the value.
 
-    Return the weight and the optimizer's count of steps after each, and the error that ended the training.
+    Return the weight and the optimizer's step count after each step, and the error that ended the training.
     """
     seen = []
 
@@ -109,19 +109,20 @@ def test_steps_dropped_by_norm_leave_the_scale_alone():
     lines = read_record("record.jsonl")
     assert [line["step"] for line in lines if line["dropped_by_norm"]] == dropped
     assert {line["dropped_by_norm"] for line in lines} == {True, False}
-    # The gradient of each of 4 elements is the value of the step.
+    # The gradient of each of 4 elements is the value of the step, so the norm is twice the value.
     applied = [
         (line["gradient_norm"], value) for line, value in zip(lines, values, strict=True) if not line["overflow"]
     ]
     assert [norm for norm, _ in applied] == [2 * value for _, value in applied]
     assert not any(math.isfinite(line["gradient_norm"]) for line in lines if line["overflow"])
     assert [line["step"] for line in lines if line["overflow"]] == [*range(1, OVERFLOWS_AT_START + 1), overflowed_again]
-    # A dropped step is clean to the rule: the 20th since the overflows raises the scale, at which the spike overflows.
+    # To the rule, a dropped step is a clean step. The 20th step since the overflows raises the scale, and then the
+    # spike overflows.
     rule = AdaptiveRule()
     assert_follows(rule, rule.start(START), lines)
     for step in dropped:
         assert seen[step - 1] == seen[step - 2]
-    # Neither an overflowed nor a dropped step moves the schedule of the learning rate.
+    # Neither an overflowed nor a dropped step advances the schedule of the learning rate.
     assert seen[-1][1] == len(values) - OVERFLOWS_AT_START - 1 - len(dropped)
 
     analysis = analyze(read_log("record.jsonl"))

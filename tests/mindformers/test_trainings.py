@@ -1,7 +1,7 @@
 """Trainings with MindFormers' PyNative trainer, through overflows and kills.
 
-``hyper_parallel_stand_in`` stands for hyper-parallel and for what a CPU lacks. The trainings are taken in processes of
-their own, because it changes MindSpore.
+``hyper_parallel_stand_in`` replaces hyper-parallel and what a CPU lacks. It changes MindSpore, so the trainings run in
+separate processes.
 """
 
 import pickle
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("pynative trainings")
 
 
 def run(folder, task, expect_exit=0, prefix=(sys.executable,)):
-    """Take the trainings of a task in a process of its own, and return what it printed."""
+    """Run the trainings of a task in a separate process, and return what the process printed."""
     finished = subprocess.run(
         [*prefix, str(SCRIPT), str(folder), task],
         cwd=folder,
@@ -43,13 +43,13 @@ def run(folder, task, expect_exit=0, prefix=(sys.executable,)):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the trainings write."""
+    """Return the folder to which the trainings write."""
     return tmp_path_factory.mktemp("trainings")
 
 
 @pytest.fixture(scope="module")
 def seen(folder):
-    """What was seen of each training of one process, and what the process printed."""
+    """Return what was seen of all trainings in one process, and what the process printed."""
     printed = run(folder, "all")
     return pickle.loads((folder / "all.pickle").read_bytes()) | {"printed": printed}
 
@@ -63,7 +63,7 @@ def assert_same_weights(first, other):
 
 
 def overflows_of(training):
-    """In which steps a training of the trainer overflowed, by its counts of skipped steps."""
+    """Return in which steps a training overflowed, according to its counts of skipped steps."""
     return np.diff(training["steps"][:, 3], prepend=0) > 0
 
 
@@ -72,7 +72,7 @@ def test_losses_scales_and_weights_equal_a_plain_loop(seen, name):
     trained, loop = seen[name], seen[f"{name} loop"]
     np.testing.assert_array_equal(trained["steps"][:, [0, 2, 3]], loop["steps"][:, [0, 2, 3]])
     assert_same_weights(trained, loop)
-    # The guided rule comes down in one step.
+    # The guided rule may need only one overflow to come down from the start.
     assert (1 if name == "guided" else 5) <= overflows_of(trained).sum() <= STEPS - 4
 
 
@@ -81,7 +81,7 @@ def test_step_that_overflows_does_not_count_for_the_optimizer(seen, name):
     trained = seen[name]
     overflows = overflows_of(trained)
     assert trained["updates"] == STEPS - overflows.sum()
-    # By its norm: only an overflow makes it inf or NaN.
+    # The norm shows the overflows: only an overflow makes it inf or NaN.
     np.testing.assert_array_equal(np.isfinite(trained["steps"][:, 1]), ~overflows)
 
 
@@ -103,7 +103,7 @@ def test_unchanged_trainer_takes_the_same_steps_in_float32(seen, name):
 
 
 def test_gradients_are_clipped_by_their_norm_without_the_scale(seen):
-    """With a ``Tensor.mul_`` that does what its name says."""
+    """Clipping uses the norm without the scale, if ``Tensor.mul_`` works in place."""
     stock, trained = seen["stock clipped in place"], seen["scaled clipped in place"]
     np.testing.assert_array_equal(trained["steps"][:, :2], stock["steps"][:, :2])
     assert_same_weights(trained, stock)
@@ -111,7 +111,7 @@ def test_gradients_are_clipped_by_their_norm_without_the_scale(seen):
 
 
 def test_on_a_cpu_the_clipping_of_mindformers_changes_nothing(seen):
-    """Whoever sees this fail can take the sentence on it out of the documentation."""
+    """If this test fails, clipping works on a CPU, and the documentation need not mention it any more."""
     unclipped, clipped = seen["stock clipped"], seen["stock clipped in place"]
     assert any((unclipped[name] != clipped[name]).any() for name in clipped if name.startswith("weight "))
 

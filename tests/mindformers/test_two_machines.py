@@ -1,4 +1,4 @@
-"""Two machines, for which network namespaces stand: they train, a cut cable ends both, and both go on."""
+"""Two machines, simulated by network namespaces, train together; a cut cable ends both runs, and both resume."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ def ip(*words):
 
 @pytest.fixture(scope="module")
 def machines():
-    """Two namespaces with a cable between them."""
+    """Yield two namespaces with a cable between them."""
     if shutil.which("ip") is None:
         pytest.skip("there is no command ip, which the package iproute2 has")
     names = [f"machine{number}-{os.getpid()}" for number in (0, 1)]
@@ -45,9 +45,9 @@ def machines():
 
 @contextlib.contextmanager
 def training(machines, output, corpus, compiled, options, hold_after=None):
-    """Train one process on each machine, with an output folder that both share; kill them in the end."""
+    """Train one process on each machine, with an output folder that both share; kill both processes in the end."""
     options = {**FORM.save_options(output, SAVED_EVERY, keep=2), **options}
-    # In place of half a minute or more until a machine that cannot be reached is given up.
+    # Give up an unreachable machine after 8 seconds. By default this takes half a minute or more.
     soon = {"MS_NODE_TIMEOUT": "8", "MS_HEARTBEAT_RETRY_TIMEOUT": "8"}
     how = {"processes": 2, "by_msrun": True, "environment": soon, "hold_after": hold_after}
     with contextlib.ExitStack() as stack:
@@ -62,13 +62,13 @@ def training(machines, output, corpus, compiled, options, hold_after=None):
 
 
 def steps_of(runs):
-    """The steps that each machine has printed."""
+    """Return the steps that each machine has printed."""
     return [run.steps(rank) for rank, run in enumerate(runs)]
 
 
 def test_cut_cable_ends_both_and_both_resume(machines, long_corpus, tmp_path):
     output, compiled = tmp_path / "output", tmp_path / "compiled"
-    # After some steps that are not saved, which the resumed run takes again.
+    # Cut the cable some steps after the last save, so that the resumed run repeats these steps.
     cut_after = SAVED_EVERY + 3
     with training(machines, output, long_corpus, compiled, {}, hold_after=cut_after) as runs:
         runs[0].wait_until(lambda: all(len(steps) == cut_after for steps in steps_of(runs)))
@@ -86,7 +86,7 @@ def test_cut_cable_ends_both_and_both_resume(machines, long_corpus, tmp_path):
         again = own_before.keys() & own_after.keys()
         assert set(range(saved + 1, cut_after + 1)) == again
         assert {step: own_after[step] for step in again} == {step: own_before[step] for step in again}
-    # Each has data of its own, and both have the same gradients and loss scale.
+    # Each machine has its own data, so the losses differ. The gradient norms and loss scales are the same.
     for first, second in (before, after):
         both = first.keys() & second.keys()
         assert len(both) >= SAVED_EVERY

@@ -1,4 +1,4 @@
-"""Two processes on CPU: an overflow of one is an overflow of both, and their states stay the same."""
+"""Two processes on a CPU: an overflow in one process makes both skip the step, and their states stay equal."""
 
 import json
 import math
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """What each of two processes saw, by the kind of training."""
+    """Return what each of two processes saw, by the kind of training."""
     folder = tmp_path_factory.mktemp("two_processes")
     worker = ROOT / "tests" / "mindformers" / "two_processes.py"
     run_in_processes(2, folder, worker, folder)
@@ -35,7 +35,7 @@ def test_overflow_in_one_process_is_skipped_by_both(two_processes, kind):
     assert second["steps"] == expected
     assert first["state"] == second["state"]
     assert first["state"]["skipped_steps"] == 1
-    # The detection adds 4 bytes to what the processes exchange.
+    # The detection adds one float32, 4 bytes, to what the processes exchange.
     detection = ["AllReduce", "FLOAT", []]
     if kind == "data_parallel":
         assert first["weight"] == second["weight"]
@@ -63,12 +63,12 @@ def assert_both_are_guided_by_the_largest_gradient_of_all(kind, first, second):
 
 def test_fixed_scale_gives_the_weights_of_unscaled_training(two_processes):
     first, second = (seen["fixed_scale"] for seen in two_processes)
-    # Had the gradients not been averaged, the two would differ, as their batches do.
+    # If the gradients were not averaged, the weights would differ between the processes, because their batches do.
     assert first["weight"] == second["weight"] == first["plain"] == second["plain"]
 
 
 @NEEDS_SECTION
 def test_mindformers_cannot_save_from_two_processes_on_cpu(two_processes):
-    # When this fails, the table of formats can promise one more.
+    # If this test fails, MindFormers can save from two processes, and the table of formats can say so.
     for seen in two_processes:
         assert seen["data_parallel"]["shards"].startswith("RuntimeError: `get_strategy_metadata` returns `None`")

@@ -1,4 +1,4 @@
-"""``why``: a YAML file of MindFormers in; the layer that overflows, and the settings that help, out."""
+"""``why``: a YAML file of MindFormers goes in; the layer that overflows and the settings that help come out."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from tests.mindformers.training_runs import SMALL_MODEL
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
-# A softmax in FP16 harms nothing here, and the embedding overflows as soon as it is cast.
+# The FP16 softmax does no harm here, so `why` must find that float32 for the softmax does not help.
 MODEL = {**SMALL_MODEL, "model.model_config.softmax_compute_type": "float16"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """The current folder, where MindFormers writes its logs."""
+    """Make a new folder the current folder, where MindFormers writes its logs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("why"))
         yield
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(corpus):
-    """A trained model, as it were, whose feed forward overflows in FP16."""
+    """Return a checkpoint that stands for a trained model whose feed-forward layers overflow in FP16."""
     with mindspore_mode("graph"):
         network = build_training(CONFIG, corpus, MODEL).train_step.network
     for weight in network.get_parameters():
@@ -137,7 +137,7 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
     assert inputs.pop("failure") == "the loss of step 2 was nan in the training"
     expected = {"checkpoint": saved / "model-1_2.ckpt", "batch": other / "overflow_batch.npz", "config_path": written}
     assert inputs == {**{name: str(path) for name, path in expected.items()}, "loss_scale": 4.0}
-    # What an earlier training left in the same folder is not of this one.
+    # Files of an earlier training in the same folder do not belong to this training.
     os.utime(written, (later := written.stat().st_mtime + 60, later))
     assert read_run(run) == {"config_path": str(written)}
 

@@ -1,4 +1,4 @@
-"""What is changed before MindFormers trains, on real configurations and files; whole runs are in test_resume.py."""
+"""Settings that are changed before MindFormers trains, on real configurations and files."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tests.shared.versions import NEEDS_SECTION
 
 @pytest.fixture
 def rank_folder(tmp_path):
-    """A folder with three checkpoints of a single process, of which the last one is torn."""
+    """Create a folder with three checkpoints of a single process, the last of which is torn."""
     folder = tmp_path / "checkpoint" / "rank_0"
     folder.mkdir(parents=True)
     for age, name in enumerate(("a-1_20", "a-1_40", "a-1_60")):
@@ -36,7 +36,7 @@ def rank_folder(tmp_path):
 
 
 def resume(rank_folder, **changes):
-    """Prepare a run that resumes from the folder; return the file that it is going to read."""
+    """Prepare a run that resumes from the folder; return the file that the run is going to read."""
     changes = {"load_ckpt_format": "safetensors", "output_dir": str(rank_folder.parent.parent / "output"), **changes}
     changes = {"load_checkpoint": str(rank_folder.parent), "resume_training": True, **changes}
     config = load_config(CONFIG, changes, may_add=changes)
@@ -48,7 +48,7 @@ def resume(rank_folder, **changes):
 
 def test_the_file_that_meta_json_names_is_read(rank_folder):
     (rank_folder / "meta.json").write_text(json.dumps({"last_ckpt_file": "a-1_20.safetensors"}))
-    # A warning would be an error.
+    # Warnings are errors, so this run must not warn.
     assert resume(rank_folder) == str(rank_folder / "a-1_20.safetensors")
 
 
@@ -90,7 +90,7 @@ def test_a_folder_without_a_whole_file_is_refused(rank_folder):
 
 @pytest.fixture
 def ckpt_folders(tmp_path):
-    """The folders of two processes with three checkpoints each, noted in ``meta.json``."""
+    """Create the folders of two processes, with three checkpoints each, the last of which ``meta.json`` names."""
     folders = [tmp_path / "checkpoint" / f"rank_{rank}" for rank in range(2)]
     for rank, folder in enumerate(folders):
         folder.mkdir(parents=True)
@@ -105,7 +105,7 @@ def ckpt_folders(tmp_path):
 
 
 def chosen(folder, **changes):
-    """Prepare a run that resumes from ``.ckpt`` files; return what MindFormers is told to resume from."""
+    """Prepare a run that resumes from ``.ckpt`` files; return the ``resume_training`` that MindFormers gets."""
     changes = {"load_checkpoint": str(folder), "resume_training": True, "load_ckpt_format": "ckpt", **changes}
     config = load_config(CONFIG, changes, may_add=changes)
     apply_workarounds(config)
@@ -128,7 +128,7 @@ def test_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, dam
     if processes == 1:
         shutil.rmtree(ckpt_folders.pop())
     folder = ckpt_folders[0].parent
-    # MindFormers takes what it noted.
+    # The checkpoint that meta.json names is complete, so MindFormers uses it.
     assert chosen(folder) is True
     newest = ckpt_folders[-1] / f"a_rank_{processes - 1}-1_60.ckpt"
     newest.write_bytes(DAMAGES[damage](newest.read_bytes()))
@@ -137,7 +137,8 @@ def test_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, dam
     )
     with pytest.warns(UserWarning, match=message):
         assert chosen(folder) == "a_rank_0-1_40.ckpt"
-    # Without a note MindFormers would take the newest of each process, and one that is named it takes as it is.
+    # Without meta.json, MindFormers would take the newest file of each process. A file that resume_training names is
+    # not checked.
     (ckpt_folders[0] / "meta.json").unlink()
     with pytest.warns(UserWarning, match="names no complete checkpoint: .* whole file, a_rank_0-1_40"):
         assert chosen(folder) == "a_rank_0-1_40.ckpt"
@@ -158,7 +159,7 @@ def test_resuming_without_a_checkpoint_is_warned_of(tmp_path, folder, reason):
 
 @pytest.mark.parametrize("changes", [{}, {"resume_training": False}, {"load_checkpoint": str(ROOT)}], ids=str)
 def test_other_starts_are_not_warned_of(changes):
-    # A warning would be an error.
+    # Warnings are errors, so these configurations must not warn.
     apply_workarounds(load_config(CONFIG, changes))
 
 
@@ -195,7 +196,7 @@ def test_note_of_no_complete_iteration_gives_way_to_the_newest(tmp_path, note, p
 
 
 def test_the_newest_iteration_is_the_one_that_was_written_last(tmp_path):
-    # A run that went back to step 10 saved step 20 beside the later steps of the run before.
+    # A run reached step 40. A later run went back to step 10, and saved step 20 beside the older steps.
     for age, step in enumerate((40, 20)):
         os.utime(save_iteration(tmp_path, step) / "common.json", (age, age))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")

@@ -1,6 +1,6 @@
-"""What version 0.1.0 wrote, before the update cells had one base class, goes on and is read as it was then.
+"""Files of version 0.1.0, written before the update cells had one base class, are read and continued as they were then.
 
-The files are in ``written_before``, and its README says how they were made.
+The files are in ``written_before``; its README says how they were made.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.mindformers.training_runs import CheckpointSection, TrainingRun
 from tests.shared.every_rule import KINDS
 from tests.shared.versions import NEEDS_SECTION
 
-# What a gradient-guided cell warns of when it goes on from the form of its state that these files have.
+# The warning of a gradient-guided cell that continues from the older form of state in these files.
 OLDER_FORM_WARNING = "(older form of the|a) state of gradient-guided scaling.*: it starts afresh at loss scale"
 
 WRITTEN = Path(__file__).parent / "written_before"
@@ -37,13 +37,13 @@ STEP_COUNTERS = ("cur_iter", "last_overflow_iter", "skipped_steps", "consecutive
 
 
 def go_on(run, file):
-    """Return a new update cell, manager or scaler that goes on from a file, and a function that takes a step.
+    """Return a new update cell, manager or scaler that continues from a file, and a function that takes a step.
 
-    The function takes whether the step overflows. The manager and the scaler go on from their own files, and the update
-    cell, in a train step, from the others.
+    The argument of the function is whether the step overflows. The manager and the scaler have files of their own; an
+    update cell in a train step continues from any other file.
     """
     kind = KINDS[EXPECTED[run]["kind"]]
-    # Not the loss scale that the file has.
+    # The cells start with a loss scale of 8.0, so that the file's loss scale must be restored.
     arguments, path = {"scale_factor": 2, **EXPECTED[run]["arguments"]}, WRITTEN / run / file
     if file == "manager.json":
         manager = kind.manager_class(8.0, **arguments)
@@ -59,7 +59,7 @@ def go_on(run, file):
 
 
 def train_step_of(run, file):
-    """Return a new train step that goes on from a file."""
+    """Return a new train step that continues from a file."""
     arguments, path = {"scale_factor": 2, **EXPECTED[run]["arguments"]}, WRITTEN / run / file
     cell = KINDS[EXPECTED[run]["kind"]].cell_class(8.0, **arguments)
     network = nn.Dense(3, 2, has_bias=False)
@@ -68,7 +68,7 @@ def train_step_of(run, file):
     if file == "update_cell.json":
         cell.load_state_dict(json.loads(path.read_text()))
     elif file == SIDECAR:
-        # MindFormers restores the loss scale itself.
+        # MindFormers restores the loss scale separately.
         step.scale_sense.set_data(Tensor(EXPECTED[run]["loss_scale"], mindspore.float32))
         restores_sidecar(lambda checkpoint, network, optimizer: None)(str(path), network, optimizer)
     else:
@@ -110,7 +110,7 @@ def test_guided_scaling_goes_on_at_its_loss_scale_and_step(graph_mode, run, file
     steps, skipped = expected["state"]["cur_iter"], expected["state"]["skipped_steps"]
     assert seen() == (expected["loss_scale"], steps, skipped)
     if file not in ("manager.json", "scaler.json"):
-        # The last step before did not overflow.
+        # The last step before this overflow was clean.
         take_step(True)
         assert seen() == (expected["loss_scale"] / 2**10, steps + 1, skipped + 1)
 
@@ -137,7 +137,7 @@ def printed_json(run_program):
 def test_inspect_shows_the_state(printed_json, run, file):
     expected = EXPECTED[run]
     shown = printed_json("inspect", WRITTEN / run / file)
-    # Of the gradient-guided state the counters that all cells have.
+    # Of a gradient-guided state, compare only the counters that all cells have.
     names = expected["state"] if expected["kind"] == "adaptive" else STEP_COUNTERS
     assert (shown["kind"], shown["loss_scale"]) == (expected["kind"], expected["loss_scale"])
     assert {name: shown[name] for name in names} == {name: expected["state"][name] for name in names}
@@ -176,14 +176,14 @@ def with_infinities(line):
     return {name: float(value) if value in ("inf", "-inf", "nan") else value for name, value in line.items()}
 
 
-# The model of the launched runs, and the gradient-guided cell in place of the file's.
+# Keys for the model of the launched runs, and a gradient-guided cell to replace the cell in the YAML file.
 TINY = {"model.model_config.hidden_size": 8, "model.model_config.num_heads": 2, "model.model_config.multiple_of": 8}
 GUIDED_CELL = "{type: GradientGuidedLossScaleUpdateCell, loss_scale_value: 1048576, exchange_rate: 200}"
 LAST = 30
 
 
 def resumed_run(run, corpus, output, scale_sense=None):
-    """Copy what a launched run left, and resume it up to step ``LAST``; return the run and its entries since then."""
+    """Copy the output of a launched run, and resume the run up to step ``LAST``; return the resumed run."""
     shutil.copytree(WRITTEN / run, output)
     form, first = CheckpointSection(), EXPECTED[run]["steps"] + 1
     options = TINY | form.save_options(output, every=LAST, keep=3) | form.resume_options(output)
@@ -194,7 +194,7 @@ def resumed_run(run, corpus, output, scale_sense=None):
     resumed = TrainingRun(output, corpus, options, LAST).wait()
     assert list(resumed.steps()) == list(range(first, LAST + 1))
     assert form.newest_complete(output) == LAST
-    # One record for both runs.
+    # Both runs write to one record.
     record = read_record(output / "loss_scale_record.jsonl")
     assert record[: first - 1] == read_record(WRITTEN / run / "loss_scale_record.jsonl")
     entries = {entry["step"]: entry["next_loss_scale"] for entry in record[first - 1 :]}
@@ -208,7 +208,7 @@ def test_a_launched_run_goes_on_by_the_rule(long_corpus, tmp_path):
     expected = EXPECTED["adaptive_launched"]
     resumed = resumed_run("adaptive_launched", long_corpus, tmp_path / "output")
     assert resumed.restored_state() == {"loss_scale": expected["loss_scale"], **expected["state"]}
-    # What overflows depends on the corpus, which is cut from the files of this Python.
+    # Replay the printed overflows, because they depend on the corpus, which is cut from the files of this Python.
     manager = AdaptiveLossScaleManager(8.0, max_scale_window=4, min_scale_window=1)
     manager.load_state_dict({"scale": expected["loss_scale"], **expected["state"]})
     for number, step in resumed.steps().items():

@@ -1,4 +1,4 @@
-"""Training runs of the launcher: started, killed, resumed, and read back from what they printed and saved."""
+"""Training runs of the launcher: start, kill and resume them, and read what they printed and saved."""
 
 import copy
 import json
@@ -31,19 +31,19 @@ SMALL_MODEL = {
     "model.model_config.hidden_size": 32,
     "model.model_config.num_layers": 1,
 }
-# Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
+# With such small windows, the window, its index and every counter change within 40 steps. The overflows are real.
 _SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
 _BATCH_SIZE = 8
 
 
 def training_arguments(**changes):
-    """Return MindFormers' arguments of a short training of the examples' Llama."""
+    """Return MindFormers' arguments for a short training of the examples' Llama."""
     arguments = {"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False}
     return TrainingArguments(**{**arguments, **changes})
 
 
 class Step(NamedTuple):
-    """What MindFormers prints of a step, as it prints it; the loss scale is the next step's."""
+    """The values that MindFormers prints for a step, as it prints them; the loss scale is the next step's."""
 
     loss: str
     overflow: bool
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class LegacyFormat:
-    """A file a step, ``.ckpt`` or ``.safetensors``; ``meta.json`` names the last complete one."""
+    """The legacy format: a ``.ckpt`` or ``.safetensors`` file per step; ``meta.json`` names the last complete file."""
 
     extension: str
     async_save: bool = False
@@ -79,7 +79,7 @@ class LegacyFormat:
         return output / "checkpoint" / f"rank_{rank}" / "meta.json"
 
     def names(self, output):
-        """Return the names in the folder to which a save adds one when it begins."""
+        """Return the names in the folder of checkpoints; each save adds a name when it begins."""
         return set(os.listdir(output / "checkpoint" / "rank_0"))
 
     def newest_complete(self, output, rank=0):
@@ -87,7 +87,7 @@ class LegacyFormat:
         note = self.note(output, rank)
         if not note.exists():
             return None
-        # Not the step in the name of the file, which a resumed run counts from 1 again.
+        # Do not use the step in the name of the file, which a resumed run counts from 1 again.
         return int(_load(note.parent / json.loads(note.read_text())["last_ckpt_file"])["step_num"])
 
     def last_saved(self, output, rank=0):
@@ -98,7 +98,7 @@ class LegacyFormat:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """MindFormers' ``checkpoint:`` format, a folder a step; ``latest_checkpointed_iteration.txt`` has the last."""
+    """The ``checkpoint:`` format: one folder per step; ``latest_checkpointed_iteration.txt`` has the last step."""
 
     async_save: bool = False
     optimizer_state: bool = True
@@ -125,11 +125,11 @@ class CheckpointSection:
         return output / "saved" / "latest_checkpointed_iteration.txt"
 
     def names(self, output):
-        """Return the names in the folder to which a save adds one when it begins."""
+        """Return the names in the folder of checkpoints; each save adds a name when it begins."""
         return set(os.listdir(output / "saved"))
 
     def newest_complete(self, output, rank=0):
-        """Return the step that the text file holds, or None."""
+        """Return the step in ``latest_checkpointed_iteration.txt``, or None."""
         note = self.note(output)
         text = note.read_text() if note.exists() else ""
         return int(text) if text else None
@@ -149,20 +149,20 @@ class CheckpointSection:
 
 
 def _written_at(note):
-    """Return when a note of a checkpoint was last written, in nanoseconds, or None where it is missing or empty."""
+    """Return when a note of a checkpoint was last written, in nanoseconds, or None if it is missing or empty."""
     status = note.stat() if note.exists() else None
     return status.st_mtime_ns if status and status.st_size > 0 else None
 
 
 def _load(file):
-    """Return the Parameters of a file: a number each, or the bytes of an array."""
+    """Return the Parameters of a checkpoint file, each as a number or as the bytes of an array."""
     loaded = mindspore.load_checkpoint(str(file), format=file.suffix[1:])
     arrays = {name: value.asnumpy() if hasattr(value, "asnumpy") else value for name, value in loaded.items()}
     return {name: array.item() if getattr(array, "size", 0) == 1 else array.tobytes() for name, array in arrays.items()}
 
 
 def _as_parameters(state):
-    """Return a state from ``loss_scale.json`` as :func:`_load` returns its Parameters."""
+    """Return a state from ``loss_scale.json`` in the form of the Parameters that :func:`_load` returns."""
     rule = max(RULES, key=lambda rule: len(state.keys() & set(own_keys(rule))))
     parameters = {}
     for field in all_fields(rule):
@@ -173,7 +173,7 @@ def _as_parameters(state):
 
 
 def assert_ends_with_the_parameters_of(saved, reference, carried):
-    """See that what a run saved last has these Parameters, and equals what the other saved wherever both have one."""
+    """Assert that ``saved`` has the Parameters ``carried``, and equals ``reference`` in all Parameters of both."""
     assert saved.keys() >= carried
     both = saved.keys() & reference.keys() - {"global_batch_size", RUN}
     assert len(both) > 20
@@ -181,7 +181,7 @@ def assert_ends_with_the_parameters_of(saved, reference, carried):
 
 
 def assert_one_record_has_every_step_once(output, expected):
-    # One for all runs, and of several processes only the first writes.
+    # All runs share one record, and only the first of several processes writes it.
     record = read_record(output / "loss_scale_record.jsonl")
     assert [entry["step"] for entry in record] == list(expected)
     for entry, step in zip(record, expected.values(), strict=True):
@@ -190,11 +190,11 @@ def assert_one_record_has_every_step_once(output, expected):
 
 
 class Machine(NamedTuple):
-    """A machine of several, which a network namespace stands for.
+    """One of several machines that network namespaces simulate.
 
     Attributes:
-        namespace (str): its name.
-        number (int): of the machine, from 0.
+        namespace (str): the name of the namespace.
+        number (int): the number of the machine, from 0.
         first_address (str): the address of machine 0.
     """
 
@@ -207,18 +207,18 @@ class TrainingRun:
     """A run of the launcher, in one process or in several, that has been started.
 
     Args:
-        output (Path): its output folder, made if it is not there; the logs go beside it.
-        corpus (Path): what it trains on.
+        output (Path): the output folder, which is created if it does not exist; the logs are beside it.
+        corpus (Path): the folder of the training data.
         options (dict): keys of the YAML file and their values.
-        steps (int): how long it trains.
-        processes (int): how many, in data parallel.
-        by_msrun (bool): whether scripts/launch/launch_many.sh starts them, as a user would; otherwise they are forked.
-        machine (Machine, optional): where that starts the one process of this machine.
+        steps (int): the number of steps of the training.
+        processes (int): the number of data-parallel processes.
+        by_msrun (bool): whether scripts/launch/launch_many.sh starts the processes; otherwise they are forked.
+        machine (Machine, optional): the machine on which that script starts its one process.
         arguments (Sequence[str]): further options of the launcher.
         environment (dict, optional): further environment variables.
-        hold_after (int, optional): after how many steps it waits to be stopped. It stands last of the callbacks.
-        compiled (Path, optional): where MindSpore keeps the graph that it compiles, or takes it from; only for runs
-            whose graphs are the same.
+        hold_after (int, optional): the number of steps after which the last callback holds the run until it is stopped.
+        compiled (Path, optional): the folder in which MindSpore caches the compiled graph; only runs with equal graphs
+            may share it.
     """
 
     _started = 0
@@ -267,7 +267,7 @@ class TrainingRun:
             environment |= {"MACHINES": str(processes), "MACHINE": str(machine.number), "MASTER_PORT": "8118"}
             environment |= {"MASTER_ADDRESS": machine.first_address}
         if processes > 1:
-            # Its base_config is the other.
+            # The base_config of this file is the demo's YAML file.
             config = CONFIG.with_name("tiny_llama_cpu_fp16_parallel.yaml")
             options["parallel_config.data_parallel"] = processes
         if hold_after is not None:
@@ -300,7 +300,7 @@ class TrainingRun:
         return self
 
     def wait_until(self, happened, timeout=900):
-        """Wait until ``happened()`` is true, as exactly as can be without taking more than a fifth of a core."""
+        """Wait until ``happened()`` is true; look as often as possible with at most a fifth of a core."""
         start = looked_at = time.monotonic()
         while not happened():
             assert self.process.poll() is None, "the run ended too early:\n" + self.text()[-5000:]
@@ -309,8 +309,8 @@ class TrainingRun:
             looked_at = time.monotonic()
 
     def wait_until_saved(self, form, output, processes=1):
-        """Wait, from the start of the run on, until its first checkpoint is complete in so many processes."""
-        # By the notes: to load a checkpoint takes as long as several steps, on a busy machine as long as all.
+        """Wait until the first checkpoint since the start of the run is complete in all ``processes`` processes."""
+        # Watch the notes, because loading a checkpoint takes as long as several steps, and on a busy machine longer.
         notes = [form.note(output, rank) for rank in range(processes)]
         before = [_written_at(note) for note in notes]
         self.wait_until(
@@ -320,11 +320,11 @@ class TrainingRun:
             self.wait_until(lambda: None not in [form.newest_complete(output, rank) for rank in range(processes)])
 
     def kill(self):
-        """SIGKILL all of its processes, which have no chance to tidy up."""
+        """Kill all processes of the run with SIGKILL, so that they cannot clean up."""
         self.process.kill_all()
 
     def kill_one(self, rank):
-        """SIGKILL one process of several, and see that all others end with it."""
+        """Kill one of several processes with SIGKILL, and assert that all other processes end too."""
         started = psutil.Process(self.process.pid).children(recursive=True)
         [worker] = (process for process in started if _is_worker(process, rank))
         worker.kill()
@@ -332,11 +332,11 @@ class TrainingRun:
         assert [process for process in started if process.is_running()] == []
 
     def text(self, rank=0):
-        """Return what a process printed so far."""
+        """Return what a process has printed so far."""
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
 
     def steps(self, rank=0):
-        """Return the steps that a process printed, by their numbers."""
+        """Return the steps that a process has printed, by number."""
         pattern = (
             r"step:\[ *(\d+)/ *\d+\], loss:\[([^/]+)/.* overflow cond: (True|False), loss_scale: (\S+), "
             r"global_norm: (\S+?),?\s"
@@ -347,7 +347,7 @@ class TrainingRun:
         }
 
     def restored_state(self, rank=0):
-        """Return the numbers in the line that says from where loss scaling goes on."""
+        """Return the numbers in the log line that says from which state loss scaling continues."""
         [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
         pairs = dict(item.split() for item in listed.split(", "))
         fields = [field for rule in RULES for field in all_fields(rule)]
@@ -356,9 +356,9 @@ class TrainingRun:
 
 
 def _with_hold(config, steps, folder):
-    """Write a YAML file that adds a callback to another, which waits after so many steps; return it."""
+    """Write a YAML file that adds a ``HoldAfter`` callback to the file ``config``; return the written file."""
     callbacks = yaml.safe_load(CONFIG.read_text())["callbacks"]
-    # MindFormers finds the class in the folder that is its register_path.
+    # MindFormers finds the class in its register_path, the folder of this module.
     hold = {"type": "HoldAfter", "auto_register": "run_callbacks.HoldAfter", "steps": steps}
     written = folder / config.name
     written.write_text(yaml.safe_dump({"base_config": str(config), "callbacks": [*callbacks, hold]}))
@@ -373,9 +373,9 @@ def _is_worker(process, rank):
 
 
 def build_train_step(config):
-    """Return the train-step cell of a configuration, built by MindFormers around a dense layer."""
+    """Return the train-step cell that MindFormers builds from a configuration around a dense layer."""
     dense = Dense()
-    # What MindFormers' trainer passes on; `parallel_config` is the one that an ordinary wrapper would not take.
+    # The arguments that MindFormers' trainer passes on. An ordinary wrapper would not take `parallel_config`.
     default_args = {
         "network": dense.network,
         "optimizer": dense.optimizer(),

@@ -1,7 +1,7 @@
-"""Train in two processes on CPU; started by ``test_two_processes.py`` with a folder as the argument.
+"""Train in two processes on a CPU; ``test_two_processes.py`` starts this script with a folder as the argument.
 
-Only the second process gets an inf, at step 3, and none does with a fixed scale. Each writes what it saw of data
-parallel, pipeline and fixed scale to FOLDER/rank_N.json.
+Only the second process gets an inf, at step 3; with a fixed scale, no process does. Each process writes what it saw of
+data-parallel, pipeline and fixed-scale training to FOLDER/rank_N.json.
 """
 
 import json
@@ -53,7 +53,7 @@ def five_steps(step):
         if isinstance(update_cell, GradientGuidedLossScaleUpdateCell):
             record[-1]["largest"] = update_cell.state()["largest_gradient"]
     seen = {"steps": record, "state": update_cell.state(), "weight": weight_of(step).tolist()}
-    # MindSpore exports no Parameter that belongs to no cell, as largest_per_parameter.
+    # MindSpore cannot export a Parameter that belongs to no cell, such as largest_per_parameter.
     if isinstance(update_cell, AdaptiveLossScaleUpdateCell):
         graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
         seen["collectives"] = graph.collectives
@@ -62,7 +62,7 @@ def five_steps(step):
 
 
 def fixed_scale():
-    """The weights after three steps with a fixed scale, and the weights of the stock cell without a scale."""
+    """Return the weights after three steps with a fixed scale, and of the stock cell without a scale."""
     mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     steps = [FixedScaleTrainOneStepCell(*network_and_optimizer(), loss_scale=1024)]
     steps.append(nn.TrainOneStepCell(*network_and_optimizer()))
@@ -75,13 +75,13 @@ def fixed_scale():
 
 
 def shards(step):
-    """What MindFormers' `checkpoint:` section gets or is told when it asks how the processes share out the weights."""
+    """Return the answer, or the error, when MindFormers' `checkpoint:` section asks how the weights are sharded."""
     if BEFORE_1_7:
         return None
     from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor
     from mindformers.core.context import set_context
 
-    # MindFormers 2 asks itself, not MindSpore, what mode this is.
+    # MindFormers 2 reads the mode from its own context, not from MindSpore's.
     set_context(mode=0)
     try:
         return str(get_all_sharded_tensor(step))
@@ -90,15 +90,15 @@ def shards(step):
 
 
 def data_parallel_step(update_cell):
-    """Gradients are averaged over the processes."""
+    """Return a train step whose gradients are averaged over the processes."""
     mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     return TrainOneStepWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell)
 
 
 def pipeline_step(update_cell):
-    """Gradients stay where they are: one process learns of the other's overflow from the detection alone.
+    """Return a train step whose gradients stay local: a process learns of the other's overflow only by the detection.
 
-    The cell insists on semi-automatic parallelism, whose compiler refuses CPU, so that is left before it compiles.
+    The cell requires semi-automatic parallelism, whose compiler rejects a CPU, so this mode is left before it compiles.
     """
     mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
     step = MFPipelineWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell)

@@ -1,4 +1,4 @@
-"""``GradientRangeMonitor``: what it writes is true, and the training takes no notice of it."""
+"""Test ``GradientRangeMonitor``: its values are right, and it does not change the training."""
 
 import json
 import re
@@ -25,8 +25,8 @@ from tests.monitor.event_files import read_scalars
 from tests.shared.networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
 from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
-# No more: after five calls MindSpore's dropout on CPU settles on a number of threads, by the time they took, and draws
-# by thread.
+# At most five steps: after five calls, MindSpore's dropout on a CPU chooses its number of threads by the time measured,
+# and the random numbers depend on that.
 STEPS = 5
 
 
@@ -36,7 +36,7 @@ def batches(steps=STEPS):
 
 
 def train(*callbacks):
-    """Train for a few steps; return the outputs of each and the Parameters after the last."""
+    """Train for a few steps; return the outputs of each step and the Parameters after the last step."""
     outputs = []
 
     def keep(run_context):
@@ -66,7 +66,7 @@ def test_training_takes_the_same_steps_with_it(mode, tmp_path):
 
 
 def sum_training(tmp_path, x, **arguments):
-    """Train the network whose gradients are known on the rows of x, at the loss scale 2^10."""
+    """Train a network with known gradients on the rows of x, at a loss scale of 2^10."""
     network = HalfPrecisionSum(x.shape[1])
     update_cell = AdaptiveLossScaleUpdateCell(2**10, 2, 20)
     optimizer = nn.SGD(network.trainable_params(), 0.25)
@@ -83,7 +83,7 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
     assert [scale["overflowed_batches"] for scale in first["loss_scales"]] == [0, 0, 0]
     assert [scale["overflowed_batches"] for scale in second["loss_scales"]] == [0, 0, 1]
     assert second["loss_scales"][1]["overall"]["largest"] == 8 * 2**10
-    # Ones, less a quarter of the first gradients.
+    # The weights are 1, less a quarter (the learning rate) of the first gradients, 1 and 2.
     assert second["weights"]["parameters"]["weight"]["largest"] == 0.75
     expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14], gradient_format="float8_e5m2").to_dict()
     # JSON has lists for tuples.
@@ -125,7 +125,7 @@ def test_outputs_of_layers_are_named_as_their_parameters(graph_mode, tmp_path):
     events = read_scalars(tmp_path)
     assert events[f"{name}/output/norm"][2] == pytest.approx(output["norm"])
     assert events[f"{name}/output"][2].num == 8
-    # MSELoss is a mean of 8 squares, so the gradient of an output is a quarter of it.
+    # MSELoss is a mean of 8 squares, so the gradient of an output is a quarter of this output.
     [at_scale] = line["activation_gradients"]
     assert (at_scale["loss_scale"], [*at_scale["layers"]]) == (1, ["0"])
     assert at_scale["layers"]["0"]["norm"] == pytest.approx(output["norm"] / 4)
@@ -147,7 +147,7 @@ def test_each_micro_batch_has_its_histogram(graph_mode, tmp_path, micro_batches)
     histograms = {tag: events[tag][1] for tag in events if re.search(r"/output(_mbs\d+)?$", tag)}
     suffixes = [f"_mbs{index}" for index in range(micro_batches)] if micro_batches > 1 else [""]
     assert [tag.rpartition("/output")[2] for tag in histograms] == suffixes
-    # The layer adds up four equal inputs: 4, 8, ... 32.
+    # The layer adds up four equal inputs, so its outputs are 4, 8, ... 32.
     parts = np.split(4 * np.arange(1, 9), micro_batches)
     ranges = [(histogram.min, histogram.max, histogram.num) for histogram in histograms.values()]
     assert ranges == [(part.min(), part.max(), part.size) for part in parts]
@@ -155,7 +155,7 @@ def test_each_micro_batch_has_its_histogram(graph_mode, tmp_path, micro_batches)
 
 @pytest.mark.parametrize(("dtype", "large", "last"), [(mstype.float16, 6e4, 6e4), (mstype.float32, 5e19, 1e25)])
 def test_histograms_of_large_arrays_are_finite(graph_mode, tmp_path, caplog, dtype, large, last):
-    """The sum in FP16, and the sum of squares in FP32, would be inf, and a value above 1e20 has no bin."""
+    """A sum in FP16 and a sum of squares in FP32 would be inf, and a value above 1e20 has no bin."""
     network = HalfPrecisionSum(101)
     network.weight = Parameter(Tensor([large] * 100 + [last], dtype), name="weight")
     step = TrainOneStepWithLossScaleCell(network, nn.SGD(network.trainable_params(), 0.0), Tensor(1.0, mstype.float32))
@@ -193,7 +193,7 @@ def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
     resumed = seeded_train_step()
     mindspore.load_checkpoint(checkpoint, resumed)
     assert [line["step"] for line in watch(tmp_path, resumed, batches(5))] == [1, 2, 3, 4, 5, 6, 7, 8]
-    # A new run keeps the old file.
+    # A new run keeps the old record under another name.
     assert [line["step"] for line in watch(tmp_path, seeded_train_step(), batches(2))] == [1, 2]
     assert len(read_record(next(tmp_path.glob("record_*.jsonl")))) == 8
 
@@ -240,7 +240,7 @@ def test_a_loss_scale_of_inf_is_said_once(graph_mode, tmp_path, mindformers_log)
 
 
 def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
-    # What MindSpore says in data-sink mode, which does not run on CPU.
+    # Imitate data-sink mode, which does not run on a CPU: MindSpore then sets these parameters of a callback.
     sink_mode = LambdaCallback(
         on_train_begin=lambda run: run.original_args().update(dataset_sink_mode=True),
         on_train_step_begin=lambda run: run.original_args().update(train_dataset_element=()),

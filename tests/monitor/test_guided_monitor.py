@@ -1,4 +1,4 @@
-"""``LossScaleMonitor`` with the gradient-guided cell: the record has its gradients."""
+"""Test ``LossScaleMonitor`` with the gradient-guided cell: the record has the largest gradients."""
 
 import math
 
@@ -17,14 +17,14 @@ from tests.shared.records import assert_follows
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
-# The sum of the last column of a batch.
+# The largest gradient of a step: the sum of the last column of a batch.
 LARGEST = (3 + 7 + 11) / 8
-# A row of two, a lone one, and a row of three.
+# Two overflows in a row, a single overflow, and three in a row.
 OVERFLOWS = [bool(int(digit)) for digit in "00110001000111000"]
 
 
 class Products(nn.Cell):
-    """The sum of a product, whose gradient overflows where x is inf."""
+    """A network that returns the sum of a product, whose gradient overflows where x is inf."""
 
     def __init__(self):
         super().__init__()
@@ -64,14 +64,14 @@ def test_record_is_the_rule_with_the_gradients(path, tmp_path, every_n_steps):
 
 def test_the_window_of_the_rule_is_recorded_and_told(path, messages):
     network = build()
-    # An overflow that the gradients do not explain moves the window.
+    # With this state, an overflow that the gradients do not explain shortens the window.
     cell = network.loss_scaling_manager
     cell.load_state_dict({**cell.state_dict(), "scale_window": 4000, "cur_iter": 2, "clean_steps": 1})
     monitor = LossScaleMonitor(path)
     train(network, [monitor], [True, False])
     lines = read_record(path)
     assert [(line["step"], line["scale_window"]) for line in lines] == [(2, 4000), (3, 500)]
-    # The loss of step 2 is inf.
+    # Leave out the message about step 2, whose loss is inf.
     assert [message for message in messages()[1:] if "step 2" not in message] == [
         f"Loss scaling: at step 3 the window goes from 4000 to 500, at loss scale {lines[1]['next_loss_scale']}."
     ]

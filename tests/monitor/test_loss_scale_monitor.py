@@ -1,4 +1,4 @@
-"""``LossScaleMonitor`` in trainings of ``mindspore.train.Model``: its record is the rule's, whoever looks how often."""
+"""Test ``LossScaleMonitor`` with ``mindspore.train.Model``: the record equals a replay of the rule."""
 
 import functools
 import math
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode")
 
 INITIAL_SCALE = 2.0**10
 WINDOWS = {"max_scale_window": 3, "min_scale_window": 1}
-# The windows climb and fall on these.
+# With these overflows the window grows and shrinks.
 OVERFLOWS = [bool(int(digit)) for digit in "1000000110001110100000000000"]
 
 
@@ -50,7 +50,7 @@ def adaptive(history_size=0, **arguments):
 
 def build(update_cell=None, train_step_class=TrainOneStepWithLossScaleCell):
     train_step = Dense().train_step(adaptive() if update_cell is None else update_cell, train_step_class)
-    # A stock cell runs on CPU in the branch of Ascend 910B.
+    # A stock cell only runs on a CPU if it takes the branch for Ascend 910B.
     train_step.ascend_910b_target, train_step.enable_allfinite = True, False
     return train_step
 
@@ -62,9 +62,9 @@ def compiled_once(history_size):
 
 
 def build_again(history_size=0):
-    """The train step with an adaptive cell that other tests have compiled, as it was before its first step.
+    """Return the train step with an adaptive cell that other tests have compiled, reset to its initial state.
 
-    A test that has two of them at a time, or loads a checkpoint, builds its own.
+    A test that needs two train steps at a time, or loads a checkpoint, calls build() instead.
     """
     train_step, initial = compiled_once(history_size)
     for value, array in initial:
@@ -74,18 +74,18 @@ def build_again(history_size=0):
 
 
 def data_of(overflows=OVERFLOWS):
-    """A batch for each flag."""
+    """Return a dataset with one batch for each overflow flag."""
     return batches(len(overflows), np.flatnonzero(overflows))
 
 
 def train(network, callbacks, overflows=OVERFLOWS, epochs=1):
-    """Train for a step a flag."""
+    """Train for one step for each overflow flag."""
     model = network if isinstance(network, Model) else Model(network)
     model.train(epochs, data_of(overflows), callbacks=callbacks)
 
 
 def replay(overflows=OVERFLOWS, **arguments):
-    """The record by the rule, without losses."""
+    """Return the lines that the record should have by a replay of the rule, without losses."""
     rule = AdaptiveRule(**{**WINDOWS, **arguments})
     state, lines = rule.start(INITIAL_SCALE), []
     for step, overflow in enumerate(overflows, start=1):
@@ -102,7 +102,7 @@ def without_loss(lines):
 
 
 class Losses(Callback):
-    """Keeps the losses that the network returned."""
+    """Keeps the losses that the network returns."""
 
     def __init__(self):
         self.seen = []
@@ -163,7 +163,7 @@ def test_steps_beyond_the_history_are_counted_as_missing(path, history_size):
     ]
     if not history_size:
         for line in lines:
-            # What such a step started from is nowhere to be seen.
+            # Without a history, the loss scale that such a step used is unknown.
             line |= {"loss_scale": None} if "step" in line else {}
     assert without_loss(read_record(path)) == lines
 
@@ -210,7 +210,7 @@ def test_a_new_process_goes_on_from_a_checkpoint(path, tmp_path, messages):
 
 
 class RunsAnother(Callback):
-    """Runs another training from the first step to its end, in the midst of this one."""
+    """Runs another training from its first step to its end, after step 3 of this training."""
 
     def __init__(self, run):
         self.run = run
@@ -263,13 +263,13 @@ def test_run_goes_on_in_a_record_that_was_put_aside(path, tmp_path):
 
 
 def beside(path):
-    """The one file beside a record that is named after it and a run."""
+    """Return the only file beside a record whose name is the record's name with the number of a run."""
     [file] = path.parent.glob(f"{path.stem}_*{path.suffix}")
     return file
 
 
 def save(network, folder, form):
-    """Save a train step as MindSpore does, or as MindFormers does without optimizer state."""
+    """Save a train step as MindSpore does, or as MindFormers does if it saves no optimizer state."""
     if form == "sidecar":
         CommonInfoWithLossScale(network).save_common(str(folder / "common.json"))
     else:
@@ -309,7 +309,7 @@ def test_steps_taken_again_replace_those_before(path, history_size):
     train(network, [LossScaleMonitor(path), LambdaCallback(on_train_step_end=set_back)], flags)
     lines, expected = without_loss(read_record(path)), replay(flags[:3] + flags[6:])
     if not history_size:
-        # Not known without a history: what the first step after it started from.
+        # Without a history, the loss scale of the first step after the reset is unknown.
         expected[3]["loss_scale"] = None
     assert lines == expected
 
@@ -345,7 +345,7 @@ def test_all_of_mindformers_own_cells_is_recorded(path):
     lines, expected = without_loss(read_record(path)), replay(max_scale_window=1000, min_scale_window=20)
     assert lines[-1]["down_num"] == int(cell.window_down_count)
     for line in (*lines, *expected):
-        # MindFormers' counters go on where they have no effect.
+        # MindFormers' counters of raises and drops also count where they have no effect.
         del line["growth_num"], line["down_num"]
     assert lines == expected
 
@@ -360,7 +360,7 @@ class OwnRule(nn.DynamicLossScaleUpdateCell):
 
 
 class OwnRuleThatCounts(OwnRule):
-    """The same, but it counts its steps."""
+    """The update cell ``OwnRule`` that also counts its steps."""
 
     def construct(self, loss_scale, overflow):
         ops.assign(self.cur_iter, self.cur_iter + 1)
@@ -404,7 +404,7 @@ def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, cell)
 
 
 class SeesRecord(Callback):
-    """Notes how far the record goes at every save, and when the run would be killed then."""
+    """Notes the last step in the record at every save, where a killed run would resume."""
 
     def __init__(self, path, saver):
         self.path, self.saver, self.ends = path, saver, []
@@ -490,7 +490,7 @@ def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
         for field in FIELDS[1:]
         if field not in ("largest_gradient", "gradient_norm")
     }
-    # What an earlier run has left in the folder is not mixed with this one.
+    # TensorBoard leaves out scalars that an earlier run wrote to the folder, because this run starts at step 1.
     assert read_starts(folder) == [1]
     scalars = read_scalars(folder)
     assert scalars.keys() == expected.keys()
@@ -552,7 +552,7 @@ def test_two_monitors_of_one_training_write_both(path, tmp_path, monkeypatch, re
     other, saver = path.with_name("other.jsonl"), CheckpointMonitor(directory=str(tmp_path), save_checkpoint_steps=10)
     monitors = [LossScaleMonitor(path, every_n_steps=7), LossScaleMonitor(other, every_n_steps=9)]
     seen = [SeesRecord(file, saver) for file in (path, other)]
-    # MindFormers' trainer keeps one callback of each class that it sorts.
+    # MindFormers' trainer keeps only one callback of each class that it sorts.
     callbacks = base_trainer.BaseTrainer.sort_callbacks([*monitors, saver, *seen])
     assert sorted(map(id, callbacks)) == sorted(map(id, [*monitors, saver, *seen]))
     train(build_again(history_size=9), callbacks, OVERFLOWS[:25])
@@ -607,7 +607,7 @@ def test_step_is_dropped_unless_its_norm_is_below_the_threshold(norm, dropped):
     [
         ((0.5, False, 8.0, 0.1, Tensor([3.0], mindspore.float32)), 3.0),
         ((0.5, False, 8.0, 0.1, Tensor(math.inf, mindspore.float32)), math.inf),
-        # Without clipping there are only the squared norms of each Parameter.
+        # Without clipping, MindFormers' cells return only the squared norm of each Parameter's gradient.
         ((0.5, False, 8.0, 0.1, None, Tensor([9.0, 16.0], mindspore.float32), (2, 3)), 5.0),
         ((0.5, False, 8.0, 0.1, None), None),
         ((0.5, False, 8.0), None),

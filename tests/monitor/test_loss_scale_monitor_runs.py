@@ -1,4 +1,4 @@
-"""``LossScaleMonitor`` from a MindFormers YAML file: runs of the launcher, killed and resumed too."""
+"""Test ``LossScaleMonitor`` from a MindFormers YAML file in launcher runs, some of them killed and resumed."""
 
 import os
 import signal
@@ -18,9 +18,9 @@ from tests.shared.versions import BEFORE_1_7, NEEDS_SECTION
 pytestmark = pytest.mark.slow
 
 SAVED_EVERY, LAST = 10, 40
-# After one save, and before the next.
+# Runs are held at a step between one save and the next.
 HELD_AFTER = SAVED_EVERY + 4
-# The fields that have more than one value in these runs.
+# Fields of the record that have more than one value in these runs.
 MOVING = FIELDS[2 : FIELDS.index("skipped_steps") + 1]
 
 
@@ -39,14 +39,14 @@ def assert_is_what_happened(lines, printed):
         loss = f"{line['loss']:.{3 if BEFORE_1_7 else 6}f}"
         assert (loss, line["overflow"]) == (step.loss, step.overflow)
         assert line["next_loss_scale"] == step.loss_scale
-        # This cell follows no gradients, and MindFormers was not told to drop steps.
+        # The adaptive cell measures no gradients, and MindFormers is not configured to drop steps by their norm.
         assert (line["largest_gradient"], line["dropped_by_norm"]) == (None, False)
     for name in MOVING:
         assert len({line[name] for line in lines}) > 1, f"{name} never moved"
 
 
 def stop_after_saving(run, form, output, step):
-    """Stop a run by SIGTERM once it has saved a step."""
+    """Stop a run by SIGTERM once it has saved the checkpoint of a step."""
     run.wait_until_saved(form, output)
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.process.wait(60) == -signal.SIGTERM
@@ -60,8 +60,8 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     options |= {"runner_wrapper.scale_sense.history_size": 3}
 
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as killed:
-        # It looks at every third step, and before each save: next after step 10, which is saved, at step 12. Its lines
-        # are written one by one.
+        # The monitor reads every third step, and before each save: after step 10, which is saved, next at step 12. It
+        # writes the lines of these steps one by one.
         killed.wait_until(lambda: record.exists() and len(read_record(record)) >= 12)
     saved, before = form.newest_complete(output), read_record(record)
     assert (saved, [line["step"] for line in before]) == (SAVED_EVERY, list(range(1, 13)))
@@ -77,7 +77,7 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     lines = read_record(record)
     assert_is_what_happened(lines, killed.steps() | stopped.steps() | last.steps())
     assert read_log(record).resumed == (saved + 1, saved + SAVED_EVERY + 1)
-    # Beside the scalars of MindFormers.
+    # The event file has the scalars of MindFormers too.
     written = read_scalars(scalars / "rank_0")
     assert written["loss"].keys() == last.steps().keys() == set(range(saved + SAVED_EVERY + 1, LAST + 1))
     windows = {line["step"]: line["scale_window"] for line in lines}

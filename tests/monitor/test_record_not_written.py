@@ -1,4 +1,4 @@
-"""``LossScaleMonitor`` where its record cannot be written: training goes on, and so does the record with room."""
+"""Test ``LossScaleMonitor`` if its record cannot be written: training goes on, and later the record does too."""
 
 import resource
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode")
         ("/dev/full", "Make room on the disk, or give another 'record_path'."),
         ("file/record.jsonl", "Give another 'record_path'."),
         ("folder", "Give another 'record_path'."),
-        # Which root may not write either.
+        # In /sys even root may not create a file.
         ("/sys/record.jsonl", "Allow this user to write there, or give another 'record_path'."),
     ],
 )
@@ -43,7 +43,7 @@ def test_training_stops_without_a_record_if_asked_to(tmp_path, name):
 
 @pytest.fixture
 def limit_files():
-    """A function that limits the size of files, as a disk does that is full; at the end there is no limit."""
+    """Return a function that limits the size of files, like a full disk. The limit ends with the test."""
 
     def limit(size=resource.RLIM_INFINITY):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -54,7 +54,7 @@ def limit_files():
 
 def test_the_record_goes_on_when_the_disk_has_room_again(path, messages, limit_files):
     def fill_the_disk(run_context):
-        """Leave no room for a line from step 3 to step 5."""
+        """Leave no room for another line of the record from step 3 to step 5."""
         step = run_context.original_args().cur_step_num
         if step in (3, 6):
             limit_files(path.stat().st_size + 5 if step == 3 else resource.RLIM_INFINITY)
@@ -79,7 +79,7 @@ def test_record_that_could_not_be_resumed_has_no_step_twice(path, limit_files):
     record.close()
 
     def make_room(run_context):
-        """Only from step 13 on."""
+        """Let the record be written from step 13 on, the third step of this training."""
         if run_context.original_args().cur_step_num == 3:
             limit_files()
 

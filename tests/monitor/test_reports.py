@@ -1,4 +1,4 @@
-"""What the log says of a run: a collapsed scale and the first bad loss."""
+"""Test the messages about a collapsed loss scale and about the first bad loss of a run."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def step(consecutive_overflows, **entry):
         ([0, 1, 2, 3, 4, 5, 6, 7], [3, 6]),
         ([1, 2, 0, 1, 2, 0], []),
         ([2, 3, 0, 1, 2, 3], [3, 3]),
-        # Steps that nobody saw, and a run that was resumed in mid row.
+        # A run is resumed within a row of overflows, and then overflows 3 to 6 are not seen.
         ([2, 7, 8, 9], [7, 9]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Networks in which an overflow is planted: it is known which layer, and which operator, makes the first inf."""
+"""Networks with a planted overflow: the layer and the operator that make the first inf are known."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ VOCABULARY, SEQ_LENGTH, WIDTH = 32, 8, 16
 
 
 def llama(**settings):
-    """A stock Llama of two layers in FP16."""
+    """Return a Llama of MindFormers with two layers in FP16."""
     mindspore.set_seed(0)
     config = {"compute_dtype": "float16", "param_init_type": "float32", "use_flash_attention": False}
     config |= {"use_rope_slice": True, "fused_rms_norm": False, "pad_token_id": VOCABULARY, "ignore_token_id": -100}
@@ -28,9 +28,9 @@ def tokens():
 
 @contextlib.contextmanager
 def planted(network, changes):
-    """Multiply Parameters whose names contain a text by a number, or set them to an array, and undo that."""
+    """Within the block, multiply Parameters whose names contain a text by a number, or set them to an array."""
     before = {}
-    # Those by which a network is watched in a graph have the names of its layers in theirs.
+    # Leave out the Parameters by which a network is watched in graph mode; their names contain names of layers.
     weights = [weight for weight in network.get_parameters() if not weight.name.startswith(("sink_of", "watch_of"))]
     for weight in weights:
         for text, change in changes.items():
@@ -51,7 +51,7 @@ def values(*shape, scale=1.0):
 
 
 class Convolutions(nn.Cell):
-    """Two convolutions with batch norm, in FP16 but for the norms."""
+    """Two convolutions in FP16, with batch norms in float32."""
 
     def __init__(self, gamma="ones"):
         super().__init__()
@@ -69,7 +69,7 @@ class Convolutions(nn.Cell):
 
 
 class Recurrent(nn.Cell):
-    """A state that a dense layer in FP16 multiplies at each step."""
+    """A recurrent network, whose state goes through a dense layer in FP16 at each step."""
 
     def __init__(self, growth):
         super().__init__()
@@ -85,7 +85,7 @@ class Recurrent(nn.Cell):
 
 
 class Functional(nn.Cell):
-    """A single cell that calls functions, methods and operators of Python."""
+    """A cell without subcells, which calls functions, methods of Tensors and Python's operators."""
 
     def __init__(self, function):
         super().__init__()
@@ -97,7 +97,7 @@ class Functional(nn.Cell):
 
 
 class Residuals(nn.Cell):
-    """Blocks whose output is added to their input."""
+    """Residual blocks: the output of each block is added to its input."""
 
     def __init__(self, last=1.0):
         super().__init__()
@@ -123,7 +123,7 @@ class Block(nn.Cell):
 
 
 class Frozen(nn.Cell):
-    """A trained layer, and frozen ones after it whose weights make gradients larger and values smaller."""
+    """A trained layer, then frozen layers whose weights make gradients larger and values smaller."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ class Frozen(nn.Cell):
 
 
 class Shared(nn.Cell):
-    """One weight that two layers use, whose gradients fit alone and not together."""
+    """A weight that two layers share. Its gradient from each layer fits into FP16, but their sum does not."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class Times(nn.Cell):
 
 
 class Masked(nn.Cell):
-    """Scores, of which -inf masks some; softmax takes it away again. The product of two layers may overflow."""
+    """Attention scores that a mask sets to -inf before a softmax. The product of query and key may overflow."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ class Masked(nn.Cell):
 
 
 class LossInHalf(nn.Cell):
-    """The loss itself is in FP16, which a loss scale above 65504 does not fit."""
+    """A network whose loss is in FP16, so that a loss scale above 65504 does not fit."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class LossInHalf(nn.Cell):
 
 
 class WithOwnGradient(nn.Cell):
-    """A layer whose gradient is its own function, into which nobody can look."""
+    """A layer with a custom gradient function, whose operators cannot be seen."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ class OwnGradient(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """Attention of functions, without a cell for the product, the mask or the softmax."""
+    """Attention made of functions, without a cell for the product, the mask or the softmax."""
 
     def __init__(self, growth=1.0, mask=None):
         super().__init__()
@@ -222,7 +222,7 @@ class Attention(nn.Cell):
 
 
 class MaskedScores(nn.Cell):
-    """Attention whose scores a function masks before a softmax in float32, with what it needs as attributes."""
+    """Attention whose scores are masked by a function before a softmax in float32; attributes hold what it needs."""
 
     def __init__(self, mask, growth=1.0, after=1.0, **attributes):
         super().__init__()
@@ -240,7 +240,7 @@ class MaskedScores(nn.Cell):
 
 
 class MaskOfBatch(nn.Cell):
-    """Scores to which a part of the batch is added."""
+    """Attention scores to which a mask from the batch is added."""
 
     def __init__(self, growth=1.0):
         super().__init__()
@@ -252,7 +252,7 @@ class MaskOfBatch(nn.Cell):
 
 
 class Holds(nn.Cell):
-    """A layer in FP16 that multiplies by a Tensor that it holds."""
+    """A layer in FP16 whose output is multiplied by a Tensor that the cell holds."""
 
     def __init__(self, *scale):
         super().__init__()
@@ -264,7 +264,7 @@ class Holds(nn.Cell):
 
 
 class Writes(nn.Cell):
-    """A layer in FP16 whose function writes a Parameter of 1, which is trained or not."""
+    """A layer in FP16 and a function that writes to a Parameter of ones, which is trained or not."""
 
     def __init__(self, function, trained=False):
         super().__init__()
@@ -277,7 +277,7 @@ class Writes(nn.Cell):
 
 
 class BetweenLayers(nn.Cell):
-    """A function between two layers in FP16, the second of which is in a list that MindSpore does not know."""
+    """A function between two layers in FP16. The second layer is in a list that MindSpore does not register."""
 
     def __init__(self, function, growth=1.0):
         super().__init__()
@@ -290,7 +290,7 @@ class BetweenLayers(nn.Cell):
 
 
 class Stack(nn.Cell):
-    """Layers one after the other, and the mean of what the last returns."""
+    """Layers in sequence, and the mean of the output of the last layer."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -303,7 +303,7 @@ class Stack(nn.Cell):
 
 
 class Calls(nn.Cell):
-    """A layer in FP16, and a function of what it returns."""
+    """A layer in FP16, and a function of its output."""
 
     def __init__(self, function, growth=1.0, width=4):
         super().__init__()
@@ -316,7 +316,7 @@ class Calls(nn.Cell):
 
 
 def twice(layer):
-    """Two calls of one layer."""
+    """Return a network that calls one layer twice."""
     return Stack(layer, layer)
 
 
@@ -327,12 +327,12 @@ def written_in_place(x):
 
 
 def normed_in_half(x):
-    """The squares overflow, and the reciprocal of inf is 0: the loss shows nothing."""
+    """Normalize in FP16: the squares overflow, but the reciprocal of inf is 0, so the loss does not show it."""
     return x * ops.rsqrt((x * x).mean(-1, keep_dims=True) + 1e-6)
 
 
 def smoothed(x):
-    """The logarithm of a softmax in FP16, against smoothed labels."""
+    """Return the cross entropy of a softmax in FP16 with smoothed labels."""
     labels = ops.one_hot(ops.arange(4), 4, Tensor(0.9, HALF), Tensor(0.025, HALF))
     return -(labels * ops.log(ops.softmax(x, axis=-1))).sum(-1)
 
@@ -343,7 +343,7 @@ def recomputed(layer):
 
 
 class Tied(nn.Cell):
-    """An embedding whose table is the head too."""
+    """An embedding whose table is also the weight of the head."""
 
     def __init__(self, size):
         super().__init__()

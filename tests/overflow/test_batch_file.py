@@ -1,4 +1,4 @@
-"""The batch of a collapse: saved by the monitor, read without running what is in the file."""
+"""The batch file: the monitor saves the batch of a collapse, and reading the file runs no code in it."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 
 def train(steps, **arguments):
-    """Train a network whose square overflows in FP16, with a monitor."""
+    """Train a network whose squared error overflows in FP16, with a monitor."""
     layers = [nn.Dense(4, 4, "ones").to_float(mstype.float16), nn.Dense(4, 1, "ones").to_float(mstype.float16)]
     network = nn.WithLossCell(nn.SequentialCell(*layers), nn.MSELoss())
     optimizer = nn.SGD(network.trainable_params(), 0.1)
@@ -32,7 +32,7 @@ def train(steps, **arguments):
 
 
 def test_columns_keep_their_order_however_many_they_are(tmp_path):
-    # As text, column_10 would come before column_2.
+    # Sorted as text, column_10 would come before column_2.
     save_batch(tmp_path / "batch.npz", [np.full(2, number) for number in range(12)])
     assert [column[0] for column in read_batch(tmp_path / "batch.npz")] == list(range(12))
 
@@ -44,7 +44,7 @@ def test_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, t
     explanation = json.loads((tmp_path / "overflow_explanation.json").read_text())
     assert explanation["origin"]["phase"] == "forward"
     assert explanation["origin"]["layer"] == "1"
-    # The first batch whose loss is inf; the training collapsed later.
+    # The saved batch is the first batch with a loss of inf, although the training collapsed later.
     batch = read_batch(tmp_path / "overflow_batch.npz")
     np.testing.assert_array_equal(batch[0], np.full((1, 4), 6000, np.float32))
     assert batch[1].shape == (1, 1)

@@ -1,8 +1,8 @@
-"""Makes of runs of the demo's model what is small enough to commit: ``python tests/plots/shrink_run.py RUN OUT``.
+"""Makes small copies of runs of the demo's model to commit: ``python tests/plots/shrink_run.py RUN OUT``.
 
-The figures of docs/en/monitoring.md are drawn from it, in tests/plots/test_figures_of_runs.py. The runs are real ones,
-of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32; some Parameters and steps of them are left out.
-The batches of gradient_ranges.jsonl have 32 tokens a sample, and ``layers: ["*.feed_forward"]``.
+The figures of docs/en/monitoring.md are drawn from these copies, in tests/plots/test_figures_of_runs.py. They come from
+real runs of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32, but without some of their Parameters and steps.
+For gradient_ranges.jsonl, a sample has 32 tokens, and ``layers`` is ``["*.feed_forward"]``.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(run, out):
 
 
 def text(sweep):
-    """A sweep with some of its Parameters, as JSON."""
+    """Return a sweep as JSON, with only some of its Parameters."""
     for part in sweep.get("activation_gradients", []):
         del part["overall"]
     for part in (sweep["weights"], *sweep["loss_scales"]):
@@ -46,7 +46,7 @@ def shrink_checkpoint(file, out):
 
     arrays, _ = read_arrays(str(file))
     out.parent.mkdir(exist_ok=True)
-    # The moments of the optimizer go by other names.
+    # This leaves out the moments of the optimizer, whose names begin with another prefix.
     save_arrays(out, {name: array for name, array in arrays.items() if name.startswith("model.") and "norm" in name})
 
 

@@ -1,6 +1,6 @@
-"""The figures that compare loss scales, iterations, checkpoints and devices are built by the commands of the page.
+"""The commands on the page draw the figures that compare loss scales, iterations, checkpoints and devices.
 
-Their data are of real runs of the demo's model, see tests/plots/shrink_run.py.
+The data come from real runs of the demo's model, see tests/plots/shrink_run.py.
 """
 
 import re
@@ -16,7 +16,7 @@ PAGES = {"en": "### Figures, one by one", "zh": "### 逐一画图"}
 
 
 def commands_of(language):
-    """The commands below the heading, up to the next."""
+    """Return the commands between a heading and the next heading."""
     page = (ROOT / "docs" / language / "monitoring.md").read_text(encoding="utf-8")
     section = re.split("^##+ ", page.partition(PAGES[language])[2], maxsplit=1, flags=re.MULTILINE)[0]
     code = "".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL)).replace("\\\n", "")

@@ -1,4 +1,4 @@
-"""``adaptive-loss-scale plot`` draws each file as what it is, and never an empty picture."""
+"""``adaptive-loss-scale plot`` recognizes the kind of each file, and never draws an empty picture."""
 
 import json
 
@@ -19,7 +19,7 @@ GRADIENTS = {
 
 @pytest.fixture
 def plot(tmp_path, monkeypatch, run_program):
-    """A function that plots files of a folder and returns the exit code, the picture and what was printed."""
+    """Return a function that plots files of a folder and returns the exit code, the picture and the printed text."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -32,7 +32,7 @@ def plot(tmp_path, monkeypatch, run_program):
 
 @pytest.fixture
 def picture_of(tmp_path):
-    """A function that returns the bytes of a figure's picture."""
+    """Return a function from a figure to the bytes of its picture."""
     return lambda figure: save(figure, tmp_path / "expected.png").read_bytes()
 
 
@@ -52,7 +52,7 @@ def test_record_of_gradients_is_drawn(plot, tmp_path, picture_of):
     code, picture, printed = plot("gradient_ranges.jsonl", "out.png")
     assert (code, printed) == (0, "written: out.png\n")
     assert picture == picture_of(draw_gradient_records({"gradient_ranges.jsonl": GRADIENTS["64"]}))
-    # A record of one line is JSON, as a sweep is.
+    # A record of one line is valid JSON, like the file of a sweep.
     write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"][:1])
     picture = plot("gradient_ranges.jsonl", "out.png")[1]
     assert picture == picture_of(draw_gradient_records({"x": GRADIENTS["64"][:1]}))
@@ -80,7 +80,7 @@ def test_runs_are_drawn_with_the_gradients_beside_them(plot, tmp_path, picture_o
     assert code == 0
     assert picture == picture_of(draw_runs(RUNS, GRADIENTS))
     beside = tmp_path / "runs" / "64" / "gradient_ranges.jsonl"
-    # As a run leaves it that ended in its first measurement, or before.
+    # A run that ends during its first measurement leaves half a line; if it ends earlier, there is no file.
     for remove in (lambda: beside.write_text('{"step": 1, "loss_sca'), beside.unlink):
         remove()
         assert plot(*files, "out.png")[1] == picture_of(draw_runs(RUNS, {"512": GRADIENTS["512"]}))
@@ -92,7 +92,7 @@ def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path, pictur
         write(tmp_path / f"gradients_{name}.jsonl", GRADIENTS[name])
     runs = {f"{name}.jsonl": record for name, record in RUNS.items()}
     gradients = {f"{name}.jsonl": record for name, record in GRADIENTS.items()}
-    # A file that lies beside both belongs to neither.
+    # A record of gradients in the folder of both runs belongs to neither of them.
     write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"])
     assert plot("64.jsonl", "512.jsonl", "out.png")[1] == picture_of(draw_runs(runs))
     code, picture, _ = plot("64.jsonl", "512.jsonl", "gradients_64.jsonl", "gradients_512.jsonl", "out.png")

@@ -1,4 +1,4 @@
-"""The picture of gradients over the steps shows where they lie, and what FP16 loses at the scale of the training."""
+"""The picture of gradients over the steps shows their magnitudes, and what FP16 loses at the training's scale."""
 
 import json
 import math
@@ -16,7 +16,7 @@ STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
 
 @pytest.fixture(scope="module")
 def record():
-    """Steps at 64, where some gradients underflow, and one at 2^30, which overflows; all measured at 512 as well."""
+    """Steps at a scale of 64, where some gradients underflow, and one at 2^30, which overflows; all also at 512."""
     return [{**gradient_line(step, scale, REFERENCE), "loss_scale": scale} for step, scale in STEPS.items()]
 
 
@@ -24,13 +24,13 @@ def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
     series = series_of_gradients(record, lambda name: name)
     for number, step in enumerate(STEPS):
         for name in NAMES:
-            # What the training had; where that overflowed, what fitted.
+            # Bands show the gradients at the training's scale, or at 512 if that scale overflowed.
             scale = 64.0 if STEPS[step] == 64.0 else REFERENCE
             gradients = np.abs(in_fp16(step, scale)[name].astype(np.float64)) / scale
             nonzero = gradients[gradients > 0]
             expected = np.log2(np.quantile(nonzero, [0.05, 0.25, 0.5, 0.75, 0.95]))
-            # Histograms count by powers of two; within one, gradients are taken to be spread evenly. Of the smallest
-            # subnormal numbers there is one in a power of two, or there are two.
+            # A histogram has one bin for each power of two, in which gradients are assumed to be spread evenly. For the
+            # smallest subnormal numbers this is coarse: a bin has only one or two of them.
             few = expected < np.log2(2.0**-22 / scale)
             error = np.abs(series.groups[name].bands[:, number] - expected)
             assert (error <= np.where(few, 1.0, 0.25)).all(), (name, step, error)
@@ -68,7 +68,7 @@ def test_limits_of_the_format_move_with_the_loss_scale(record, name):
     [axes, _] = draw_gradient_records({"run": [{**line, "gradient_format": name} for line in record]}).axes
     low, high = axes.get_ylim()
     subnormal, normal, largest = {"float16": (-24, -14, math.log2(65504)), "hifloat8": (-22, -15, 15)}[name]
-    # By name the lower and the upper edge of the shade at a loss scale of 1.
+    # The lower and the upper edge of each shade at a loss scale of 1.
     limits = {"underflows to 0": (-math.inf, subnormal), "subnormal": (subnormal, normal)}
     limits["overflows"] = largest, math.inf
     for gid, edges in limits.items():
@@ -128,7 +128,7 @@ def test_other_records_are_refused():
 
 
 def line_of(step, **kinds):
-    """A line with these weights and outputs; the gradients are as in ``gradient_line``."""
+    """Return a line of a record with the given weights and outputs; its gradients are as in ``gradient_line``."""
     statistics = {
         kind: {name: array_statistics(array) for name, array in arrays.items()} for kind, arrays in kinds.items()
     }
@@ -140,7 +140,7 @@ def line_of(step, **kinds):
 
 @pytest.fixture(scope="module")
 def values():
-    """Two steps with weights and with outputs of layers; the weights double from one to the other."""
+    """Return the lines of two steps with weights and outputs of layers; some weights double between the steps."""
     random = np.random.default_rng(1).normal(0, 1, 1000)
     layers = {"layers.0.attention": random * 8, "lm_head": random * 2.0**-9}
     return [
@@ -154,7 +154,7 @@ def test_weights_and_outputs_are_drawn_without_a_scale(values):
     assert [axes.get_ylabel() for axes in figure.axes] == ["attention\nmagnitude", "output\nmagnitude"]
     first, second = points(figure.axes[0], "median")[1]
     assert second - first == pytest.approx(1.0)
-    # Weights that are all 1 have no band above 1.
+    # The band of weights that are all 1 does not go beyond 1.
     assert points(figure.axes[1], "median")[1] == [0, 0]
     assert artists(figure.axes[0], "overflows") == []
     both = {*NAMES[:2]}

@@ -1,4 +1,4 @@
-"""The pictures of a sweep show exactly what FP16 did to the gradients, group by group and scale by scale."""
+"""The pictures of a sweep show exactly how FP16 changes the gradients, for each group and scale."""
 
 import json
 
@@ -17,17 +17,17 @@ SCALES = (1.0, 64.0, 512.0, 2.0**30)
 
 @pytest.fixture(scope="module")
 def sweep():
-    """A sweep over ``SCALES`` as its JSON file holds it; 2^30 overflows."""
+    """Return a sweep over ``SCALES`` with the content of its JSON file; a scale of 2^30 overflows."""
     return gradient_line(1, *SCALES)
 
 
 def at_scale(scale, names=NAMES):
-    """The gradients of some Parameters at a scale, in one array."""
+    """Return the gradients of the named Parameters at a scale, in one array."""
     return np.concatenate([in_fp16(1, scale)[name] for name in names])
 
 
 def bars(axes):
-    """By left edge the heights of the bars of a histogram, without the bars of no height."""
+    """Return the height of each bar of a histogram by its left edge, without bars of height 0."""
     return {round(bar.get_x()): bar.get_height() for bar in axes.patches if bar.get_height()}
 
 
@@ -58,7 +58,7 @@ def test_grid_is_labelled_and_marks_the_limits_of_the_format(sweep, name, limits
     assert {axes.get_xlabel() for axes in grid[-1]} == {"magnitude of gradient times loss scale, log2"}
     for axes in grid.flat:
         assert [segment[0, 0] for segment in artist(axes, "limits").get_segments()] == pytest.approx(limits)
-        # Bars that are compared are on one axis.
+        # All panels of a row have the same y axis, so that their bars can be compared.
         assert axes.get_ylim() == grid[axes.get_subplotspec().rowspan.start, 0].get_ylim()
 
 
@@ -195,7 +195,7 @@ def test_weights_and_outputs_have_one_column_and_no_scale():
     sweep = GradientRanges(weights, ((ScaleRanges(64.0, 1.0, weights), ScaleRanges(128.0, 1.0, weights)),), outputs)
     figure = draw_histograms(sweep.to_dict(), kind="weights", modules=[NAMES[0]])
     [axes] = figure.axes
-    # The zeros stand on the left.
+    # The bar of the zeros is on the left, at -33.
     assert bars(axes) == {-33: 25, -20: 25, 0: 25, 3: 25}
     assert figure.legends[0].get_texts()[0].get_text() == "0"
     assert artist(axes, "lost").get_text() == "0: 25 %, subnormal or below 25 %"

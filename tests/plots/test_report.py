@@ -1,4 +1,4 @@
-"""The page of a run: what it tells, that nothing read from a file is markup, and that a browser shows it."""
+"""The HTML page of a run: its content, the escaping of all text that was read, and its display in a browser."""
 
 import functools
 import html
@@ -36,7 +36,7 @@ def write(folder, record=RECORD, gradients=None):
 
 @pytest.fixture
 def page_of(tmp_path, run_program):
-    """A function that writes the page of some runs, and returns it."""
+    """Return a function that writes the page of the given runs and returns its text."""
 
     def write_page(*runs, options=()):
         code, printed, errors = run_program("report", *runs, "--output", str(tmp_path / "report.html"), *options)
@@ -52,7 +52,7 @@ def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path)
     analysis = analyze(run_of_record(RECORD))
     for text in (*analysis.to_dict()["verdict"], analysis.advice[0].change, "skipped</dt><dd>12, 20.00%"):
         assert (text if "<" in text else html.escape(text)) in page
-    # Loss, norm, scale; and the gradients that lie beside. Each wide, and narrow.
+    # There are two pictures, of the run and of the gradients in its folder. Each is there in a wide and a narrow form.
     assert page.count("data:image/svg+xml;base64,") == 4
     shown = draw_runs({"": RECORD})
     assert [axes.get_ylabel() for axes in shown.axes][:2] == ["loss, unscaled", "gradient norm"]
@@ -66,7 +66,7 @@ def test_runs_in_one_folder_share_no_gradients(page_of, tmp_path):
     other = tmp_path / "run" / "other.jsonl"
     other.write_text((tmp_path / "run" / "loss_scale_record.jsonl").read_text())
     page = page_of(tmp_path / "run" / "loss_scale_record.jsonl", other)
-    # Whose they are is not known.
+    # It is not known which of the two runs the record of gradients belongs to.
     assert "Gradients by group of Parameters" not in page
     assert page.count("2.5 at first, 2.5 at the end; inf or NaN in 1 step, first 4") == 2
 
@@ -100,7 +100,7 @@ def test_names_of_rules_and_settings_are_text():
 
 
 def test_bounds_are_told_as_bounds_and_advice_may_lack_settings():
-    """A log whose first line stands for ten steps, and whose last twenty overflow at the smallest scale."""
+    """The first line of the log stands for ten steps, and the last twenty steps overflow at the smallest scale."""
     overflow = np.arange(40) >= 20
     lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
     run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
@@ -152,7 +152,7 @@ def test_what_cannot_be_told_is_refused(tmp_path, monkeypatch, run_program, argu
 
 # In a browser
 
-# Reads from the page, in a frame of some width, what can be seen.
+# A page that shows the report in a frame of the given width, and collects what is visible there.
 _FRAME = """<!DOCTYPE html><iframe id="page" src="report.html" width="{width}" height="900" style="border:0"></iframe>
 <p id="seen"></p><script>
 document.getElementById("page").onload = function () {{
@@ -174,7 +174,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def seen(tmp_path):
-    """A function that opens the page in a frame in Chromium, and returns what can be seen, and the console."""
+    """Return a function that opens the page in Chromium and returns what is visible, and the console messages."""
     chromium = shutil.which("chromium") or pytest.skip("There is no chromium: apt-get install chromium")
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(QuietHandler, directory=tmp_path)
@@ -207,7 +207,7 @@ def test_a_browser_shows_the_page_in_its_width_and_colours(page_of, seen, tmp_pa
     page_of(write(tmp_path / EVIL.replace("/", "") / "a", gradients=GRADIENTS), write(tmp_path / "b"))
     sizes, console = seen(width, dark)
     assert console == []
-    # Nothing sticks out, the picture is the one for this width, and nothing ran.
+    # Nothing is wider than the frame, the picture for this width is shown, and no script has run.
     assert sizes["width"] <= width
     assert (sizes["image"] > 0, 0.5 * width < sizes["shown"] <= width) == (True, True)
     assert (sizes["narrow"], sizes["scripts"], sizes["title"].startswith("Loss scaling of ")) == (width == 400, 0, True)

@@ -1,4 +1,4 @@
-"""Random runs, written as each program logs them and read back: the truth lies within the bounds."""
+"""Random runs are written as each program logs them and read back: the truth lies within the bounds."""
 
 import itertools
 
@@ -25,7 +25,7 @@ WRITERS = {
     "record without counts": lambda run, every: record(run, every, counted=False),
 }
 
-# What counts every skipped step, or states each, is exact.
+# These formats count every skipped step, or state each, so the number of skipped steps is exact.
 EXACT = ("megatron", "megatron with its first step", "deepspeed", "deepspeed of three ranks", "record")
 
 
@@ -36,7 +36,7 @@ def read(folder, lines):
 
 
 def assert_within(run, truth):
-    """See that bounds hold for all first steps of a log, and that what is known is true."""
+    """Assert that the bounds hold for the first steps of a log, however many, and that known flags are true."""
     flags = np.array(truth.flags)[run.step - 1] if run.is_numbered else None
     fewest, most = run.skipped_bounds()
     if flags is None:
@@ -58,7 +58,7 @@ def assert_within(run, truth):
 @given(seed=st.integers(0, 2**32), every=st.sampled_from([1, 2, 7, 10, 50]))
 def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
     truth = random_run(np.random.default_rng(seed), 200 // every * every)
-    # Without an overflow, DeepSpeed prints no scale at all.
+    # Without an overflow, DeepSpeed prints no loss scale at all.
     assume(any(truth.flags) or not name.startswith("deepspeed"))
     run = read(tmp_path_factory.getbasetemp(), WRITERS[name](truth, every))
     assert_within(run, truth)
@@ -68,13 +68,13 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
         assert (run.skipped_bounds(), run.holds_if) == ((sum(truth.flags),) * 2, "")
     if every == 1 and name in ("mindformers", "mindspore", "megatron", "record"):
         assert run.overflow.tolist() == truth.flags
-        # Megatron prints 0.1 for 0.125 and for 0.0625.
+        # Compare scales from 1 on, because Megatron prints 0.1 for both 0.125 and 0.0625.
         used = np.array(truth.used)
         assert run.loss_scale[1:][used[1:] >= 1] == pytest.approx(used[1:][used[1:] >= 1])
 
 
 def damaged(random, lines):
-    """Lines that are missing, cut or doubled, as by other ranks; the first and the last with a number are whole."""
+    """Drop, cut or double lines, as several ranks do; keep the first and the last lines with a number intact."""
     start = next((number for number, line in enumerate(lines) if "OVERFLOW" not in line), 0) + 1
     result, lines, end = lines[:start], lines[start:-2], lines[-2:]
     for line in lines:
@@ -82,7 +82,7 @@ def damaged(random, lines):
         if luck < 0.03:
             result.append(line[: random.integers(1, len(line))].rstrip("\n") + "\n")
         elif luck > 0.03:
-            # A rank that prints an overflow again has another one.
+            # Do not double the line of an overflow, because a second line from a rank means another overflow.
             result += [line] * (1 + (luck > 0.95 and "OVERFLOW" not in line))
     return result + end
 
@@ -107,7 +107,7 @@ def test_a_restart_supersedes_what_came_after_its_checkpoint(tmp_path_factory, s
     whole = random_run(random, 150, smallest=1.0)
     reached, checkpoint = 100, int(random.integers(1, 80 // every)) * every
     first = [values[:reached] for values in whole]
-    # The second attempt has the steps of another run at the same scale.
+    # After the restart, the steps come from another run at the same scale.
     other = random_run(random, 150, smallest=1.0)
     second = [values[checkpoint:] for values in other]
     truth = whole._make([*old[:checkpoint], *new] for old, new in zip(first, second, strict=True))

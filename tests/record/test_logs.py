@@ -1,4 +1,4 @@
-"""What the lines of each log format state, and what the reader does with damaged, mixed and foreign lines."""
+"""The reader of logs: the content of the lines in each format, and damaged, mixed and foreign lines."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def assert_same(run, expected):
     assert run.skipped_bounds() == expected.skipped_bounds()
 
 
-# One step's line in the form of each version, all of them: step 3, an overflow, 32768 afterwards.
+# The line of step 3, an overflow with a scale of 32768 afterwards, in the format of each version.
 MINDFORMERS = {
     "0.3 to 0.7": "[INFO] 2023-07-11 10:47:36,427 [/root/mindformers/core/callback/callback.py:269] print_output_info: "
     "Epoch:[  1/  1], step:[    3/  125], loss:[2.500/2.244], time:507.205 ms, lr:[0.], overflow cond: True, "
@@ -71,7 +71,7 @@ def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
     assert (run.loss_scale[-1], run.final_loss_scale, run.loss[-1]) == (65536.0, 32768.0, 2.5)
-    # Until 0.7 the time is of the whole call.
+    # Until version 0.7 the logged time is the time of a whole call, which in sink mode takes several steps.
     assert run.seconds is None if "507.205" in MINDFORMERS[version] else run.seconds[-1] == 0.507
 
 
@@ -80,7 +80,7 @@ def test_mindformers_epochs_norms_and_losses_are_read(tmp_path):
     lines[2] = mindformers_line(1, False, 8.0, 2, 2, loss="nan", norm="[nan]")
     run = read(tmp_path, *lines)
     assert run.step.tolist() == [1, 2, 3, 4]
-    # A loss or a norm that was NaN is not unknown.
+    # A loss or norm of NaN is read as inf, not as unknown.
     assert np.isinf(run.loss).tolist() == [False, False, True, False]
     np.testing.assert_array_equal(run.gradient_norm, [1.5, 1.5, np.inf, 1.5])
 
@@ -132,11 +132,11 @@ def test_lines_of_other_monitors_are_no_problems(tmp_path):
         megatron_line(1, 32768.0, 1, prefix=" [2024-09-03 16:02:57] "),
         megatron_line(1, 32768.0, 1, prefix="[default7]: "),
         megatron_line(1, 32768.0, 1, end=MEGATRON_DEEPSPEED),
-        # GPT-NeoX.
+        # The format of GPT-NeoX.
         " samples/sec: 16.5 | iteration        1/  320000 | elapsed time per iteration (ms): 1250.0 | learning rate: "
         "3.750E-07 | approx flops per GPU: 50.6TFLOPS | lm_loss: 2.5E+00 | loss scale: 32768.0 | number of skipped "
         "iterations:   1 | number of nan iterations:   0 |\n",
-        # Before 2020: no colons, no number of skipped iterations.
+        # The format before 2020, without colons and without the number of skipped iterations.
         " iteration        1/  200000 | elapsed time per iteration (ms): 1250.0 | learning rate 1.500E-04 | "
         "lm loss 2.500000E+00 | loss scale 32768.0 |\n" + megatron_line(2, 16384.0, 1),
     ],
@@ -179,7 +179,7 @@ def test_each_wording_of_an_overflow_is_read(tmp_path, start, end):
 
 
 def test_overflows_of_all_ranks_and_sources_count_once(tmp_path):
-    # Eight ranks at 2^32, which the first overflow leaves as it is, then the next overflow.
+    # Eight ranks at 2^32: the first overflow is tolerated and keeps the scale, the second halves it.
     ranks = [overflow_line(2**32, after, rank) for after in (2**32, 2**31) for rank in (4, 6, 7, 2, 5, 1, 0, 3)]
     sources = [overflow_line(2**32, after, 0, name) for after in (2**32, 2**31) for name in ("loss_scaler", "stage2")]
     for lines in (ranks, sources):
@@ -216,18 +216,18 @@ def test_the_outputs_that_mindspore_prints_are_read(tmp_path):
 
 def test_samples_have_the_skips_of_their_flags_and_counts():
     run = read_log(LOGS / "mindformers_1_9_cpu.log")
-    # The lines that say "overflow cond: True", read one by one.
+    # The expected steps were read by hand from the lines with "overflow cond: True".
     assert run.step[run.overflow].tolist() == [1, 2, 3, 4, 5, 8, 11, 14, 19, 23, 31]
     assert run.loss_scale[:9].tolist() == [2.0**k for k in (24, 23, 22, 21, 20, 19, 19, 20, 19)]
     assert (run.lines_read, run.lines_used, run.problems, run.loss[0], run.seconds[0]) == (32, 32, (), 4.155150, 4.705)
     run = read_log(LOGS / "megatron_gpt2_n4.log")
-    # 20 lines for 10 iterations each, with 10, 8 and 1 skipped, and 0 on the other 17. From 2^32 nine drops lead to
-    # 2^23: the first skip was tolerated.
+    # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. Nine drops lead from 2^32
+    # to 2^23, so the first skip was tolerated.
     assert [int(run.overflow[start : start + 10].sum()) for start in range(0, 200, 10)] == [10, 8, 1] + [0] * 17
     assert run.loss_scale[:10].tolist() == [2.0**k for k in (32, 32, 31, 30, 29, 28, 27, 26, 25, 24)]
     assert np.flatnonzero(~run.position_known).tolist() == list(range(10, 30))
     run = read_log(LOGS / "deepspeed_overflow.log")
-    # "step=10, skipped=6"; four of them have lines.
+    # The log says "step=10, skipped=6", but only four of the skipped steps have lines.
     assert (len(run), run.skipped_bounds(), run.position_known.any()) == (10, (6, 6), False)
     assert run.loss_scale[run.overflow].tolist() == [65536, 65536, 32768, 16384, 8192, 4096]
     assert (run.loss_scale[~run.overflow] == 2048).all()
@@ -249,7 +249,7 @@ def test_a_restart_supersedes_the_steps_of_the_earlier_attempt(tmp_path):
     lines = SAMPLES["mindformers"]
     again = [line.replace("cond: True", "cond: False") for line in lines[16:20]]
     run = read(tmp_path, *lines, *again)
-    # Steps 1 to 16 had 8 skips; step 19 no longer counts.
+    # Steps 1 to 16 have 8 skips. The skip at step 19 is superseded and no longer counts.
     assert (run.step.tolist(), run.skipped_steps, run.lines_superseded) == (list(range(1, 21)), 8, 16)
     assert [note for note in run.notes if "run.log:33: the run restarts at step 17 (it had reached 32)" in note]
     many = [line.replace("8388608.0", f"{2**k}.0") for k in range(30) for line in lines[:4]]
@@ -377,11 +377,11 @@ def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
     assert run.loss_scale.tolist() == [1024.0, 64.0]
     assert [note for note in run.notes if "log:2: 1 step(s) cannot lead to the scale 64" in note]
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
-    # With the scale of the line before, no step of the last line could have been skipped.
+    # With the scale of the previous line, no step of the last line could have been skipped.
     assert read(tmp_path, *lines).lines.tolist() == [[4, 0, 3], [8, 0, 6], [12, 0, 9]]
 
 
-# The record.
+# The record of this package.
 
 
 def test_what_the_package_writes_is_read(tmp_path):
@@ -392,7 +392,7 @@ def test_what_the_package_writes_is_read(tmp_path):
     run = read_log(written.path)
     assert (run.step.tolist(), run.without_line.tolist()) == ([1, 2, 3, 4], [False, True, True, False])
     assert (run.loss_scale[[0, 3]].tolist(), run.problems) == ([float("inf"), 8.0], ())
-    # Nothing counted what was skipped in between.
+    # No count tells whether the two steps in between were skipped.
     assert run.skipped_bounds() == (2, 4)
     assert run.loss[0] == np.inf
 
@@ -453,7 +453,7 @@ def test_a_flag_that_no_line_names_follows_from_the_counts(tmp_path):
 
 @pytest.mark.parametrize(
     ("counts", "bounds"),
-    # A counter that went back, one that has more than there were steps, one without the last skip, and a right one.
+    # The counter decreases, exceeds the number of steps, lacks the last skip, or is right.
     [((5, 2), (1, 5)), ((0, 9), (1, 5)), ((3, 3), (1, 5)), ((0, 3), (3, 3))],
 )
 def test_a_count_that_cannot_be_is_not_relied_on(tmp_path, counts, bounds):
@@ -467,7 +467,7 @@ def test_a_count_that_cannot_be_is_not_relied_on(tmp_path, counts, bounds):
 def test_record_begins_at_a_resume_and_ends_in_a_gap(tmp_path):
     late = '{"missing_steps": 6, "first_step": 101, "last_step": 106}\n', record_line(107, skipped_steps=12)
     run = read(tmp_path, *late)
-    # Nobody knows the count before them.
+    # The number of skipped steps before step 101 is not known.
     assert (run.step.tolist(), run.skipped_bounds()) == (list(range(101, 108)), (0, 6))
     run = read(tmp_path, record_line(1), '{"missing_steps": 3, "first_step": 2, "last_step": 4}\n')
     assert (run.step.tolist(), run.skipped_bounds()) == ([1, 2, 3, 4], (0, 3))
@@ -499,7 +499,7 @@ def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
             read(tmp_path, record_line(1), record_line(2, gradient_format=wrong))
 
 
-# Whatever a log holds, only the documented error is raised, and no line is lost count of.
+# Whatever a log contains, the reader raises only the documented error and counts every line.
 
 PIECES = st.sampled_from(
     ["", "9" * 25, "999999", "0", "-1", "nan", "inf", "1e400", "\x1b[31m", "\r", "|", "step:[", "iteration 7/ 9 |", "{"]
@@ -508,7 +508,7 @@ PIECES = st.sampled_from(
 
 @st.composite
 def mutilated(draw, lines):
-    """Lines dropped, doubled, moved and cut, with pieces of text or bytes put in place of some of their own."""
+    """Draw lines that are dropped, doubled, moved and cut, with parts replaced by random text or bytes."""
     result = []
     for line in draw(st.lists(st.sampled_from(lines), min_size=1, max_size=20)):
         line = line.strip("\n")

@@ -1,4 +1,4 @@
-"""From a recorded run to a trace: the formulas of the assumed ceilings, the bounds, and what is known."""
+"""Turning a recorded run into a trace: the formulas of the assumed ceilings, the bounds, and the known values."""
 
 import dataclasses
 
@@ -20,18 +20,18 @@ def exponents(ceiling):
 
 
 def test_interpolated_ceilings_lie_between_skipped_steps():
-    # Rows of skipped steps at places 0-1 (down from 16 to 8, then 4 is applied) and 6 (at 16, then 8).
+    # Skipped steps at indices 0-1 (down from 16 to 8, then 4 is applied) and at index 6 (at 16, then 8 is applied).
     run = run_of([16, 8, 4, 4, 4, 4, 16, 8], "!!....!.")
-    # log2: row one (3 + 2) / 2 = 2.5, row two (4 + 3) / 2 = 3.5; linear between places 1 and 6; then constant.
+    # In log2: (3 + 2) / 2 = 2.5 at index 1 and (4 + 3) / 2 = 3.5 at index 6; linear in between, constant outside.
     assert exponents(run.to_trace().ceiling) == [2.5, 2.5, 2.7, 2.9, 3.1, 3.3, 3.5, 3.5]
 
 
 def test_interpolated_ceilings_are_moved_into_the_bounds():
-    # Row at place 1: (3 + 2) / 2; the step before was applied at 2^3, above that.
+    # The skip at index 1 gives (3 + 2) / 2; the step before was applied at 2^3, which is higher.
     assert exponents(run_of([8, 8, 4], ".!.").to_trace().ceiling) == [3, 2.5, 2.5]
-    # A tolerated overflow: the next step was applied at the same scale, so half of it stands in.
+    # After a tolerated overflow the next step has the same scale, so half of the scale replaces it.
     assert exponents(run_of([8, 8, 8], "!..").to_trace().ceiling) == [2.5, 3, 3]
-    # A row at the end has no next step.
+    # A skipped step at the end has no next step, so half of its scale replaces the next scale.
     assert exponents(run_of([4, 8], ".!").to_trace().ceiling) == [2.5, 2.5]
 
 
@@ -88,7 +88,7 @@ def test_every_assumption_agrees_with_every_step(steps):
     run = run_of([2.0**k for k in exponent], flags, known=known, largest_gradient=np.array(gradients))
     lower, upper = run.to_trace("lower_bound").ceiling, run.to_trace("upper_bound").ceiling
     for ceiling in (run.to_trace(assume).ceiling for assume in ASSUMPTIONS):
-        # Replayed at its own scales, the run overflows where it did.
+        # Replayed at its own scales, the run overflows at the same steps.
         assert ((run.loss_scale > ceiling) == run.overflow).all()
     assert (lower <= upper).all()
 
@@ -112,30 +112,30 @@ def test_an_unknown_assumption_is_refused():
 
 
 def shown(exponents):
-    """Largest gradients that show these log2 of the ceiling; None is not known."""
+    """Return largest gradients that imply ceilings with these log2; None stands for an unknown gradient."""
     return np.array([np.nan if exponent is None else 65504.0 / 2.0**exponent for exponent in exponents])
 
 
 def test_known_gradients_show_the_ceilings():
     run = run_of([4, 4, 4, 16, 4, 4], "...!..", largest_gradient=shown([5, None, 3, None, 4, 1]))
-    # Place 1 lies between 5 and 3; the skip between 3 and 4, below its own scale; the last bore 2^2 all the same.
+    # Index 1 is between 5 and 3. The skip is between 3 and 4, below its scale. The last step was applied at 2^2.
     assert run.assumptions[0] == "gradients"
     assert exponents(run.to_trace().ceiling) == [5, 4, 3, 3.5, 4, 2]
     assert exponents(run.to_trace("interpolated").ceiling) == [3] * 6
 
 
 def test_gradients_above_an_overflow_are_lowered():
-    # Skipped at 2^4, twice, where the next steps show 2^7 and 2^8: 3.5 bits too much.
+    # Both skips are at 2^4, but the gradients of the next steps imply 2^7 and 2^8. So these are 3.5 bits too high.
     gradients = shown([7, None, 7, 7, None, 8])
     trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()
     assert exponents(trace.ceiling) == [3.5, 3.5, 3.5, 3.5, 4, 4.5]
-    # One of three is a spike, and nothing else.
+    # A single contradiction among three skips is a spike, so the gradients are not corrected.
     trace = run_of([8, 16, 8, 16, 8, 16, 8], ".!.!.!.", largest_gradient=shown([3.5, None] * 2 + [9, None, 3.5]))
     assert exponents(trace.to_trace().ceiling)[4] == 9
 
 
 def test_the_trace_has_the_gradients_of_applied_steps_only():
-    # A policy cannot use a gradient that is inf in an applied step.
+    # A policy cannot use an inf as the largest gradient of an applied step.
     gradients = np.array([np.inf, 2.0, 0.0, np.nan, np.inf, 8.0])
     trace = run_of([8, 4, 4, 4, 4, 4], "!....!", known=[True] * 6, largest_gradient=gradients).to_trace()
     np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan, np.nan])

@@ -1,4 +1,4 @@
-"""A trace: ceilings within their bounds, and what they say of a loss scale."""
+"""A trace: its ceilings lie within their bounds, and the bounds decide which loss scales overflow."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The record of a run has each step once, whatever is killed, resumed, torn or full; one run at a time writes it."""
+"""The record has each step once, despite kills, resumes, torn lines and full disks, and has one writer at a time."""
 
 import contextlib
 import errno
@@ -29,12 +29,12 @@ def entries(first, last):
 
 
 def beside(path):
-    """The files beside a record that are named after it."""
+    """Return the files in the folder of a record whose names begin with the name of the record."""
     return sorted(path.parent.glob(f"{path.stem}_*{path.suffix}"))
 
 
 def write(path, *parts, last_step=0, run=0):
-    """Resume after a step, append the parts; return the notes."""
+    """Resume a record after a step, append the parts, and return the notes."""
     record = RunRecord(path)
     notes = record.resume(last_step, run)
     for part in parts:
@@ -70,14 +70,14 @@ def test_steps_that_are_taken_again_are_replaced(path, run):
     [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20, run=run)
     message = f"{path} went on to step 27: the steps after 20 are taken out, because the run takes them again."
     assert read_record(path) == [*entries(1, 20), {"step": 21, "loss": 0.5}]
-    # Without a number the lines may be of another run.
+    # Without the number of the run, the later lines may belong to another run, so they are kept.
     saved = beside(path)
     assert note == message + ("" if run else f" They are kept as {saved[0].name}.")
     assert [*map(read_record, saved)] == ([] if run else [entries(21, 27)])
 
 
 def test_steps_put_aside_are_whole_however_many(path):
-    # More than is copied at once.
+    # These lines are longer than the block that is copied at once.
     later = [{"step": step, "note": "w" * 2**20} for step in (2, 3)]
     write(path, [{"step": 1}, *later])
     write(path, last_step=1)
@@ -104,7 +104,7 @@ def test_the_record_of_another_run_is_never_continued(path, run, other):
     [note] = write(path, entries(5, 7), last_step=4, run=run)
     [first] = beside(path)
     assert note == f"{path} is the record of another run: this run is recorded in {first.name}."
-    # Only a run that has a number finds its file again.
+    # Only a run with a number finds its file again.
     assert bool(write(path, entries(8, 8), last_step=7, run=run)) == (not run)
     assert read_record(path) == entries(1, 9)
     assert sorted(line["step"] for file in beside(path) for line in read_record(file)) == [5, 6, 7, 8]
@@ -126,7 +126,7 @@ def test_a_resumed_run_says_which_steps_the_record_had_not_seen(path):
 
 @pytest.mark.parametrize(("last_step", "known"), [(3, 2), (2, 1), (4, None), (0, None)])
 def test_skipped_steps_count_from_the_resumed_step(path, last_step, known):
-    # Of later steps than those in the record nobody has counted the skipped ones.
+    # Skipped steps are counted only up to the last step in the record, so the count after a later step is unknown.
     write(path, [{"step": step, "skipped_steps": step - 1} for step in (1, 2, 3)])
     record = RunRecord(path)
     record.resume(last_step)
@@ -158,7 +158,7 @@ def test_the_record_of_an_earlier_run_is_renamed(path, run):
     assert note == f"{path} has the steps of an earlier run: it is kept as {earlier.name}."
     assert (read_record(path), read_record(earlier)) == (entries(1, 2), entries(1, 5))
     if run:
-        # The earlier run finds its record by its number.
+        # The earlier run finds its record again by its number.
         assert write(path, entries(6, 6), last_step=5, run=run) == []
         assert (read_record(path), read_record(earlier)) == (entries(1, 2), entries(1, 6))
 
@@ -336,7 +336,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def holder(path, last_step=0, run=0):
-    """Another process that has resumed a record and written a step; it is killed at the end."""
+    """Start another process that resumes a record and writes a step; kill the process at the end."""
     command = [sys.executable, "-c", HOLDER, *map(str, (path, last_step, run))]
     environment = {"PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -1,10 +1,10 @@
-"""A format given by its numbers, and the numbers of HiF8 made from its definition."""
+"""The numbers of HiF8, computed from the definition of the format."""
 
 OWN = {"name": "mine", "largest": 28.0, "smallest_normal": 0.25, "smallest_subnormal": 0.0625, "overflow": "saturate"}
 
 
 def numbers_of_hifloat8():
-    """All finite numbers above 0 of HiF8, code by code: a prefix says how many bits the exponent has; 0x6F is inf."""
+    """Return all finite numbers above 0 of HiF8, code by code: a prefix gives the exponent's width; 0x6F is inf."""
     values = []
     for code in {*range(1, 0x80)} - {0x6F}:
         bits = f"{code:07b}"
@@ -15,7 +15,7 @@ def numbers_of_hifloat8():
             if width is None:
                 values.append(2.0 ** (int(bits_left, 2) - 23))
                 break
-            # A sign, and a magnitude whose first bit is 1 and not written.
+            # The exponent has a sign and a magnitude, whose first bit is always 1 and not stored.
             magnitude = int("1" + bits_left[1:width], 2) if width else 0
             exponent = -magnitude if bits_left[:1] == "1" and width else magnitude
             fraction = bits_left[width:]

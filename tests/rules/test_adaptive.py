@@ -1,4 +1,4 @@
-"""The rule in plain Python: a hand-made table a branch, invariants, and bad input."""
+"""The adaptive rule in plain Python: a hand-made table for each branch, invariants, and bad input."""
 
 import math
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
-# Each table is (events, expected), where an event is "." for a clean step and "!" for an overflow, and expected is
-# (loss_scale, scale_window, window_index, growth_num, down_num) after the last of them. They start at scale 1024.
+# Each table is (events, expected). An event is "." for a clean step or "!" for an overflow; expected is (loss_scale,
+# scale_window, window_index, growth_num, down_num) after the last event. Every table starts at scale 1024.
 LADDER_2_3_4 = {"max_scale_window": 4, "min_scale_window": 2}
 
 
@@ -73,7 +73,7 @@ def test_the_window_counts_at_the_bounds_as_without_them(events):
     states = [replay(rule, rule.start(1024.0), events) for rule in (bounded, AdaptiveRule(**LADDER_2_3_4))]
     counted = [(each.scale_window, each.window_index, each.growth_num, each.down_num) for each in states]
     assert counted[0] == counted[1]
-    # A raise beyond the upper bound leaves the scale where it is, and a drop beyond the lower one stops there.
+    # A raise beyond the upper bound does not change the scale, and a drop beyond the lower bound stops at this bound.
     assert states[0].loss_scale == (700.0 if "!" in events else 1024.0)
 
 
@@ -126,7 +126,7 @@ def test_bad_arguments_are_refused(arguments, error, message):
 
 
 def test_initial_window_off_the_ladder_warns():
-    with pytest.warns(UserWarning, match=r"'scale_window' must be one of the ladder \(20, 30.* but got 25: .* 20"):
+    with pytest.warns(UserWarning, match=r"'scale_window' must be a window of the ladder \(20, 30.* but got 25: .* 20"):
         state = AdaptiveRule().start(1024.0, scale_window=25)
     assert (state.scale_window, state.window_index) == (20, 0)
     with pytest.raises(TypeError, match="'scale_window' must be an integer"):

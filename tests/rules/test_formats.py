@@ -1,4 +1,4 @@
-"""The formats: their numbers against ml_dtypes, and what stands for them in files."""
+"""Number formats: their numbers against ml_dtypes, and how they are written to files."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from tests.rules.format_tables import OWN, numbers_of_hifloat8
 
 
 def numbers_of(number_format):
-    """All numbers above 0 of a format, by the distances that it tells."""
+    """Return all numbers above 0 of a format, computed from its quantum at each exponent."""
     lowest, _, highest = map(math.floor, number_format.exponents)
     values = []
     for exponent in range(lowest, highest + 1):
@@ -94,7 +94,7 @@ def test_hifloat8_has_the_numbers_of_its_codes():
 def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
     assert find_format(json.loads(json.dumps(number_format.to_config()))) == find_format(number_format) == number_format
     assert (number_format.to_config() == number_format.name) is (number_format in FORMATS.values())
-    # The name of before.
+    # The attribute ``given`` of version 1.0.0 has the same value.
     assert number_format.given == number_format.to_config()
 
 
@@ -106,7 +106,7 @@ def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
         (
             {"name": "mine"},
             TypeError,
-            "must have values by the names name, largest, .* 'largest' is missing, 'smallest_no",
+            "must be a dict with the keys name, largest, .* 'largest' is missing, 'smallest_no",
         ),
         ({**OWN, "bits": 3}, TypeError, "'bits' is unknown"),
         ({**OWN, "name": [1]}, TypeError, r"'name' must be text, but got \[1\] of type list"),

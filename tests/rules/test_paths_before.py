@@ -1,4 +1,4 @@
-"""The adaptive rule takes the steps that it took when it was written by hand, before steps were traced, bit for bit."""
+"""The adaptive rule takes the same steps, bit for bit, as its earlier hand-written version without tracing."""
 
 import hashlib
 import json
@@ -8,13 +8,13 @@ import numpy as np
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
-# Made by this function with the rule of before.
+# Digests that adaptive_paths() gave with the hand-written version.
 BEFORE = json.loads(Path(__file__).with_name("paths_before.json").read_text(encoding="utf-8"))
 STEPS = 500
 
 
 def adaptive_paths(random, count):
-    """Yield digests of all states of random rules on random overflows."""
+    """Yield, for each of ``count`` random rules, a digest of all its states on random overflows."""
     for _ in range(count):
         smallest = int(random.integers(1, 30))
         rule = AdaptiveRule(

@@ -1,4 +1,4 @@
-"""What a user's own rule may be written like, what it gives, and that its cell does what NumPy does."""
+"""How a user's own rule may be written, what the package adds to it, and that its update cell does what NumPy does."""
 
 import copy
 import dataclasses
@@ -48,7 +48,7 @@ FLAGS = [False, False, True, False, True, True, False, False]
 
 
 def rule_of(next_state, *, state=None, first=MappingProxyType({}), needs_gradients=False, **arguments):
-    """A rule with a step and a state."""
+    """Return a rule with the given step and state."""
     names = {"name": "own", "state": state or {}, "needs_gradients": needs_gradients, "next_state": next_state}
     if first != {}:
         names["first_state"] = lambda self, loss_scale: first
@@ -69,7 +69,7 @@ def test_a_name_of_before_says_what_is_there_instead(package, name, said):
 
 
 def run(rule, flags=FLAGS, loss_scale=2.0**16, gradients=(None,) * 99):
-    """The states after each step."""
+    """Return the states after each step."""
     states = [rule.start(loss_scale)]
     for overflow, gradient in zip(flags, gradients, strict=False):
         states.append(rule.step(states[-1], overflow, gradient))
@@ -155,7 +155,7 @@ MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bit
             ({name: 3}, f"'{name}', which only a rule of this package may have. Leave it out or rename it")
             for name in MADE
         ),
-        # The update cell would not take it, and Lanes neither.
+        # Neither the update cell nor Lanes would use this step().
         ({"step": lambda self, state, overflow: state}, "'step', which only a rule of this package may have"),
         ({"title": 5}, "must have its title as text in a line, but has 5"),
         ({"title": "two\nlines"}, "must have its title as text in a line"),
@@ -243,7 +243,7 @@ def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
 
 
 class Bounded(Rule):
-    """Arguments of its own, and the bounds of Rule."""
+    """Has an argument of its own, and the bounds of Rule."""
 
     name = "bounded"
     state: ClassVar = {"clean": int32}
@@ -265,7 +265,7 @@ class Bounded(Rule):
 
 
 class Further(Bounded):
-    """Further arguments, and what its parent does first."""
+    """Has a further argument, and does the step of its parent first."""
 
     name = "further"
 
@@ -357,7 +357,7 @@ def test_pick_between_equal_numbers_by_a_vector_is_a_vector():
 
 @dataclasses.dataclass
 class Dated(Rule):
-    """A dataclass, which cannot be hashed, with a rule of its own within."""
+    """A dataclass, which cannot be hashed, with another rule as an attribute."""
 
     name: ClassVar = "dated"
     state: ClassVar = {"clean": int32, "rung": int32}
@@ -394,7 +394,7 @@ def test_rules_may_be_made_in_several_threads():
 
 def test_an_attribute_is_read_when_the_rule_is_made():
     rules = [Bounded(2), Bounded(8)]
-    # Arguments and labels would tell of a step that is not taken.
+    # If an attribute could change, arguments and labels would not match the step that is taken.
     with pytest.raises(AttributeError, match=r"The rule 'bounded' is made already, .* 'factor'. Make another rule"):
         rules[0].factor = 4
     assert scales(rules[0]) == HALVED != scales(rules[1])
@@ -430,7 +430,7 @@ def test_a_copy_of_a_state_is_the_state(rule, again):
 
 
 class Listed(Rule):
-    """Keeps what it is given."""
+    """Stores its argument as it is."""
 
     name = "listed"
 
@@ -468,13 +468,13 @@ def test_an_attribute_stays_as_it_was_when_the_rule_was_made(value, change):
         assert each.step(each.start(2.0**16), True).loss_scale == 2.0**15
 
 
-# Lanes.
+# Lanes: many runs at once in NumPy.
 
 EXCHANGED = [1.0, 2.0**-9, 70000.0, 1e-39, np.nan]
 
 
 class Counters(Rule):
-    """A table whose size is an argument."""
+    """Has a table whose size is an argument."""
 
     name = "counters"
     state: ClassVar = {"rung": int32, "wait": int32[2]}
@@ -525,7 +525,7 @@ def assert_lanes_equal_runs(rules):
 
 
 class Numbers(Rule):
-    """Arguments in conditions, tables, vectors and reductions, where nothing else is."""
+    """Has conditions, tables, vectors and reductions that depend on nothing but its arguments."""
 
     name = "numbers"
     state: ClassVar = {"n": int32, "v": float32[3], "places": int32[2]}
@@ -592,11 +592,11 @@ def test_lanes_go_on_from_states_that_are_put_into_them():
     assert lanes.states(np.array([1])) == [rule.step(second, False)]
 
 
-# Numbers that devices take for 0.
+# Subnormal numbers, which some devices flush to 0.
 
 
 def large_again(number):
-    """Return a number with an intermediate result below 2^-126, by enough operations to be a branch of its own."""
+    """Return a number with an intermediate result below 2^-126, in enough operations to make a separate branch."""
     return abs(number * 2.0**-80 * 2.0**-64 * 2.0**100 * 2.0**10 - 2.0) + 1.0
 
 
@@ -605,11 +605,11 @@ def large_again(number):
     [
         lambda self, state, seen: state.replace(x=state.loss_scale * 1e-30 * 1e-20 * 1e30),
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64),
-        # No bits are lost, and what is made of it is large again.
+        # No bits are lost, and the final result is large again.
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64 * 2.0**100),
         lambda self, state, seen: state.replace(x=ceil(state.loss_scale * 2.0**-80 * 2.0**-64)),
         lambda self, state, seen: where(seen.overflow, state, state.replace(x=large_again(state.loss_scale))),
-        # Of constants alone.
+        # The subnormal number comes from constants alone.
         lambda self, state, seen: state.replace(x=state.loss_scale * (float32(2.0**-80) * 2.0**-60)),
     ],
 )
@@ -700,11 +700,11 @@ def test_a_first_state_has_the_dtypes_of_its_fields(state, first, expected):
     assert is_same(rule.step(start, False).x, expected)
 
 
-# The cell, where it once did something else than NumPy.
+# Cases in which the update cell once differed from NumPy.
 
 
 def assert_cell_equals(rule, steps=100, loss_scale=2.0**16, gradients=None, seed=0):
-    """Step NumPy and the cell; see that their states are equal after each step, and return them."""
+    """Step NumPy and the cell; assert that their states are equal after each step, and return the states."""
     numbers, states, owned = (
         random.Random(seed),
         [rule.start(loss_scale)],
@@ -744,7 +744,7 @@ def test_a_value_that_is_handed_on_is_that_of_before_the_step(mode):
 
 
 class Watching(AdaptiveRule):
-    """Remembers how many clean steps there were."""
+    """Stores the number of clean steps in its own state."""
 
     name = "watching"
     state: ClassVar = {**AdaptiveRule.state, "clean": int32}
@@ -768,7 +768,7 @@ def test_overflow_change_leaves_a_value_that_is_handed_on():
 
 
 def test_constants_of_the_compiler_leave_a_value_handed_on(graph_mode):
-    # Each product of constants is 1 in 32 bits.
+    # In 32-bit arithmetic, the constants of each function multiply to 1.
     before = (lambda a: a * -1 * -1, lambda a: a * 3 * -1431655765, lambda a: 65537 * (-65535 * a))
     state = {"a": int32} | {f"before_{n}": int32 for n in range(len(before))}
 
@@ -799,7 +799,7 @@ def test_a_rule_may_call_anything_a_scale_factor(graph_mode):
 
 
 class FarGuided(GuidedRule):
-    """Goes beyond the bounds, and relies on them."""
+    """Moves the exponent beyond the bounds, and relies on the package to keep the scale within them."""
 
     name = "far_guided"
 
@@ -809,7 +809,7 @@ class FarGuided(GuidedRule):
 
 
 class FarAdaptive(AdaptiveRule):
-    """The same rule, which remembers something more."""
+    """Moves the loss scale beyond the bounds, and also counts the raises."""
 
     name = "far_adaptive"
     state: ClassVar = {**AdaptiveRule.state, "raises": float32}
@@ -830,7 +830,7 @@ def test_rule_made_from_ours_stays_within_its_bounds(graph_mode, rule_class, arg
 
 
 class SpendsMore(AdaptiveRule):
-    """Has use for a part of the state that does not change where the rule is AdaptiveRule itself."""
+    """Changes a field of the state that never changes in AdaptiveRule itself with a hysteresis of 1."""
 
     name = "spends_more"
 

@@ -1,4 +1,4 @@
-"""What cannot be computed everywhere is refused when the rule is made, with its name, file, line and what to write."""
+"""Steps that cannot be computed everywhere are rejected when the rule is made, with name, file, line and remedy."""
 
 import pickle
 import random
@@ -35,7 +35,7 @@ SIGNATURE = HEAD[: HEAD.index("    def next_state")].count("\n") + 1
 
 
 def made(folder, source):
-    """The rule of a module, whose file is in the folder."""
+    """Return the rule of a module whose source is written to a file in the folder."""
     file = folder / "strange_rule.py"
     file.write_text(source)
     names = {"__name__": "strange_rule"}
@@ -44,7 +44,7 @@ def made(folder, source):
 
 
 def refusal(folder, statement, after="return state"):
-    """The message of a rule whose step has a statement, with the file and the first line of the statement."""
+    """Return the message for a rule with this statement in its step, the file, and the statement's first line."""
     body = textwrap.indent(f"{statement}\n{after}\n", " " * 8)
     with pytest.raises(ValueError, match=r"^The step of the rule 'own' ") as refused:
         made(folder, HEAD + body)
@@ -68,7 +68,7 @@ HAS = ", ".join(["loss_scale", "exponent", "clean", "mean", "vec", "a", "b", "sk
 REPLACED = ", ".join(HAS.split(", ")[:-2])
 TABULATE = r"(must return a tuple of as many int32 numbers each time|needs tabulate\()"
 
-# What is wrong and what to write instead, with statements that are so, between which stands ;;.
+# The problem and the remedy in the message, with statements that cause the message, separated by ;;.
 REFUSED = {
     BRANCH: """
         if o: return state.replace(loss_scale=s / 2) ;; if s > 2: s = s / 2 ;; while s > 2: s = s / 2
@@ -261,7 +261,7 @@ REFUSED = {
     ("picks a state or something else", "two states, or two values"): """
         x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, s, state)
     """,
-    ("has a list or tuple with values in it", r"Use stack\(\[...\]\), or one of them"): """
+    ("has a list or tuple with values in it", r"Use stack\(\[...\]\), or a single value"): """
         state.replace(vec=[s, s, 1.0]) ;; x = take([1.0, s], n) ;; x = v + (s, 1.0, 2.0) ;; x = count([o, True])
         state.replace(clean=tabulate(lambda n: (n, n), n=(n, 0, 3))) ;; x = argmin([s, s])
     """,
@@ -341,7 +341,7 @@ REFUSED = {
         x = Own() ;; x = Own().next_state(state, seen) ;; x = self.start(1.0) ;; x = self.step(None, False)
     """,
 }
-# What is at fault only when the step has returned, where the line is the line of the function.
+# Problems that are only found when the step has returned, so the message has the line of the function.
 OF_THE_STEP = ("moves loss_scale", "must return", "returns the state", "differs")
 
 CASES = [
@@ -386,7 +386,7 @@ def test_forbidden_parts_of_a_step_are_refused_with_their_line(tmp_path, problem
 )
 def test_an_error_in_a_step_is_told_with_the_line_of_the_rule(tmp_path, statement, error):
     message, file, line = refusal(tmp_path, statement)
-    # A recursion is somewhere in its own lines.
+    # A recursion may be reported in any of its own lines.
     line = rf"({line}|{line - 1})" if "next_state" in statement else line
     where_it_is = rf", in line {line} of {re.escape(str(file))}\.$"
     assert re.search(rf"^The step of the rule 'own' raises {error}.*{where_it_is}", message), message
@@ -451,11 +451,11 @@ def test_values_work_within_a_step_only():
         float32(8)
 
 
-# What the description of a rule must not have.
+# Attributes of a rule's class that are rejected.
 
 
 def described(**names):
-    """Make a rule whose class has these names."""
+    """Return a rule whose class has these attributes."""
     return type("Own", (Rule,), {"name": "own", "next_state": lambda self, state, seen: state, **names})()
 
 
@@ -581,7 +581,7 @@ def test_field_named_like_the_cells_attribute_is_refused(name):
         RuleLossScaleUpdateCell(2.0, rule)
 
 
-# What looks strange and is right: names of the generated code, and statements that nobody chose.
+# Strange code that is correct: names that the generated code uses too, and unusual statements.
 
 NAMES = [
     "v0",
@@ -607,7 +607,7 @@ def mixed_up(self, state, seen):
     return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 3, v0=state.index), raised)
 
 
-# As they stand: a float32 each.
+# Expressions that are accepted as they are; each of them gives a float32.
 ACCEPTED = """
 sum(v) / len(v)
 stack(list(reversed(list(v))))[0] * v[-1]

@@ -1,4 +1,4 @@
-"""What users check on an Ascend, done on a CPU."""
+"""The check that users run on Ascend, run on a CPU."""
 
 import re
 

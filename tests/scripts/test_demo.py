@@ -1,4 +1,4 @@
-"""The demo trains a real model twice, and its report agrees with records, logs and checkpoint."""
+"""The demo trains a real model twice, and its report agrees with the records, the log and the checkpoint."""
 
 import re
 
@@ -13,12 +13,12 @@ from scripts.demo import demo
 from tests.conftest import ROOT, write_corpus
 from tests.shared.records import assert_follows
 
-# Enough steps for the two losses to part, and for the scale to move; short samples learn as well.
+# Enough steps for the two losses to differ, and for the scale to change. Short samples train as well.
 STEPS = 100
 
 
 def run_demo(run_python, corpus, *options, expect_exit=0):
-    """Run the demo on a corpus, with keys of the YAML changed, in ``tmp_path``."""
+    """Run the demo in ``tmp_path`` on a corpus, with changed keys of the YAML file."""
     arguments = ["--corpus", corpus, "--output_dir", "output", "--steps", STEPS]
     arguments += ["--options", "model.model_config.seq_length=32", *options]
     return run_python(ROOT / "scripts" / "demo" / "demo.py", *arguments, expect_exit=expect_exit)
@@ -35,7 +35,7 @@ def test_demo_shows_what_scaling_is_worth(run_python, tmp_path):
     for name, loss in zip(records, losses, strict=True):
         last = [entry["loss"] for entry in records[name] if not entry["overflow"]][-demo.AVERAGED :]
         assert loss == pytest.approx(np.mean(last), abs=0.005)
-    # The whole demo shows some 0.7 more.
+    # The whole demo shows a larger difference.
     assert losses[0] > losses[1] + 0.1
     assert {entry["loss_scale"] for entry in records[demo.FP16_ALONE]} == {1 / demo.MICRO_BATCHES}
     skipped = int(re.search(r"and (\d+) of 100 steps were skipped", adaptive)[1])
@@ -47,7 +47,7 @@ def test_demo_shows_what_scaling_is_worth(run_python, tmp_path):
     }
     assert (saved["skipped_steps"], saved["global_step"]) == (skipped, STEPS - skipped)
     assert saved["scale_sense"] == records[demo.ADAPTIVE][-1]["next_loss_scale"]
-    # Dynamic scaling moves as adaptive scaling does until a window of 20 steps has passed.
+    # Until a window of 20 steps has passed, dynamic scaling changes the scale as adaptive scaling does.
     counts = dict(re.findall(r"(guided|dynamic 1000) (\d+)", replays))
     assert int(counts["guided"]) <= int(counts["dynamic 1000"]) <= skipped
     assert (tmp_path / picture.split()[-1]).read_bytes().startswith(b"\x89PNG")

@@ -38,17 +38,17 @@ def test_scale_follows_the_rule(graph_mode, scaling_on_cpu, way):
         assert any(run.overflows)
         assert run.loss_scales == [scale for scale, _ in path_of(RULES[way], 2.0**24, 20, run.overflows)]
     elif way is lenet5_managers.fixed_skipping_overflows:
-        # At 2^24 every step overflows and is skipped: what a fixed scale does that is too large.
+        # A fixed scale of 2^24 is too large: every step overflows and is skipped.
         assert all(run.overflows)
         assert run.loss_scales == [2.0**24] * 64
     else:
-        # No step is skipped, so there is no flag.
+        # This way skips no step, so it returns no overflow flag.
         assert run.overflows == []
     assert_row_of_the_page(way, run)
 
 
 def assert_row_of_the_page(way, run):
-    """A run agrees with the page, in its losses as far as machines do."""
+    """Assert that a run agrees with the page, with losses as equal as they are between machines."""
     lines = figure("lenet5")["printed"]
     [row] = [re.split(r"\s{2,}", line) for line in lines if line.startswith(way.__name__.replace("_", " ") + "  ")]
     counts = [str(len(run.losses)), str(sum(run.overflows)) if run.overflows else "never"]
@@ -63,7 +63,7 @@ def test_program_of_mindspores_guide_runs_after_the_one_line(graph_mode, scaling
     optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
     before = network.fc3.weight.asnumpy().copy()
     metrics = {"Accuracy": nn.Accuracy()}
-    # By position, as MindSpore's guide writes it: an initial scale of 4 and a factor of 3000.
+    # MindSpore's guide passes these by position: an initial scale of 4 and a factor of 3000.
     manager = DynamicLossScaleManager(4, 3000)
     model = Model(network, loss, optimizer, metrics=metrics, amp_level="O0", loss_scale_manager=manager)
     model.train(epoch=1, train_dataset=create_dataset(samples=8, batch_size=4), callbacks=[LossMonitor()])
@@ -85,7 +85,7 @@ def test_block_of_mindformers_page_trains_by_the_rule(run_forked, tmp_path):
     finished = run_forked(EXAMPLES / "mindformers_trainer_from_wrapper.py")
     (tmp_path / "console.log").write_text(finished.stdout + finished.stderr)
     run = read_log(tmp_path / "console.log")
-    # Three epochs of 64 samples, 4 a batch; nothing overflows at a scale that begins at 1.
+    # Three epochs of 64 samples, in batches of 4. Nothing overflows at a scale that begins at 1.
     assert (len(run), run.log_format) == (48, "mindformers")
     assert run.loss[-1] < run.loss[0]
     expected = [1.0, *(scale for scale, _ in path_of(AdaptiveRule(2, 1000, 20), 1.0, 20, run.overflow.tolist()))]
@@ -99,7 +99,7 @@ STEP = re.compile(r"^ *(\d+) +([\d.]+) +(True|False) +(\d+) +(\d+) +(\d+) +[\d.a
 
 
 def rows_of_trainings(printed):
-    """The rows of each training that printed a StepTable: loss, overflow, scale, next scale and window."""
+    """Return, for each training that printed a StepTable, its rows: loss, overflow, scale, next scale, window."""
     trainings = []
     for step, loss, overflow, *numbers in STEP.findall(printed):
         if step == "1":
@@ -113,7 +113,7 @@ def mean_of_applied(rows):
 
 
 def assert_learns_by_the_adaptive_rule(rows, share):
-    """A training of 32 steps with overflows follows the rule, and its loss falls to this share of the first."""
+    """Assert that a training of 32 steps follows the rule, and that its loss falls to ``share`` of the first loss."""
     overflows = [overflow for _, overflow, *_ in rows]
     assert (len(rows), set(overflows)) == (32, {True, False})
     path = [(next_scale, window) for *_, next_scale, window in rows]
@@ -125,7 +125,7 @@ def test_all_weights_are_fine_tuned_with_a_masked_loss(run_forked):
     pre_training, fine_tuning = rows_of_trainings(run_forked(EXAMPLES / "fine_tuning.py").stdout)
     assert_learns_by_the_adaptive_rule(pre_training, 0.5)
     assert_learns_by_the_adaptive_rule(fine_tuning, 0.5)
-    # It begins with the trained weights, and with a loss scale of its own.
+    # Fine-tuning begins with the trained weights, and with its own loss scale.
     assert fine_tuning[0][0] != pytest.approx(pre_training[0][0], rel=0.1)
     assert fine_tuning[0][2] == 2**24
 
@@ -134,7 +134,7 @@ def test_preferences_are_learned_with_the_guided_rule(run_forked):
     printed = run_forked(EXAMPLES / "preferences.py", "--rule", "guided", "--layers", 1).stdout
     [rows] = rows_of_trainings(printed)
     assert len(rows) == 16
-    # Before the training both answers have gained nothing.
+    # Before the training, neither answer has become more likely, so the loss is log 2.
     assert rows[0][0] == pytest.approx(np.log(2), abs=1e-3)
     assert mean_of_applied(rows[-5:]) < 0.05
     overflows = [overflow for _, overflow, *_ in rows]
@@ -157,7 +157,7 @@ def test_a_policy_is_learned_although_its_rewards_spike(run_forked, rule):
         expected = path_of(AdaptiveRule(2, 40, 5), 2.0**24, 5, overflows.values())
         assert scales == [scale for scale, _ in expected]
     else:
-        # Beside the spikes it skips few steps of a noisy training, and is back after each spike.
+        # Apart from the spikes, the rule skips few steps of a noisy training, and it recovers after each spike.
         assert sum(overflows.values()) <= len(spikes) + 8
-        # Two steps later the scale is within a bit of what it was before.
+        # Two steps after a spike, the scale is at most one bit lower than before the spike.
         assert all(scales[step + 1] >= scales[step - 2] / 2 for step in spikes[:-1])

@@ -1,4 +1,4 @@
-"""Trainings in simulated 8-bit formats: what the page says holds, and the present code still does it."""
+"""Trainings in simulated 8-bit formats: the claims of the page hold, and the present code still gives the figures."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ WORSE_WITHOUT_SCALING = {
 
 
 def worse(key, method):
-    """The formats in which a method is shown to be worse than the best fixed scale."""
+    """Return the formats in which a method is clearly worse than the best fixed scale."""
     task = figure("formats")["tasks"][key]
     less = {
         name: mean_and_interval(script.less_best_fixed(task, of_format["runs"], method))
@@ -100,11 +100,11 @@ def test_each_raise_beyond_the_ceiling_costs_a_step(falls, margin, skipped):
 
 
 def test_the_best_scale_is_the_best_of_the_other_seeds():
-    # In the first seed 2^0 is far ahead by chance.
+    # With the first seed, 2^0 is far ahead by chance.
     qualities = {"2^0": [9.0, 1.0, 1.0], "2^8": [3.0, 4.0, 5.0], "rule": [3.0, 4.0, 5.5]}
     runs = {name: [{"quality": value} for value in values] for name, values in qualities.items()}
     task = {"higher_is_better": True}
-    # Without the first seed 2^8 is best, without another 2^0.
+    # Without the first seed, 2^8 is best; without another seed, 2^0 is best.
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "rule"), [0.0, 3.0, 4.5])
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "2^8"), [0.0, 3.0, 4.0])
     losses = {"higher_is_better": False}
@@ -119,7 +119,7 @@ def test_verdict_says_what_find_says_and_what_results_show():
 
 
 def test_runs_that_a_file_has_are_not_trained_again():
-    """All but those that are named; what is trained again comes in the place of the old."""
+    """Only missing runs and the runs of a named method are trained; new runs replace the old runs of the method."""
     trained = []
 
     class Trainings:
@@ -145,12 +145,12 @@ def test_a_training_in_simulated_fp8_is_as_the_data_say():
         assert (run["start"], run["skipped_early"]) == tuple(
             measured[method][0][key] for key in ("start", "skipped_early")
         )
-        # Another machine or number of threads adds in another order, which a coarse format makes visible.
+        # Another machine or number of threads adds in another order, and a coarse format makes the difference visible.
         assert run["quality"] == pytest.approx(measured[method][0]["quality"], abs=0.03)
 
 
 def test_all_products_of_the_llama_with_adapters_are_rounded(monkeypatch, tmp_path):
-    # MindFormers writes the configuration of the adapters there.
+    # MindFormers writes the configuration of the adapters to the current folder.
     monkeypatch.chdir(tmp_path)
     from mindspore import dtype as mstype
 
@@ -158,6 +158,6 @@ def test_all_products_of_the_llama_with_adapters_are_rounded(monkeypatch, tmp_pa
 
     network = task_of("lora", script.LLAMA).new_network(mstype.float32)
     products = simulate_formats(network, *script.FORMATS[FP8])
-    # Of the two layers: attention's products of queries, keys and values; in each of the four adapters two beside the
-    # product of the layer itself; three feed-forward layers. Then the last layer, the mask, and two of the positions.
+    # In each of the two layers: two products of attention; in each of four adapters, two products beside the product of
+    # the adapted layer; three feed-forward layers. Then the last layer, the mask, and two products of the positions.
     assert products == 2 * 2 + 2 * 4 * 3 + 2 * 3 + 1 + 1 + 2

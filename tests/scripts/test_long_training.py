@@ -1,4 +1,4 @@
-"""The long training: resumed it is what it is uninterrupted, and its table and picture say what its runs showed."""
+"""The long training: a resumed run equals an uninterrupted run, and table and picture show the results of the runs."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path):
     assert list(values) == list(expected)
     for name, value in expected.items():
         np.testing.assert_array_equal(values[name], value, err_msg=name)
-    # Of what was kept only the last is left, and in the end nothing.
+    # Only the last saved state is kept, and nothing is kept in the end.
     assert sorted(file.name for file in (tmp_path / "stopped").iterdir()) == ["whole-10.ckpt", "whole.json"]
     resumed.forget()
     assert list((tmp_path / "stopped").iterdir()) == []
@@ -78,7 +78,7 @@ def test_what_is_whole_is_not_trained_again(tmp_path, monkeypatch):
 
     def train(command, **_):
         commands.append(command)
-        # The second piece is the last.
+        # The second part of the training is the last.
         if len(commands) == 2:
             long_training.file_of(tmp_path, "fixed", 1).write_text("{}")
 

@@ -1,4 +1,4 @@
-"""The corpus of the demo has real bytes and is written whole or not at all."""
+"""The corpus of the demo has real bytes, and is written completely or not at all."""
 
 import mindspore.dataset
 
@@ -14,7 +14,7 @@ def test_samples_are_consecutive_bytes_of_the_standard_library(run_forked, tmp_p
     text = b"".join(sample.astype("uint8").tobytes() for sample in samples)
     import __future__
 
-    # The first module by name.
+    # __future__ is the first module by name.
     with open(__future__.__file__, "rb") as source:
         assert text == source.read(len(text))
 

@@ -1,4 +1,4 @@
-"""Rules that nobody chose: NumPy, lanes and update cells take the same steps, bit for bit."""
+"""Randomly generated rules: NumPy, lanes and update cells take the same steps, bit for bit."""
 
 import math
 
@@ -8,7 +8,7 @@ from mindformers_adaptive.rules import operations
 from scripts.random_rules.compare import compare, make_rule, numpy_runs, states_of_cells
 
 STEPS = 40
-# Rules that share a graph, and how many such graphs are compiled. NumPy alone runs more rules.
+# The number of rules that share a graph, of graphs that are compiled, and of rules that run in NumPy alone.
 TOGETHER, SHARED, IN_NUMPY = 5, 2, 40
 
 
@@ -20,7 +20,7 @@ def made(seeds, folder):
 def test_all_ways_take_the_same_steps(tmp_path, part):
     outcomes = compare(made(range(part * TOGETHER, (part + 1) * TOGETHER), tmp_path), STEPS)
     assert set(outcomes) <= {"same", "noticed"}, "\n".join(outcomes)
-    # Too few would be compared.
+    # With fewer equal outcomes, too few rules would be compared.
     assert outcomes.count("same") >= TOGETHER - 3
 
 
@@ -46,7 +46,7 @@ def test_random_rules_reach_all_operations(tmp_path):
     assert of_tables - used == set()
 
 
-# For some operations what an implementation could have given instead, and rules in which each shows.
+# For some operations, a wrong implementation. TELLING are the seeds of rules in which each difference shows.
 PLANTED = {
     "div": "{0} / {1}",
     "less": "{0} <= {1}",
@@ -58,7 +58,7 @@ TELLING = (7, 37)
 
 @pytest.fixture(scope="module")
 def states_of_first_cells(tmp_path_factory):
-    """The states of some rules' update cells, for which nothing is planted."""
+    """Return the states of the update cells of some rules, without a planted difference."""
     return states_of_cells(made(TELLING, tmp_path_factory.mktemp("rules")), STEPS)
 
 
@@ -67,6 +67,6 @@ def states_of_first_cells(tmp_path_factory):
 def test_a_planted_difference_is_found(states_of_first_cells, tmp_path, monkeypatch, operation):
     planted = operations.OPERATIONS[operation]._replace(numpy=PLANTED[operation])
     monkeypatch.setitem(operations.OPERATIONS, operation, planted)
-    # Made anew, with the planted operation.
+    # Make the rules anew, with the planted operation.
     outcomes = compare(made(TELLING, tmp_path), STEPS, states_of_first_cells)
     assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in outcomes), outcomes

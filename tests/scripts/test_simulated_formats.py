@@ -1,4 +1,4 @@
-"""Simulated formats: numbers as ml_dtypes rounds them, and products that see rounded inputs and gradients."""
+"""Simulated formats round numbers as ml_dtypes does, and products see rounded inputs and gradients."""
 
 import ml_dtypes
 import numpy as np
@@ -14,9 +14,9 @@ ANY = NUMBERS.integers(0, 2**32, 2**18, np.uint32).view(np.float32)
 FLOATS = np.concatenate(
     [
         np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32),
-        # Near the numbers of 8-bit formats, so that there are ties.
+        # Values near the numbers of the 8-bit formats, some halfway between two of them, so that rounding ties occur.
         (NUMBERS.integers(-64, 65, 2**17) / 4 * 2.0 ** NUMBERS.integers(-26, 18, 2**17)).astype(np.float32),
-        # Devices flush subnormal numbers of float32 to 0.
+        # Leave out subnormal numbers of float32, which devices flush to 0.
         ANY[np.isnan(ANY) | (np.abs(ANY) >= 2.0**-126)],
         np.float32([np.inf, -np.inf]),
     ]
@@ -29,7 +29,7 @@ def rounded_to(name, x):
             return x.astype(getattr(ml_dtypes, name, name)).astype(np.float32)
         numbers = np.array([0.0, *numbers_of_hifloat8(), 1.5 * 2.0**15])
         size = np.abs(x).astype(np.float64)
-        # Ties go away from 0.
+        # Ties are rounded away from 0.
         nearest = numbers[np.searchsorted((numbers[1:] + numbers[:-1]) / 2, size, side="right")]
         nearest = np.copysign(np.where(nearest > 2.0**15, np.inf, nearest), x)
         return np.where(np.isnan(x), np.nan, nearest).astype(np.float32)
@@ -43,7 +43,7 @@ def test_numbers_are_rounded_as_the_format_has_them(mode, name):
 @pytest.mark.parametrize("in_fp16", [False, True])
 def test_products_see_rounded_inputs_and_gradients(mode, in_fp16):
     dtype = np.float16 if in_fp16 else np.float32
-    # In FP16 in the middle between two numbers of the format, in float32 not.
+    # In FP16, this weight is halfway between two numbers of the format; in float32 it is not.
     layer = nn.Dense(3, 4, weight_init=Tensor(np.full((4, 3), 0.13281262, np.float32)))
     assert simulate_formats(layer, "float8_e4m3fn", "float8_e5m2") == 1
     if in_fp16:

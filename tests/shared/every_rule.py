@@ -1,4 +1,4 @@
-"""Every rule with its update cell, manager and scaler, a user's own rule among them, and paths for their steps."""
+"""Every rule with its update cell, manager and scaler, including a user's own rule, and paths of random steps."""
 
 import functools
 import random
@@ -29,12 +29,12 @@ from mindformers_adaptive.rules.saved_state import own_keys, to_values
 
 RULES = (AdaptiveRule, GuidedRule, LogMaxRule)
 
-# Gradients that show nothing, or next to nothing.
+# Largest gradients from which a rule can learn nothing, or hardly anything.
 SILENT = (0.0, np.inf, np.nan, 1e-39, 2.0**-126, float(np.finfo(np.float32).max))
 
 
 def is_same(ours, theirs):
-    """Return whether two values are equal, however they are nested, where NaN equals NaN."""
+    """Return whether two nested values are equal; NaN counts as equal to NaN."""
     if isinstance(ours, dict):
         return ours.keys() == theirs.keys() and all(is_same(value, theirs[name]) for name, value in ours.items())
     if isinstance(ours, tuple | list):
@@ -43,7 +43,7 @@ def is_same(ours, theirs):
 
 
 class Owned(nn.Cell):
-    """An update cell, also of another package, with its loss scale, as a train-step cell names their Parameters."""
+    """An update cell of this or another package with its loss scale; Parameters are named as in a train-step cell."""
 
     def __init__(self, update_cell):
         super().__init__(auto_prefix=False)
@@ -63,12 +63,12 @@ class Owned(nn.Cell):
         return self.update_cell(self.scale_sense, overflow)
 
     def step(self, overflow, largest_gradient=np.nan):
-        """Take a step."""
+        """Take a step with the given overflow flag and largest gradient."""
         return self(Tensor(bool(overflow)), Tensor(largest_gradient, mindspore.float32))
 
 
 class Step(NamedTuple):
-    """A step of a path, and the state of the rule after it."""
+    """A step of a path, and the state of the rule after the step."""
 
     overflow: bool
     largest_gradient: float
@@ -77,7 +77,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A rule with arguments, and the classes that apply it."""
+    """A rule with its arguments, and the classes that apply the rule."""
 
     rule_class: type
     cell_class: Callable
@@ -85,7 +85,7 @@ class Kind:
     scaler_class: Callable
     arguments: Mapping = field(default_factory=dict)
     loss_scale: float = 2.0**20
-    # What the cell takes beside the arguments of the rule.
+    # Arguments of the update cell that are no arguments of the rule.
     beside: Mapping = field(default_factory=dict)
 
     @functools.cached_property
@@ -93,7 +93,7 @@ class Kind:
         return self.rule_class(**self.arguments)
 
     def own_keys(self):
-        """Return the names of the rule's own state, as the cell has it."""
+        """Return the keys of the rule's own state, as they appear in the state of the cell."""
         return [key for key in own_keys(self.rule) if key in to_values(self.rule, self.start(), 0)]
 
     def start(self):
@@ -111,7 +111,7 @@ class Kind:
         return self.scaler_class(scale_value=loss_scale or self.loss_scale, **self.arguments)
 
     def path(self, steps, seed=0):
-        """Return so many random steps: the ceiling wanders and jumps, and some gradients show nothing."""
+        """Return ``steps`` random steps: the ceiling drifts and jumps, and some gradients tell the rule nothing."""
         numbers, state, path, level = random.Random(seed), self.start(), [], 18.0
         for _ in range(steps):
             level = min(max(level + numbers.gauss(0, 0.4), -3.0), 60.0)

@@ -1,12 +1,12 @@
-"""What the processes of :class:`tests.shared.launched.ForkedRun` have imported when they start.
+"""Imports MindFormers once for all processes of :class:`tests.shared.launched.ForkedRun`, which are forked afterwards.
 
-Run as a script, it is the scheduler by which the processes of a ``ForkedCluster`` find each other.
+Run as a script, this module is the scheduler through which the processes of a ``ForkedCluster`` find each other.
 """
 
 import sys
 from pathlib import Path
 
-# When it is imported, MindSpore takes note of the script whose imports decide whether a graph in its cache is used.
+# At import, MindSpore notes this script. The files that the script imports decide whether a cached graph is used.
 sys.argv = [str(Path(__file__).resolve().parents[2] / "scripts" / "launch" / "run_mindformer.py")]
 
 import mindformers  # noqa: E402, F401

@@ -1,4 +1,4 @@
-"""Scripts that are started by MindSpore's ``msrun``, or in a process that has imported MindFormers already."""
+"""Scripts started by MindSpore's ``msrun``, or in a forked process that has already imported MindFormers."""
 
 import atexit
 import contextlib
@@ -17,18 +17,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# All are forked from one server, because to import MindFormers takes half of the time of a short training.
+# Fork all processes from one server, because importing MindFormers takes half the time of a short training.
 _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["tests.shared.imported_once"])
 
 
 class Killable:
-    """A process that can be killed together with all that it has started."""
+    """A process that can be killed together with all processes that it has started."""
 
     def kill_all(self):
-        """SIGKILL them, so that they have no chance to tidy up."""
+        """Kill the process and its descendants with SIGKILL, so that they cannot clean up."""
         if self.poll() is None:
-            # Not its process group: msrun gives each worker one of its own.
+            # Killing the process group is not enough, because msrun gives each worker its own group.
             leader = psutil.Process(self.pid)
             for process in [*leader.children(recursive=True), leader]:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -47,9 +47,9 @@ class StartedRun(Killable, subprocess.Popen):
 
 
 class ForkedRun(Killable):
-    """A Python script that runs in a process of its own, as the leader of a session, after MindFormers was imported.
+    """A Python script in a separate process, the leader of a session, that starts with MindFormers already imported.
 
-    It has what the tests use of ``subprocess.Popen``.
+    It has the methods of ``subprocess.Popen`` that the tests use.
     """
 
     def __init__(self, command, cwd, environment, output, errors=None):
@@ -60,11 +60,11 @@ class ForkedRun(Killable):
         self.pid = self._process.pid
 
     def poll(self):
-        """Return the exit code, negative for a signal, or None while it runs."""
+        """Return the exit code (negative for a signal), or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout=None):
-        """Return the exit code when it ends; raise TimeoutExpired if that takes longer."""
+        """Wait for the process and return its exit code; raise TimeoutExpired if ``timeout`` seconds are not enough."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout)
@@ -72,14 +72,14 @@ class ForkedRun(Killable):
 
 
 def _ensure_server():
-    # It finds what it imports by its environment only.
+    # The server finds the modules to import only through its environment.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         forkserver.ensure_running()
 
 
 def _run_script(command, cwd, environment, *files):
-    # Whatever is collected from now on, the modules that are there are not looked through.
+    # Exclude the modules that are already loaded from all later garbage collections.
     gc.freeze()
     os.setsid()
     for descriptor, file in zip((1, 2), files, strict=True):
@@ -92,14 +92,14 @@ def _run_script(command, cwd, environment, *files):
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
-        # Which the exit of a forked process leaves out.
+        # A forked process does not run its exit handlers when it ends.
         atexit._run_exitfuncs()
 
 
 class ForkedCluster:
-    """As :class:`ForkedRun`, in several processes that train together: those that ``msrun`` would start.
+    """A script in several processes that train together, as ``msrun`` would start them; used like :class:`ForkedRun`.
 
-    They find each other by a scheduler, which is killed when they have ended.
+    The processes find each other through a scheduler, which is killed when they have ended.
     """
 
     def __init__(self, processes, command, cwd, environment, outputs):
@@ -114,23 +114,23 @@ class ForkedCluster:
             self._workers.append(ForkedRun(command, cwd, environment | of_worker, output))
 
     def poll(self):
-        """Return the exit code of the first that ended, or None while all run."""
+        """Return the exit code of a process that has ended, or None while all processes run."""
         return next((code for worker in self._workers if (code := worker.poll()) is not None), None)
 
     def wait(self, timeout=None):
-        """Return 0 when all have ended well, or the exit code of the first that did not."""
+        """Wait for all processes; return 0 if all have succeeded, otherwise the exit code of one that failed."""
         codes = [worker.wait(timeout) for worker in self._workers]
         self._scheduler.kill_all()
         return next((code for code in codes if code != 0), 0)
 
     def kill_all(self):
-        """SIGKILL all of them."""
+        """Kill all processes and the scheduler with SIGKILL."""
         for process in (*self._workers, self._scheduler):
             process.kill_all()
 
 
 def run_in_processes(processes, folder, script, *arguments):
-    """Run a script in so many processes that train together, with their logs in ``folder``."""
+    """Run a script in ``processes`` processes that train together, with their logs in ``folder``."""
     logs = [folder / f"worker_{rank}.log" for rank in range(processes)]
     cluster = ForkedCluster(processes, list(map(str, [script, *arguments])), folder, dict(os.environ), logs)
     try:
@@ -141,12 +141,12 @@ def run_in_processes(processes, folder, script, *arguments):
 
 
 def with_this_python():
-    """Return the environment in which ``msrun``, which starts the first ``python`` of the PATH, starts this one."""
+    """Return an environment in which ``msrun`` starts this Python; it takes the first ``python`` of the PATH."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def free_port():
-    """Return the number of a port at which nobody listens."""
+    """Return the number of a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Small networks: a dense layer that overflows on demand, and some whose FP16 gradients are known by hand."""
+"""Small networks: a dense layer that overflows on demand, and networks whose FP16 gradients are known by hand."""
 
 import mindspore
 import numpy as np
@@ -8,7 +8,7 @@ from mindspore.ops.primitive import constexpr
 
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
-# Of a batch of PerToken.
+# Number of tokens in a batch of PerToken.
 TOKENS = 48
 
 
@@ -28,7 +28,7 @@ class HalfPrecisionSum(nn.Cell):
 
 
 class PerToken(nn.Cell):
-    """Returns the sum of the losses of the tokens and their number, as MindFormers' models do on demand."""
+    """Returns the sum of the token losses and the number of tokens, as MindFormers' models do for a per-token loss."""
 
     def __init__(self):
         super().__init__()
@@ -43,16 +43,16 @@ class PerToken(nn.Cell):
 
 
 def gradient_in_fp16(x, factor, loss_scale):
-    """Return what NumPy says of the gradient of :class:`HalfPrecisionSum`, multiplied by the scale."""
+    """Return the gradient of :class:`HalfPrecisionSum` times the loss scale, computed with NumPy."""
     with np.errstate(over="ignore", invalid="ignore"):
         incoming = np.float32(loss_scale * factor).astype(np.float16)
         return (incoming * np.asarray(x, np.float16)).astype(np.float32)
 
 
 class ListedDropout(nn.Cell):
-    """Dropout by one mask of a fixed list after the other.
+    """Dropout that takes its masks from a fixed list, one after the other.
 
-    What MindSpore's dropout draws on a CPU depends on how many threads draw, and so on how long earlier calls took.
+    MindSpore's own dropout on a CPU depends on how many threads draw numbers, and so on how long earlier calls took.
     """
 
     def __init__(self, size, masks=32, p=0.3):
@@ -72,7 +72,7 @@ class ListedDropout(nn.Cell):
 
 
 class WithStateAndDropout(nn.Cell):
-    """Has dropout, moving averages and casts to FP16; returns its loss and something more."""
+    """A network with dropout, moving averages and a cast to FP16; it returns the loss and the outputs."""
 
     def __init__(self, functional_dropout=False, listed_dropout=False):
         super().__init__()
@@ -93,7 +93,7 @@ class WithStateAndDropout(nn.Cell):
 
 
 class OnlyLoss(nn.Cell):
-    """The first output of a network."""
+    """Returns only the first output of a network, the loss."""
 
     def __init__(self, network):
         super().__init__(auto_prefix=False)
@@ -104,7 +104,7 @@ class OnlyLoss(nn.Cell):
 
 
 class Twice(nn.Cell):
-    """Calls a dense layer in FP16 twice, and one in FP32 that returns a tuple."""
+    """Calls an FP16 dense layer twice, then a layer in FP32 that returns a tuple."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ class GraphOnly(Twice):
 
 
 def seeded_train_step(**arguments):
-    """Return a train step of :class:`WithStateAndDropout`, the same each time."""
+    """Return a train step of :class:`WithStateAndDropout`, with the same initial weights each time."""
     mindspore.set_seed(1)
     network = OnlyLoss(WithStateAndDropout(**arguments))
     optimizer = nn.Adam(network.trainable_params(), 0.01)
@@ -151,13 +151,13 @@ def seeded_train_step(**arguments):
 
 
 def rows(seed=0, count=16):
-    """Return inputs, float32 of shape (count, 8), and targets, (count, 2), for :class:`WithStateAndDropout`."""
+    """Return float32 inputs (count, 8) and targets (count, 2) for :class:`WithStateAndDropout`."""
     random = np.random.default_rng(seed)
     return random.normal(size=(count, 8)).astype(np.float32), random.normal(size=(count, 2)).astype(np.float32)
 
 
 class Dense:
-    """One dense layer, in FP16 if asked for, a loss, and batches; with an inf they overflow at every loss scale."""
+    """A dense layer (in FP16 on request), a loss and batches; a batch with an inf overflows at every loss scale."""
 
     def __init__(self, fp16=False):
         self.layer = nn.Dense(4, 2, weight_init="ones", bias_init="zeros")
@@ -172,7 +172,7 @@ class Dense:
         return getattr(nn, name)(self.layer.trainable_params(), learning_rate=0.01, **options)
 
     def train_step(self, update_cell, cell=TrainOneStepWithLossScaleCell):
-        """Return a train-step cell around an update cell."""
+        """Return a train-step cell that uses the update cell."""
         return cell(self.network, self.optimizer(), scale_sense=update_cell)
 
     def weight(self):
@@ -186,7 +186,7 @@ class Dense:
 
 
 def batches(count, overflows=()):
-    """Return a dataset of so many batches; the batches with the given numbers overflow at every loss scale."""
+    """Return a dataset of ``count`` batches; the batches in ``overflows`` overflow at every loss scale."""
     both = [Dense.batch(number in overflows) for number in range(count)]
     rows = [np.concatenate([tensor.asnumpy() for tensor in each]) for each in zip(*both, strict=True)]
     return dataset.NumpySlicesDataset(tuple(rows), shuffle=False).batch(3)

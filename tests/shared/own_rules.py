@@ -1,4 +1,4 @@
-"""Rules as a user would write them: one that follows the gradients, one with a vector, some made from others."""
+"""Rules as a user would write them: one follows the gradients, one has a vector as state, some extend other rules."""
 
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ from mindformers_adaptive.rules.guided import GuidedRule
 
 
 class Follow(Rule):
-    """The scale lies so many bits below what the last gradient showed."""
+    """Keeps the loss scale ``margin`` bits below the largest scale that is safe for the last known gradient."""
 
     name = "follow"
     state: ClassVar = {"shown": int32}
@@ -31,7 +31,7 @@ class Follow(Rule):
 
 
 class Weigh(Rule):
-    """A vector whose length is an argument; its places are weighed against each other."""
+    """Has a vector whose length is an argument, and raises the scale if the first element is not the smallest."""
 
     name = "weigh"
 
@@ -51,7 +51,7 @@ class Weigh(Rule):
 
 
 class Plain(Rule):
-    """Dynamic scaling with a window."""
+    """Dynamic loss scaling with a window."""
 
     name = "plain"
     state: ClassVar = {"clean_steps": int32}
@@ -69,7 +69,7 @@ class Plain(Rule):
 
 
 class CappedGuided(GuidedRule):
-    """Made from another rule, without its arguments."""
+    """Extends the guided rule with an upper limit on the exponent, and does not take its arguments."""
 
     name = "capped_guided"
 
@@ -83,7 +83,7 @@ class CappedGuided(GuidedRule):
 
 
 class CappedAdaptive(AdaptiveRule):
-    """The same rule with another state."""
+    """Extends the adaptive rule with an upper limit on the loss scale."""
 
     name = "capped_adaptive"
 
@@ -97,7 +97,7 @@ class CappedAdaptive(AdaptiveRule):
 
 
 class Windows(Rule):
-    """Calls a vector as other rules call their window."""
+    """Has a vector named ``scale_window``, which in other rules is the name of a single number."""
 
     name = "windows"
     state: ClassVar = {"scale_window": int32[3]}
@@ -107,4 +107,4 @@ class Windows(Rule):
 
 
 class NoRule:
-    """Something else."""
+    """A class that is no loss-scaling rule."""

@@ -1,4 +1,4 @@
-"""The pages of the documentation, their parts, code blocks, headings, tables, links, and the data of their figures."""
+"""Read documentation pages: code blocks, headings, tables, links, and the data of figures."""
 
 import json
 import re
@@ -10,7 +10,7 @@ ENGLISH = [ROOT / "README.md", *sorted(ENGLISH_DOCS.glob("*.md"))]
 
 
 def chinese(page):
-    """The Chinese page of an English one."""
+    """Return the Chinese translation of an English page."""
     return ROOT / "README_CN.md" if page.name == "README.md" else ROOT / "docs" / "zh" / page.name
 
 
@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def figure(name):
-    """What docs/figures holds of a figure."""
+    """Return the data of a figure from docs/figures."""
     return json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -29,12 +29,12 @@ def name_of(page):
 
 
 def blocks(page):
-    """All code blocks of a page, in order: language and text."""
+    """Return all code blocks of a page, in order, as pairs of language and text."""
     return _BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
 def blocks_in(language):
-    """All code blocks in a language on the English pages, by page and number: ``docs/en/rule.md 1``."""
+    """Return the code blocks in a language on the English pages, by page and number, such as ``docs/en/rule.md 1``."""
     return {
         f"{name_of(page)} {number}": text
         for page in ENGLISH
@@ -44,26 +44,26 @@ def blocks_in(language):
 
 
 def prose(page):
-    """The text of a page without its code blocks."""
+    """Return the text of a page without its code blocks."""
     return _BLOCK.sub("", page.read_text(encoding="utf-8"))
 
 
 def headings(page):
-    """Level and text of each heading."""
+    """Return the level and text of each heading of a page."""
     return [(len(marks), text) for marks, text in re.findall(r"^(#+) (.+)$", prose(page), re.MULTILINE)]
 
 
 def anchors(page):
-    """The anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for _, text in headings(page)}
 
 
 def links(page):
-    """The targets of all links and pictures."""
+    """Return the targets of all links and pictures on a page."""
     return re.findall(r"\]\(([^)]+)\)", prose(page))
 
 
 def tables(page):
-    """Each table as a list of rows, each row as a list of cells."""
+    """Return each table of a page as a list of rows, and each row as a list of cells."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", prose(page) + "\n", re.MULTILINE)
     return [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in blocks]

@@ -1,4 +1,4 @@
-"""Lines of the records of runs and of gradients, and a check that a record is what the rule does."""
+"""Helpers that build records of runs and of gradients, and check that a loss-scaling rule reproduces a record."""
 
 import json
 
@@ -25,7 +25,7 @@ def in_fp16(step, scale):
 
 
 def gradient_line(step, scale, *scales):
-    """A line of the monitor's record, as JSON holds it; scales below the reference count their underflows."""
+    """Return a step of a gradient record as loaded from JSON; scales up to ``REFERENCE`` also count underflows."""
     ranges = []
     for tried in sorted({scale, *scales}):
         gradients, at_reference = in_fp16(step, tried), in_fp16(step, REFERENCE)
@@ -37,7 +37,7 @@ def gradient_line(step, scale, *scales):
 
 
 def record_of(scales, skipped=(), **values_by_name):
-    """A record with the scale of each step and of that after the last; steps count from 1."""
+    """Return the record of a run that starts at step 1; ``scales`` ends with the next scale after the last step."""
     return [
         {"step": step, "loss": 5.0 - step / len(scales), "overflow": step in skipped, "scale_window": 20}
         | {"loss_scale": scales[step - 1], "next_loss_scale": scales[step]}
@@ -47,7 +47,7 @@ def record_of(scales, skipped=(), **values_by_name):
 
 
 def run_of(scale, overflow, known=True, first_step=1, **attributes):
-    """A run as it is read from a log: the scale and the flag of each step, and whether their places are known."""
+    """Return a run as read from a log: the scale and overflow of each step, and whether its overflow is certain."""
     step = np.arange(first_step, first_step + len(scale))
     scale, overflow = np.array(scale, np.float64), np.array(overflow, bool)
     return RecordedRun(
@@ -56,7 +56,7 @@ def run_of(scale, overflow, known=True, first_step=1, **attributes):
 
 
 def assert_follows(rule, state, lines):
-    """See that the lines are as the rule goes from this state on, in all that they know; return the last state."""
+    """Assert that the rule, from ``state`` on, reproduces the known fields of all lines; return the last state."""
     for line in lines:
         assert line["loss_scale"] == state.loss_scale
         state = rule.step(state, line["overflow"], line.get("largest_gradient"))
@@ -67,5 +67,5 @@ def assert_follows(rule, state, lines):
 
 
 def missing(first, last):
-    """The line of a record that stands for steps that nobody saw."""
+    """Return the record line that stands for steps which the monitor did not see."""
     return {"missing_steps": last - first + 1, "first_step": first, "last_step": last}

@@ -1,4 +1,4 @@
-"""What the installed version of MindFormers is."""
+"""Which version of MindFormers is installed."""
 
 import importlib.metadata
 import importlib.util
@@ -7,7 +7,7 @@ import pytest
 
 __all__ = ["BEFORE_1_7", "BEFORE_2", "NEEDS_LOSS_PER_TOKEN", "NEEDS_SECTION"]
 
-# Not by comparing the text of the number, of which "1.10" would be smaller.
+# Look for a module instead of comparing version numbers as text, in which "1.10" is smaller than "1.7".
 BEFORE_1_7 = importlib.util.find_spec("mindformers.checkpoint") is None
 BEFORE_2 = importlib.metadata.version("mindformers").startswith("1.")
 

@@ -1,4 +1,4 @@
-"""Files are replaced as a whole or not at all, also where the machine fails right after."""
+"""Files are replaced completely or not at all, even if the machine fails right after writing."""
 
 import os
 import stat
