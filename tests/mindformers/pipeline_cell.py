@@ -20,8 +20,8 @@ from tests.shared.networks import HalfPrecisionSum
 
 SIZE, BATCH, SCALE = 4, 8, 2.0**12
 MAX_NORM = 0.25
-# In each step, the sample or element that is made to overflow, or None. The features of an overflowing micro-batch
-# reach LARGE: 2^12 * 2^6 is beyond FP16.
+# For each step, the index of the sample or element that overflows, or None. A gradient of LARGE times the loss scale,
+# 2^6 * 2^12, is beyond FP16.
 OVERFLOWS = [None, 0, None, None, -1, None]
 LARGE = 2.0**6
 

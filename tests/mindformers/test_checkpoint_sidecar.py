@@ -37,8 +37,14 @@ def test_every_torn_file_is_refused(tmp_path):
     ("content", "message"),
     [
         ({"format": 2, "loss_scale": 1.0, "state": {}}, "its format is 2, and this version reads 1"),
-        ({"format": 1, "loss_scale": 1.0, "state": {"scale_window": "20"}}, "its state must hold numbers only, but holds '20'"),
-        ({"format": 1, "loss_scale": 1.0, "state": {"bound": True}}, "its state must hold numbers only, but holds True"),
+        (
+            {"format": 1, "loss_scale": 1.0, "state": {"scale_window": "20"}},
+            "its state must hold numbers only, but holds '20'",
+        ),
+        (
+            {"format": 1, "loss_scale": 1.0, "state": {"bound": True}},
+            "its state must hold numbers only, but holds True",
+        ),
         ({"format": 1, "loss_scale": 1.0}, "'state'"),
         ({"format": 1, "loss_scale": 1.0, "state": [1]}, "no attribute 'items'"),
         ([], "list indices"),

@@ -256,7 +256,7 @@ def test_the_warning_of_weights_in_float16_is_true(run_forked):
     weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
     assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
-    # What the optimizers store and do in FP16. The process is a new one, unaffected by other tests.
+    # A separate process, which no other test has changed, prints what the optimizers store and do in FP16.
     printed = run_forked(ROOT / "tests" / "mindformers" / "optimizers_in_fp16.py").stdout.splitlines()
     assert [json.loads(line) for line in printed if line.startswith("[")] == [
         ["AdamWeightDecay, eps 1e-8", "Float16", True, True],

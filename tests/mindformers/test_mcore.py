@@ -39,7 +39,7 @@ def test_a_page_says_how_many_operators_have_stand_ins(page):
 @pytest.fixture(autouse=True, scope="module")
 def _mcore(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch, mindspore_mode("graph"):
-        # MindFormers writes its logs to this folder.
+        # MindFormers writes its logs to the current folder.
         monkeypatch.chdir(tmp_path_factory.mktemp("mcore"))
         with mcore_on_cpu(monkeypatch):
             yield
