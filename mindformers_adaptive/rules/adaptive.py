@@ -271,8 +271,8 @@ class AdaptiveRule(Rule):
         if scale_window in self.ladder:
             return self.ladder.index(scale_window)
         warnings.warn(
-            f"'scale_window' must be a window of the ladder {self.ladder}, but got {scale_window}: training starts at the "
-            f"smallest window, {self.ladder[0]}.",
+            f"'scale_window' must be a window of the ladder {self.ladder}, but got {scale_window}: training starts at "
+            f"the smallest window, {self.ladder[0]}.",
             stacklevel=3,
         )
         return 0
