@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--traceback" in (sys.argv if arguments is None else arguments):
             raise
         print("adaptive-loss-scale: interrupted", file=sys.stderr)
-        # The exit code that a shell reports for a program that SIGINT has ended.
+        # 130 is the exit code that a shell reports for a program that SIGINT has ended.
         return 130
 
 

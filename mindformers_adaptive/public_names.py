@@ -1,4 +1,4 @@
-"""The table of public names: the package from which users import each name, and the module that defines the name.
+"""The table of this package's public names: where users import each name from, and which module defines the name.
 
 The packages load their public names on first use (:func:`lazy_names`). The stubs for editors and the API reference have
 the same names.
@@ -13,8 +13,9 @@ __all__ = ["PUBLIC", "lazy_names"]
 
 _PACKAGE = "mindformers_adaptive"
 
-# For each title of the API reference: public names below this package, and the modules that have them. "wrapper" and
-# "rules" import their names at once instead of on first use, because these modules exist only for their names.
+# Under each title of the API reference: public names without the prefix "mindformers_adaptive.", and the modules that
+# define the names. "wrapper" and "rules" import their public names at once instead of on first use, because these two
+# modules exist only for these names.
 PUBLIC: dict[str, dict[str, str]] = {
     "Update cells": {
         "AdaptiveLossScaleUpdateCell": "cells.update_cells",
@@ -86,7 +87,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
 }
 
-# Former names of the package itself, and what to use instead.
+# Removed public names of this package, each with what to use instead.
 _GONE = {
     "TextRule": f"{_PACKAGE}.Rule",
     "simulate_formats": "scripts/studies/simulated_formats.py in the repository",

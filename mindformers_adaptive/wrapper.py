@@ -1,7 +1,7 @@
-"""Train-step cells with the names and arguments of ``mindspore.nn`` and ``mindformers.wrapper`` that run on CPU too.
+"""Train-step cells that also run on CPU; names and arguments are as in ``mindspore.nn`` and ``mindformers.wrapper``.
 
-A user changes one import line. On Ascend the cells compute the same as the stock cells. On every device, checkpoints
-of these cells keep the state of loss scaling.
+To use these cells, a user changes one import line. On Ascend the cells compute the same as the stock cells. On every
+device, checkpoints of these cells keep the state of loss scaling.
 """
 
 import warnings
@@ -170,10 +170,10 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
 
 
 class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
-    """Update cell of a training that is not scaled and skips no step, as Megatron-LM's without a gradient scaler.
+    """Update cell for a training without loss scaling that skips no step, like Megatron-LM without a gradient scaler.
 
     The train-step cells of MindSpore and MindFormers skip a step whose gradients are not finite, also at a fixed scale
-    of 1, unless the update cell returns False. This one always does: inf and NaN reach the optimizer.
+    of 1, unless the update cell returns False. This cell always returns False, so inf and NaN reach the optimizer.
 
     Args:
         loss_scale_value (float): not used; MindFormers gives the restored one on resume. Default: 1.0.
@@ -203,7 +203,7 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         return self.no_overflow
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Leave out the state of a gradient scaler with a warning, as Megatron-LM does where it has none.
+        """Ignore the state of a gradient scaler with a warning, as Megatron-LM does when it has no gradient scaler.
 
         Args:
             state_dict (dict): the state of a scaler or of the optimizer around it, as ``load_state_dict`` of

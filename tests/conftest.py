@@ -1,4 +1,4 @@
-"""Fixtures that several tests share: MindSpore's modes, the demo's corpus, and commands run as a user would."""
+"""Fixtures that many tests share: MindSpore's modes, the corpus of the demo, and commands run as a user would."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
-# The YAML file of the demo.
+# The YAML file of the demo training.
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 # The script with which ``run_forked`` runs the command-line program.
 PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
@@ -25,10 +25,10 @@ PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
 # Folders of tests that build MindFormers' trainers in their own process.
 TRAINERS = [ROOT / "tests" / name for name in ("gradients", "mindformers")]
 
-# In seconds. A busy machine may be slow, but a test that takes longer than this hangs.
+# The time limit of a test, in seconds. A busy machine may be slow, but a test that takes longer than this hangs.
 TIME_LIMIT = 1800
 
-# How often, in seconds, processes that train together try to reach each other. The default is 3 to 5.
+# How often, in seconds, processes that train together try to reach each other. MindSpore's default is 3 to 5 seconds.
 os.environ |= {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
 
 
@@ -37,7 +37,7 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path):
-    """Collect test files only, because some helpers are programs that change MindSpore when they are imported."""
+    """Let pytest collect only files of tests. Some other files are programs that change MindSpore on import."""
     is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
     return True if is_helper else None
 
@@ -46,12 +46,12 @@ def pytest_ignore_collect(collection_path):
 def pytest_collection_modifyitems(items):
     """Run slow tests first, and tests that build MindFormers' trainers last.
 
-    The trainers leave settings in their process that change how later graphs compile.
+    MindFormers' trainers leave settings in the test process that change how later graphs compile.
     """
     items.sort(key=lambda item: (any(folder in item.path.parents for folder in TRAINERS), not is_slow(item)))
     for item in items:
         if item.name == "mindformers_adaptive.mindformers.trainer.Trainer":
-            # Import MindFormers only for this example, because other tests do not need it.
+            # Import MindFormers only for the docstring example of Trainer, because other tests do not need it.
             from tests.shared.versions import BEFORE_1_7
 
             why = "MindFormers before 1.7 logs to where the example prints"
@@ -66,9 +66,9 @@ def is_slow(item):
 def _older_objects_left_alone():
     """Exclude all objects that exist before the first test of a file from garbage collection.
 
-    MindSpore collects garbage before it compiles a graph. Without this fixture, it would look through some hundred
-    thousand objects of its own each time, which takes as long as compiling a small graph. It also keeps objects of
-    each graph for good.
+    MindSpore collects garbage before it compiles a graph. Without this fixture, each collection would look through some
+    hundred thousand objects of MindSpore, which takes as long as compiling a small graph. MindSpore also keeps objects
+    of each graph for good.
     """
     gc.collect()
     gc.freeze()
@@ -127,10 +127,10 @@ def scaling_on_cpu(monkeypatch):
 
 @contextlib.contextmanager
 def mindspore_mode(name):
-    """Run the block in a mode: graph, pynative, or asynchronous, which is PyNative mode as users have it.
+    """Run the block in a mode of MindSpore: graph, pynative, or asynchronous, which is PyNative mode as users have it.
 
-    ``pynative`` computes the same, but waits for each operator. Otherwise MindSpore's threads spin while they wait for
-    each other, and a small step takes thirty times as long.
+    The mode ``pynative`` computes the same as ``asynchronous``, but waits for each operator. Without this waiting,
+    MindSpore's threads spin while they wait for each other, and a small step takes thirty times as long.
     """
     import mindspore
 
@@ -158,7 +158,7 @@ def registry_put_back():
 
 @pytest.fixture
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Run the test in an empty current folder, where MindFormers writes its logs and the norms at which it stopped."""
+    """Run the test in an empty folder, because MindFormers writes logs and gradient norms to the current folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -183,7 +183,7 @@ def messages(caplog):
 
 @pytest.fixture
 def path(tmp_path):
-    """Return the path of a record that a monitor is to write."""
+    """Return the path of the run record that a monitor writes in the test."""
     return tmp_path / "record.jsonl"
 
 
@@ -221,7 +221,7 @@ def run_python(tmp_path):
 
 @pytest.fixture
 def run_forked(tmp_path, tmp_path_factory):
-    """Return a function like ``run_python`` that runs a script in a process with MindSpore and MindFormers imported."""
+    """Return a function like ``run_python``, but its process has already imported MindSpore and MindFormers."""
     from tests.shared.launched import ForkedRun
 
     def run(script, *arguments, expect_exit=0, timeout=600, **environment):
@@ -237,20 +237,21 @@ def run_forked(tmp_path, tmp_path_factory):
 def as_installed(environment):
     """Return an environment in which this checkout can be imported like an installed package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # MindFormers stores the output folder of a trainer in this variable, and a process that inherits it logs there.
+    # MindFormers stores a trainer's output folder in LOCAL_DEFAULT_PATH. A process that inherits this variable writes
+    # its logs to that folder.
     inherited = {name: value for name, value in os.environ.items() if name != "LOCAL_DEFAULT_PATH"}
     return {**inherited, "PYTHONPATH": path, **environment}
 
 
 def with_exit_code(expected, finished):
-    """Return a finished process that has the expected exit code; otherwise fail with the end of its output."""
+    """Return the finished process if it has the expected exit code; otherwise fail with the end of its output."""
     assert finished.returncode == expected, (finished.stdout + finished.stderr)[-5000:]
     return finished
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Return a function that gives each distinct list of arguments a folder for the compiled graph of its runs."""
+    """Return a function from arguments to a folder for a compiled graph; equal arguments give the same folder."""
     return functools.cache(lambda *_: tmp_path_factory.mktemp("compiled"))
 
 
@@ -262,7 +263,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory):
-    """Return the folder of a corpus like ``corpus``, but with 3200 samples."""
+    """Return the folder of a larger byte corpus in MindRecord format: 3200 samples of 33 bytes."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=3200)
 
 

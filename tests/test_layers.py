@@ -14,8 +14,8 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "mindformers_adaptive"
 
-# The rooms of the package from the bottom up, and the rooms that each room may import from. A room is a folder or a
-# top-level module. A new room needs an entry here.
+# A room of the package is a folder or a top-level module. For each room, from the bottom up, these are the rooms from
+# which it may import. A new room needs an entry here.
 MAY_IMPORT = {
     "text": set(),
     "public_names": {"text"},
@@ -44,7 +44,7 @@ MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def room_of(module):
-    # The train-step cells are in wrapper.py because users import them from there.
+    # The train-step cells are in the module wrapper.py, because users import them from wrapper.
     return "cells" if module == "wrapper" else module.partition(".")[0]
 
 
@@ -118,7 +118,7 @@ def free_modules():
         for module, file in MODULES.items()
     }
     graph = {module: {*own_modules(names)} - {module} for module, names in imports.items()}
-    # MindFormers imports this module to register all classes, so the module needs MindSpore.
+    # MindFormers imports the module adaptive_loss_scaling to register all classes, so this module needs MindSpore.
     heavy = {"register_path.adaptive_loss_scaling"}
     for module in graphlib.TopologicalSorter(graph).static_order():
         outside = {name.partition(".")[0] for name in imports[module]}
@@ -141,7 +141,8 @@ def test_every_module_free_of_mindspore_is_checked_by_mypy():
     assert free_modules() - empty <= checked_by_mypy()
 
 
-# Imports modules one after the other, and prints the first module after which one of the heavy packages is loaded.
+# Imports modules one after the other, and prints the first module that loads MindSpore, MindFormers or another heavy
+# package.
 REPORT = """
 import importlib, sys
 heavy = {"mindspore", "mindformers", "matplotlib", "tensorboardX"}
@@ -154,7 +155,7 @@ for module in sys.argv[1:]:
 
 
 def test_plain_python_stays_free_of_mindspore(run_python):
-    """One interpreter imports all modules, and names the first one after which MindSpore is loaded."""
+    """One interpreter imports all plain-Python modules, and names the first module that loads MindSpore."""
     modules = [f"mindformers_adaptive.{module}".rstrip(".") for module in sorted(free_modules())]
     assert len(modules) > 60
     assert run_python("-c", REPORT, *modules).stdout == ""

@@ -16,13 +16,13 @@ GUIDED = "GradientGuidedLossScaleUpdateCell"
 
 @pytest.fixture
 def register_path(run_python):
-    """Return the folder as a user gets it: the output of ``python -m mindformers_adaptive.register_path``."""
+    """Return the folder that ``python -m mindformers_adaptive.register_path`` prints for a user."""
     return run_python("-m", "mindformers_adaptive.register_path").stdout.removesuffix("\n")
 
 
 def test_the_command_does_without_mindspore(run_python):
     imported = run_python("-X", "importtime", "-m", "mindformers_adaptive.register_path").stderr
-    # This line shows that the check sees imports at all.
+    # The package's own import is listed, so the list of imports is not empty.
     assert re.search(r"\| +mindformers_adaptive$", imported, re.MULTILINE)
     assert not re.search(r"\| +(mindspore|mindformers|numpy)\b", imported)
 
@@ -99,8 +99,8 @@ def test_the_unmodified_script_of_mindformers_trains_on_cpu(run_python, register
     run = run_python(script, *(f"--{name}={value}" for name, value in options.items()), "--num_samples=64")
 
     steps = re.findall(r"step:\[ *(\d+)/ *8\].*overflow cond: (\w+), loss_scale: (\S+),", run.stdout + run.stderr)
-    # From 2^32, this model overflows for more than eight steps if each overflow halves the scale. The guided rule drops
-    # ten bits at once.
+    # From a loss scale of 2^32, this model overflows for more than eight steps if each overflow halves the scale. The
+    # guided rule drops ten bits at once.
     exponents = [22, 12] if cell == GUIDED else range(31, 23, -1)
     assert [int(number) for number, *_ in steps] == list(range(1, 9))
     assert [(overflow, float(scale)) for _, overflow, scale in steps[: len(exponents)]] == [

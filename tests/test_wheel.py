@@ -33,7 +33,7 @@ def pip(*arguments):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """Return a copy of this checkout without ignored files; a build leaves files behind, and would reuse old ones."""
+    """Return a copy of this checkout without ignored files, because a build would reuse files of earlier builds."""
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
     folder = tmp_path_factory.mktemp("clone") / "mindformers_adaptive"
     return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", *ignored))
@@ -73,7 +73,7 @@ def test_source_distribution_has_all_that_a_clone_has(sdist, unpacked):
 
 
 def test_source_distribution_runs_its_own_tests(unpacked):
-    # Run quick tests that read the files around the package. Importing MindSpore would take longer than these tests.
+    # Run only quick tests, which read the files around the package and do not import MindSpore.
     tests = ("tests/docs/test_links.py", "tests/docs/test_translation.py", "tests/text/test_files.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
@@ -92,7 +92,7 @@ def test_source_distribution_installs_in_its_version(sdist, tmp_path):
     version = re.search(r"^## ([\d.]+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert printed.startswith(f"mindformers_adaptive {version}\n")
     assert sdist[0].name == f"mindformers_adaptive-{version}.tar.gz"
-    # No other file repeats the version.
+    # CITATION.cff does not repeat the version of the package.
     assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text())
 
 
@@ -121,7 +121,7 @@ def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith("METADATA")]
         lines = archive.read(metadata).decode().splitlines()
-        # The position of the license in the folder depends on the version of setuptools.
+        # The position of the license file in the folder depends on the version of setuptools.
         (license_file,) = [name for name in archive.namelist() if name.endswith("LICENSE")]
         assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
     required = {}
@@ -154,9 +154,10 @@ def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """Return the folder of programs of an environment with this package and its requirements, but without MindSpore.
+    """Return the folder of programs of a virtual environment with this package, but without MindSpore.
 
-    pip may download nothing, so it fails if the package requires more than the environment has.
+    The environment has the requirements of this package. pip may download nothing, so it fails if the package requires
+    more.
     """
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
@@ -213,7 +214,8 @@ def test_checkpoints_that_need_a_package_say_what_to_install(run_bare, tmp_path,
     assert f"A .{ending} file needs {package}, which is not installed." in finished.stdout + finished.stderr
 
 
-# Prints the public names that can be imported, and the errors for the other names. The wrapper is a module of its own.
+# Prints the public names that can be imported without MindSpore, and the errors for the other names and for the module
+# wrapper.
 PUBLIC_NAMES = """
 import importlib
 import mindformers_adaptive
@@ -237,7 +239,7 @@ def test_names_that_need_mindspore_say_what_to_install(run_bare):
     free = {name for name, room in rooms.items() if room in ("rules", "lab")}
     assert {line for line in printed if " " not in line} == free >= {"AdaptiveRule", "make_policy", "window_ladder"}
     errors = [line for line in printed if " " in line]
-    assert len(errors) == len(rooms) - len(free) + 1  # and the error of the wrapper
+    assert len(errors) == len(rooms) - len(free) + 1  # one more error is for the module wrapper
     for error in errors:
         assert re.match(
             r"mindformers_adaptive\.\w+ needs mind(spore|formers), which is not installed\. On Ascend", error

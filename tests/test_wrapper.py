@@ -20,7 +20,7 @@ from tests.shared.networks import Dense
 
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]
 
-# float16 has 11 significant bits; a matrix product of 4 terms loses a few more.
+# float16 has 11 significant bits; a matrix product of 4 terms loses a few more bits.
 FLOAT16_TOLERANCE = 2.0**-8
 
 
@@ -151,7 +151,7 @@ def test_loss_per_token_needs_the_mixin_that_keeps_token_counts():
 
 
 def test_arguments_of_mindformers_cell_name_the_cell():
-    """MindFormers' trainer passes these arguments to every class that a YAML file names."""
+    """MindFormers' trainer passes the arguments of MFTrainOneStepCell to every class that a YAML file names."""
     register()
     dense = Dense()
     arguments = {"network": dense.network, "optimizer": dense.optimizer(), "calculate_per_token_loss": False}
@@ -173,7 +173,7 @@ def test_without_loss_scaling_no_step_is_skipped(mode):
 
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):
-    """Off CPU, the cell compiles MindSpore's detection. The error here names the Ascend primitive of that detection."""
+    """Off CPU, the cell compiles MindSpore's overflow detection, whose Ascend primitive is named in the error here."""
     monkeypatch.setattr(train_step, "context", types.SimpleNamespace(get_context=lambda name: "Ascend"))
     step = Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
     with pytest.raises(RuntimeError, match="NPUGetFloatStatusV2"):

@@ -1,1 +1,1 @@
-"""MindSpore cells: update cells, loss scalers, loss-scale managers, and a mixin for train-step cells."""
+"""Loss scaling in MindSpore: update cells, scalers, loss-scale managers, and a mixin for train-step cells."""

@@ -1,4 +1,4 @@
-"""``CompiledUpdateCell``: keeps the state of any rule in Parameters, and updates them in one compiled function."""
+"""``CompiledUpdateCell`` keeps the state of any loss-scaling rule in Parameters; a compiled function updates it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
 __all__ = ["CompiledUpdateCell", "tensor_of"]
 
-# Annotated at module level, because MindSpore cannot compile a function with an annotated variable.
+# This tuple is annotated at module level, because MindSpore cannot compile a function with an annotated variable.
 _NO_TENSORS: tuple[Any, ...] = ()
 
 
 class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
-    """Update cell that keeps the state of a rule in Parameters, and updates them with the compiled step of the rule.
+    """Update cell that keeps the state of a loss-scaling rule in Parameters; the rule's compiled step updates them.
 
     Args:
         rule (Rule): the rule.
@@ -49,7 +49,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.has_signal = not self.needs_gradients
         step = GraphStep(rule)
         self.step_function = step.function
-        # For each input of the step, the attribute that holds it, or None if the update computes it before the step.
+        # For each input of the rule's step: its name, and the attribute of this cell that holds its value. The
+        # attribute is None if the update computes the value before the step.
         computed = {"loss_scale", "overflow"} | ({"clean_steps"} if rule.counts_clean_steps else set())
         self.inputs = tuple((name, None if name in computed else name) for name in step.inputs)
         places = {name: index for index, name in enumerate(step.outputs)}
@@ -57,7 +58,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.assigned = tuple((name, index) for name, index in places.items() if name in field_names)
         self.place_of_scale, self.place_of_clean = places.get("loss_scale"), places.get("clean_steps")
         self.counts_clean_steps = rule.counts_clean_steps
-        # A Tensor, because in a graph a Python number needs a different primitive (Muls) or a cast.
+        # The number 1 is a Tensor, because in a graph a Python number needs a different primitive (Muls) or a cast.
         self.one = Tensor(1, mstype.int32)
         self.keeps_history = history_size > 0
         if self.keeps_history:
@@ -67,14 +68,16 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             counts = ["overflow", *counts, "skipped_steps", "consecutive_overflows"]
             floats += [LARGEST_GRADIENT.name] if self.needs_gradients else []
             self.history = ScaleHistory(history_size, counts, measures=floats)
-        # Make the Parameters last, so that no field takes the name of another attribute.
+        # Make the Parameters of the rule's fields last. Then it is known which names the other attributes of this cell
+        # use.
         self._make_parameters(start)
 
     def _make_parameters(self, start: Any) -> None:
         values = {**to_values(self.rule, start, steps=0), LARGEST_GRADIENT.name: 0.0}
         self._fields = all_fields(self.rule)
         for field in self._fields:
-            # A field may replace the constant scale_window and the step counters of the base class, but nothing else.
+            # A field of the rule may replace scale_window and the step counters of MindSpore's update cell, but nothing
+            # else.
             if field.name != "scale_window" and field not in STEP_FIELDS and hasattr(self, field.name):
                 raise ValueError(
                     f"A field of the rule {self.rule.name!r} must not be called {field.name!r}, which MindSpore's "
@@ -86,8 +89,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
     def construct(self, loss_scale: Any, overflow: Any) -> Any:
         return self._compiled_update(loss_scale, overflow)
 
-    # Compile the update in PyNative mode too, as MindSpore's optimizers do. Do not decorate construct itself: for a
-    # subclass that calls it, MindSpore would compile the construct of the subclass instead.
+    # Compile the update in PyNative mode too, as MindSpore's optimizers do. Do not decorate construct itself: if a
+    # subclass called this construct, MindSpore would compile the construct of the subclass instead.
     @jit(backend="ms_backend")
     def _compiled_update(self, loss_scale: Any, overflow: Any) -> Any:
         clean_steps = self.cur_iter - self.last_overflow_iter - self.one
@@ -101,7 +104,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         overflowed = ops.cast(overflow, mstype.int32)
         in_a_row = (self.consecutive_overflows + self.one) * overflowed
         if self.keeps_history:
-            # Remember the step before the assignments, because its loss scale and number are read from Parameters.
+            # Write the step to the history before the assignments below, which change the Parameters with its loss
+            # scale and number.
             self._remember(loss_scale, next_loss_scale, overflowed, in_a_row, after)
         if self.counts_clean_steps:
             last_event = self.cur_iter - (clean_steps if self.place_of_clean is None else after[self.place_of_clean])
@@ -164,12 +168,16 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
 
 
 def _place_of(rule: Rule, key: str, places: Mapping[str, int]) -> tuple[str, int | None, Any, bool]:
-    """Return a recorded value's field, its index in the step's results and in a vector, and if it is an integer."""
+    """Return where a value of the step history comes from.
+
+    Returns: the field of the value, its index in the results of the rule's step, its index in a vector, and whether it
+    is an integer.
+    """
     field = next(field for field in rule.fields if key in field.keys)
     part = Tensor(field.parts.index(key), mstype.int32) if field.parts else None
     return field.name, places.get(field.name), part, field.dtype == "int32"
 
 
 def tensor_of(field: Field, values: Mapping[str, Any]) -> Any:
-    """Return the value of a field as a Tensor for its Parameter, from the values of a state by name."""
+    """Return a Tensor with the value of a state field, for its Parameter; ``values`` holds the state by name."""
     return Tensor(np.array(field.value_in(values), field.dtype))

@@ -1,4 +1,4 @@
-"""Detection of overflow on a CPU, and the largest absolute gradient of a step."""
+"""Overflow detection on a CPU, and measurement of the largest absolute gradient of a training step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _magnitudes_of(gradient: Any) -> Any:
 
 
 class LargestGradient(nn.Cell):
-    """Assigns the largest absolute value of the gradients to an update cell.
+    """Measures the largest absolute value of a step's gradients, and assigns it to a Parameter of the update cell.
 
     Args:
         update_cell (Cell): the update cell; it has the Parameter ``largest_gradient``.
@@ -39,8 +39,8 @@ class LargestGradient(nn.Cell):
 
     def __init__(self, update_cell: Any, is_distributed: bool = False, is_divided: bool = False) -> None:
         super().__init__(auto_prefix=False)
-        # Bypass nn.Cell.__setattr__: the Parameter must have one owner, and the update cell, a child of the train-step
-        # cell, owns it already.
+        # Bypass nn.Cell.__setattr__, which would make this cell an owner of the Parameter. A Parameter must have one
+        # owner, and the update cell, a child of the train-step cell, owns this Parameter already.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
         self.is_divided = is_divided
         self.is_distributed = is_distributed
@@ -48,21 +48,22 @@ class LargestGradient(nn.Cell):
         self.largest_float32 = Tensor(LARGEST_FLOAT32, mstype.float32)
         self.infinite = Tensor(float("inf"), mstype.float32)
         if is_distributed:
-            # On CPU, AllReduce supports only sums.
+            # On CPU, AllReduce supports only sums, so gather the largest values of all processes instead.
             self.collect = ops.AllGather() if self.on_cpu else ops.AllReduce(ops.ReduceOp.MAX)
 
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         magnitudes = _hyper_map(_magnitudes_of, gradients)
         each = ops.stack(_hyper_map(_reduce_max, magnitudes))
-        # ReduceMax on CPU drops a NaN that is not the first element. A sum of magnitudes is NaN only if one is NaN.
+        # ReduceMax on CPU drops a NaN that is not the first element. So detect NaN by a sum of the magnitudes, which is
+        # NaN only if a magnitude is NaN.
         sums = ops.stack(_hyper_map(_reduce_sum, magnitudes))
         without_nan = ops.less_equal(sums, self.infinite)
         if self.is_divided:
             each = each * self.largest_gradient
-        # Replace NaN by inf, because a maximum never drops inf.
+        # Replace NaN by inf, because ReduceMax may drop a NaN but never drops an inf.
         is_finite = ops.logical_and(ops.less_equal(each, self.largest_float32), without_nan)
-        # Do not read the shape of `each`: with pipeline stages it still counts the gradients of the other stages.
-        # Do not call Reshape: semi-automatic parallelism would take it for an operator of the model.
+        # Do not read the shape of the stacked gradient maxima: with pipeline stages it still counts the gradients of
+        # the other stages. Do not call Reshape: semi-automatic parallelism would take it for an operator of the model.
         largest = _reduce_max_of_one_element(ops.select(is_finite, each, self.infinite))
         if self.is_distributed:
             largest = self.collect(largest)
@@ -71,17 +72,19 @@ class LargestGradient(nn.Cell):
         return ops.logical_not(ops.less_equal(largest, self.largest_float32))
 
     def keep_divisor(self, divisor: Any) -> None:
-        """Remember the divisor of this step's gradients, a Tensor of one element."""
-        # largest_gradient holds the divisor until the gradients are measured. A separate Parameter would belong to no
-        # cell, and a graph from MindSpore's compile cache does not write a Parameter without a cell.
+        """Remember the divisor of this step's gradients besides the loss scale, a Tensor of one element."""
+        # The Parameter largest_gradient holds the divisor of the gradients until the gradients are measured. A separate
+        # Parameter would belong to no cell, and a graph from MindSpore's compile cache does not write a Parameter
+        # without a cell.
         ops.assign(self.largest_gradient, ops.reshape(ops.cast(divisor, mstype.float32), ()))
 
 
 def _sum_of_differences(gradient: Any) -> Any:
-    # Arithmetic kernels on CPU do not support BF16.
+    # MindSpore has no arithmetic kernels for BF16 on CPU.
     if gradient.dtype == mstype.bfloat16:
         gradient = ops.cast(gradient, mstype.float32)
-    # An inf or a NaN minus itself is NaN, any other number minus itself is 0. A sum keeps a NaN; ReduceMax may drop it.
+    # An inf or a NaN minus itself is NaN, any other number minus itself is 0. Add these differences up, because a sum
+    # keeps a NaN; ReduceMax on CPU may drop it.
     return ops.cast(_reduce_sum(ops.sub(gradient, gradient)), mstype.float32)
 
 
@@ -108,7 +111,7 @@ def has_inf_or_nan(gradients: tuple[Any, ...]) -> Any:
 
 
 def refuse_sparse_gradients(train_step: Any) -> None:
-    """Raise ValueError if a graph has a sparse gradient, which the detection here does not support.
+    """Raise ValueError in graph mode for a sparse gradient, which this overflow detection does not support.
 
     Args:
         train_step (Cell): the train-step cell, with the attributes ``network`` and ``on_cpu``.

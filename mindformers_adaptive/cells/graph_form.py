@@ -1,4 +1,4 @@
-"""The step of a rule as one function without branches, for MindSpore to compile."""
+"""Generates the step of a loss-scaling rule as one function without branches, which MindSpore compiles."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["GraphStep"]
 
 _numbers = itertools.count()
 
-# Operations that the compiler may replace by one of their arguments, such as a product with 1.
+# Operations that MindSpore's compiler may replace by one of their arguments, as it may replace x * 1 by x.
 _MAY_HAND_ON = frozenset(
     {"add", "sub", "mul", "div", "floordiv", "neg", "abs", "minimum", "maximum", "where", "stack", "element"}
 )
 
 
 class GraphStep:
-    """Generates the function that computes the step of a rule.
+    """Generates the function that computes the step of a loss-scaling rule from Parameters and Tensors.
 
     Args:
         rule (Rule): the rule.
@@ -50,17 +50,18 @@ class GraphStep:
         self._constants: dict[tuple[Any, ...], str] = {}
         emitted = emit(outputs.values(), self._expression_of)
         handed_on = _handed_on(outputs.values())
-        # clean_steps is not a Parameter: the update computes it before the step, so a result equal to it needs no copy.
+        # The input clean_steps is not a Parameter: the update cell computes it before the step of the rule. So a result
+        # equal to clean_steps needs no copy.
         computed = ("clean_steps",) if rule.counts_clean_steps else ()
         results = []
         for name, value in outputs.items():
             result, inputs = emitted.names[value.position], handed_on[value.position]
             if len(inputs) == 1 and inputs.isdisjoint((name, *computed)):
-                # Before MindSpore 2.8, copy() converts integers to float32 and back.
+                # Before MindSpore 2.8, copy() converts integers to float32 and back, so copy integers by TensorMove.
                 result = f"move({result})" if value.dtype == "int32" else f"{result}.copy()"
             results.append(result)
         self.inputs, self.outputs = emitted.inputs, tuple(outputs)
-        # MindSpore looks up global names in the module that the function's __module__ names.
+        # MindSpore looks up a function's global names in the module that its __module__ names, so make such a module.
         module = types.ModuleType(f"mindformers_adaptive_step_{next(_numbers)}")
         vars(module).update(self._names)
         arguments = [f"in_{name}" for name in self.inputs]
@@ -83,7 +84,7 @@ class GraphStep:
 
 
 def _handed_on(results: Iterable[Value]) -> dict[int, set[str]]:
-    """Return, by the position of each value, the inputs by which the compiler may replace the value."""
+    """Return, by the position of each traced value, the step inputs by which the compiler may replace the value."""
     handed_on: dict[int, set[str]] = {}
     for value in needed_by(results):
         taken = (value.args[1:] if value.op == "where" else value.args) if value.op in _MAY_HAND_ON else ()

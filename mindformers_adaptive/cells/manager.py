@@ -16,7 +16,8 @@ from mindformers_adaptive.rules.guided import GuidedRule
 __all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
 __all__ += ["warn_of_window_as_factor"]
 
-# A scale_factor from this value on is probably a window: no growth factor is so large, and few windows are smaller.
+# A scale_factor of at least this value is probably meant as scale_window: no growth factor is so large, and few windows
+# are smaller.
 _LIKE_A_WINDOW = 100
 
 
@@ -31,7 +32,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
     Args:
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        **arguments: arguments of the rule, by name, unless it is made already.
+        **arguments: arguments of the rule, by name; leave them out if ``rule`` is an instance.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -56,7 +57,8 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
     def _follow(self, rule: Any, start: Any) -> None:
         self.rule = rule
-        # _own_cell follows the steps on the host; update_cell is the cell that get_update_cell() returned last.
+        # In _own_cell, the manager follows the steps on the host; update_cell is the cell that get_update_cell()
+        # returned last.
         self._own_cell = self.cell_class._for_rule(rule, start)
         self.update_cell: Any = None
 
@@ -105,8 +107,8 @@ class RuleLossScaleManager(amp.LossScaleManager):
         if self.rule.needs_gradients:
             raise RuntimeError(
                 f"{type(self).__name__} cannot follow a step by its overflow flag alone, because it needs the largest "
-                "gradient too. Give the manager to Model(..., loss_scale_manager=manager), use a loss scaler of this "
-                "package in a training loop of your own, or AdaptiveLossScaleManager."
+                "gradient too. Give the manager to Model(..., loss_scale_manager=manager). In a training loop of your "
+                "own, use a loss scaler of this package. Or change to AdaptiveLossScaleManager."
             )
         before, counted = cell.rule_state(), cell.state()
         after = self.rule.step(before, bool(overflow))
@@ -123,7 +125,8 @@ class RuleLossScaleManager(amp.LossScaleManager):
         Raises:
             ValueError: if MindSpore's own function asks for it, to put it into a train-step cell that cannot use it.
         """
-        # MindSpore's build_train_network also calls this. On CPU it rejects the cell with a message without a remedy.
+        # MindSpore's build_train_network also calls this method. On CPU it rejects the update cell with a message that
+        # names no remedy.
         is_stock = sys._getframe(1).f_globals.get("__name__") == "mindspore.train.amp"
         if is_stock and self.rule.needs_gradients:
             raise ValueError(
@@ -134,7 +137,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
             )
         if is_stock and context.get_context("device_target") == "CPU":
             raise ValueError(
-                f"'loss_scale_manager' must be None on CPU, as MindSpore is, but got {type(self).__name__}. Call "
+                f"'loss_scale_manager' must be None with MindSpore alone on CPU, but got {type(self).__name__}. Call "
                 "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
             )
         present = self._present_cell
@@ -169,11 +172,11 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
 
 def warn_of_window_as_factor(name: str, scale_factor: float) -> None:
-    """Warn if ``scale_factor`` looks like a window, which is the argument after ``scale_factor``."""
+    """Warn if ``scale_factor`` is so large that it looks like the argument after it, ``scale_window``."""
     if scale_factor >= _LIKE_A_WINDOW:
         warnings.warn(
-            f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by it; usual is 2. "
-            f"If it is the window, name it: scale_window={scale_factor:g}.",
+            f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by it; 2 is usual. "
+            f"If you mean the window, write scale_window={scale_factor:g}.",
             stacklevel=3,
         )
 

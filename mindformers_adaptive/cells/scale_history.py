@@ -1,4 +1,4 @@
-"""The last steps of an update cell, kept on the device for a host that does not see every step."""
+"""Keeps the last steps of an update cell on the device, for a host that does not see every step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mindspore import dtype as mstype
 
 __all__ = ["ScaleHistory", "refuse_kept_graphs"]
 
-# In a graph, Parameters that belong to no cell need distinct names.
+# Numbers for the names of Parameters: in a graph, Parameters that belong to no cell need distinct names.
 _numbers = itertools.count()
 
 
 class ScaleHistory(nn.Cell):
-    """A ring buffer with one row for each step, written by the graph of the update cell.
+    """A ring buffer of the last training steps, one row for each step, written by the graph of the update cell.
 
     Its Parameters belong to no cell, so no checkpoint contains them: a checkpoint can be loaded with any history size,
     and never brings back the steps of an earlier run.
@@ -55,15 +55,17 @@ class ScaleHistory(nn.Cell):
         counts = ops.stack((step, *counts))
         ops.scatter_update(self.scales, self.place, ops.expand_dims(scales, 0))
         ops.scatter_update(self.counts, self.place, ops.expand_dims(counts, 0))
-        # Look up the next row in a table. Do not use Mod, which Ascend documents as inexact for large integers.
+        # Look up the index of the ring buffer's next row in a table. Do not calculate it by Mod, which Ascend documents
+        # as inexact for large integers.
         ops.assign(self.place, ops.gather(self.place_after, self.place, 0))
         return next_loss_scale
 
     def steps(self, since: int, last: int) -> list[dict[str, Any]]:
-        """Return the kept steps from ``since + 1`` to ``last``, the newest step; oldest first, without gaps."""
+        """Return the kept steps from ``since + 1`` to the newest step, ``last``; oldest step first, without gaps."""
         scales, counts, index = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
         newest_first = []
-        # Go back while the step numbers match. After the state was set back, older rows are steps that were undone.
+        # Go back through the ring buffer while the step numbers match. If an earlier state was restored, the rows
+        # before hold steps that were undone.
         for step in range(last, max(since, last - self.size), -1):
             index = (index - 1) % self.size
             row = dict(zip(self.names_of_counts, counts[index].tolist(), strict=True))
@@ -80,10 +82,10 @@ class ScaleHistory(nn.Cell):
 
 
 def refuse_kept_graphs(history_size: int) -> None:
-    """Raise ValueError if MindSpore caches compiled graphs, because a graph from the cache writes no history."""
+    """Raise ValueError if MindSpore caches compiled graphs: a graph from the cache writes no history of the steps."""
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache"):
         raise ValueError(
             "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
-            f"enable_compile_cache), but got {history_size}: a graph from the cache does not write the history. Switch "
-            "one of both off."
+            f"enable_compile_cache), but got {history_size}: a graph from the cache does not write the history. Set "
+            "'history_size' to 0, or switch that cache off."
         )

@@ -31,7 +31,7 @@ class RuleLossScaler(amp.LossScaler):
     Args:
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        **arguments: arguments of the rule, by name, unless it is made already.
+        **arguments: arguments of the rule, by name; leave them out if ``rule`` is an instance.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -62,8 +62,9 @@ class RuleLossScaler(amp.LossScaler):
             self.update_cell.declare_signal()
             measure, update_cell = LargestGradient(self.update_cell), self.update_cell
 
-            # Compile this function: launched one by one, its small operations can take longer than a training step.
-            # Do not pass the gradients in a tuple: MindSpore would treat each tuple as a constant, and compile again.
+            # Compile this function: launched one by one, its small operations can take longer than a training step. Do
+            # not pass the gradients in a tuple: MindSpore would treat each tuple as a constant, and compile the
+            # function again.
             @jit
             def measure_and_update(loss_scale: Any, overflow: Any, *gradients: Any) -> Any:
                 measure(gradients)
@@ -270,5 +271,6 @@ class GradientGuidedLossScaler(RuleLossScaler):
         super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)
 
 
-# The loss scaler of each rule class for which this package has a scaler with the rule's arguments.
+# For each rule class of this package, the loss scaler that has the arguments of the rule. For other rules, use
+# RuleLossScaler.
 SCALERS = {AdaptiveRule: AdaptiveLossScaler, GuidedRule: GradientGuidedLossScaler}

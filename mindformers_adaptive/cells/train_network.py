@@ -1,4 +1,4 @@
-"""``build_train_network`` with any loss-scale manager, on CPU too, and a train step with a fixed loss scale."""
+"""A ``build_train_network`` for any loss-scale manager, on CPU too, and a train-step cell with a fixed loss scale."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 __all__ = ["FixedScaleTrainOneStepCell", "build_train_network", "enable_loss_scale_on_cpu"]
 
-# Keep the stock function here, because enable_loss_scale_on_cpu() replaces the attribute of MindSpore's module.
+# Keep MindSpore's own function here, because enable_loss_scale_on_cpu() replaces it in MindSpore's module.
 _stock_build_train_network = amp.build_train_network
 _GRADIENT_ACCUMULATION = {"GradAccumulationCell", "GradAccumulation"}
 
@@ -60,7 +60,7 @@ def build_train_network(
         >>> bool(overflow), float(loss_scale)
         (True, 32768.0)
     """
-    # At level O2, MindSpore uses this manager by default.
+    # At mixed-precision level O2, MindSpore uses a DynamicLossScaleManager by default.
     default = amp.DynamicLossScaleManager() if level == "O2" else None
     manager = kwargs.get("loss_scale_manager", default)
     _refuse_cell_as_manager(manager)
@@ -79,8 +79,8 @@ def build_train_network(
         )
     if update_cell is None or stock_only:
         return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    # The stock function adds mixed precision and the loss function to the network, and wraps it in a train-step cell.
-    # Take only the network out of that cell, with mixed precision and loss.
+    # MindSpore's build_train_network adds mixed precision and the loss function to the network, and wraps the network
+    # in a train-step cell. Take only the network, with mixed precision and loss function, out of that cell.
     unscaled = {**kwargs, "loss_scale_manager": None}
     with_loss = _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **unscaled).network
     return TrainOneStepWithLossScaleCell(with_loss, optimizer, scale_sense=update_cell).set_train()
@@ -111,7 +111,7 @@ def _refuse_cell_as_manager(manager: object) -> None:
         raise TypeError(
             f"'loss_scale_manager' must be a loss-scale manager, but got the update cell {type(manager).__name__}. "
             f"Give {_manager_like(manager)} with the same arguments, or give the cell to "
-            "TrainOneStepWithLossScaleCell(..., scale_sense=cell) and that to Model."
+            "TrainOneStepWithLossScaleCell(..., scale_sense=cell) and give the train-step cell to Model."
         )
     if isinstance(manager, amp.LossScaler):
         raise TypeError(
@@ -130,7 +130,7 @@ def _manager_like(scaler_or_cell: object) -> str:
 
 
 def _what_needs_a_stock_cell(network: Any, boost_level: str) -> str | None:
-    """Return the option in use for which MindSpore needs a special train-step cell, or None."""
+    """Return the option in use, such as ``boost_level``, that needs a special train-step cell of MindSpore, or None."""
     if boost_level != "O0":
         return f"boost_level={boost_level!r}"
     if context.get_auto_parallel_context("pipeline_stages") > 1:
@@ -141,7 +141,7 @@ def _what_needs_a_stock_cell(network: Any, boost_level: str) -> str | None:
 
 
 def _check_division(optimizer: object, loss_scale: float, update_cell: object) -> None:
-    """Raise ValueError if the gradients would be divided by the loss scale twice; warn if nothing divides them."""
+    """Raise ValueError if the loss scale would divide the gradients twice; warn if it would not divide them at all."""
     if update_cell is not None:
         refuse_dividing_optimizer(optimizer)
         return
@@ -156,7 +156,7 @@ def _check_division(optimizer: object, loss_scale: float, update_cell: object) -
         )
 
 
-# FP16 rounds this number and all larger numbers to inf.
+# A cast to FP16 rounds this number and all larger numbers to inf.
 _INFINITE_IN_FLOAT16 = 65520
 
 _map = ops.HyperMap()

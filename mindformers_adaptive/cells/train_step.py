@@ -19,18 +19,18 @@ from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 __all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer"]
 
-# If the largest gradient is still 0 after this many steps, nothing measures it: even an overflow measures inf.
+# If the largest gradient is still 0 after this many training steps, nothing measures it: an overflow would give inf.
 _STEPS_BEFORE_CHECK = 5
 
-# Typed as Any, so that type checkers accept attributes of the stock cell, the other base class of each subclass.
+# The mixin's base is Any, so that type checkers accept attributes of MindSpore's cell, a base of each subclass.
 _Base: Any = object
 
 
 class LossScaleTrainStep(_Base):
-    """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; list it first among the bases.
+    """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; list the mixin first among the base classes.
 
-    It stands before the stock cell because it overrides ``__init__``, ``__call__``, ``get_overflow_status``,
-    ``set_sense_scale`` and ``add_flags_recursive`` of that; ``construct`` stays the stock cell's.
+    It must come before the stock cell, because it overrides the stock cell's ``__init__``, ``__call__``,
+    ``get_overflow_status``, ``set_sense_scale`` and ``add_flags_recursive``. ``construct`` stays the stock cell's.
 
     - On CPU, where the stock cell cannot detect overflow, the gradients are checked for inf and NaN, and an overflow in
       one process counts as an overflow in all processes. On other devices the stock detection stays. A subclass that
@@ -60,7 +60,7 @@ class LossScaleTrainStep(_Base):
         True
     """
 
-    # The stock method has another name here, because in a graph super() in an override calls the override again.
+    # MindSpore's method gets another name here: in a graph, super() in an overriding method calls that method again.
     stock_overflow_status = nn.TrainOneStepWithLossScaleCell.get_overflow_status
     # Whether overflows are detected in gradients that have already been clipped.
     clips_before_detection = False
@@ -102,16 +102,16 @@ class LossScaleTrainStep(_Base):
                 self.loss_scaling_manager.accept_former_names()
             if isinstance(self.optimizer, nn.Cell):
                 self.optimizer.loss_scaling_manager = self.loss_scaling_manager
-        # MindFormers' cell returns a copy of a constant learning rate. MindSpore renames all Parameters when two of
-        # them share a name, and then a checkpoint does not fit the next run.
+        # MindFormers' train-step cell returns a copy of a constant learning rate. Rename the copy: when two Parameters
+        # share a name, MindSpore renames all Parameters, and then a checkpoint does not fit the next run.
         if isinstance(learning_rate := getattr(self, "learning_rate", None), Parameter):
             learning_rate.name = "returned_learning_rate"
 
     def _unscale_in_float32(self) -> None:
-        """Divide FP16 and BF16 gradients in float32, if the stock ``construct`` does the division."""
+        """Divide FP16 and BF16 gradients by the loss scale in float32, if the stock ``construct`` does the division."""
         construct = type(self).construct
         is_stock = construct is nn.TrainOneStepWithLossScaleCell.construct
-        # A user's construct may also use hyper_map for other tensors, such as moving averages of the weights.
+        # A construct that a user wrote may also use hyper_map for other tensors, such as moving averages of weights.
         if is_stock or "hyper_map" not in construct.__code__.co_names:
             self.hyper_map = MapInFloat32()
             self.grad_reducer = GradientReducer(self.grad_reducer, [weight.dtype for weight in self.weights])
@@ -127,7 +127,7 @@ class LossScaleTrainStep(_Base):
         elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
             self.measures_at_detection = True
         else:
-            # Measure, then call the user's get_overflow_status(), which in a graph cannot call this class's method.
+            # Measure the largest gradient, then call the user's get_overflow_status(), which cannot do so in a graph.
             self.own_overflow_status = self.get_overflow_status
             self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
 
@@ -136,7 +136,7 @@ class LossScaleTrainStep(_Base):
         if getattr(self, "calculate_per_token_loss", False):
             raise TypeError(
                 f"{type(self).__name__} must be a subclass of PerTokenTrainStep with 'calculate_per_token_loss' and an "
-                "update cell that needs the largest gradient. Put it in place of LossScaleTrainStep."
+                "update cell that needs the largest gradient. Use PerTokenTrainStep in place of LossScaleTrainStep."
             )
         return False
 
@@ -155,7 +155,7 @@ class LossScaleTrainStep(_Base):
         if self.on_cpu:
             return self.get_overflow_status_on_cpu(status, compute_output)
         if self.measures_at_detection:
-            # Do not assign the result to a name: a graph drops a call whose result is named but unused.
+            # Do not assign the result of this call to a name: a graph drops a call whose result is named but unused.
             self.measure_largest_gradient(compute_output)
         return self.stock_overflow_status(status, compute_output)
 
@@ -173,7 +173,7 @@ class LossScaleTrainStep(_Base):
         return self.own_overflow_status(status, compute_output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A checkpoint may be loaded after set_train(), or set_train() may never be called.
+        # Check the state now: a checkpoint may be loaded after set_train(), or set_train() may never be called.
         if not self._is_running:
             _check_and_report(self, at_first_step=True)
         self._is_running = True
@@ -185,10 +185,10 @@ class LossScaleTrainStep(_Base):
         return outputs
 
     def set_sense_scale(self, sens: Any) -> None:
-        """As of the stock cell: set another fixed loss scale.
+        """Set another fixed loss scale, as the stock cell does.
 
         Args:
-            sens (Tensor): the scale, float32 of the shape of the one before.
+            sens (Tensor): the new loss scale, float32 of the same shape as the old one.
         """
         super().set_sense_scale(sens)
         if self._fixed_scale is not None:
@@ -213,7 +213,7 @@ class LossScaleTrainStep(_Base):
         """
         overflow = has_inf_or_nan(compute_output)
         if self.is_distributed:
-            # Cast to float32, because AllReduce on CPU supports neither bool nor integers.
+            # Cast the overflow flag to float32, because AllReduce on CPU supports neither bool nor integers.
             overflow = self.less_equal(self.base, self.allreduce(ops.cast(overflow, mstype.float32)))
         return overflow
 
@@ -221,17 +221,17 @@ class LossScaleTrainStep(_Base):
 class PerTokenTrainStep(LossScaleTrainStep):
     """Mixin for a subclass of a train-step cell of MindFormers, which may divide the loss by its number of tokens.
 
-    What overflows then is the gradient of the sum over the tokens, which is divided by their number afterwards. For a
-    rule that needs the largest gradient, that number is kept; a subclass that overrides ``grads_for_legacy`` or
-    ``grads_for_mcore`` does it by ``measure_largest_gradient.keep_divisor(divisor)``.
+    In that case the gradient of the sum over the tokens can overflow; it is divided by the number of tokens afterwards.
+    If the rule needs the largest gradient, this number is kept, and a subclass that overrides ``grads_for_legacy`` or
+    ``grads_for_mcore`` must call ``measure_largest_gradient.keep_divisor(divisor)``.
     """
 
-    # Subclasses set these to the methods of the stock cell, which older versions of MindFormers lack.
+    # Subclasses set these attributes to the methods of MindFormers' cell, which older versions of MindFormers lack.
     stock_grads_for_legacy: Any = None
     stock_grads_for_mcore: Any = None
 
     def _unscale_in_float32(self) -> None:
-        # MindFormers' cells divide in float32 themselves, except where the optimizer state is sharded.
+        # MindFormers' cells divide gradients in float32 themselves, except where the optimizer state is sharded.
         if getattr(self, "opt_shard", False):
             self.hyper_map = MapInFloat32()
 
@@ -240,7 +240,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
         return stock is not None and getattr(self, "calculate_per_token_loss", False)
 
     def grads_for_legacy(self, scaling_sens: Any, *inputs: Any) -> tuple[Any, Any, Any]:
-        """As the method of the stock cell; what the gradients will be divided by is remembered.
+        """Call the stock cell's method, and remember the divisor of the gradients.
 
         Args:
             scaling_sens (Tensor): the loss scale, float32 of shape ().
@@ -289,13 +289,13 @@ def _follows_a_rule(train_step: Any) -> bool:
 
 def _has_fixed_scale(train_step: Any) -> bool:
     update_cell = train_step.loss_scaling_manager
-    # A user's subclass of the stock cell may change the loss scale.
+    # A user's subclass of FixedLossScaleUpdateCell may change the loss scale, so subclasses do not count.
     is_stock = type(update_cell) is nn.FixedLossScaleUpdateCell
     return update_cell is None or is_stock or getattr(update_cell, "has_fixed_scale", False)
 
 
 def refuse_dividing_optimizer(optimizer: object) -> None:
-    """Raise ValueError if an optimizer divides the gradients by a loss scale, as the train-step cell does."""
+    """Raise ValueError if an optimizer divides gradients by a loss scale, which the train-step cell already does."""
     divided_by = getattr(optimizer, "loss_scale", 1.0)
     if divided_by != 1.0:
         raise ValueError(
@@ -334,7 +334,7 @@ def _require_update_cell(scale_sense: object) -> None:
 
 
 def _check_and_report(train_step: Any, at_first_step: bool = False) -> None:
-    """Check the restored state, and log once which cell scales the loss and at which state it continues."""
+    """Check the restored state, and log once which update cell scales the loss and from which state it continues."""
     refuse_sparse_gradients(train_step)
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
@@ -388,13 +388,13 @@ def _keep_fixed_scale(train_step: Any) -> None:
 
 
 def _report_cell(update_cell: Any, loss_scale: float, state: Mapping[str, Any]) -> None:
-    """Log which package the update cell is from, because MindFormers has a cell of the same name."""
+    """Log from which package the update cell is, because MindFormers has an update cell of the same name."""
     cls = type(update_cell)
     name = "a fixed scale" if update_cell is None else f"{cls.__name__} of {cls.__module__.partition('.')[0]}"
     if cls.__name__ == "RuleLossScaleUpdateCell":
         rule = type(update_cell.rule)
         name += f" by the rule {rule.__module__}.{rule.__qualname__}"
-    # The cells of MindSpore and MindFormers keep their window as a Tensor, if they have one.
+    # The update cells of MindSpore and MindFormers hold the scale window, if they have one, as a Tensor.
     window = state.get("scale_window") if state else getattr(update_cell, "scale_window", None)
     window = f", scale_window {int(window)}" if window else ""
     logger.info(f"Loss scaling by {name}: loss_scale {loss_scale}{window}")

@@ -41,7 +41,7 @@ def multiply_in_float32(factor: Any, tensor: Any) -> Any:
 
 @_in_float32.register("Tensor")
 def _tensor_in_float32(gradient: Any) -> Any:
-    # Gradients in float64 stay as they are.
+    # Cast only gradients in half precision. Gradients in float32 and float64 stay as they are.
     if gradient.dtype in HALF_PRECISION:
         return ops.cast(gradient, mstype.float32)
     return gradient
@@ -49,7 +49,7 @@ def _tensor_in_float32(gradient: Any) -> Any:
 
 @_in_float32.register("RowTensor")
 def _row_tensor_unchanged(gradient: Any) -> Any:
-    # A sparse gradient is divided in its own dtype, as MindSpore does.
+    # A sparse gradient (RowTensor) is divided by the loss scale in its own dtype, as MindSpore does.
     return gradient
 
 
@@ -80,7 +80,7 @@ class MapInFloat32(nn.Cell):
 
 
 class GradientReducer(nn.Cell):
-    """Reduces gradients in the dtypes of their weights, which most of MindSpore's optimizers need.
+    """Casts gradients to the dtypes of their weights, as most of MindSpore's optimizers need, and reduces them.
 
     Args:
         reducer (Cell): reduces the gradients over the processes.

@@ -35,34 +35,34 @@ __all__ = ["RuleUpdateCell"]
 
 
 class RuleUpdateCell(CompiledUpdateCell):
-    """Update cell of any rule, with methods to read, save, restore and repair the state of the rule.
+    """Update cell of any loss-scaling rule, with methods to read, save, restore and repair the state of the rule.
 
     Args:
         rule, start, history_size: as of :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
     """
 
-    # The only rule class that this cell accepts, or None if it accepts any rule.
+    # The only rule class that this update cell accepts, or None if it accepts any rule.
     rule_class: type[Rule] | None = None
     bound_loss_scale: Any = None
-    # The id of this cell when it was bound to a loss scale. A copy of the cell has another id, and can be bound again.
+    # The id of this update cell when it was bound to a loss scale. A copy has another id, and can be bound again.
     _bound_id: int | None = None
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
         self.form = form_of(rule)
-        # No graph reads these two values; they are Parameters because checkpoints restore only Parameters. They are
-        # negative until training begins, so a checkpoint of a training never has negative values.
+        # The run number and the form of the state are Parameters because checkpoints restore only Parameters; no graph
+        # reads them. Both are negative until training begins, so a checkpoint of a training never has negative values.
         self.loss_scaling_run = _new_parameter(RUN, -1)
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
-        # The number of the step for which loss_scale_value is the loss scale.
+        # The number of the training step whose loss scale is in loss_scale_value.
         self._known_step = 1
-        # The state that the host last wrote or checked, and whether the cell has taken steps since (None: unknown).
+        # The state that the host last wrote or checked, and whether this cell has stepped since then (None: unknown).
         self._last_seen = self._snapshot()
         self._has_stepped: bool | None = False
 
     @classmethod
     def from_rule(cls, rule: Rule, state: Any, steps: int = 0) -> RuleUpdateCell:
-        """Return a cell that goes on by a rule from a state.
+        """Return a cell that follows a rule from the given state.
 
         Args:
             rule (Rule): the rule.
@@ -94,7 +94,7 @@ class RuleUpdateCell(CompiledUpdateCell):
 
     @classmethod
     def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:
-        """Return a cell of this class that follows the rule and starts at the loss scale of ``state``."""
+        """Return an update cell of this class that follows the rule and starts at the loss scale of ``state``."""
         return cls(state.loss_scale, **rule.arguments, **options)
 
     def state(self) -> dict[str, Any]:
@@ -179,13 +179,13 @@ class RuleUpdateCell(CompiledUpdateCell):
     def bind_loss_scale(self, parameter: Any) -> None:
         """Tell the cell which Parameter is its first input, for ``state_dict()`` and ``load_state_dict()``.
 
-        The train-step cells of this package do it.
+        The train-step cells of this package call this.
 
         Args:
             parameter (Parameter): the loss scale, float32 of shape ().
 
         Raises:
-            ValueError: if the cell is in another train step. A copy of the cell is in none.
+            ValueError: if another train step already uses the cell. A copy of the cell is not bound to any.
         """
         if self._bound_id == id(self) and parameter is not self.bound_loss_scale:
             raise ValueError(
@@ -194,7 +194,7 @@ class RuleUpdateCell(CompiledUpdateCell):
                 "load_state_dict(cell.state_dict()) of the new one."
             )
         self._bound_id = id(self)
-        # Bypass nn.Cell.__setattr__, which would make the Parameter a child of this cell too.
+        # Bypass nn.Cell.__setattr__, which would make the Parameter of the loss scale a child of this cell too.
         object.__setattr__(self, "bound_loss_scale", parameter)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,10 +246,10 @@ class RuleUpdateCell(CompiledUpdateCell):
             raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
         missing = [key for key in present if key not in restored.values and key != LARGEST_GRADIENT.name]
         if not self.load_state(state) and missing:
-            warnings.warn(f"The state has no {', '.join(missing)}: what it lacks stays as it is.", stacklevel=2)
+            warnings.warn(f"The state has no {', '.join(missing)}: these values stay as they are.", stacklevel=2)
 
     def load_state(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on from a restored state, of this rule or of another. All restored states come in here.
+        """Continue from a restored state, of this rule or of another rule.
 
         Without the state of this rule, the rule's own state starts afresh at the loss scale.
 
@@ -283,7 +283,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return _warned(problems)
 
     def accept_former_names(self) -> None:
-        """Until training begins, take the counters of MindFormers' own cell also by the names of its attributes.
+        """Until training begins, also accept the counters of MindFormers' own cell under its attribute names.
 
         With a constant learning rate, checkpoints of MindFormers' train steps have the counters under those names.
         """
@@ -292,7 +292,7 @@ class RuleUpdateCell(CompiledUpdateCell):
                 setattr(self, f"former_{name}", _new_parameter(name, -1))
 
     def check_state(self, *, at_first_step: bool = False) -> None:
-        """Repair what a checkpoint has brought that this cell cannot go on with; what training has left stays.
+        """Repair restored values with which this cell cannot continue; values from training stay.
 
         A checkpoint may come from another cell, or from this one with other arguments. Each change gives a warning
         that names the Parameter, its value and the value used instead. The start of training calls this; call it
@@ -368,12 +368,12 @@ class RuleUpdateCell(CompiledUpdateCell):
             if hasattr(self, attribute := f"former_{name}"):
                 if (count := int(getattr(self, attribute).asnumpy())) >= 0:
                     counters[key] = count
-                # Delete the Parameter, so that checkpoints of this training do not contain it.
+                # Delete the Parameter with the former name, so that checkpoints of this training do not contain it.
                 delattr(self, attribute)
         return counters
 
     def _write(self, loss_scale: float | None, values: dict[str, Any]) -> None:
-        """Write the state and the loss scale of the next step. With None, the loss scale stays unchanged."""
+        """Write the state of the rule and the next loss scale; with ``loss_scale`` None, keep the present scale."""
         if loss_scale is not None:
             if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
                 self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))

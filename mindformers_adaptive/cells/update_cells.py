@@ -1,4 +1,4 @@
-"""The public update cells: subclasses of ``RuleUpdateCell``, for each rule of this package and for any other rule."""
+"""The public update cells, one for each loss-scaling rule of this package and one for any other rule."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
             backoff_factor=backoff_factor,
         )
         if scale_window is None:
-            # A key without a value in a YAML file gives None.
+            # A key ``scale_window`` without a value in a YAML file gives None.
             warnings.warn(
-                f"'scale_window' must be one of the ladder {rule.ladder}, but is empty: training starts at the "
+                f"'scale_window' must be a window of the ladder {rule.ladder}, but is empty: training starts at the "
                 f"smallest window, {rule.ladder[0]}.",
                 stacklevel=2,
             )
@@ -228,7 +228,7 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
             element, as MindFormers passes on resume, is only read.
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
-        **arguments: arguments of the rule, by name, unless it is made already.
+        **arguments: arguments of the rule, by name; leave them out if ``rule`` is an instance.
 
     Inputs, outputs, platforms: as in :class:`GradientGuidedLossScaleUpdateCell`.
 

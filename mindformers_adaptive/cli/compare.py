@@ -21,7 +21,8 @@ from mindformers_adaptive.rules import RULES
 
 __all__ = ["add_arguments", "run"]
 
-# The adaptive rule, dynamic scaling with usual windows, and the defaults of Megatron-LM and PyTorch.
+# Policies to compare by default: the adaptive rule, dynamic loss scaling with usual windows, and the loss scaling of
+# Megatron-LM and PyTorch with default values.
 _DEFAULT_POLICIES = [
     "adaptive",
     "dynamic:scale_window=20",
@@ -32,7 +33,8 @@ _DEFAULT_POLICIES = [
     "torch",
 ]
 
-# Rules that follow the largest gradients. By default, compare them only if all traces have largest gradients.
+# Loss-scaling rules that follow the largest gradients. By default, compare these rules only if all traces have largest
+# gradients.
 _WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
 
 

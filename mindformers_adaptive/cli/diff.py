@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read both files, and print the error of each Parameter."""
+    """Read both files to compare, and print the error of each Parameter."""
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.mindformers.checkpoint_arrays import read_arrays
 

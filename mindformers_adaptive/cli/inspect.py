@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _text(state: dict[str, Any]) -> str:
-    """Return a line for each number in the state and for each note. Only ``--json`` prints vectors."""
+    """Return a line for each number in the loss-scale state and for each note. Only ``--json`` prints vectors."""
     values = {name: value for name, value in state.items() if value is not None and not isinstance(value, list)}
     lines = [f"{name}: {_number(value) if isinstance(value, float) else value}" for name, value in values.items()]
     return "\n".join([*lines, *(f"note: {note}" for note in state["notes"])])

@@ -44,7 +44,7 @@ class Source:
     Attributes:
         trace (Trace): the trace, with the ceilings that ``--ceilings`` selects.
         run (RecordedRun, optional): the run that a log recorded; None for synthetic or measured ceilings.
-        ceilings (str): how exactly the ceilings are known.
+        ceilings (str): how exactly the ceilings (largest loss scales without overflow) are known.
     """
 
     trace: Trace
@@ -52,7 +52,7 @@ class Source:
     ceilings: str = "within bounds"
 
     def describe(self) -> dict[str, Any]:
-        """Return what was read and how much is known of the ceilings and gradients, for JSON."""
+        """Return what was read, and how much is known of the trace's ceilings and gradients, for JSON."""
         run, gradients = self.run, self.trace.largest_gradient
         known = {
             "trace": self.trace.name,
@@ -68,7 +68,7 @@ class Source:
 
     @property
     def recorded(self) -> Measures | None:
-        """Measures, optional: the measures of the recorded run in the steps that are swept; None without a run."""
+        """Measures, optional: the measures of the recorded run in the steps of the trace; None without a run."""
         if self.run is None:
             return None
         trace = self.trace.last(MOST_STEPS_SWEPT)
@@ -95,7 +95,7 @@ class Source:
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments for traces, and for the ceilings to assume where a log does not bound them."""
+    """Declare the arguments for traces, and for the ceilings to assume where a log leaves a ceiling unbounded."""
     parser.add_argument(
         "traces",
         nargs="+",

@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the section for the YAML file."""
+    """Print the loss-scaling section for the YAML file."""
     with wrong_usage("Megatron-LM's arguments cannot be split into words: "):
         words = [word for argument in options.others for word in shlex.split(argument) if word != "--"]
     if not words:
-        raise UsageError("Megatron-LM's arguments are required")
+        raise UsageError("give the arguments of Megatron-LM's training command, such as --loss-scale-window 1000")
     with wrong_usage(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         section = scale_sense_from_megatron(words)

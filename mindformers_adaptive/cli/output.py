@@ -23,7 +23,7 @@ __all__ += ["read_picture", "read_scale", "read_source", "read_value", "require_
 
 
 class UsageError(argparse.ArgumentTypeError):
-    """Invalid command line; the program exits with status 2."""
+    """Raised for an invalid command line; the program then exits with status 2."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def read_value(text: str) -> Any:
     try:
         return 2.0 ** int(power[1]) if power else parse_yaml(text, _ValueLoader)
     except OverflowError as error:
-        raise UsageError(f"{text!r} is too large: no number here is beyond 2^127, the largest float32") from error
+        raise UsageError(f"{text!r} is too large: give at most 2^127, the largest power of two in float32") from error
     except ValueError as error:
         hint = "put brackets, braces and colons in quotes"
         raise UsageError(f"{text!r} is not a value in YAML, {error}; {hint}") from error

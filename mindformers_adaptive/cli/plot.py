@@ -82,11 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw the files: runs, records of gradients, or sweeps."""
+    """Draw what the files hold: runs, records of gradients, or sweeps over loss scales."""
     read = {source: _read(source) for source in options.sources}
     sweeps = {file: content for file, content in read.items() if isinstance(content, dict)}
     if not sweeps and (options.loss_scales or options.underflow):
-        raise UsageError("arguments --loss-scales and --underflow are for what 'probe --output' wrote")
+        raise UsageError("arguments --loss-scales and --underflow need a file that 'probe --output' wrote")
     chosen = {"kind": options.of, "modules": options.modules, "axis": options.axis}
     if chosen != {"kind": "gradients", "modules": [], "axis": AXES[0]} and (
         options.underflow or not all(isinstance(content, dict) or _is_gradients(content) for content in read.values())
@@ -95,9 +95,9 @@ def run(options: argparse.Namespace) -> None:
             "arguments --of, --modules and --axis are for sweeps and records of gradients, without --underflow"
         )
     if sweeps and len(sweeps) < len(read):
-        raise UsageError("files that 'probe --output' wrote are drawn without others, but other files are given too")
+        raise UsageError("files of 'probe --output' cannot be drawn with other files: draw the other files separately")
     if options.underflow and len(sweeps) > 1:
-        raise UsageError("argument --underflow is for one file that 'probe --output' wrote, but several are given")
+        raise UsageError("argument --underflow needs a single file of 'probe --output', but got several")
     try:
         if not sweeps:
             figure = _draw_runs(read, chosen)
@@ -116,11 +116,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(file: str) -> Any:
-    """Return the content of a file: a sweep, the lines of a record of gradients, or a run."""
+    """Return what a file holds: a sweep over loss scales, the lines of a record of gradients, or a run."""
     with open(file, encoding="utf-8-sig", errors="replace") as lines:
         start = lines.readline().strip()
     first = json_object(start)
-    # Do not load a record, whose lines have a step, as a whole: a record of months would not fit into memory.
+    # Do not load a run's record, which has a line for each step, as a whole: the record of a run of months would not
+    # fit into memory.
     if start.startswith(("{", "[")) and "step" not in first:
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(Path(file).read_bytes())
@@ -138,7 +139,7 @@ def _read(file: str) -> Any:
         if not record:
             raise
     try:
-        # A record without any known loss scale can still be drawn.
+        # A run's record without any known loss scale can still be drawn.
         return run_of_record(record)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
@@ -182,5 +183,5 @@ def tell_apart(files: Iterable[str]) -> dict[str, str]:
 
 
 def _shared(paths: Iterable[Sequence[str]]) -> int:
-    """Return how many leading parts all paths have in common."""
+    """Return how many leading parts all the paths have in common."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))

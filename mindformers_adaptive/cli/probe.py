@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _new_file(text: str) -> str:
-    # Check the path before the sweep, which may take long.
+    # Check the path of the output file before the sweep over loss scales, which may take long.
     if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
         raise UsageError(f"must name a file in an existing folder, but got {text!r}")
     return text
@@ -77,7 +77,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, picture: str = "") -> N
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the sweep, and print its tables and what the gradients lose at the lowest loss scale."""
+    """Sweep over loss scales, and print the tables and what the gradients lose at the lowest loss scale."""
     from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES
 
     scales, parameters_at = options.loss_scales or DEFAULT_LOSS_SCALES, options.parameters
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]
-    """Run a sweep with a progress bar, and return its ranges. The output of MindFormers goes to the standard error."""
+    """Sweep over loss scales with a progress bar, and return the gradient ranges. MindFormers prints to stderr."""
     overrides = read_options(options.options)
     use_register_path(options.register_path)
     with contextlib.redirect_stdout(sys.stderr):

@@ -17,7 +17,7 @@ from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["COMMANDS", "main"]
 
-# The commands by the time at which a user needs them, each with a short description. A command is a module of this
+# The subcommands by the time at which a user needs them, each with a short description. A command is a module of this
 # package with add_arguments(parser), run(options), and a docstring, which is the help and ends with examples. A command
 # that accepts words unknown to argparse sets the default of `others` to a list.
 _GROUPS = {
@@ -46,9 +46,9 @@ _GROUPS = {
     },
 }
 COMMANDS = {name: purpose for commands in _GROUPS.values() for name, purpose in commands.items()}
-# The names of all options that name a file to write, whichever command has them.
+# The names of all options of any subcommand that name a file to write.
 _WRITTEN = ("plot", "picture", "output", "gradients")
-# Removed commands, each with the command to use instead.
+# Removed subcommands, each with the subcommand to use instead.
 _REPLACED_BY = {"simulate": "compare --policies NAME"}
 
 _EXIT_CODES = """\
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command_list() -> str:
-    """Return a line for each command. The first line of a group begins with the time at which the group is needed."""
+    """Return a line for each subcommand. The first line of a group begins with the time when the group is needed."""
     return "\n".join(
         f"{when if index == 0 else '':<20}{name:<10}{purpose}"
         for when, commands in _GROUPS.items()
@@ -183,7 +183,7 @@ def _message(error: Exception) -> str:
 
 
 def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    """Return a hint with the known options that are most similar to the first unknown option."""
+    """Return a hint that names the known options most similar to the first unknown option."""
     option = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
     similar: dict[str, str] = getattr(options, "similar", {})
     known = {name: name for action in parser._actions for name in action.option_strings} | similar
@@ -194,5 +194,5 @@ def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: arg
 
 
 def _with_hyphens(word: str) -> str:
-    """Return an option with hyphens, as it is declared here. MindFormers' options have underscores."""
+    """Return an option's name with hyphens, as in this program. MindFormers' options have underscores."""
     return re.sub(r"^--[a-z_]+(?=$|=)", lambda option: option[0].replace("_", "-"), word)

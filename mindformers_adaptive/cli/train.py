@@ -45,7 +45,8 @@ def run(options: argparse.Namespace) -> None:
     except Exception as error:
         if not launcher.had_begun(error):
             raise
-        # Print the traceback: nobody wants to repeat a long training to learn where it failed.
+        # Print the traceback of an error in a training: nobody wants to repeat a long training to learn where it
+        # failed.
         traceback.print_exc()
         sys.exit(1)
 
@@ -119,7 +120,7 @@ def _true_or_false_or_name(text: str) -> bool | str:
     return _true_or_false(text) if text.lower() in ("true", "false") else text
 
 
-# Each option: name on the command line, key in the YAML file, type, help.
+# Each option of the command: its name on the command line, its key in the YAML file, its type and its help.
 _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("run-mode", "run_mode", str, "what to do: train, finetune, eval or predict"),
     (

@@ -61,13 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Search for the best settings, and print them."""
+    """Search for the settings of a loss-scaling rule that cost least, and print the best settings."""
     policies = list(RULES) if options.policy == "both" else [options.policy]
     tried = [_read_tried(text) for text in options.grid]
     twice = [name for name, count in Counter(name for name, _ in tried).items() if count > 1]
     if twice:
         raise UsageError(
-            f"'--grid' must name each argument once, but {twice[0]!r} is there twice. List its values once."
+            f"'--grid' must name each argument once, but {twice[0]!r} is given twice. Give all its values in one list."
         )
     configurations = _configurations(policies, dict(tried))
     sources = read_sources(options, policies)
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list[Configuration]:
-    """Return all combinations for each policy. An argument is tried only with the policies that have it."""
+    """Return all combinations of arguments for each policy. An argument is tried only with policies that have it."""
     with wrong_usage():
         known = {name: all_arguments(find_rule(name)) for name in policies}
         # Pass an argument that no policy has to all policies: grid() then raises the error.
@@ -113,5 +113,5 @@ def _read_tried(text: str) -> tuple[str, list[object]]:
         values = [read_value(value) for value in listed.split(",")]
     twice = [value for index, value in enumerate(values) if value in values[:index]]
     if twice:
-        raise UsageError(f"'--grid' must list each value of {name!r} once, but {twice[0]!r} is there twice.")
+        raise UsageError(f"'--grid' must list each value of {name!r} once, but {twice[0]!r} is listed twice.")
     return name.strip(), values

@@ -27,7 +27,7 @@ from mindformers_adaptive.plots.layers import draw_layers
 
 __all__ = ["add_arguments", "run"]
 
-# Options that replace an input from the folder of a run.
+# Options that replace an input that is read from the output folder of a training.
 _OF_RUN = ("checkpoint", "train_dataset_dir", "loss_scale", "batch", "register_path")
 
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the passes, and print which layer overflows and what helps."""
+    """Run forward and backward passes, and print which layer overflows and what helps."""
     overrides = read_options(options.options)
     arguments = {} if options.run is None else read_run(options.run)
     named = {name: getattr(options, name) for name in _OF_RUN} | {"config_path": options.config}

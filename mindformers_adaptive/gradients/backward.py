@@ -1,4 +1,4 @@
-"""The backward pass of a train-step cell at any loss scale, which leaves the weights and the training unchanged."""
+"""Runs the backward pass of a train-step cell at any loss scale, without changing the weights or the training."""
 
 import contextlib
 import itertools
@@ -44,12 +44,14 @@ def backward_pass(network):
             f"'network' must return its gradients, but {type(network).__name__} adds them up in Parameters of its own. "
             "Set 'parallel.enable_parallel_optimizer' to True in the YAML file, or measure without pipeline stages."
         )
-    # In this package's train-step cells, grads_for_legacy exists even if MindFormers, before 1.7, has no such method.
+    # This package's train-step cells have a method grads_for_legacy even if MindFormers' cell, before 1.7, has no such
+    # method. So look at stock_grads_for_legacy first.
     if getattr(network, "stock_grads_for_legacy", getattr(network, "grads_for_legacy", None)) is not None:
         return _OfMindFormers(network)
     if getattr(network, "calculate_per_token_loss", False):
         raise ValueError(
-            "'calculate_per_token_loss' must be False before MindFormers 1.7, or its loss is not measured."
+            "'calculate_per_token_loss' must be False here: before MindFormers 1.7, the loss per token cannot be "
+            "measured. Set it to False, or install MindFormers 1.7."
         )
     return _OfOneLoss(network.network, network.weights)
 
@@ -80,7 +82,8 @@ class _OfOneLoss(nn.Cell):
 
     def construct(self, loss_scale, *inputs):
         loss = self.first_output(*inputs)
-        # Cast the scale to the dtype of the loss, as in training: a scale beyond FP16 overflows a loss in FP16.
+        # Cast the loss scale to the dtype of the loss, as in training: a loss scale beyond FP16 overflows if the loss
+        # is in FP16.
         sens = ops.ones_like(loss) * ops.cast(loss_scale, ops.dtype(loss))
         return loss, self.grad(self.first_output, self.weights)(*inputs, sens), self.divisor
 
@@ -91,7 +94,7 @@ class _OfOneLoss(nn.Cell):
 
 @contextlib.contextmanager
 def unchanged(network):
-    """Put a network into training mode without dropout, and restore everything afterwards.
+    """Put a network into training mode without dropout for a ``with`` block, and undo all changes afterwards.
 
     If a pass raised an exception, in the ``with`` block or before it, MindSpore is made to forget that pass.
 
@@ -103,17 +106,19 @@ def unchanged(network):
     """
     values = []
     if isinstance(network, nn.TrainOneStepCell):
-        # Restore the Parameters in which MindFormers' cell adds up its losses, but not the weights and gradients.
+        # Restore the other Parameters of the train-step cell, such as the sums of losses in MindFormers' cell. The
+        # backward pass does not write to the weights and to the accumulated gradients.
         not_written = {id(value) for value in (*network.weights, *getattr(network, "accu_grads", ()))}
         values = [value for value in network.get_parameters(expand=False) if id(value) not in not_written]
         network = network.network
-    # A forward pass may write to Parameters that are not trained, as BatchNorm does to its moving averages.
+    # A forward pass may write to Parameters that are not trained, as BatchNorm does to its moving averages. Restore
+    # these Parameters too.
     values += [value for value in network.get_parameters() if not value.requires_grad]
     state = [(value, to_numpy(value).copy()) for value in values]
     cells = [cell for _, cell in network.cells_and_names()]
     modes = [(cell, cell.training, cell.phase) for cell in cells]
     generator = mindspore.get_rng_state()
-    # Look the module up by its name, because mindspore.common also has a function called seed.
+    # Look the module mindspore.common.seed up by its name, because mindspore.common also has a function called seed.
     kernel_seeds = getattr(sys.modules["mindspore.common.seed"], "_KERNEL_SEED", {})
     seeds = dict(kernel_seeds)
 
@@ -124,7 +129,8 @@ def unchanged(network):
 
     network.set_train(True)
     for cell in cells:
-        # MindSpore and MindFormers have several Dropout classes. A cell of this name with cells inside is a network.
+        # MindSpore and MindFormers have several classes with Dropout in their names. Such a cell with other cells
+        # inside is a network, not a dropout layer.
         if "Dropout" in type(cell).__name__ and not cell.cells():
             cell.set_train(False)
     if _pynative_executor.grad_flag():
@@ -145,7 +151,7 @@ def unchanged(network):
 
 
 def counts_for(progress):
-    """Return a function to call after each pass; it calls ``progress``, if not None, with the number of passes."""
+    """Return a function to call after each backward pass; it gives ``progress``, if not None, the number of passes."""
     passes = itertools.count(1)
     return lambda: progress is not None and progress(next(passes))
 
@@ -173,6 +179,6 @@ def replaced_in(values, name, value):
 
 
 def to_numpy(tensor):
-    """Return a Tensor as a NumPy array of the same dtype, bfloat16 as float32."""
-    # NumPy has no bfloat16.
+    """Return a Tensor as a NumPy array of the same dtype, but a bfloat16 Tensor as float32."""
+    # NumPy has no bfloat16, so cast to float32.
     return (tensor.astype(mstype.float32) if tensor.dtype == mstype.bfloat16 else tensor).asnumpy()

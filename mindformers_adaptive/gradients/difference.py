@@ -1,4 +1,4 @@
-"""Differences between the arrays of two checkpoints, or the gradients of two devices, for each Parameter."""
+"""Compares, for each Parameter, the arrays of two checkpoints or the gradients of two devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ArrayDifference(NamedTuple):
 def compare_arrays(
     arrays: Mapping[str, NDArray[np.floating[Any]]], reference: Mapping[str, NDArray[np.floating[Any]]]
 ) -> list[ArrayDifference]:
-    """Compare the arrays whose names are in both mappings.
+    """Compare the arrays of two checkpoints or devices: each two arrays whose name is in both mappings.
 
     Args:
         arrays (Mapping[str, ndarray]): the first arrays, by name.
@@ -59,7 +59,7 @@ def compare_arrays(
     shared = [name for name in arrays if name in reference]
     if not shared:
         raise ValueError(
-            "The two must have Parameters of the same names, but none of the first "
+            "The two checkpoints must have Parameters of the same names, but no name of the first "
             f"({', '.join([*arrays][:2]) or 'nothing'}) is in the second ({', '.join([*reference][:2]) or 'nothing'}). "
             "Give two checkpoints of one model."
         )
@@ -73,8 +73,8 @@ def compare_arrays(
 def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.floating[Any]]) -> ArrayDifference:
     if array.shape != reference.shape:
         raise ValueError(
-            f"{name!r} must have one shape, but has {array.shape} and {reference.shape}. Give checkpoints of one model "
-            "that is cut into slices in the same way."
+            f"{name!r} must have the same shape in both, but has {array.shape} and {reference.shape}. Give checkpoints "
+            "of one model that is cut into slices in the same way."
         )
     first, second = array.astype(np.float64), reference.astype(np.float64)
     norm, reference_norm = float(np.linalg.norm(first)), float(np.linalg.norm(second))
@@ -88,7 +88,7 @@ def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.
 
 
 def difference_table(differences: list[ArrayDifference]) -> str:
-    """Return a table to print, with a row for each Parameter."""
+    """Return a table to print of the differences between two files, with a row for each Parameter."""
     lines = [["", "elements", "norm", "norm of the reference", "relative error", "largest error"]]
     for difference in differences:
         numbers = [f"{difference.norm:.4g}", f"{difference.reference_norm:.4g}", f"{difference.relative_error:.2e}"]

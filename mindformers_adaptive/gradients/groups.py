@@ -1,4 +1,4 @@
-"""Groups of Parameters, by their names."""
+"""Groups the Parameters of a network by their names, such as attention and embedding."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["MOST_GROUPS", "group_parameters", "parameter_group"]
 
-# A picture has a row of histograms for each group. More rows than this are too many to compare.
+# The largest number of groups of Parameters. A picture has a row of histograms for each group, and more rows than this
+# are too many to compare.
 MOST_GROUPS = 6
 _OTHERS = "others"
 _ORDER = ("embedding", "attention", "feed forward", "norm", "output")
 
-# The first pattern that matches counts. A norm may be named after the layer behind it, as in attention_norm, so norm
-# comes first; the last layer of a block may be called output, so output comes last.
+# The groups of Parameters, each with a pattern for Parameter names. The first pattern that matches counts. A norm may
+# be named after the next layer, as in attention_norm, so the group norm comes first. The last layer of a block may be
+# called output, so the group output comes last.
 _KINDS = (
     ("norm", r"norm|(^|[._])(ln|bn)\d*([._]|$)|\.(gamma|beta)$"),
     ("embedding", r"embed|(^|\.)w[tp]e(\.|$)"),
@@ -47,7 +49,7 @@ def parameter_group(name: str) -> str | None:
 def group_parameters(
     sizes: Mapping[str, int], group: Callable[[str], str | None] = parameter_group
 ) -> dict[str, list[str]]:
-    """Return the Parameters of each group.
+    """Return the names of the Parameters in each group, such as attention or embedding.
 
     Parameters without a group are grouped by the first component of their names that is not common to all of them. Of
     more than six groups, the five with the most elements stay and the rest are ``"others"``.
@@ -79,7 +81,10 @@ def group_parameters(
 
 
 def _shared_components(names: list[str]) -> int:
-    """Return how many leading components all names share; leave each name at least one component before its last."""
+    """Return how many leading components all Parameter names share.
+
+    Leave each name at least one component before its last component.
+    """
     split = [name.split(".")[:-1] for name in names]
     same = [len(set(components)) == 1 for components in zip(*split, strict=False)]
     return same.index(False) if False in same else max(len(same) - 1, 0)

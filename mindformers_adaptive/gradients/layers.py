@@ -1,4 +1,4 @@
-"""The layers of a network by name, their outputs, and the gradients of their outputs."""
+"""Finds the layers of a network by name, and measures their outputs and the gradients of these outputs."""
 
 import contextlib
 import fnmatch
@@ -18,7 +18,7 @@ __all__ = ["LayerOutputs", "LayerOutputsError", "named_cells"]
 
 
 class LayerOutputsError(RuntimeError):
-    """Raised if a network cannot run in PyNative mode."""
+    """Raised if a network cannot run in PyNative mode, in which the outputs of layers are measured."""
 
 
 class LayerOutputs:
@@ -86,7 +86,7 @@ class LayerOutputs:
 
         with self._watched(lambda name: parts.setdefault(name, []), measure, "outputs", "forward"):
             self._network(*batch)
-        # Leave out cells that matched a pattern but did not run: a list of cells can match, but never runs.
+        # Leave out cells that matched a pattern but did not run, such as a list of cells, which never runs.
         shown = [*parts, *(name for name in self._layers if name in self._named and name not in parts)]
         return {name: merge_statistics(parts.get(name, [])) for name in shown}
 
@@ -116,7 +116,8 @@ class LayerOutputs:
 
         with self._watched(lambda name: gradients_of.setdefault(name, {}), hook, "activation gradients", "backward"):
             returned = backward()
-        # Hooks are called in the order of the backward pass. Sort the gradients into the order of the calls.
+        # MindSpore calls the hooks in the order of the backward pass. Sort the gradients into the order in which the
+        # forward pass called the layers.
         in_order = {
             name: [array for _, array in sorted(arrays.items())] for name, arrays in gradients_of.items() if arrays
         }
@@ -124,7 +125,10 @@ class LayerOutputs:
 
     @contextlib.contextmanager
     def _watched(self, enter, see, what, way):
-        """Switch to PyNative mode; call ``enter`` at each call of a layer, and replace its outputs with ``see``."""
+        """Within the block, run in PyNative mode, and let ``enter`` and ``see`` follow the layers.
+
+        Call ``enter`` at each call of a layer, and replace each output of a layer by what ``see`` returns for it.
+        """
         names = {id(cell): name for name, cell in self._layers.items()}
         call = nn.Cell.__call__
 
@@ -143,13 +147,14 @@ class LayerOutputs:
         with contextlib.ExitStack() as stack:
             stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-            # Do not use MindSpore's hooks: after a hook, MindSpore compiles every graph again, and dropout draws anew.
-            # Do not patch the inside of a cell: a cell with its own bprop has no gradients inside.
+            # Do not use MindSpore's hooks on cells: after such a hook, MindSpore compiles every graph again, and
+            # dropout draws new random numbers. Do not patch the inside of a cell: a cell with its own bprop has no
+            # gradients inside.
             stack.callback(setattr, nn.Cell, "__call__", call)
             nn.Cell.__call__ = call_and_see
             for _, cell in self._network.cells_and_names():
                 if getattr(cell, "_recompute_cell", None) is not None:
-                    # Recomputation would call the cells inside this cell again in the backward pass.
+                    # Switch recomputation off: it would call the cells inside this cell again in the backward pass.
                     stack.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             try:
                 yield
@@ -160,7 +165,7 @@ class LayerOutputs:
 
 
 def _is_called(wanted, name, class_name):
-    """Return whether a name or pattern matches a cell's name or class. Brackets in a name stand for themselves."""
+    """Return whether a name or pattern matches a cell's name or class. Square brackets match only themselves."""
     if "*" not in wanted:
         return wanted in (name, class_name)
     pattern = wanted.replace("[", "[[]")
@@ -168,7 +173,7 @@ def _is_called(wanted, name, class_name):
 
 
 def named_cells(network):
-    """Return the cells of a network by name. Parameter names begin with the name of their cell.
+    """Return a dict of all cells of a network by name. The names of Parameters begin with the name of their cell.
 
     Args:
         network (Cell): the network without its train-step cell.
@@ -180,9 +185,9 @@ def named_cells(network):
 
 
 def _named_cells(network):
-    """Return the layer name for each path of a cell, and the cell for each layer name."""
+    """Return two dicts: the layer name of a cell by its path in the network, and the cell by its layer name."""
     paths = {path: cell for path, cell in network.cells_and_names() if path}
-    # Parameter names leave out the cells that a trainer puts around the network, and so do layer names.
+    # A trainer may put cells around the network. Parameter names leave these cells out, and so do layer names.
     around = _path_around(network)
     short = {path: path.removeprefix(around) for path in paths}
     names = {path: path if name in paths else name for path, name in short.items()}

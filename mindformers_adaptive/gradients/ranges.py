@@ -21,10 +21,10 @@ from mindformers_adaptive.rules.formats import find_format
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
 __all__ += ["gradient_ranges"]
 
-# Every fourth power of two from 2^0 to 2^32.
+# The default loss scales of a sweep: every fourth power of two from 2^0 to 2^32.
 DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
 
-# The largest relative difference between losses of the same network and batch, due to the order of summation.
+# Losses of the same network and batch may differ by this relative difference, due to the order of summation.
 _SAME_LOSS = 1e-5
 
 
@@ -197,7 +197,7 @@ class GradientSweep:
         if not ranges:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
-        # Different batches may run different layers.
+        # Different batches may run different layers, so collect the layers of all batches.
         called = dict.fromkeys(itertools.chain(*outputs))
         merged = {name: merge_statistics(part[name] for part in outputs if name in part) for name in called}
         in_float16 = tuple(weight.name for weight in self.weights if weight.dtype == mstype.float16)
@@ -222,20 +222,22 @@ class GradientSweep:
 
 def _sweep(batch, scales, micro_batches, restore_random_state, done, backward, observe):
     at_scales, reference, reference_scale = [], {}, 1.0
-    # Go from the highest scale down: the first scale without overflow is the reference for all lower scales.
+    # Go from the highest loss scale down: the gradients at the first scale without overflow are the reference for all
+    # lower scales.
     for scale in reversed(scales):
         restore_random_state()
         try:
             loss, gradients, divisor = backward(Tensor(scale / micro_batches, mstype.float32), batch)
         except TypeError as error:
-            # MindSpore raises this for BF16 on a CPU, with its own stack in the message.
+            # MindSpore raises a TypeError for BF16 on a CPU, with a stack trace in the message.
             if match := re.search(r"operator\[(\w+)\] fail.*?but get (input.*?)\n", str(error), re.DOTALL):
                 raise TypeError(
                     f"{match[1]} does not take {match[2].rstrip('. ')} on this {get_context('device_target')}. Compute "
                     "in float16 or float32, or measure on the device of the training."
                 ) from error
             raise
-        # Divide the gradients of each micro-batch so that their mean over the batches is what the optimizer takes.
+        # Divide the gradients of each micro-batch by this factor, so that their mean over the micro-batches is the
+        # gradient that the optimizer takes.
         factor = float(to_numpy(divisor).mean()) / micro_batches
         if not reference and len(scales) > 1 and all(np.isfinite(array).all() for array in gradients.values()):
             reference, reference_scale = gradients, scale
@@ -280,7 +282,7 @@ def checked_loss_scales(loss_scales):
 
 
 def batches_of(inputs):
-    """Yield the batches of :func:`gradient_ranges`, each as a tuple of Tensors."""
+    """Yield each batch in the ``inputs`` of :func:`gradient_ranges` as a tuple of Tensors."""
     if _is_array(inputs):
         inputs = (inputs,)
     for batch in inputs if isinstance(inputs, Iterable) and not _is_batch(inputs) else [inputs]:

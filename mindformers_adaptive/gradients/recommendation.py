@@ -1,4 +1,4 @@
-"""Judges if a training needs loss scaling, and recommends a start: the largest scale that fits, less a margin."""
+"""Judges whether a training needs loss scaling, and recommends an initial scale: the largest usable, less a margin."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from mindformers_adaptive.text.table import align, as_power_of_two, counted
 __all__ = ["DEFAULT_MARGIN", "EVERY_POWER", "HARMLESS_SHARE", "LossScaleRecommendation", "Verdict"]
 __all__ += ["check_margin", "default_margin", "judge", "recommend_loss_scale", "table_of_groups"]
 
-# Every power of two from no scaling to 2^32, where the published FP16 trainings of large models start.
+# The loss scales that a search tries: every power of two from 1 (no scaling) to 2^32, where the published FP16
+# trainings of large models start.
 EVERY_POWER = tuple(2.0**exponent for exponent in range(33))
 
-# Powers of two from the start to the ceiling. Measured on configs/tiny_llama_cpu_fp16.yaml, whose window of 20 steps
-# raises the scale 16-fold within 100 steps: a start at the ceiling itself skips 1 or 2 of the first 100 steps, a start
-# one power of two below it 0 or 1, and two below it 0.
+# How many powers of two the recommended initial loss scale is below the ceiling, the largest loss scale without
+# overflow. Measured on configs/tiny_llama_cpu_fp16.yaml, whose window of 20 steps raises the scale 16-fold within 100
+# steps: a start at the ceiling itself skips 1 or 2 of the first 100 steps, a start one power of two below the ceiling
+# skips 0 or 1, and a start two powers below skips 0.
 DEFAULT_MARGIN = 2
 
-# The margin in formats whose numbers have at most three bits of mantissa. Measured in FP8 and HiF8 by
-# scripts/studies/formats_training.py: from three powers of two below the ceiling, the scale reaches the ceiling after
-# three windows of 20 steps. If the ceiling falls a little, as with the handwritten digits, this start skips 2 of 100
-# steps. A start four powers of two below the ceiling skips at most 1.
+# The margin below the ceiling, in powers of two, in formats whose numbers have at most three bits of mantissa. Measured
+# in FP8 and HiF8 by scripts/studies/formats_training.py: from a start three powers of two below the ceiling, the loss
+# scale reaches the ceiling after three windows of 20 steps. If the ceiling falls a little, as with the handwritten
+# digits, this start skips 2 of 100 steps. A start four powers of two below the ceiling skips at most 1.
 COARSE_MARGIN = 4
 
-# Added to the margin if a Parameter has no gradient yet. Measured on the task of worth_it.py (scripts/studies) whose
-# last layer starts at 0: when the other layers begin to train, the ceiling falls. A start with the default margin
-# alone skips up to 2 of 100 steps.
+# Powers of two to add to the margin below the ceiling if a Parameter has no gradient yet. Measured on the task of
+# scripts/studies/worth_it.py whose last layer starts at 0: when the other layers begin to train, the ceiling falls. A
+# start with the default margin alone skips up to 2 of 100 steps.
 UNKNOWN_MARGIN = 2
 
 # The share of a gradient that a training can lose without harm. Measured on the tasks of scripts/studies/worth_it.py:
-# losing 3 % has no visible effect on the result, losing 20 % costs little, and with 100 % nothing is learned. At a
-# scale of 1, no Parameter of the demo's Llama loses more than some 5 %.
+# losing 3 % has no visible effect on the result, losing 20 % costs little, and with 100 % nothing is learned. At a loss
+# scale of 1, no Parameter of the demo's Llama model loses more than some 5 % of its gradient.
 HARMLESS_SHARE = 0.2
 
-# A gradient that is summed in float32 exceeds the largest FP16 number by up to 2.8 bits before the rest of the pass
-# overflows. If a gradient exceeds the largest number by more than this factor, the pass is not in the format.
+# In a backward pass in FP16, a gradient that is summed in float32 can exceed the largest FP16 number by up to 2.8 bits
+# before the rest of the pass overflows. If a gradient exceeds the largest number by more than this factor, the pass
+# does not compute in the format.
 _BEYOND = 8.0
-# If the gradients of a backward pass in FP16 fit at 2^32, the pass loses more than this share of them at a scale of 1.
+# A backward pass in FP16 whose gradients do not overflow at a loss scale of 2^32 loses more than this share of the
+# gradients at a loss scale of 1.
 _NOTHING = 1e-4
 
 _MOST_EVIDENCE = 3
@@ -53,7 +57,7 @@ _ASK_WHY = "'adaptive-loss-scale why' names the layer, and what helps."
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a loss scale loses of the gradients, and whether that is too much.
+    """How much of the gradients a loss scale loses, and whether that is too much.
 
     A share is the norm of what is lost, by underflow and by the coarseness of subnormal numbers, divided by the norm
     of the gradient; see :attr:`mindformers_adaptive.gradients.statistics.ArrayStatistics.lost_share`.
@@ -133,7 +137,8 @@ def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
     parameters = ranges.parameters(loss_scale)
     shares = _known_shares(parameters)
     if not shares:
-        # No judgement is possible: the scale overflows, is the only one of the sweep, or all gradients are 0.
+        # No judgement is possible: the loss scale overflows, is the only loss scale of the sweep, or all gradients are
+        # 0.
         return Verdict(loss_scale, gradient_format=ranges.gradient_format)
     worst = max(shares, key=lambda name: shares[name])
     without_gradient = tuple(name for name in parameters if name not in shares)
@@ -146,7 +151,7 @@ def _known_shares(statistics: Mapping[str, ArrayStatistics]) -> dict[str, float]
 
 
 def table_of_groups(verdicts: list[Verdict]) -> str:
-    """Return a table to print of the share of each group's gradients that is lost at each scale."""
+    """Return a table to print: the share that each group of gradients loses at each of the judged loss scales."""
     lines = [["gradients of", *(f"lost at {as_power_of_two(verdict.loss_scale)}" for verdict in verdicts)]]
     for group in dict.fromkeys(group for verdict in verdicts for group in verdict.groups):
         shares = [verdict.groups.get(group) for verdict in verdicts]
@@ -217,7 +222,7 @@ class LossScaleRecommendation:
         )
 
     def __str__(self) -> str:
-        """Return the verdict, the YAML section to paste, and at most three lines of evidence."""
+        """Return the text: the verdict, the YAML section to paste, and at most three lines of evidence."""
         parts = [self._verdict(), self.yaml.rstrip(), "\n".join(self._evidence()[:_MOST_EVIDENCE])]
         return "\n\n".join(filter(None, parts))
 
@@ -306,7 +311,7 @@ class LossScaleRecommendation:
 def recommend_loss_scale(
     ranges: GradientRanges, margin: int | None = None, learning_rate: float | None = None
 ) -> LossScaleRecommendation:
-    """Recommend a loss scale from a sweep.
+    """Recommend an initial loss scale from a sweep over loss scales.
 
     Args:
         ranges (GradientRanges): a sweep over powers of two, with several batches.
@@ -338,7 +343,8 @@ def recommend_loss_scale(
     lowest = judge(ranges, scales[0])
     more = UNKNOWN_MARGIN if lowest.without_gradient else 0
     start = max(ceiling / 2.0 ** (margin + more), scales[0])
-    # A pass in float32 can be recognized only if the sweep has scales that exceed the range of the format.
+    # A backward pass in float32 can be recognized only if the gradients exceed the range of the format at the highest
+    # loss scale.
     exceeds = is_highest and at_ceiling.largest > _BEYOND * ranges.gradient_format.largest
     is_in_format = not (exceeds and scales[0] <= 1 and (lowest.parameter_share or 0.0) <= _NOTHING)
     if not is_in_format:
@@ -358,7 +364,7 @@ def recommend_loss_scale(
 
 
 def default_margin(gradient_format: Format) -> int:
-    """Return the default margin in powers of two: 2, or 4 for a format whose mantissa has at most 3 bits.
+    """Return the default margin below the ceiling, in powers of two: 2, or 4 with at most 3 bits of mantissa.
 
     Examples:
         >>> from mindformers_adaptive.rules.formats import FORMATS

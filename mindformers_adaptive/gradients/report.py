@@ -1,4 +1,4 @@
-"""The result of a sweep over loss scales: statistics by scale, Parameter and group, as tables and JSON."""
+"""The result of a sweep over loss scales: statistics of the gradients by scale and Parameter, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mindformers_adaptive.text.table import align, as_power_of_two
 __all__ = ["NEW_WEIGHTS", "ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics", "loss_division"]
 __all__ += ["merge_statistics"]
 
-# The value of GradientRanges.measured if no checkpoint was loaded.
+# The value of GradientRanges.measured if no checkpoint was loaded, so that the network has new weights.
 NEW_WEIGHTS = "new weights"
 
 
 @dataclass(frozen=True)
 class ScaleRanges:
-    """The gradients of one batch at one loss scale, as the backward pass returns them: multiplied by the scale.
+    """The gradients of one batch at one loss scale, as the backward pass returns them, multiplied by the loss scale.
 
     Attributes:
         loss_scale (float): the scale.
@@ -42,7 +42,7 @@ class ScaleRanges:
 
     @property
     def overflow(self) -> bool:
-        """Whether any gradient is inf or NaN. Such a step is skipped."""
+        """Whether any gradient is inf or NaN, so that a training would skip the step."""
         return any(statistics.infs_and_nans for statistics in self.parameters.values())
 
     def unscaled(self) -> ScaleRanges:
@@ -169,7 +169,7 @@ class GradientRanges:
         return tuple(scale for scale in self.loss_scales if not self.overflowed_batches(scale))
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything as dicts, lists and numbers.
+        """Return the sweep as dicts, lists and numbers.
 
         Returns:
             dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches``, ``outputs`` and
@@ -284,7 +284,7 @@ class GradientRanges:
         A loss that is not finite becomes the string "nan", "inf" or "-inf".
 
         Args:
-            file (Union[str, Path]): the file; one that is there is replaced.
+            file (Union[str, Path]): the file; an existing file is replaced.
 
         Raises:
             OSError: if the file cannot be written.
@@ -301,7 +301,7 @@ class GradientRanges:
 
 
 def loss_division(micro_batches: int) -> str:
-    """Return in words how a batch is measured as one of several micro-batches, or "" if there is only one.
+    """Return a phrase that says by how many micro-batches a measured loss was divided; "" for a single micro-batch.
 
     Examples:
         >>> loss_division(4)
@@ -334,6 +334,6 @@ def _cells(statistics: ArrayStatistics) -> list[str]:
     shares = [*map(statistics.share, counts), statistics.lost_share]
     percents = ["-" if share is None else f"{share:.3%}" for share in shares]
     if statistics.size and statistics.infs_and_nans == statistics.size:
-        # All values are inf or NaN, so there is no largest number.
+        # All values are inf or NaN, so there is no largest finite value.
         return ["-", smallest, "-", *percents]
     return [f"{statistics.largest:.2e}", smallest, f"{statistics.norm:.3g}", *percents]

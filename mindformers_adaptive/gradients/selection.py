@@ -1,4 +1,4 @@
-"""Select which values (gradients of weights or activations, weights, outputs) and modules of a sweep to show."""
+"""Selects which values of a sweep to show (gradients of weights or activations, weights, outputs) and which modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALED = ("gradients", "activation_gradients")
 
 
 def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[str] = ()) -> GradientRanges:
-    """Return a sweep that holds values of the given kind in place of the gradients, for all or for some modules.
+    """Return a sweep with values of the given kind in place of the gradients, for all modules or for some.
 
     Weights and outputs do not depend on the loss scale, so the sweep returned for them has only the scale 1.
 
@@ -36,7 +36,7 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
     if kind != "gradients":
         values = getattr(ranges, kind)
         if not values or (kind in SCALED and not values[0][0].parameters):
-            measured = "" if kind == "weights" else ": name layers when you measure, 'layers' or --layers"
+            measured = "" if kind == "weights" else ": to measure them, give 'layers' or --layers"
             what = kind.replace("_", " ")
             raise ValueError(f"There are no {what} to draw{measured}. Draw the gradients, or measure again.")
         ranges = replace(ranges, batches=values if kind in SCALED else ((ScaleRanges(1.0, math.nan, values),),))
@@ -44,12 +44,13 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
         return ranges
     if len(modules) > MOST_GROUPS:
         raise ValueError(
-            f"'modules' must be at most {MOST_GROUPS}, one a row, but got {len(modules)}. Draw the others apart."
+            f"'modules' must have at most {MOST_GROUPS} names, one for each row, but got {len(modules)}. Draw the "
+            "other modules in another picture."
         )
     group = group_of_modules(modules, ranges.batches[0][0].parameters)
 
     def selected(scale_ranges: ScaleRanges) -> ScaleRanges:
-        # Keep the order of the modules, which is the order of the rows.
+        # Keep the order of the given modules, which is the order of the rows in the picture.
         parameters = {
             name: each for module in modules for name, each in scale_ranges.parameters.items() if group(name) == module
         }
@@ -59,7 +60,7 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
 
 
 def group_of_modules(modules: Sequence[str], names: Iterable[str]) -> Callable[[str], str | None]:
-    """Return a function from the name of a Parameter or layer to the first module that it belongs to, or None.
+    """Return a function that maps the name of a Parameter or layer to the first module that it belongs to, or None.
 
     Args:
         modules (Sequence[str]): names of modules or Parameters, or patterns with ``*``.
@@ -81,7 +82,7 @@ def group_of_modules(modules: Sequence[str], names: Iterable[str]) -> Callable[[
     for module in modules:
         if not any(belongs(name, module) for name in there):
             raise ValueError(
-                f"'modules' must name what is there, but {module!r} is not. The nearest names are "
-                f"{nearest_names(module, there)}."
+                f"'modules' must name measured modules or Parameters, but {module!r} is not among them. The nearest "
+                f"names are {nearest_names(module, there)}."
             )
     return lambda name: next((module for module in modules if belongs(name, module)), None)

@@ -10,16 +10,16 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["SignedHistogram", "merge_signed", "read_signed", "signed_histogram"]
 
-# The number of bins: enough for a picture, and few enough for a line of a record.
+# The number of bins of a histogram: enough for a picture, and few enough for a line of a record file.
 _BINS = 64
 
 
 class SignedHistogram(NamedTuple):
-    """How many values lie in each of some equal bins, without those that are inf or NaN.
+    """Counts of values in bins of equal width, without inf and NaN.
 
     Attributes:
-        lowest (float), highest (float): the ends of all bins.
-        counts (tuple[int, ...]): by bin.
+        lowest (float), highest (float): the lower edge of the first bin and the upper edge of the last.
+        counts (tuple[int, ...]): the number of values in each bin.
     """
 
     lowest: float
@@ -80,11 +80,13 @@ def merge_signed(histograms: Iterable[SignedHistogram | None]) -> SignedHistogra
         return parts[0] if parts else None
     lowest, highest = min(part.lowest for part in parts), max(part.highest for part in parts)
     together = SignedHistogram(lowest, highest, (0,) * _BINS)
-    # The number of values below each edge. Round these numbers, not their differences, so that no value is lost.
+    # The number of values below each edge of the merged bins. Round these numbers, not their differences, so that no
+    # value is lost.
     below = np.zeros(_BINS + 1)
     for part in parts:
         edges = part.edges
-        # The outer edges are the lowest and highest value of the part, so that no edge leaves the range of all parts.
+        # Let the outer edges of each histogram be its lowest and highest value, so that no edge leaves the range of all
+        # histograms.
         edges[[0, -1]] = part.lowest, max(part.highest, edges[-2])
         below += np.interp(together.edges, edges, np.append(0, np.cumsum(part.counts)))
     below[-1] = sum(sum(part.counts) for part in parts)

@@ -1,4 +1,4 @@
-"""The magnitudes of an array, or of several together: counts, extremes, norm, histogram and what was lost."""
+"""Statistics of the magnitudes in one or more arrays: counts, extremes, norm, histogram and what underflow costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ArrayStatistics", "array_statistics", "merge_statistics"]
 
 _Floats = NDArray[np.float64]
 
-# An array is read in pieces of this many elements, so that the float64 copies stay small.
+# Arrays are measured in chunks of this many elements, so that the float64 copies stay small.
 _PIECE = 2**20
 
 # The exponent of the smallest subnormal number of float64.
@@ -27,7 +27,7 @@ _LOWEST_EXPONENT = -1074
 
 @dataclass(frozen=True)
 class ArrayStatistics:
-    """The magnitudes of one array, or of several together.
+    """Statistics of the magnitudes in one array, or in several arrays together.
 
     Attributes:
         size (int): number of elements.
@@ -42,8 +42,8 @@ class ArrayStatistics:
         lost (float, optional): the norm of the difference to the reference; None without a reference, and for an array
             that is not finite.
         reference_norm (float): the norm of the reference, in the unit of ``lost``.
-        signed (SignedHistogram, optional): of the values with their signs; None where it was not measured, or none is
-            finite.
+        signed (SignedHistogram, optional): the histogram of the values with their signs; None if it was not measured or
+            no value is finite.
     """
 
     size: int
@@ -60,7 +60,7 @@ class ArrayStatistics:
 
     @property
     def lost_share(self) -> float | None:
-        """The share of the norm that underflow and the coarseness of subnormal numbers have cost.
+        """The share of the norm of an array that underflow and the coarseness of subnormal numbers have cost.
 
         0 means that nothing is lost, 1 that everything is. Wrong rounding in several layers can add up to more than 1.
         None if the share is not known, or if the reference is all 0.
@@ -68,12 +68,12 @@ class ArrayStatistics:
         return self.lost / self.reference_norm if self.lost is not None and self.reference_norm > 0 else None
 
     def subnormal_share(self, gradient_format: Format = FLOAT16) -> float:
-        """Return the share of elements that are not 0 but below the smallest normal number of a format."""
+        """Return the share of elements that are not 0, but smaller than the smallest normal number of a format."""
         _, normal, _ = gradient_format.exponents
         return self.share(sum(number for exponent, number in self.histogram.items() if exponent < normal)) or 0.0
 
     def share(self, count: int | None) -> float | None:
-        """Return a count as a share of all elements, between 0 and 1; None for None, and 0.0 for an empty array."""
+        """Return a count as a share of all elements, from 0 to 1; None for a count of None, 0.0 for an empty array."""
         if count is None:
             return None
         return count / self.size if self.size else 0.0
@@ -86,7 +86,7 @@ class ArrayStatistics:
         return replace(divided, histogram={}, signed=signed)
 
     def to_dict(self) -> dict[str, object]:
-        """Return all attributes for JSON, without ``lost`` and ``reference_norm``, and the counts also as shares."""
+        """Return the statistics for JSON, with shares beside the counts, without ``lost`` and ``reference_norm``."""
         plain = {name: value for name, value in vars(self).items() if name not in ("lost", "reference_norm")}
         return {
             **plain,
@@ -96,7 +96,7 @@ class ArrayStatistics:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ArrayStatistics:
-        """Return the statistics that :meth:`to_dict` returned, or that a JSON file holds.
+        """Return the statistics that a dict from :meth:`to_dict`, or the same dict from a JSON file, holds.
 
         Raises:
             KeyError: if there is no histogram.
@@ -110,7 +110,7 @@ class ArrayStatistics:
 def array_statistics(
     array: ArrayLike, reference: ArrayLike | None = None, ratio: float = 1.0, unit: float = 1.0
 ) -> ArrayStatistics:
-    """Return the statistics of an array.
+    """Return the statistics of the magnitudes in an array.
 
     Args:
         array (ArrayLike): the array, of any shape and any real dtype.
@@ -174,7 +174,8 @@ def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> 
     magnitudes = np.abs(piece)
     finite = magnitudes[np.isfinite(magnitudes)]
     nonzero = finite[finite > 0]
-    # The mantissa of frexp lies in [0.5, 1), so its exponents are one higher than the exponents of the histogram.
+    # The mantissa that np.frexp returns lies in [0.5, 1), so its exponents are one higher than the exponents of the
+    # histogram.
     counts = np.bincount(np.frexp(nonzero)[1] - _LOWEST_EXPONENT - 1)
     is_finite = finite.size == piece.size
     return ArrayStatistics(

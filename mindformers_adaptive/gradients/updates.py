@@ -1,4 +1,4 @@
-"""Updates that weights in float16 lose, because an update is below half the distance to the next float16 number."""
+"""Counts the float16 weights that lose an update, because it is below half the distance to the next float16 number."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LostUpdates:
 
 
 def lost_updates(weights: Mapping[str, ArrayStatistics], learning_rate: float) -> LostUpdates | None:
-    """Count the weights in float16 that an update as large as the learning rate leaves as they are.
+    """Count the weights in float16 that an update as large as the learning rate leaves unchanged.
 
     Args:
         weights (Mapping[str, ArrayStatistics]): the statistics of the weights in float16, by Parameter name.
@@ -61,7 +61,8 @@ def lost_updates(weights: Mapping[str, ArrayStatistics], learning_rate: float) -
 
 
 def _lost(weights: ArrayStatistics, update: float) -> int:
-    # Do not count an update of exactly half the distance: it rounds to the even one of the two neighbouring numbers.
+    # Do not count an update of exactly half the distance to the next float16 number: it rounds to the even one of the
+    # two neighbouring numbers.
     lowest = int(math.log2(FLOAT16.smallest_normal))
     quanta = {exponent: FLOAT16.quantum(max(exponent, lowest)) for exponent in weights.histogram}
     of_zeros = weights.zeros if update < FLOAT16.smallest_subnormal / 2 else 0

@@ -1,8 +1,9 @@
-"""Advice after a recorded run: which scale to start from, which windows to use, or which other cause to look for.
+"""Advice after a recorded run: a loss scale to start from, scale windows to use, or another cause to look for.
 
-Settings are recommended only if the log decides at least 90 % of the steps of their replay, and if the replay saves
-more than two skipped steps whatever is assumed about the other steps. Costs are counted in skipped steps: 1000 steps
-that each lose a bit of headroom count as one skipped step, see :func:`~mindformers_adaptive.lab.measures.cost`.
+Settings are recommended only if the log decides for at least 90 % of the replayed steps whether they are skipped. The
+replay must also save more than two skipped steps, whatever is assumed about the other steps. Costs are counted in
+skipped steps: 1000 steps that each lose a bit of headroom count as one skipped step, see
+:func:`~mindformers_adaptive.lab.measures.cost`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from mindformers_adaptive.text.table import as_power_of_two, counted
 
 __all__ = ["Advice", "Settings", "advise"]
 
-# Advise a change only if it saves more skipped steps than this. Megatron-LM and others tolerate two anyway.
+# Advise a change only if it saves more skipped steps than this. Users of Megatron-LM and other systems tolerate two
+# skipped steps anyway.
 _TOLERABLE = 2.0
 
-# How many consecutive overflows are a collapse: LossScaleMonitor's default, and fewer if the loss scale stays the same.
+# How many consecutive overflows count as a collapse of the loss scale: LossScaleMonitor's default number, or fewer if
+# the scale stays the same.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
 
 
@@ -84,8 +87,8 @@ def advise(
 
     Args:
         run (RecordedRun): a run with at least one step and a known loss scale.
-        traces (Sequence[Trace]): traces of this run. The first one has the ceilings to judge by, the others have
-            ceilings assumed in other ways.
+        traces (Sequence[Trace]): traces of this run. The first trace has the ceilings to judge by; the other traces
+            have ceilings that are assumed in other ways.
         recorded (Sequence[Measures]): the measures of the run itself on each trace.
         changes (Sequence[Change]): its :func:`~mindformers_adaptive.lab.scale_path.changes_of`.
 
@@ -99,7 +102,8 @@ def advise(
     scale, start_up = forward_fill(run.loss_scale), start_up_of(run)
     start = _lower_start(run, start_up)
     first = float(start[0].figures["scale"] if start else scale[0])
-    # Recorded largest gradients mean a rule that follows them. It has no window and no settings of the adaptive cell.
+    # A run that records largest gradients uses a rule that follows these gradients. Such a rule has no window and none
+    # of the adaptive cell's settings.
     if run.largest_gradient is not None or not 1.0 <= first <= LARGEST_LOSS_SCALE:
         return start, None
     smallest = float(scale[scale >= SMALLEST_LOSS_SCALE].min())
@@ -127,7 +131,7 @@ def advise(
 def _accepted(
     configuration: Configuration | None, traces: Sequence[Trace], recorded: Sequence[Measures]
 ) -> Settings | None:
-    """Return the settings if the log decides most of their steps and they save enough on every trace, else None."""
+    """Return the settings if the log decides most replayed steps and enough skipped steps are saved, else None."""
     if configuration is None:
         return None
     rules, starts = [configuration.rule] * len(traces), [configuration.start] * len(traces)
@@ -202,7 +206,7 @@ def _look_at_the_model(run: RecordedRun) -> str:
 
 
 def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
-    """If the scale was always 1: advise to look at the model if steps overflowed, else ask if the run is in BF16."""
+    """If the loss scale was always 1: advise to look at the model if steps overflowed, else ask if it is a BF16 run."""
     if not _is_always_one(run):
         return
     skipped = run.skipped_bounds()[0]
@@ -224,7 +228,7 @@ def _is_always_one(run: RecordedRun) -> bool:
 
 
 def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
-    """Return advice if the run is shorter than its window, so that the loss scale can never rise."""
+    """Return advice if the run is shorter than the scale window, so that the loss scale can never rise."""
     steps, window = int(run.step[-1]), math.inf if run.scale_window is None else float(np.nanmin(run.scale_window))
     if run.step[0] != 1 or not steps < window < math.inf or any(change.kind == "raise" for change in changes):
         return []
@@ -234,7 +238,7 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
 
 
 def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
-    """Return advice to start from the highest scale that held, if more than two steps were skipped before it held."""
+    """Return advice to start from the highest scale that held, if over two steps were skipped before any scale held."""
     first = float(forward_fill(run.loss_scale)[0])
     # A loss scale that is not a power of two would round FP16 gradients.
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
@@ -264,16 +268,16 @@ def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
 
 
 def _power_of_two_up_to(scale: float) -> float:
-    """Round a loss scale down to a power of two. Logs print only eight digits, so allow for their rounding."""
+    """Round a loss scale down to a power of two, allowing for rounding in logs, which print only eight digits."""
     return 2.0 ** math.floor(math.log2(scale * (1 + 1e-6))) if 0 < scale < math.inf else scale
 
 
 def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Configuration | None:
-    """Return the cheapest settings with windows above ``largest`` whose steps the log mostly decides, or None."""
+    """Return the cheapest settings with scale windows above ``largest`` if the log decides most steps, or None."""
     tried = [window for window in AdaptiveRule.tried["min_scale_window"] if window > largest]
     if not tried:
         return None
-    # Sort the windows by distance from the default: of settings with equal cost, min() takes the nearest.
+    # Sort the scale windows by distance from the default: of settings with equal cost, min() takes the nearest to it.
     ordered = [
         sorted(tried, key=lambda window: abs(math.log(window / default)))
         for default in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
@@ -288,7 +292,7 @@ def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Co
 def _larger_window(
     raised_after: Sequence[int], recorded: Measures, settings: Settings, start: Sequence[Advice]
 ) -> list[Advice]:
-    """Return advice to use larger windows if they save more skipped steps than the price in cost() justifies."""
+    """Return advice to use larger scale windows if they save more skipped steps than their lost headroom costs."""
     rule, after = settings.configuration.rule, settings.measures[0]
     # Leave out the skipped steps of the start-up: the advice to start lower already saves them.
     before = recorded.skipped - sum(advice.figures["saves_skipped_steps"] for advice in start)

@@ -27,8 +27,8 @@ from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Analysis", "analyze", "raise_ceilings"]
 
-# Replay a rule that follows the gradients only if at least this share of the steps has a known largest gradient. With
-# fewer, nearly all gradients would be missing from the replay.
+# A rule that follows the gradients is replayed only if the largest gradient is known for at least this share of the
+# steps. Below it, nearly all gradients would be missing from the replay.
 _FEWEST_SHOWN = 0.01
 
 _COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_superseded")
@@ -36,7 +36,7 @@ _COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_supersed
 
 @dataclass(frozen=True)
 class Analysis:
-    """What :func:`analyze` returns.
+    """The analysis of a recorded run, as :func:`analyze` returns it.
 
     Attributes:
         run (RecordedRun): the analyzed run.
@@ -59,7 +59,7 @@ class Analysis:
 
     @property
     def scale_sense(self) -> str | None:
-        """str, optional: the settings as a section of MindFormers' YAML, with the reasons as comments."""
+        """str, optional: the recommended settings as a section of MindFormers' YAML, with the reasons as comments."""
         notes = {advice.argument: advice.note for advice in self.advice if advice.argument}
         return None if self.settings is None else self.settings.scale_sense(notes)
 
@@ -96,7 +96,7 @@ class Analysis:
         }
 
     def text(self, details: bool = False) -> str:
-        """Return the analysis for a terminal.
+        """Return the analysis of the run as text for a terminal.
 
         Args:
             details (bool): whether to add all changes of the loss scale and all replays. Long lists are cut, and the
@@ -120,7 +120,7 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
         Analysis, with the path of the loss scale, what other policies would have done, and what to change.
 
     Raises:
-        ValueError: if the run has no step, or the loss scale of none is known.
+        ValueError: if the run has no step, or no step has a known loss scale.
 
     Examples:
         >>> flags = np.arange(100) < 16
@@ -136,7 +136,8 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     if np.isnan(run.loss_scale).all():
         raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
     changes, used = changes_of(run), forward_fill(run.loss_scale)
-    # Replace only the ceilings. For a long run, separate bounds for each assumption would not fit into memory.
+    # Of each trace, replace only the ceilings. For a long run, separate bounds for each assumption would not fit into
+    # memory.
     traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
     recorded = tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)
     advice, settings = advise(run, traces, recorded, changes)
@@ -174,7 +175,7 @@ def _outcome_rows(
     settings: Settings | None,
     progress: Callable[[int], None] | None,
 ) -> list[dict[str, Any]]:
-    """Return a row for the run and for each policy that starts from its first scale, over all assumed ceilings."""
+    """Return a row of measures for the run and for each replayed policy, over all assumptions about the ceilings."""
     outcomes = {"as recorded": recorded}
     if policies := _policies(used, traces[0]):
         outcomes |= compare(policies, traces, progress=progress).measures
@@ -186,7 +187,7 @@ def _outcome_rows(
         row = {"policy": name, **{key: numbers[key] for key in ("skipped", "headroom_lost", "known_share")}}
         skipped = [each.skipped for each in measures]
         rows.append({**row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
-    # Use the log for the row of the run itself: it is exact, except if a line stands for several steps.
+    # Take the skipped steps of the run itself from the log. They are exact unless a log line stands for several steps.
     fewest, most = run.skipped_bounds()
     rows[0] |= {"fewest_skipped": fewest, "most_skipped": most if run.is_numbered else None}
     if fewest != most:
@@ -195,7 +196,7 @@ def _outcome_rows(
 
 
 def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[], Policy]]:
-    """Return policies by name. All start from the first known scale between 1, their floor, and the largest float32."""
+    """Return policies by name. All start from the run's first loss scale from 1 to the largest float32 number."""
     usable = used[(used >= 1.0) & (used <= LARGEST_LOSS_SCALE)]
     if not len(usable):
         return {}

@@ -1,4 +1,4 @@
-"""Write an analysis as text for a terminal: the verdict and what to change, further details on request."""
+"""Write the analysis of a run as text for a terminal: the verdict, what to change, and optional details."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
 __all__ = ["analysis_text"]
 
-# Show at most this many entries of a list, and wrap lines at this width in characters.
+# Show at most this many step ranges, phases and problems, and wrap lines of text at this width in characters.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
 _WIDTH = 118
 
@@ -67,7 +67,7 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _change(change: str) -> list[str]:
-    """Return the lines of a piece of advice. A command has a line of its own and is not wrapped: it can be pasted."""
+    """Return advice as lines of text. A shell command gets a separate, unwrapped line, so that it can be pasted."""
     text, *commands = change.split("\n")
     return [*_wrapped(text), *(f"  {command}" for command in commands)]
 

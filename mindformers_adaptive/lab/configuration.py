@@ -20,7 +20,7 @@ from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
 
-# The replays of a larger grid would take hours.
+# The largest number of configurations in a grid: the replays of a larger grid would take hours.
 _MOST_COMBINATIONS = 100_000
 
 # The initial loss scales that a grid tries by default. Megatron-LM starts from 2**32.
@@ -69,7 +69,7 @@ class Configuration:
             try:
                 rule, start = start_rule(policy, arguments)
             except UserWarning as warning:
-                raise ValueError(f"{warning} A configuration must not rely on that: give values that fit.") from None
+                raise ValueError(f"{warning} A configuration must not rely on that: give valid values.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
         name = rule_class.name if rule_class in RULES.values() else path
         self.policy = policy if isinstance(policy, str) else name
@@ -136,7 +136,7 @@ class Configuration:
 
 
 def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configuration]:
-    """Return a configuration for each combination of argument values that fit each other.
+    """Return a configuration of the rule for each combination of argument values that fit each other.
 
     For the adaptive rule, combinations are left out if the largest window is below the smallest window, or if the first
     window is not on the ladder of windows.
@@ -170,13 +170,13 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
     if not configurations:
         raise ValueError(
             f"A grid must have at least one combination of values that fit each other, but got {tried}. Add values "
-            "that do: of windows, the smallest at most the largest, and the first one on their ladder."
+            "that fit: 'min_scale_window' at most 'max_scale_window', and 'scale_window' on the ladder of these two."
         )
     return configurations
 
 
 def _configured(policy: str | type[Rule], arguments: Mapping[str, Any]) -> Configuration:
-    """Return one configuration of a grid, or raise an error that names the refused arguments."""
+    """Return a configuration of the rule, or raise an error that names the refused arguments."""
     try:
         return Configuration(policy, **arguments)
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -196,18 +196,19 @@ def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
         900
     """
     rule_class = find_rule(policy)
-    # A subclass may inherit values for arguments that its own constructor does not take. Leave such values out.
+    # A subclass of a rule may inherit values to try for arguments that the subclass's constructor does not take. Leave
+    # such values out.
     is_own, known = "tried" in vars(rule_class), all_arguments(rule_class)
     tried = {name: values for name, values in rule_class.tried.items() if is_own or name in known}
     return {"loss_scale_value": _INITIAL_SCALES, **tried}
 
 
 def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
-    """Return whether the window arguments fit each other: they form a ladder, and the first window is on it."""
+    """Return whether the arguments for scale windows fit: they form a ladder, and the first window is on it."""
     if not issubclass(rule_class, AdaptiveRule):
         return True
     values = {**all_arguments(rule_class), **arguments}
-    # A subclass may lack some of the window arguments.
+    # A subclass of the adaptive rule may lack some of the arguments for scale windows.
     first, largest, smallest = map(values.get, ("scale_window", "max_scale_window", "min_scale_window"))
     if largest is None or smallest is None:
         return True
@@ -230,7 +231,7 @@ def _short(value: Any) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """Return the text that YAML 1.1 reads as this value.
+    """Return the text that stands for a value in YAML 1.1.
 
     Examples:
         >>> yaml_value(65536.0), yaml_value(1e-05), yaml_value(True), yaml_value(None)

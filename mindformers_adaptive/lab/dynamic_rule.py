@@ -13,17 +13,17 @@ __all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT64", "Arithmetic", "Dynam
 
 
 class Arithmetic(NamedTuple):
-    """How a system rounds: one function rounds to the dtype of its loss scale, one to the dtype of its factors.
+    """How another system rounds: functions that round to the dtypes of the system's loss scale and of its factors.
 
     Products and quotients of float32 numbers, computed in float64 and then rounded to float32, equal float32
-    arithmetic. A scale beyond the largest number of its dtype becomes inf.
+    arithmetic. A loss scale beyond the largest number of the dtype becomes inf.
     """
 
     scale: Callable[[float], float]
     factor: Callable[[float], float]
 
 
-# The scale and the factors: both float32 tensors; a float32 tensor and C++ doubles; both Python floats.
+# Types of the loss scale and the factors: both float32 tensors; a float32 tensor and C++ doubles; both Python floats.
 FLOAT32 = Arithmetic(to_float32, to_float32)
 FLOAT32_FLOAT64_FACTORS = Arithmetic(to_float32, float)
 FLOAT64 = Arithmetic(float, float)
@@ -36,7 +36,7 @@ class DynamicState(NamedTuple):
         loss_scale (float): the scale for the next step.
         scale_window (int, optional): number of clean steps before a raise; None if the scale never rises.
         clean_steps (int): steps since the last overflow or raise.
-        overflows (int): number of overflows since this count was last reset to 0.
+        overflows (int): number of overflows since this number was last reset to 0.
         stopped (bool): whether the original system would have ended the training with an error.
     """
 

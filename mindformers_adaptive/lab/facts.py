@@ -1,4 +1,4 @@
-"""Facts about a recorded run: skipped steps, start-up, loss scales, and the scales that the gradients allowed."""
+"""Facts about a recorded run: skipped steps, start-up, loss scales, and the loss scales that gradients allowed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ __all__ = ["StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"
 # A loss scale has held if this many consecutive steps with it were clean. This is the smallest window of MindFormers.
 _HELD = DEFAULT_MIN_SCALE_WINDOW
 
-# The length of a run's start-up. In published logs, 16 to 19 of the first 30 to 100 steps were skipped.
+# The number of first steps that count as a run's start-up. In published logs, 16 to 19 of the first 30 to 100 steps
+# were skipped.
 _START_UP = 100
 
 # The loss scale of a run of at least 40 steps has settled if, in the second half of the run, 95 % of its values lie
-# within a factor of 4, and it moves both up and down or not at all: it tries the next power of two, and falls back.
+# within a factor of 4, and it moves both up and down or not at all. A settled scale moves in both directions because it
+# tries the next power of two now and then, and falls back.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
 # If the last steps of a run, at least this many, were all skipped at the lowest scale, the loss scale has collapsed.
 _COLLAPSED_FROM = 10
 
-# There is room for a higher loss scale if the gradients allow this many times the scale, one bit more than the margin
-# of 2 bits that find() leaves.
+# There is room for a higher loss scale if the gradients allow this many times the scale, which is one bit more than the
+# margin of 2 bits that the command 'find' leaves.
 _ROOM = 2.0**3
 
 
@@ -73,13 +75,13 @@ def start_up_of(run: RecordedRun) -> StartUp:
         if held.max() > best:
             best, first_step = float(held.max()), int(run.step[first + int(np.argmax(held))])
     steps, ends = len(run) if steps is None else steps, run.line_ends()
-    # If a log line stands for several steps, the number of skipped steps is known only at the end of the line.
+    # If a log line stands for several steps, the number of skipped steps is known only after the last of these steps.
     end = steps if steps == 0 or steps in ends else int(ends[np.searchsorted(ends, steps)])
     return StartUp(steps, best or None, first_step, *run.skipped_bounds(end))
 
 
 def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
-    """Return which steps are in a log line with so many clean steps that a scale held, wherever its skips are."""
+    """Return which steps are in a log line with so many clean steps that a scale held, whichever steps were skipped."""
     ends, _, most = np.asarray(run.lines, np.int64).T
     steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
     return np.repeat(steps - skipped >= _HELD * (skipped + 1), steps)
@@ -140,7 +142,7 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
 
 
 def _path(run: RecordedRun) -> list[str]:
-    """Return a sentence on where the loss scale went, in a list that is empty if no scale is known."""
+    """Return a list with a sentence on where the loss scale went; the list is empty if no scale is known."""
     scales = np.append(run.loss_scale, run.final_loss_scale)
     known, applied = scales[(scales > 0) & np.isfinite(scales)], np.flatnonzero(~run.overflow)
     if not len(known):
@@ -167,7 +169,7 @@ def _path(run: RecordedRun) -> list[str]:
 
 
 def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
-    """Return a sentence, in a list, if a climb without overflow or the gradients show room above the scale; else []."""
+    """Return a list with a sentence if a rise without overflow or the gradients show room for a higher scale."""
     scale = forward_fill(run.loss_scale)
     overflows = np.flatnonzero(run.overflow)
     climbed = scale[: int(overflows[0]) if len(overflows) else len(scale)]
@@ -187,14 +189,14 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
 def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
     """Return the loss scales that the gradients of the applied steps allowed, ready for JSON; None if none is known.
 
-    Where the largest gradients are not known, the norm of all bounds them: no gradient is larger.
+    If the largest gradients are not known, the gradient norm is used as an upper bound on them.
 
     Args:
         run (RecordedRun): any run.
 
     Returns:
-        dict with ``by``, "largest gradients" or "norms"; ``steps``, of how many applied steps they are known; and
-        ``lowest`` and ``median``, the scales that they allow, of norms at least so much.
+        dict with ``by``, "largest gradients" or "norms"; ``steps``, the number of applied steps with known gradients;
+        ``lowest`` and ``median`` of the scales that they allow (for norms, lower bounds).
 
     Examples:
         >>> flags = np.array([False, False])
@@ -217,7 +219,7 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
 
 
 def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
-    """Return the first and the last step of each run of consecutive steps."""
+    """Return the first and the last step of each group of consecutive steps."""
     return [(first, last) for first, last in consecutive_runs(steps).tolist()]
 
 
@@ -258,7 +260,7 @@ def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
 
 
 def _scales(run: RecordedRun) -> dict[str, Any]:
-    """Return the first, final, smallest and largest loss scale, as known before the first step and after each line."""
+    """Return the first, final, smallest and largest loss scale known before the first step and after each log line."""
     starts = np.append(0, run.line_ends()[:-1])
     scales = np.append(run.loss_scale[starts], run.final_loss_scale)
     known: NDArray[np.float64] = scales[~np.isnan(scales)]

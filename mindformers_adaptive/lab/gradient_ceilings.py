@@ -1,4 +1,4 @@
-"""Traces whose gradients imply the ceilings exactly, with an error or not at all; ceilings measured by sweeps."""
+"""Traces of ceilings (largest loss scales without overflow), measured in sweeps, or made with gradients that fit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from mindformers_adaptive.text.untrusted import printable
 __all__ = ["INDEPENDENT_CEILINGS", "MOST_STEPS", "checked_steps", "from_gradient_ranges"]
 __all__ += ["independent_ceiling", "random_of", "with_gradients"]
 
-# (level, offset, spread, memory) for independent_ceiling(), where activation gradients set the ceilings: as measured in
-# a LoRA fine-tuning (rank 4, all other weights frozen, batch size 64), the same numbers without memory, with batch size
-# 1, and with only the first of fourteen layers trained.
+# Four sets of arguments (level, offset, spread, memory) for independent_ceiling(), where activation gradients set the
+# ceilings. The first set was measured in a LoRA fine-tuning (rank 4, all other weights frozen, batch size 64); the
+# second has the same numbers without memory; the third was measured with batch size 1, the fourth with only the first
+# of fourteen layers trained.
 INDEPENDENT_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
 
-# The largest number of steps in a trace: more than any training has, and the replay still fits into memory.
+# The largest number of steps in a trace: more steps than any training has, and the replay of such a trace still fits
+# into memory.
 MOST_STEPS = 10**7
 
 _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
@@ -92,9 +94,10 @@ def independent_ceiling(steps: int, seed: int, level: float, offset: float, spre
 def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
     """Return the trace of the steps at which ``GradientRangeMonitor`` swept over loss scales.
 
-    A sweep bounds the ceiling of its step: at least the largest scale below all that overflowed, and below the smallest
-    that did. The lower bound is assumed. The largest gradient was measured at the largest scale that fits, and is
-    unscaled. Steps between the sweeps are not in the trace.
+    A sweep bounds the ceiling of its step. The lower bound is the largest scale below all scales that overflowed, the
+    upper bound is the smallest scale that overflowed. The ceiling is assumed to be the lower bound. The largest
+    gradient was measured at the largest scale that fits, and is unscaled. Steps between the sweeps are not in the
+    trace.
 
     Args:
         path (str or os.PathLike): ``gradient_ranges.jsonl`` of a monitor with ``loss_scales``.
@@ -142,7 +145,7 @@ def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, flo
     ]
     upper = min((scale for scale, overflow in tried if overflow), default=math.inf)
     lower = max((scale for scale, overflow in tried if not overflow and scale < upper), default=0.0)
-    # These largest gradients are multiplied by the loss scale and by nothing else. Dividing by the scale unscales them.
+    # The recorded largest gradients are multiplied by the loss scale only, so dividing by the loss scale unscales them.
     largest = [
         ranges["overall"]["largest"] for ranges in sweep.get("loss_scales", []) if float(ranges["loss_scale"]) == lower
     ]

@@ -1,4 +1,4 @@
-"""The measures that a replay is judged by, and the oracle that it is compared with."""
+"""The measures by which the replay of a policy is judged, and the oracle with which the policy is compared."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ __all__ += ["rows_of"]
 # step with a ceiling below the smallest number always overflows.
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = SMALLEST_FLOAT32, LARGEST_FLOAT32
 
-# recovery_steps(): how many bits too low a recovered scale may be. entry_skips(): how long after a fall skips count.
+# recovery_steps() allows a recovered loss scale to be this many bits too low. entry_skips() counts skipped steps up to
+# this many steps after a fall of the ceilings.
 _RECOVERED_BITS, _ENTRY_STEPS = 2, 20
 
-# Measure at most this many steps at once: for all steps of a long trace, intermediate arrays would fill the memory.
+# The largest number of steps to measure at once: for all steps of a long trace, intermediate arrays would fill the
+# memory.
 _STEPS_AT_ONCE = 2**18
 
-# How many skipped steps in 1000 a bit of headroom is worth. cost() explains this value.
+# How many skipped steps per 1000 steps one bit of headroom is worth. cost() explains this value.
 DEFAULT_EXCHANGE_RATE = 1.0
 
 # The names of the measures that count steps.
@@ -95,7 +97,7 @@ class Measures:
     known_share: float
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the measures by name, ready for JSON: nan becomes None."""
+        """Return the measures of a replay by name, ready for JSON: nan becomes None."""
         return {
             name: None if value is None or math.isnan(value) else value
             for name, value in dataclasses.asdict(self).items()
@@ -115,7 +117,7 @@ def overflows(loss_scale: float, ceiling: float) -> bool:
 
 
 def overflow_flags(loss_scale: NDArray[np.float64], ceiling: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return for each element of two arrays, broadcast to a common shape, whether :func:`overflows` holds."""
+    """Return for each loss scale and ceiling, broadcast to a common shape, whether the step overflows."""
     return ~((loss_scale > 0.0) & (loss_scale <= np.minimum(ceiling, LARGEST_LOSS_SCALE)))
 
 
@@ -160,7 +162,7 @@ class MeasureAccumulator:
         self._headroom, self._seconds = np.zeros((2, lanes))
 
     def add(self, start: int, loss_scale: NDArray[np.float64], scale_window: NDArray[Any] | None) -> None:
-        """Add a chunk of steps to the measures.
+        """Add a chunk of consecutive steps to the measures of all policies.
 
         Args:
             start (int): the first step of the chunk, counted from 0. All earlier steps must have been added.
@@ -181,15 +183,16 @@ class MeasureAccumulator:
         counts["scale_changes"] += np.count_nonzero(loss_scale[1:] != used, axis=0)
         if scale_window is not None:
             counts["window_changes"] += np.count_nonzero(scale_window[1:] != scale_window[:-1], axis=0)
-        # If all earlier steps were skipped, the first applied step is in this chunk or after it.
+        # If all earlier steps were skipped, the first applied step is in this chunk of steps or in a later chunk.
         before_first = np.where(skipped == steps, steps, np.argmin(overflow, axis=0))
         counts["steps_to_first_applied"] += np.where(counts["steps_to_first_applied"] == start, before_first, 0)
-        # Join the flags of all lanes. A step that is not skipped ends each lane, so no run of skips spans two lanes.
+        # Join the skip flags of all lanes (one lane per policy). An added step that is not skipped ends each lane, so
+        # no series of skipped steps spans two lanes.
         lane_by_lane = np.zeros((len(self._run), steps + 1), np.bool_)
         lane_by_lane[:, :steps] = overflow.T
         lane, step = np.divmod(consecutive_runs(np.flatnonzero(lane_by_lane)), steps + 1)
         lane, (first, last) = lane[:, 0], step.T
-        # A run of skips at the first step of this chunk may have begun in an earlier chunk.
+        # A series of skipped steps at the start of this chunk may have begun in an earlier chunk.
         lengths = last + 1 - first + np.where(first == 0, self._run[lane], 0)
         np.maximum.at(counts["longest_skip_run"], lane, lengths)
         self._run = np.zeros_like(self._run)
@@ -204,7 +207,7 @@ class MeasureAccumulator:
         self._known += np.count_nonzero((used <= lower_bound) | (used >= upper_bound), axis=0)
 
     def measures(self) -> list[Measures]:
-        """Return the measures of each policy on its whole trace."""
+        """Return the measures of each policy on the whole trace."""
         steps, lanes = len(self._traces[0]), len(self._run)
         has_seconds = [trace.seconds is not None for trace in self._traces]
         recovery = np.full(lanes, math.nan)
@@ -222,7 +225,7 @@ class MeasureAccumulator:
 
 
 def rows_of(traces: Sequence[Trace], name: str, start: int, stop: int) -> NDArray[np.float64]:
-    """Return some steps of an attribute of traces, float64 of shape (steps, traces); nan for a trace without it."""
+    """Return an attribute of traces for some steps, float64 of shape (steps, traces); nan if a trace lacks it."""
     columns = [getattr(trace, name) for trace in traces]
     missing = np.full(stop - start, math.nan)
     return np.stack([missing if column is None else column[start:stop] for column in columns], axis=1)
@@ -262,7 +265,7 @@ def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> fl
 
 
 def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float64]:
-    """Return, for each rise of the ceilings, the number of steps until the loss scale has recovered.
+    """Return, for each rise of the ceilings, the number of steps until the loss scale has followed the rise.
 
     The count begins at the step at which the ceilings have risen completely. The scale has recovered when it is at most
     2 bits below the largest power of two that does not exceed the level.
@@ -308,13 +311,13 @@ def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:
 
 
 def _runs_of_change(levels: NDArray[np.float64], up: bool) -> NDArray[np.int64]:
-    """Return the first and the last step of each rise of the levels, or of each fall if ``up`` is False."""
+    """Return the first and last step of each rise of a trace's levels, or of each fall if ``up`` is False."""
     change = np.diff(levels)
     return consecutive_runs(np.flatnonzero(change > 0 if up else change < 0) + 1)
 
 
 def require_steps(trace: Trace) -> None:
-    """Raise ValueError if a trace has no steps, because its means are undefined."""
+    """Raise ValueError if a trace has no steps, because mean values over no steps are undefined."""
     if len(trace) == 0:
         raise ValueError(f"The trace {trace.name!r} must have at least 1 step, but got none. Leave it out.")
 

@@ -1,4 +1,4 @@
-"""Loss-scaling policies: their common interface, and making a policy from its name and its system's parameters."""
+"""Loss-scaling policies: one interface for all, and a function that makes a policy from a name and parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["POLICY_NAMES", "Policy", "make_policy", "refuse_unknown", "start_rul
 
 POLICY_NAMES = (*RULES, *PRESETS)
 
-# Arguments of DynamicRule.start(). All other arguments of a preset go to the constructor of DynamicRule.
+# Arguments of DynamicRule.start(). All other arguments of a policy preset go to the constructor of DynamicRule.
 _STARTS = ("loss_scale", "scale_window", "clean_steps")
 
 
@@ -39,7 +39,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
 
     Returns:
         Policy, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the next
-        step; only rules with this signal use the largest gradient, unscaled, of a step that was applied. Where the
+        step. Rules that use gradients also need the largest unscaled gradient of each applied step. If the original
         system would end the training with an error, ``stopped`` is True from then on and the replay goes on.
 
     Raises:
@@ -58,7 +58,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         return Policy(name if isinstance(name, str) else own_rule.name, own_rule, state)
     if name in REMOVED_PRESETS:
         raise ValueError(
-            f"The policy {name!r} is gone since version 2.0.0. The nearest one that is left is {REMOVED_PRESETS[name]}."
+            f"The policy {name!r} was removed in version 2.0.0. The most similar policy is {REMOVED_PRESETS[name]}."
         )
     if name not in POLICY_NAMES:
         message = f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}. "
@@ -73,7 +73,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
 
 
 def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
-    """Return a rule and its state before the first step.
+    """Return a loss-scaling rule and the state of the rule before the first step.
 
     Args:
         policy (Union[str, type]): the name or the class of the rule.
@@ -88,19 +88,19 @@ def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[
 
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked values of all parameters of a preset, by the names that the system gives them."""
+    """Return the checked values of all parameters of a policy preset, by their names in the original system."""
     refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
     values: dict[str, Any] = {}
     for key, value in params.items():
         preset_key = preset.aliases.get(key, key)
         if preset_key in values:
-            raise TypeError(f"{key!r} and {preset_key!r} of the policy {name!r} are one parameter. Give it once.")
+            raise TypeError(f"{key!r} and {preset_key!r} of the policy {name!r} are one parameter. Give only one.")
         parameter = preset.parameters[preset_key]
         values[preset_key] = parameter.check(key, value)
         if parameter.sets is None and values[preset_key] != parameter.default:
             warnings.warn(
-                f"'{key}' of the policy {name!r} has no effect: the system takes it and always uses "
-                f"{parameter.default}, and {value!r} came. Leave it out.",
+                f"'{key}' of the policy {name!r} has no effect: the system always uses "
+                f"{parameter.default}, but got {value!r}. Leave '{key}' out.",
                 stacklevel=4,
             )
     return {key: values.get(key, parameter.default) for key, parameter in preset.parameters.items()}
@@ -160,19 +160,19 @@ class Policy:
 
     @property
     def loss_scale(self) -> float:
-        """float: the scale for the next step."""
+        """float: the loss scale for the next step."""
         return float(self.current.loss_scale)
 
     @property
     def scale_window(self) -> int | None:
-        """int, optional: how many clean steps a raise needs at present; None if the policy has no window."""
+        """int, optional: how many clean steps a raise of the scale needs now; None if the policy has no window."""
         window = getattr(self.current, "scale_window", None)
-        # In the state of a user's rule, scale_window may be a vector, which is not the window in steps.
+        # In the state of a user's rule, scale_window may be a vector, which is not a number of steps.
         return None if isinstance(window, tuple) else window
 
     @property
     def moves_by_one_factor(self) -> bool:
-        """bool: whether the scale falls at overflows only and rises at applied steps only, by one factor at a time."""
+        """bool: whether the scale falls only at overflows and rises only at applied steps, each time by one factor."""
         return bool(getattr(self.rule, "moves_by_one_factor", True))
 
     @property
@@ -188,7 +188,7 @@ class Policy:
         """Update the state after a step that overflowed or was clean, and return the loss scale for the next step.
 
         Args:
-            overflow (bool): whether it overflowed.
+            overflow (bool): whether the step overflowed.
             largest_gradient (float, optional): the largest absolute value of the step's unscaled gradients, if the step
                 was applied. Rules that use only the overflow ignore it. Default: None, not known.
         """
@@ -196,7 +196,7 @@ class Policy:
         return self.loss_scale
 
     def state(self) -> dict[str, Any]:
-        """Return the values of the current state by name, as plain Python numbers."""
+        """Return the values of the policy's current state by name, as plain Python numbers."""
         return dict(self.current._asdict())
 
     def __repr__(self) -> str:

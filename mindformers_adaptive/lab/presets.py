@@ -1,6 +1,7 @@
-"""The loss scalers of other systems as presets of one rule: their parameters, with the systems' own defaults.
+"""Presets of one rule that reproduce the loss scalers of other systems, with the names and defaults used there.
 
-A comment names the source of each preset. If a system has no defaults, the comment says whose defaults are used.
+A comment above each preset names the class that the preset reproduces. If that class has no defaults, the comment says
+which defaults are used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from mindformers_adaptive.rules.checks import require_flag, require_integer, req
 
 __all__ = ["PRESETS", "REMOVED_PRESETS", "Parameter", "Preset"]
 
-# A function that takes the name of a parameter and a value, and returns the value in its type or raises an error.
+# A function that takes the name and the value of a parameter, and returns the value in the right type or raises an
+# error.
 _Check = Callable[[str, object], object]
 
 
@@ -32,7 +34,7 @@ _count: _Check = partial(require_integer, least=0, remedy="A fresh counter is 0.
 
 
 class Parameter(NamedTuple):
-    """A parameter of a system's loss scaler.
+    """A parameter of the loss scaler that a preset reproduces.
 
     Attributes:
         sets (str, optional): the argument of ``DynamicRule`` or of its ``start()`` that the parameter sets; None if
@@ -67,7 +69,8 @@ _backoff = Parameter("backoff_factor", 0.5, _ratio_below_one)
 _tolerance = partial(Parameter, "tolerance", check=_steps)
 
 PRESETS: dict[str, Preset] = {
-    # MindSpore amp.FixedLossScaleManager. The name 'loss_scale_value' is from nn.FixedLossScaleUpdateCell.
+    # MindSpore amp.FixedLossScaleManager. The name of the parameter 'loss_scale_value' is from
+    # nn.FixedLossScaleUpdateCell.
     "fixed": Preset(
         {"loss_scale": _scale(128.0)},
         {"arithmetic": FLOAT64, "growth_factor": 1.0, "backoff_factor": 1.0},
@@ -138,7 +141,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-# Presets that version 2.0.0 removed, each with the most similar policy that is left.
+# Presets that version 2.0.0 of this package removed, each with the most similar policy that is left.
 REMOVED_PRESETS = {
     "metaseq": "deepspeed:init_scale=4,scale_window=256",
     "fairseq": "deepspeed:init_scale=2^15,scale_window=2000",

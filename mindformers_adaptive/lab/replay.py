@@ -1,4 +1,4 @@
-"""Replay policies on traces, one policy at a time or many configurations side by side, and compare the results."""
+"""Replay loss-scaling policies on traces, one policy at a time or many side by side, and compare the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
 
-# Collect this many loss scales before measuring them: arrays long enough for NumPy, and short enough for a CPU cache.
+# The number of loss scales to collect before measuring them, so that arrays are long enough for NumPy and short enough
+# for a CPU cache.
 _SCALES_AT_ONCE = 2**16
 
 
@@ -41,7 +42,7 @@ class Replay:
 
     Attributes:
         loss_scale (NDArray): float64 of shape (steps,), the scale that each step used.
-        overflow (NDArray): bool of shape (steps,), whether it overflowed.
+        overflow (NDArray): bool of shape (steps,), whether the step overflowed.
         scale_window (NDArray, optional): int64 of shape (steps,), the window in each step; None for a policy without a
             window.
         measures (Measures): all measures of the replay.
@@ -56,9 +57,9 @@ class Replay:
 
 
 def replay(policy: Policy, trace: Trace) -> Replay:
-    """Take a policy through a trace, from the state that it is in.
+    """Replay a policy on a trace, starting from its current state.
 
-    Where the trace has ``largest_gradient``, the policy is given it for each step that is applied.
+    If the trace has ``largest_gradient``, the policy gets it for each applied step.
 
     Args:
         policy (Policy): is left in the state after the last step.
@@ -89,7 +90,7 @@ def replay(policy: Policy, trace: Trace) -> Replay:
     )
 
 
-# The loss scale of each step and after the last step, and the windows if the policy has windows.
+# Two arrays: the loss scales of each step and after the last step, and the scale windows if the policy has windows.
 _Path = tuple[NDArray[np.float64], NDArray[np.int64] | None]
 
 
@@ -106,7 +107,7 @@ def _replay_lane(policy: Policy, trace: Trace) -> _Path:
 
 
 def _joined(chunks: list[NDArray[Any]]) -> NDArray[Any]:
-    """Join consecutive chunks. The last value of a chunk is the first value of the next chunk and is kept once."""
+    """Join chunks of a replay. The last value of a chunk is also the first value of the next chunk; keep it once."""
     return np.concatenate([*(chunk[:-1] for chunk in chunks), chunks[-1][-1:]])
 
 
@@ -122,7 +123,7 @@ def _replay_step_by_step(policy: Policy, trace: Trace) -> _Path:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The results of configurations on a trace.
+    """The results of replaying several configurations on one trace.
 
     Attributes:
         measures (tuple[Measures, ...]): the measures of each configuration.
@@ -133,7 +134,7 @@ class SweepResult:
     final_states: tuple[Any, ...]
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Return one measure of all configurations, float64 of shape (configurations,); nan where it is None."""
+        """Return a measure of all configurations, float64 of shape (configurations,); nan if the measure is None."""
         return np.array([getattr(measures, name) for measures in self.measures], np.float64)
 
 
@@ -176,7 +177,7 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
 def replay_side_by_side(
     rules: Sequence[Rule], states: Sequence[Any], traces: Sequence[Trace]
 ) -> list[tuple[Measures, Any]]:
-    """Replay rules side by side. They have one class, and their steps differ only in the constants.
+    """Replay rules side by side. All rules have the same class, and their steps differ only in constants.
 
     Args:
         rules (Sequence[Rule]): at least one rule; all with equal ``rule.traced.shape``.
@@ -198,7 +199,7 @@ def replay_side_by_side(
 def _chunks(
     lanes: Lanes, count: int, traces: Sequence[Trace]
 ) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64] | None]]:
-    """Replay lanes on traces. Yield, for each chunk of steps, its start, and the scales and windows up to its end."""
+    """Replay rules on traces. Yield the start, the loss scales and the scale windows of each chunk of steps."""
     steps = max(_SCALES_AT_ONCE // count, 1)
     for start in range(0, len(traces[0]), steps):
         stop = min(start + steps, len(traces[0]))
@@ -209,8 +210,8 @@ def _chunks(
         with lanes.watching():
             for position in range(stop - start + 1):
                 if position:
-                    # Compare as overflow_flags() does. No check for a scale of 0 is needed, because a rule keeps its
-                    # scale above 0.
+                    # Find overflows as overflow_flags() does. No check for a scale of 0 is needed, because a rule keeps
+                    # the scale above 0.
                     lanes.advance(~(scales[position - 1] <= limits[position - 1]), gradients[position - 1])
                 scales[position] = lanes.loss_scale
                 if windows is not None:
@@ -253,8 +254,8 @@ class Comparison:
         """Return a row for each policy and trace and, with several traces, a row of means; ready for JSON.
 
         Returns:
-            list[dict], with ``policy``, ``start``, the loss scale that it starts from, ``trace`` (None in a row of
-            means), ``on_front`` (of the Pareto front of the means) and all names of
+            list[dict], with ``policy``, ``start`` (the initial loss scale), ``trace`` (None in a row of means),
+            ``on_front`` (whether the policy is on the Pareto front of the means) and all names of
             :class:`~mindformers_adaptive.lab.measures.Measures`.
         """
         front, means, rows = self.pareto_front(), self.means(), []
@@ -267,7 +268,7 @@ class Comparison:
         return rows
 
     def text(self, each_trace: bool = False, details: bool = False) -> str:
-        """Return the rows as a table, sorted by skipped steps.
+        """Return the measures of all policies as a text table, sorted by skipped steps.
 
         Args:
             each_trace (bool): whether to add a row for each trace; with several traces, rows of means are always shown.
@@ -315,7 +316,7 @@ _MORE_COLUMNS = {
 
 
 def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table. Leave out columns that are the same in every row, except policies and the main measures."""
+    """Return a text table of measures. Except for the main ones, columns that are equal in all rows are left out."""
     always = {"policy", "skipped", "headroom_lost", "known"}
     differing = {key for key in columns if len({row[key] for row in rows}) > 1}
     return text_table({key: columns[key] for key in columns if key in always | differing}, rows)
@@ -330,8 +331,8 @@ def compare(
     """Replay each policy on each trace.
 
     Args:
-        policies (Mapping): by name, what makes the policy in its first state. It is called once for each trace, and
-            once for its start.
+        policies (Mapping): for each policy name, a function that makes the policy in its first state. It is called once
+            per trace, and once more for the initial loss scale.
         traces (Sequence[Trace]): at least one.
         progress (Callable, optional): called with the number of replays done; there are policies * traces.
             Default: None.
@@ -374,7 +375,7 @@ def compare(
 
 
 def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
-    """Return which results are on the Pareto front: no other is at least as good in both values and better in one.
+    """Return which results are on the Pareto front: no other result is as good in both values and better in one.
 
     Args:
         skipped (ArrayLike): skipped steps, shape (results,).
@@ -387,8 +388,8 @@ def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
         >>> pareto_front([1, 2, 3, 1], [5.0, 1.0, 2.0, 5.0]).tolist()
         [True, True, False, True]
     """
-    # NaN (no headroom) counts as the worst headroom. unique() sorts the points by skipped steps, then by headroom. A
-    # point is beaten unless its lost headroom is lower than at all points before it.
+    # NaN (no headroom) counts as the worst headroom. unique() sorts the results by skipped steps, then by lost
+    # headroom. A result is on the Pareto front only if less headroom is lost than in all results before.
     points, places = np.unique(
         np.column_stack([skipped, np.nan_to_num(headroom, nan=np.inf, posinf=np.inf)]), axis=0, return_inverse=True
     )

@@ -1,4 +1,4 @@
-"""The changes of the loss scale in a run, and phases of consecutive changes of one kind, such as raises."""
+"""The changes of the loss scale in a run, and phases: consecutive changes of one kind, such as raises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IN_WORDS = {
     "overflow rise": "rose at {} overflow",
 }
 
-# Relative tolerance, because logs print rounded loss scales.
+# Relative tolerance for comparing loss scales, because logs print rounded scales.
 _NEAR = 1e-3
 
 
@@ -54,11 +54,11 @@ class Change(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Consecutive changes of one kind.
+    """Consecutive changes of the loss scale that are of one kind, such as raises.
 
     Attributes:
         kind (str): as in :class:`Change`.
-        changes (int): how many.
+        changes (int): the number of changes.
         first_step (int): the step of the first change.
         last_step (int): the step of the last change.
         scale_before (float): the loss scale before the first change.
@@ -76,7 +76,7 @@ class Phase(NamedTuple):
 
 
 def phases(changes: Iterable[Change]) -> list[Phase]:
-    """Group changes, which must be in the order of their steps, into phases.
+    """Group changes of the loss scale, given in the order of the steps, into phases of one kind.
 
     Examples:
         >>> drops = [Change(step, "drop", (2.0**k, 20), (2.0 ** (k - 1), 20)) for step, k in ((1, 18), (2, 17))]
@@ -94,12 +94,12 @@ def phases(changes: Iterable[Change]) -> list[Phase]:
 
 
 def path_lines(path: Sequence[Phase]) -> list[str]:
-    """Return phases as the lines of a table, with a heading. Windows are shown if any phase has windows."""
+    """Return phases of the loss scale as lines of a table, with a heading. Scale windows are shown if any are known."""
     return [_HEADING + "        window" * any(phase.windows for phase in path), *map(path_line, path)]
 
 
 def path_line(phase: Phase) -> str:
-    """Return a phase as one line of the table that :func:`path_lines` returns."""
+    """Return a phase of the loss scale as one line of the table that :func:`path_lines` returns."""
     steps = as_range(phase.first_step, phase.last_step)
     plural = "s" if phase.changes > 1 else ""
     what = f"{_IN_WORDS.get(phase.kind, '{} ' + phase.kind).format(phase.changes)}{plural}"
@@ -110,8 +110,8 @@ def path_line(phase: Phase) -> str:
 def changes_of(run: RecordedRun) -> list[Change]:
     """Return the changes of the loss scale in a recorded run.
 
-    The windows are taken from the log. Changes within a log line that stands for several steps are a fall or a rise. If
-    a line states another scale for the next step than that step used, the difference is a jump.
+    The scale windows are taken from the log. Changes within a log line that stands for several steps are a fall or a
+    rise. If a line states one scale for the next step, but the next step used another scale, the difference is a jump.
 
     Examples:
         >>> flags = np.array([True, False, False, False])
@@ -124,7 +124,7 @@ def changes_of(run: RecordedRun) -> list[Change]:
     stated = np.full(len(run), math.nan) if run.next_loss_scale is None else run.next_loss_scale
     follows = np.append(np.diff(run.step) == 1, True)
     known, skipped = np.flatnonzero(~np.isnan(scale)), np.flatnonzero(run.overflow)
-    # Look only at steps where the scale changes: there are few of them.
+    # Look only at the few steps where the loss scale changes.
     at_end, used = stated[known[1:] - 1], scale[known[:-1]]
     differs = (scale[known[1:]] != used) | (~np.isnan(at_end) & (at_end != used))
     changes: list[Change] = []
@@ -144,7 +144,8 @@ def changes_of(run: RecordedRun) -> list[Change]:
             if old == new:
                 continue
             clean_steps = _clean_steps(run, skipped, started, here) if name == "raise" else None
-            # After a jump, fall or rise, it is not known at which step the new scale began: do not count clean steps.
+            # After a jump, fall or rise, the step at which the new loss scale began is not known, so do not count clean
+            # steps.
             started = len(run) if name in ("jump", "fall", "rise") else here
             change = Change(int(run.step[here]), name, (old, windows[0]), (new, windows[1]), first_step, clean_steps)
             if first_step and changes and changes[-1][:2] == change[:2] and name in ("fall", "rise"):
@@ -154,7 +155,7 @@ def changes_of(run: RecordedRun) -> list[Change]:
 
 
 def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first and last step of the unit that each step belongs to: the step itself, or a line of several."""
+    """Return, for each step, the first and last step of its log line; the step itself if all steps there are known."""
     ends = run.line_ends()
     lengths = np.diff(ends, prepend=0)
     line = np.repeat(np.arange(len(ends)), lengths)
@@ -164,7 +165,7 @@ def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _can_move(before: float, after: float, steps: int, run: RecordedRun) -> bool:
-    """Return whether ``steps`` steps can change the scale this much if each step changes it by at most one factor."""
+    """Return whether so many steps can change the loss scale so much, if each step moves it by at most one factor."""
     if min(before, after) <= 0 or math.isinf(max(before, after)):
         return False
     return abs(math.log2(after / before)) <= steps * math.log2(max(2.0, run.scale_factor) * (1 + _NEAR))
@@ -186,7 +187,7 @@ def _window(run: RecordedRun, index: int) -> int | None:
 
 
 def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, here: int) -> int | None:
-    """Return the number of clean steps up to ``here`` since the last overflow or since ``started``; None if unknown."""
+    """Return the number of clean steps up to ``here`` since the last overflow or ``started``; None if unknown."""
     earlier = np.searchsorted(skipped, here)
     last = max(started, int(skipped[earlier - 1]) if earlier else -1)
     steps, first = here - last, max(last, 0)

@@ -1,4 +1,4 @@
-r"""Synthetic traces, each with ceilings of one kind, reproducible by a seed.
+r"""Synthetic traces of ceilings (largest loss scales without overflow) of several kinds, reproducible by a seed.
 
 For step :math:`t` from 0 to steps - 1, with :math:`T` = max(steps - 1, 1) and independent standard normal numbers
 :math:`n_t`, log2 of the ceiling is:
@@ -47,10 +47,11 @@ __all__ = ["KINDS", "REGIMES", "regime_levels", "synthetic_trace", "synthetic_tr
 # Default log2 of the ceilings: the dynamic loss scale of a small Llama in FP16 on CPU stayed between 2^16 and 2^20.
 _LEVEL = 18.0
 
-# Keep the ceilings within the exponents of normal float32 numbers, where loss scales are, too.
+# Limits for log2 of the ceilings: the exponents of normal float32 numbers, because loss scales are in this range.
 _EXPONENTS = (-126.0, 127.0)
 
-# Regimes: length in steps, depth in bits, distance between rare regimes in steps, length of a ramp in steps.
+# Numbers for regimes of lower ceilings: length in steps, depth in bits, distance between rare regimes in steps, and
+# length of a ramp in steps.
 _LENGTHS, _DEPTHS, _RARE, _RAMP = (30, 400), (4.0, 14.0), (1000, 3000), 20
 
 _WITH_SPIKES = " with spikes"
@@ -81,8 +82,8 @@ _FORMULAS: dict[str, Callable[[float, _Floats, _Floats, int], _Floats]] = {
 
 KINDS = tuple(_FORMULAS)
 
-# For each kind of regime, a function that returns the number of steps before the next regime. Its arguments are the
-# number of steps of the trace and a random generator.
+# For each kind of regime, a function that returns the number of steps before the next regime, given the number of steps
+# of the trace and a random generator.
 _BETWEEN: dict[str, Callable[[int, np.random.Generator], int]] = {
     "one-off regime": lambda steps, _: steps // 2,
     "rare regimes": lambda _, random: int(random.integers(*_RARE, endpoint=True)),
@@ -125,7 +126,7 @@ def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> ND
 
 
 def _next_depth(depth: float, random: np.random.Generator) -> float:
-    """Draw the depth after ``depth``, 4 to 14 bits away: deeper if the first draw is in range, else on either side."""
+    """Draw the next regime's depth, 4 to 14 bits from ``depth``: deeper if the first draw fits, else on any side."""
     change = random.uniform(*_DEPTHS)
     while not 0.0 <= depth + change <= _DEPTHS[1]:
         change = random.choice((-1.0, 1.0)) * random.uniform(*_DEPTHS)
@@ -136,8 +137,8 @@ def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> 
     """Return a synthetic trace, whose ceilings are known and whose gradients show them.
 
     Args:
-        kind (str): one of those in the tables of :mod:`mindformers_adaptive.lab.synthetic`, which is also the
-            name of the trace.
+        kind (str): one of the kinds in the tables of :mod:`mindformers_adaptive.lab.synthetic`, also the name of the
+            trace.
         steps (int): how many, at least 1.
         seed (int): at least 0; the same seed gives the same trace.
         level (float): log2 of the ceilings that the formula starts from. Default: 18.
@@ -148,7 +149,7 @@ def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> 
     Raises:
         KeyError: if there is no such kind.
         TypeError: if ``steps`` or ``seed`` is not an integer.
-        ValueError: if one of the two is too small.
+        ValueError: if ``steps`` or ``seed`` is too small.
 
     Examples:
         >>> len(synthetic_trace("random walk", steps=100, seed=0))
@@ -178,7 +179,7 @@ def synthetic_traces(steps: int, seed: int, kinds: Sequence[str] = KINDS) -> dic
     Raises:
         KeyError: if there is no such kind.
         TypeError: if ``steps`` or ``seed`` is not an integer.
-        ValueError: if one of the two is too small.
+        ValueError: if ``steps`` or ``seed`` is too small.
 
     Examples:
         >>> list(synthetic_traces(10, seed=0))[:4]

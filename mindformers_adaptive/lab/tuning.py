@@ -1,4 +1,4 @@
-"""Find the loss-scaling configuration that costs least on recorded or synthetic traces, and how certain that is."""
+"""Find the loss-scaling configuration that costs least on recorded or synthetic traces, and how sure the choice is."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from mindformers_adaptive.text.table import counted, text_table
 
 __all__ = ["DECIDED_FROM", "MOST_STEPS_SWEPT", "Tuning", "tune"]
 
-# Recommend settings only if their known share is at least this, a judgement: below it, assumptions could decide.
+# Recommend settings only if the outcome is known, not assumed, for at least this share of the steps. The number is a
+# judgement: below it, assumptions could decide.
 DECIDED_FROM = 0.9
 
-# Below this known share, most outcomes of steps are assumed.
+# Below this share of steps with a known outcome, the recommendation is a guess: most outcomes are assumed.
 _LIKELY_FROM = 0.5
 _FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gradients)
 
@@ -36,7 +37,8 @@ _COLUMNS = {
     "known": "decided by the log (%)",
 }
 
-# Sweep only over this many last steps: more would take minutes, and settings are for the run as it goes on from there.
+# Sweep only over this many last steps of a trace: more steps would take minutes, and the settings are for the rest of
+# the run.
 MOST_STEPS_SWEPT = 200_000
 
 _MORE_NEEDED = (
@@ -81,7 +83,7 @@ class Tuning:
         return int(self._order()[0])
 
     def _order(self) -> NDArray[np.int64]:
-        """Return the indices of configurations by mean cost; first those for which the traces decide at least 90 %."""
+        """Return configurations' indices by mean cost; first those with 90 % or more of the steps decided by traces."""
         undecided = [self.known_share(index) < DECIDED_FROM for index in range(len(self.configurations))]
         order: NDArray[np.int64] = np.lexsort((self.costs.mean(axis=1), undecided))
         return order
@@ -100,7 +102,7 @@ class Tuning:
         return None if self._without_settings() else self.recommended.scale_sense()
 
     def _without_settings(self) -> str:
-        """Return why there are no settings to paste; "" if there are settings."""
+        """Return why there are no settings to paste into a YAML file; "" if there are settings."""
         if (known := self.known_share(self.best)) < DECIDED_FROM:
             return _MORE_NEEDED.format(known)
         of_runs = [cost(measures, self.exchange_rate) for measures in self.recorded]
@@ -136,7 +138,7 @@ class Tuning:
         }
 
     def rows(self, count: int = 10) -> list[dict[str, Any]]:
-        """Return the best configurations, ready for JSON. Those with at least 90 % of decided steps come first.
+        """Return the best configurations, ready for JSON. First come those with outcomes known for 90 % of the steps.
 
         Args:
             count (int): the largest number of configurations. Default: 10.
@@ -147,7 +149,7 @@ class Tuning:
             ``on_front``: whether no other configuration is better in both skipped steps and headroom.
         """
         skipped = np.mean([result.column("skipped") for result in self.sweeps], axis=0)
-        # Take the mean over the traces on which lost headroom could be measured.
+        # Take the mean of the lost headroom over the traces on which it could be measured.
         headroom = np.array([result.column("headroom_lost") for result in self.sweeps])
         headroom = np.ma.masked_invalid(headroom).mean(axis=0).filled(np.nan)  # type: ignore[no-untyped-call]
         front = pareto_front(skipped, headroom)
@@ -185,7 +187,7 @@ class Tuning:
         return "\n".join([*lines, *(self._details(count) if count else ["More settings: --rows 10"])])
 
     def _details(self, count: int) -> list[str]:
-        """Return a table of the best configurations, and how they do under other assumptions and on other traces."""
+        """Return a table of the best configurations, and the costs under other assumptions and on other traces."""
         rows = [{**row, "known": 100 * row["known_share"]} for row in self.rows(count)]
         lines = ["", text_table(_COLUMNS, rows), ""]
         lines.append(f"The cost is in skipped steps of 1000; a bit of headroom counts as {self.exchange_rate:g}.")
@@ -229,7 +231,7 @@ def tune(
     recorded: Sequence[Measures] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Tuning:
-    """Try configurations on traces and recommend the one of the smallest mean cost.
+    """Try configurations on traces and recommend the configuration with the smallest mean cost.
 
     Of a trace with more than ``MOST_STEPS_SWEPT`` steps only the last ones are swept, and the notes say so.
 
@@ -239,10 +241,9 @@ def tune(
             :func:`~mindformers_adaptive.lab.configuration.grid`. Default: None, the default grid of the
             adaptive rule.
         exchange_rate (float): see :func:`~mindformers_adaptive.lab.measures.cost`. Default: 1.0.
-        assumptions (Mapping, optional): by a name for it, the same traces with ceilings assumed in another way; the
-            configurations' costs on them show what the assumption matters. Default: None, the lowest and the highest
-            ceilings that each trace's bounds allow. Where nothing bounds a ceiling from above, the highest is
-            infinity, and then only skipped steps cost.
+        assumptions (Mapping, optional): by name, the same traces with ceilings assumed in another way. Their costs show
+            how much the assumption matters. Default: None, the lowest and the highest ceilings that each trace's bounds
+            allow. Where nothing bounds a ceiling from above, the highest is infinity, and then only skipped steps cost.
         recorded (Sequence[Measures]): what the recorded runs of all traces did; settings are recommended only if they
             cost less. Default: none, the traces do not come from runs.
         progress (Callable, optional): called with the number of traces done, each assumption's counted too.
@@ -294,7 +295,7 @@ def tune(
     def swept(assumed_traces: Sequence[Trace]) -> Iterator[SweepResult]:
         for trace, result, assumed_trace in zip(traces, sweeps, assumed_traces, strict=True):
             other = assumed_trace.last(MOST_STEPS_SWEPT)
-            # Reuse the sweep if both assumptions give the same ceilings.
+            # Reuse the first sweep if this assumption gives the same ceilings.
             yield result if np.array_equal(trace.ceiling, other.ceiling) else sweep(tuning_grid, other)
             done(next(numbers))
 
@@ -305,12 +306,12 @@ def tune(
 
 
 def _costs(sweeps: Iterable[SweepResult], exchange_rate: float) -> NDArray[np.float64]:
-    """Return the costs of configurations, float64 of shape (configurations, traces)."""
+    """Return the cost of each configuration on each trace, float64 of shape (configurations, traces)."""
     return np.array([[cost(measures, exchange_rate) for measures in result.measures] for result in sweeps]).T
 
 
 def _lost(row: Mapping[str, Any]) -> str:
-    """Return as text how many steps were skipped, and how much headroom was lost."""
+    """Return a text that says how many steps were skipped and how many bits of headroom were lost."""
     headroom = (
         "no step applied" if row["headroom_lost"] is None else f"{row['headroom_lost']:.1f} bits of headroom lost"
     )
@@ -318,6 +319,6 @@ def _lost(row: Mapping[str, Any]) -> str:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the mean of a measure over the rows in which it is not None; None if there is no such row."""
+    """Return the mean of a measure over the rows in which the measure is not None; None if there is no such row."""
     values = [row[name] for row in rows if row[name] is not None]
     return sum(values) / len(values) if values else None

@@ -45,7 +45,7 @@ def save_arrays(file, arrays):
 
 
 def load_newest(path):
-    """Return a checkpoint, the newest if the path is a folder, and its Parameters by name.
+    """Load a checkpoint file, or the newest checkpoint of a folder, and return it with its Parameters by name.
 
     Args:
         path (str): a ``.ckpt`` or ``.safetensors`` file, or a folder of them, of ``rank_N`` folders or of MindFormers'
@@ -81,7 +81,7 @@ def _load(file):
     try:
         return mindspore.load_checkpoint(str(file), format=file.suffix[1:])
     except Exception as error:
-        # MindSpore raises errors of several types, about arguments that the user never gave.
+        # For a damaged file, MindSpore raises errors of several types, about arguments that the user never gave.
         raise ValueError(
             f"{str(file)!r} must be a checkpoint with at least one Parameter, but MindSpore finds none in it. {remedy}"
         ) from error

@@ -16,21 +16,22 @@ from mindformers_adaptive.rules.state_dict import FORM, RUN, to_integer
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restores_sidecar"]
 
-# MindFormers before 1.7 has no `checkpoint:` format.
+# MindFormers before 1.7 does not know the YAML section `checkpoint:`, and has no class CommonInfo.
 _CommonInfo = getattr(stock, "CommonInfo", object)
-# With AITURBO=1, MindSpore hands checkpoints to another service.
+# With the environment variable AITURBO=1, MindSpore hands checkpoints to another service, which stores them elsewhere.
 _SAVES_ELSEWHERE = os.getenv("AITURBO") == "1"
 
 
 class CheckpointMonitor(stock.CheckpointMonitor):
     """MindFormers' ``CheckpointMonitor`` that also saves the loss-scaling state and notices when ``async_save`` fails.
 
-    In the ``checkpoint:`` format it writes the state to ``loss_scale.json``.
+    In MindFormers' ``checkpoint:`` format the callback writes the loss-scaling state to ``loss_scale.json``.
 
-    With ``async_save``, MindFormers takes a checkpoint for complete as soon as the thread or process that writes it has
-    ended, even if writing failed, as on a full disk. This class checks that the files exist. If they do not, it warns
-    at the next step, and training resumes from the last complete checkpoint. In the ``checkpoint:`` format incomplete
-    folders do not count among the ``save_max`` that are kept, and a single process removes them.
+    With ``async_save``, MindFormers regards a checkpoint as complete as soon as the thread or process that writes it
+    has ended, even if writing failed, as on a full disk. This class checks that the files of the checkpoint exist. If
+    files are missing, it warns at the next step, and training resumes from the last complete checkpoint. In the
+    ``checkpoint:`` format, incomplete folders do not count among the ``save_max`` folders that are kept, and a training
+    in a single process removes them.
 
     Arguments and everything else are as in the stock callback. After ``register()`` a YAML file that names
     ``CheckpointMonitor`` gets this class.
@@ -41,7 +42,8 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     def _save_megatron_ckpt_file_format(self, cb_params):
         if cb_params.cur_step_num == self._last_triggered_step:
             return
-        # LossScaleMonitor reads the steps when this method is called. MindFormers omits the call at the training's end.
+        # LossScaleMonitor reads the last steps when _check_save_ckpt() is called. MindFormers omits this call at the
+        # end of a training.
         self._check_save_ckpt(cb_params, True)
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
         if isinstance(update_cell, RuleUpdateCell):
@@ -56,12 +58,14 @@ class CheckpointMonitor(stock.CheckpointMonitor):
                 )
                 self._complete_folders = []
             self.async_save_manager.maybe_finalize(wait_finish=True)
-            # Empty this list, or MindFormers would remove its oldest folder while the newest is still being written.
+            # Empty this list of checkpoint folders, or MindFormers would remove the oldest folder while the newest is
+            # still being written.
             self.current_ckpt_step_list = []
         super()._save_megatron_ckpt_file_format(cb_params)
 
     def _finish_async_save(self, note_step):
-        # Rank 0 calls this when all ranks have ended a save. `note_step` makes a resume start from the new folder.
+        # Rank 0 calls this method when all ranks have ended a save. `note_step` makes a resume start from the new
+        # checkpoint folder.
         for folder in self.current_ckpt_step_list:
             if missing := self._missing_files(Path(folder)):
                 _warn_of_failed_save(f"{folder} lacks {', '.join(missing)}")
@@ -82,7 +86,8 @@ class CheckpointMonitor(stock.CheckpointMonitor):
 
         processes = stock.get_real_group_size()
         if _SAVES_ELSEWHERE or (self.need_remove_redundancy and processes > 1):
-            # Do not check: files go elsewhere, or which process writes which file depends on the parallel settings.
+            # Do not look for missing files of the checkpoint: the files go elsewhere, or which process writes which
+            # file depends on the parallel settings.
             return []
         kinds = [FileType.MODEL, *([FileType.OPTIMIZER] if self.save_optimizer else [])]
         names = [
@@ -102,7 +107,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     def end(self, run_context):
         """Save the last checkpoint, and note it in ``meta.json`` when it is complete."""
         super().end(run_context)
-        # MindFormers before 1.7 has only the legacy format.
+        # MindFormers before 1.7 can only save checkpoints in the legacy format.
         if getattr(self, "use_legacy_format", True) and self._config.async_save and not self.meta_updated:
             self.record_last_ckpt_to_json(self.last_epoch_num, self.last_step_num_in_epoch, self.last_ckpoint_file)
             self.meta_updated = True
@@ -117,7 +122,7 @@ def _warn_of_failed_save(problem):
 
 
 class CommonInfoWithLossScale(_CommonInfo):
-    """What MindFormers saves as ``common.json``; it saves all attributes, so this one keeps its own in a slot."""
+    """The content of ``common.json``. MindFormers saves all attributes there; a slot keeps the train step out of it."""
 
     __slots__ = ("_train_step",)
 
@@ -133,9 +138,9 @@ class CommonInfoWithLossScale(_CommonInfo):
 
 
 class CommonInfo(_CommonInfo):
-    """MindFormers' ``CommonInfo`` that restores the loss scale as a Tensor, as MindFormers' other formats do.
+    """MindFormers' ``CommonInfo`` that restores the loss scale as a Tensor, as other checkpoint formats do.
 
-    A plain number means a loss scale that the user has set.
+    MindFormers takes a plain number for a loss scale that the user has set.
     """
 
     @classmethod
@@ -147,10 +152,10 @@ class CommonInfo(_CommonInfo):
 
 
 def restores_sidecar(load_checkpoint):
-    """Wrap a function that loads MindFormers' ``checkpoint:`` format, so that it restores ``loss_scale.json`` too.
+    """Wrap a function that loads MindFormers' ``checkpoint:`` format, so that it also restores ``loss_scale.json``.
 
     Args:
-        load_checkpoint (function): takes ``checkpoint``, the folder of one step, ``network`` and ``optimizer``.
+        load_checkpoint (function): takes ``checkpoint`` (the folder of one step), ``network`` and ``optimizer``.
 
     Returns:
         function, with the same arguments.
@@ -177,11 +182,11 @@ def _load_sidecar(update_cell, folder):
         return
     try:
         if update_cell.state()["cur_iter"] == 1:
-            # MindFormers restores the loss scale itself; load_state() restores the rest of the state.
+            # MindFormers restores the loss scale itself; load_state() restores the rest of the loss-scaling state.
             update_cell.load_state(sidecar[1])
             return
-        # The state was restored with the optimizer's Parameters. With several devices MindFormers may leave out
-        # Parameters that no graph uses, so set these two from the file.
+        # The loss-scaling state was restored with the optimizer's Parameters. With several devices MindFormers may
+        # leave out Parameters that no graph uses, so set the Parameters named by RUN and FORM from the sidecar file.
         for name in (RUN, FORM):
             if name in sidecar[1]:
                 getattr(update_cell, name).set_data(Tensor(to_integer(name, sidecar[1][name]), mstype.int32))

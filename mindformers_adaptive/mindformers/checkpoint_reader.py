@@ -1,6 +1,6 @@
-"""Read the loss-scaling state from checkpoints of every format, without keeping weights; write a sidecar.
+"""Read the loss-scaling state from checkpoints of every format, and write it to a sidecar file of a checkpoint.
 
-MindSpore is imported only to read a ``.ckpt``.
+Weights are not kept in memory. MindSpore is imported only to read a ``.ckpt`` file.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _FIELDS = (
     Field("loss_scale", "float32", parameter="loss_scale"),
     Field("loss_scale", "float32", parameter="scale_sense"),
 )
-# Fields that MindFormers' own adaptive cell lacks.
+# Parameters of this package's adaptive update cell that MindFormers' own adaptive cell lacks.
 _NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
 
-# Values of a checkpoint file by their key, or of a state by their name; fields of the state by the Parameter's name.
+# _Values: the values of a checkpoint file by key, or of a loss-scaling state by name. _Fields: the fields of the state
+# by Parameter name.
 _Values = dict[str, Any]
 _Fields = dict[str, Field]
 
@@ -67,7 +68,7 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """The kind of state: "none" if the checkpoint has no state, "unreadable" if a damaged file may hide one."""
+        """The kind of loss-scaling state: "none" without such a state, "unreadable" if a damaged file may hide it."""
         if self.unreadable:
             return "unreadable"
         counted = {field.parameter for field in STEP_FIELDS}
@@ -96,7 +97,8 @@ class Checkpoint:
         """The step at which the checkpoint was saved, or None if neither its content nor its name has the step."""
         if self.values["step_num"] is not None:
             return int(self.values["step_num"])
-        # The name of a file has the epoch and the step within it. Only in epoch 1 is that the step of the training.
+        # The name of a checkpoint file holds the epoch and the step within the epoch. Only in epoch 1 is this the step
+        # of the training.
         match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
@@ -104,8 +106,8 @@ class Checkpoint:
 def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list[Checkpoint]:
     """Read a checkpoint file, or all checkpoints of a folder.
 
-    A folder may hold checkpoint files, folders ``rank_N`` with such files, and folders ``iteration_N``. It may also be
-    a folder ``rank_N`` or ``iteration_N`` itself.
+    A folder may hold checkpoint files, folders ``rank_N`` with such files, and folders ``iteration_N``. The folder may
+    also be a folder ``rank_N`` or ``iteration_N`` itself.
 
     Args:
         path (str): the file or folder.
@@ -139,7 +141,7 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
 
 
 def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str, Any]:
-    """Return the loss-scale state of the newest checkpoint that has one.
+    """Return the loss-scale state of the newest checkpoint that has such a state.
 
     Args:
         path (str): as in :func:`read_checkpoints`.
@@ -152,7 +154,7 @@ def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str
 
     Raises:
         OSError: if there is no such path, or the folder cannot be read.
-        ValueError: if no checkpoint there has a state.
+        ValueError: if no checkpoint has a loss-scaling state.
     """
     checkpoints = read_checkpoints(path, rules)
     torn = [checkpoint for checkpoint in checkpoints if checkpoint.unreadable]
@@ -185,7 +187,7 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
 
 
 def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
-    """Read a folder of MindFormers' ``checkpoint:`` format, beginning with the file from which a resume reads."""
+    """Read a folder of MindFormers' ``checkpoint:`` format, beginning with the optimizer's files, as a resume does."""
     files = sorted(folder.glob("*-opt-*.safetensors"))
     return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).exists())], rules)
 
@@ -219,7 +221,7 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
 
 
 def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -> _Fields:
-    """Return the fields that can be read: without state vectors of another form, whose elements have other names."""
+    """Return the readable fields, without state vectors of a form other than the rule's, whose elements differ."""
     readable = {name: field for name, field in fields.items() if name != FORM}
     by_name = {_last_part(name): value for name, value in content.items()}
     for rule in checkpoint.rules if FORM in by_name else ():
@@ -231,11 +233,12 @@ def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -
 
 
 def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -> _Values:
-    """Return the values of a file by their names in ``state()``; add contradicting values to ``problems``."""
+    """Return the values of a checkpoint file by their names in ``state()``; describe contradictions in ``problems``."""
     values: _Values = {}
 
     def find(name: str) -> Any:
-        # A key without a prefix comes first. Parameters of a cell get a prefix if it is a child of another cell.
+        # A key without a prefix comes first. MindSpore puts a prefix before the Parameters of a cell that is a child of
+        # another cell.
         keys = sorted((key for key in content if _last_part(key) == name), key=lambda key: (key.count("."), key))
         for other in keys[1:]:
             if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
@@ -277,7 +280,7 @@ def _read_ckpt(file: Path, fields: _Fields) -> _Values:
     try:
         parameters = load_checkpoint(str(file), choice_func=choose)
     except ValueError:
-        # MindSpore also raises this error for an intact file if `choose` has chosen none of its keys.
+        # MindSpore raises ValueError for an intact checkpoint file too, if `choose` has chosen none of its keys.
         if not keys or any(_last_part(key) in fields for key in keys):
             raise
         return {}
@@ -288,7 +291,7 @@ def _read_ckpt(file: Path, fields: _Fields) -> _Values:
 
 
 def _fits(field: Field, shape: Sequence[int]) -> bool:
-    """Return whether an array has the shape of a field; a weight of the same name would have another shape."""
+    """Return whether an array has the shape of a state field. A weight of the same name would have another shape."""
     return tuple(shape) == field.shape if field.shape else set(shape) <= {1}
 
 
@@ -303,7 +306,7 @@ def _read_sidecar(file: Path, fields: _Fields) -> _Values:
     for saved_field in fields.values():
         if all(key in state for key in saved_field.keys):
             values[saved_field.parameter] = saved_field.value_in(state)
-    # Without list_index, scale_window belongs to the state of another rule than the adaptive one.
+    # Without list_index, scale_window belongs to the state of a rule other than the adaptive rule.
     if "list_index" not in values:
         values.pop("scale_window", None)
     return values
@@ -318,13 +321,13 @@ def _last_part(key: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the message of an error without line breaks, or the name of its class."""
+    """Return the message of an error without line breaks, or the name of the error's class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 _Reader = Callable[[Path, _Fields], _Values]
 _READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
-# Small files of a folder iteration_N, in the order in which a resume prefers them, after the optimizer's file.
+# Small files of a checkpoint folder iteration_N. A resume prefers the optimizer's file, then these files in this order.
 _SMALL_FILES: dict[str, _Reader] = {"common.json": _read_common, FILE_NAME: _read_sidecar}
 
 

@@ -27,10 +27,11 @@ __all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
 _TRAIN_STEP = "runner_wrapper"
 
-# Keys of a class's section that are not its arguments. MindFormers sets micro_batch_num and parallel_config itself.
+# Keys in the YAML section of a class that are no arguments of the class. MindFormers sets micro_batch_num and
+# parallel_config itself.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
 _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
-# The module in the register_path folder of this package, whose class is registered already.
+# How auto_register begins for the module in this package's own register_path folder. Its class is registered already.
 OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
 
@@ -75,7 +76,7 @@ def check_config(config: Any) -> None:
 
 
 def _check_resuming(resume: Any) -> None:
-    # MindFormers would look for a checkpoint file called 'true'.
+    # For the text 'true', MindFormers would look for a checkpoint file of this name.
     if not isinstance(resume, bool | str | None) or repr(resume).lower() in ("'true'", "'false'"):
         kind = "the text " if isinstance(resume, str) else ""
         raise TypeError(
@@ -89,17 +90,18 @@ def _check_format_of_checkpoints(config: Any) -> None:
         from mindformers.checkpoint.layout_adapter import DTensor
     except ImportError:  # before MindFormers 2.0
         return
-    # DTensor is None without hyper-parallel. MindFormers would report that only at the first save.
+    # DTensor is None if hyper-parallel is not installed. MindFormers would report this only at the first save of a
+    # checkpoint.
     if DTensor is None and config.get("checkpoint") and value_at(config, "context.mode") in (1, "PYNATIVE_MODE"):
         raise ValueError(
-            "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for that this "
-            "MindFormers needs hyper-parallel, which is not installed. Set it to 0, or take out the section: "
-            "CheckpointMonitor saves without it."
+            "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for both, "
+            "this MindFormers needs hyper-parallel, which is not installed. Set the mode to 0, or take out the "
+            "section: CheckpointMonitor saves without it."
         )
 
 
 def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str) -> None:
-    """Check the values in the section of a class, if the class is from this package or a stock update cell."""
+    """Check the values in a class's YAML section, if the class is from this package or a stock update cell."""
     origin = cls.__module__.partition(".")[0]
     arguments = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
     try:
@@ -115,7 +117,7 @@ def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str
 
 
 def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") -> None:
-    """Check that a section that names a class has only keys that the class takes, and all that it requires."""
+    """Check that a YAML section has only keys that the class named in it takes, and all that the class requires."""
     cls = _find_class(section, path, kind)
     if cls is None:
         return
@@ -126,7 +128,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             f"{section['type']!r}. {train_step_instead_of(section)}"
         )
     if section["type"] == Rule.cell and "rule" in section:
-        # The section has the arguments of the rule beside the arguments of its update cell.
+        # The section holds the arguments of the rule and the arguments of the update cell.
         try:
             names |= arguments_of(find_rule(section["rule"])).keys() - {"start"}
         except (TypeError, ValueError) as error:
@@ -136,16 +138,16 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
         nearest = did_you_mean(key, accepted, most=3, similarity=0.8)
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {nearest}"
         if path == _TRAIN_STEP and not may_take_more and (is_former_key(key) or not nearest):
-            # MindFormers' train steps accept any keyword, and ignore those that they do not know.
+            # MindFormers' train-step cells accept any keyword, and ignore keywords that they do not know.
             warn_of_ignored_key(section, key)
         elif not may_take_more:
             raise TypeError(f"{message}It takes {', '.join(accepted)}.")
         elif nearest:
-            warnings.warn(f"{message}It is passed on as it is.", stacklevel=4)
+            warnings.warn(f"{message}The key is passed on unchanged.", stacklevel=4)
     positional = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
     required = [each.name for each in positional if each.default is each.empty]
     missing = [name for name in required if name not in section]
-    # Only update cells are checked here, because MindFormers adds arguments for the other classes itself.
+    # Check only update cells for missing arguments: MindFormers itself adds arguments for the other classes.
     if path == SCALE_SENSE and missing:
         raise TypeError(
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
@@ -156,7 +158,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
 
 
 def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Callable[..., Any] | None:
-    """Return the class that a section names; None if ``auto_register`` is still to load it."""
+    """Return the class that a YAML section names, or None if ``auto_register`` has not loaded the class yet."""
     from mindformers.tools.register import MindFormerRegister
 
     name, auto_register = section.get("type"), section.get("auto_register")
@@ -185,7 +187,7 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
 
 
 def _may_stand_at(path: str, kind: str, name: str) -> bool:
-    """Return whether a class fits at a path: a train step as ``runner_wrapper``, an update cell as ``scale_sense``."""
+    """Return whether a class fits at a YAML path: train step as ``runner_wrapper``, update cell as ``scale_sense``."""
     from mindformers.tools.register import MindFormerRegister
 
     needed = {_TRAIN_STEP: PER_TOKEN, SCALE_SENSE: "loss_scale_value"}.get(path)
@@ -193,14 +195,14 @@ def _may_stand_at(path: str, kind: str, name: str) -> bool:
 
 
 def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Return the keyword arguments of a class, and whether a user's code may take more from ``**kwargs``."""
+    """Return the keyword arguments of a class, and whether a user's class may take more from ``**kwargs``."""
     names, may_take_more = set(), False
     for base in [each for each in cls.__mro__ if "__init__" in vars(each)] if inspect.isclass(cls) else [cls]:
         parameters = _parameters_of(base)
         names |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             break
-        # An argument that this class does not take goes to its next base class.
+        # An argument that this class does not take goes through **kwargs to the next base class.
         may_take_more |= base.__module__.partition(".")[0] not in ("mindspore", "mindformers", "mindformers_adaptive")
     return names, may_take_more
 

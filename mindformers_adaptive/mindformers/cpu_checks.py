@@ -1,4 +1,4 @@
-"""What MindSpore or MindFormers cannot do on a CPU."""
+"""Check a configuration for features that MindSpore or MindFormers lacks on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindformers_adaptive.mindformers.keys import COMPILED_PARALLELISM, model_va
 
 __all__ = ["check_cpu"]
 
-# By key of the model's configuration: the value that a CPU needs, and the reason.
+# For some keys of the model's configuration, the value that a CPU needs and the reason.
 _CPU_MODEL: dict[str, tuple[bool, str]] = {
     "use_flash_attention": (False, "MindSpore has no flash attention (FlashAttentionScore) for a CPU"),
     "fused_rms_norm": (False, "MindSpore has no fused norm (RmsNorm) for a CPU"),
@@ -19,7 +19,7 @@ _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_paral
 
 
 def check_cpu(config: Any, model_config: Any = None) -> None:
-    """Raise ValueError if a training on a CPU uses features that MindSpore or MindFormers lacks there.
+    """Raise ValueError if a training on a CPU uses features that MindSpore or MindFormers lacks on a CPU.
 
     MindSpore itself would report these features only after compilation, or not at all.
 

@@ -1,4 +1,4 @@
-"""Reading of a configuration by its keys."""
+"""Look up the values of a configuration by key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ ACCUMULATION = "runner_config.gradient_accumulation_steps"
 # Values of parallel.parallel_mode for semi-automatic and automatic parallelism, by number and by name.
 COMPILED_PARALLELISM = (1, 2, "semi_auto_parallel", "auto_parallel")
 
-# Keys that MindFormers' train steps had, or that its documents show there, and today's keys with the same effect.
-# MindFormers' cells accept the old keys without effect. Overflows are always looked for.
+# Keys of runner_wrapper that MindFormers' train-step cells once took, or that MindFormers' documents show, and today's
+# keys with the same effect. MindFormers accepts the old keys and ignores them. enable_check_overflow needs no key
+# today, because overflows are always detected.
 FORMER_KEYS = {
     "clip_norm": "max_grad_norm",
     "enable_check_overflow": "",
@@ -36,7 +37,7 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def given_to_train_step(config: Any, name: str) -> Any:
-    """Return the argument that MindFormers gives to a train-step cell, from ``runner_wrapper`` or the top level."""
+    """Return an argument of the train-step cell, which MindFormers reads from ``runner_wrapper`` or the top level."""
     value = value_at(config, f"runner_wrapper.{name}")
     return value_at(config, name) if value is None else value
 
@@ -44,8 +45,8 @@ def given_to_train_step(config: Any, name: str) -> Any:
 def micro_batches_of(config: Any, is_parallel: bool, device_target: str) -> int:
     """Return the number of micro-batches by which a training divides each loss before the backward pass.
 
-    Semi-automatic parallelism takes the mean over all data-parallel processes, so the result is multiplied by
-    their number.
+    Semi-automatic parallelism takes the mean loss over all data-parallel processes, so the result is multiplied by the
+    number of processes.
 
     Args:
         config (MindFormerConfig): the configuration of a training.
@@ -54,7 +55,7 @@ def micro_batches_of(config: Any, is_parallel: bool, device_target: str) -> int:
             semi-automatic parallelism only.
     """
     if given_to_train_step(config, PER_TOKEN):
-        # The gradients are divided by the number of tokens, after the backward pass.
+        # With a per-token loss, the gradients are divided by the number of tokens, but only after the backward pass.
         return 1
     if is_parallel and value_at(config, "parallel.parallel_mode") in COMPILED_PARALLELISM:
         has_stages = (value_at(config, "parallel_config.pipeline_stage") or 1) > 1
@@ -64,7 +65,7 @@ def micro_batches_of(config: Any, is_parallel: bool, device_target: str) -> int:
 
 
 def model_values(config: Any) -> Mapping[str, Any]:
-    """Return the section of the model, and the defaults of its class."""
+    """Return the section ``model.model_config``, completed by the defaults of the class that it names."""
     section = value_at(config, "model.model_config")
     if not isinstance(section, dict):
         return {}

@@ -1,4 +1,4 @@
-"""The launcher: MindFormers' trainer from a YAML file and overrides of its keys, with adaptive loss scaling."""
+"""Start MindFormers' trainer with adaptive loss scaling from a YAML file, whose keys can be overridden."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
 
 _RUN_MODES = ("train", "finetune", "eval", "predict")
 
-# A file that leads to more base files than this must lead back to itself.
+# A YAML file whose 'base_config' leads to more files than this must lead back to itself.
 _MOST_FILES = 30
 
-# Modules in which training, evaluation or prediction take their steps, and the step function of the PyNative trainer.
+# Modules that run the steps of a training, an evaluation or a prediction, and the function that runs the steps of
+# MindFormers' PyNative trainer.
 _AT_WORK = ("mindspore.train.model", "mindformers.generation.text_generator")
 _PYNATIVE_LOOP = "_inner_train_loop"
 
@@ -38,7 +39,7 @@ def load_config(
     register_path: str | None = None,
     may_add: Collection[str] = (),
 ) -> Any:
-    """Register the plugin, load a YAML file and override some of its keys.
+    """Register this package with MindFormers, load a YAML file and override some of its keys.
 
     Args:
         path (str): the YAML file.
@@ -69,7 +70,8 @@ def load_config(
     use_register_path(register_path)
     register()
     overrides = dict(overrides or {})
-    # MindFormers chooses its template by the run mode, so it must know the run mode while it reads the file.
+    # MindFormers chooses a configuration template by the run mode, so it must know the run mode while it reads the YAML
+    # file.
     run_mode = {key: value for key, value in overrides.items() if key == "run_mode"}
     try:
         config = MindFormerConfig(path, **run_mode)
@@ -94,7 +96,7 @@ def load_config(
 
 
 def use_register_path(folder: str | None) -> None:
-    """Let ``auto_register`` and ``import`` look for classes in a folder, unless it is None."""
+    """Let ``auto_register`` and ``import`` look for classes in a folder, unless the folder is None."""
     if folder is not None:
         folder = os.environ["REGISTER_PATH"] = str(Path(folder).resolve())
         if folder not in sys.path:
@@ -106,7 +108,7 @@ def require_yaml_file(path: str | Path) -> str:
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}, seen from {Path.cwd()}")
     if not str(path).endswith(("yaml", "yml")):
-        # MindFormers would ignore the file.
+        # MindFormers would ignore a configuration file whose name ends otherwise.
         raise ValueError(f"the name of a YAML file must end in .yaml or .yml, but got {str(path)!r}")
     return str(path)
 
@@ -148,7 +150,8 @@ def set_key(config: Any, key: str, value: Any) -> bool:
         value (object): the new value.
 
     Returns:
-        bool, whether the key existed before, even with the value null. A missing key is added with the sections above.
+        bool, whether the key existed before, even with the value null. A missing key is added, with the missing
+        sections above it.
 
     Raises:
         ValueError: if the path leads through something that is neither a section nor a place in a list, or a key of

@@ -19,7 +19,7 @@ from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["DEFAULT_BATCHES", "why"]
 
-# Each batch costs three passes in PyNative mode, and an overflow of the model shows up with any batch.
+# Each batch costs three passes in PyNative mode, and a model that overflows does so with almost any batch.
 DEFAULT_BATCHES = 2
 
 _SECTION = "model.model_config"
@@ -55,7 +55,7 @@ def why(
 
     Args:
         config_path (str): the YAML file.
-        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
+        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder, whose newest checkpoint is taken.
             Default: None, the checkpoint that the YAML file says to load.
         train_dataset_dir (str, optional): the training data, instead of those that the YAML file names. Default: None.
         loss_scale (float, optional): the loss scale of the training. Default: None, its initial loss scale.
@@ -136,7 +136,7 @@ def _with_setting(network, config_path, train_dataset_dir, overrides):
     import warnings
 
     with warnings.catch_warnings():
-        # Ignore the warning that the file does not have the key of the setting.
+        # Ignore the warning that the YAML file does not have the key of the setting.
         warnings.simplefilter("ignore")
         train_step = build_training(config_path, train_dataset_dir, overrides).train_step
     weights = {weight.name: weight for weight in network.get_parameters()}

@@ -12,7 +12,7 @@ __all__ = ["ConnectedMonitor", "connect", "release"]
 
 
 def connect(callbacks, train_step):
-    """Return callbacks of the trainer with the monitors among them connected to it.
+    """Return the trainer's callbacks, with the monitors among them connected to the train step.
 
     Args:
         callbacks (list): of the trainer, :class:`LossScaleMonitor` among them.
@@ -33,18 +33,18 @@ def connect(callbacks, train_step):
 
 
 def release(callbacks):
-    """Close what the connected monitors among the callbacks have opened, however the training ended."""
+    """Close the files of the connected monitors, also after a training that failed."""
     for callback in callbacks:
         if isinstance(callback, ConnectedMonitor):
             callback.close()
 
 
 class ConnectedMonitor:
-    """A callback of ``mindspore.train.Model`` that sees the steps of MindFormers' PyNative trainer.
+    """Connects a callback written for ``mindspore.train.Model`` to MindFormers' PyNative trainer.
 
     Args:
         monitor (Callback): the callback.
-        train_step (object): as of :func:`connect`.
+        train_step (object): as in :func:`connect`.
         monitors (list): all monitors of the training.
 
     Raises:
@@ -84,6 +84,6 @@ class ConnectedMonitor:
         self._open.close()
 
     def on_begin(self, args, state, **kwargs):
-        """Do nothing, as in all that the monitors do not look at."""
+        """Do nothing: the monitors do not use this event."""
 
     on_end = on_epoch_begin = on_epoch_end = on_step_begin = on_begin

@@ -18,14 +18,14 @@ _IN_BOTH = ("run_mode", "context.mode", "context.device_target")
 
 
 def is_for(path: str | Path, mode: int | None = None) -> bool:
-    """Return whether a YAML file is for MindFormers' PyNative trainer; one that cannot be read is not.
+    """Return whether a YAML file is for MindFormers' PyNative trainer; False for a file that cannot be read.
 
     Args:
         path (str): the file.
         mode (int, optional): the ``context.mode`` to be used instead of the file's. Default: None.
 
     Raises:
-        ValueError: as of :func:`mindformers_adaptive.mindformers.pynative_section.is_for_pynative_trainer`.
+        ValueError: as in :func:`mindformers_adaptive.mindformers.pynative_section.is_for_pynative_trainer`.
     """
     try:
         content = read_yaml(path)
@@ -54,7 +54,7 @@ def load_config(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        TypeError: as of :func:`mindformers_adaptive.mindformers.pynative_section.check_config`.
+        TypeError: as in :func:`mindformers_adaptive.mindformers.pynative_section.check_config`.
         ValueError: for the same reasons; if ``run_mode`` is not train, or a key is one of the graph-mode trainer or
             cannot be set.
     """
@@ -80,7 +80,7 @@ def load_config(
 
 
 def launch(config: dict[str, Any]) -> None:
-    """Train as a loaded YAML file says.
+    """Run the training that a loaded YAML file describes.
 
     Args:
         config (dict): what :func:`load_config` returned.

@@ -29,7 +29,7 @@ def is_for_pynative_trainer(content: object, mode: int | None = None) -> bool:
     """Return whether the content of a YAML file is for MindFormers' PyNative trainer, and not for its graph-mode one.
 
     Args:
-        content (object): what the file holds.
+        content (object): the content of the file.
         mode (int, optional): the ``context.mode`` to be used instead of the file's. Default: None.
 
     Raises:
@@ -58,10 +58,10 @@ def is_for_pynative_trainer(content: object, mode: int | None = None) -> bool:
 
 
 def read_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], Any]:
-    """Return a configuration without its section ``training.loss_scale``, which MindFormers would refuse, and that.
+    """Return a configuration without ``training.loss_scale``, which MindFormers would reject, and that section.
 
     Args:
-        config (Union[str, Path, Mapping]): a YAML file, or what it holds; not changed.
+        config (Union[str, Path, Mapping]): a YAML file, or its content; not changed.
 
     Returns:
         tuple[dict, object], the section is None where there is none.
@@ -89,7 +89,7 @@ def read_section(section: object) -> dict[str, Any]:
     """Check the section ``training.loss_scale``, and return it with the class of its rule as ``rule``.
 
     Args:
-        section (Union[float, Mapping]): a number for a loss scale that stays, or ``type`` and the arguments, as in the
+        section (Union[float, Mapping]): a number for a fixed loss scale, or ``type`` and the arguments, as in the
             ``scale_sense`` of the graph-mode trainer.
 
     Returns:
@@ -150,14 +150,14 @@ def _rule_of(arguments: dict[str, Any]) -> type[Rule]:
 
 
 def check_config(config: Mapping[str, Any], section: object) -> None:
-    """Check what a configuration says of loss scaling and of what it cannot be combined with.
+    """Check the loss-scaling section of a configuration, and the settings that cannot be combined with it.
 
     Args:
         config (Mapping): the configuration, without the section.
         section (object): ``training.loss_scale``, or None where there is none.
 
     Raises:
-        TypeError: as of :func:`read_section`.
+        TypeError: as in :func:`read_section`.
         ValueError: for the same reasons; for a pipeline; and for a callback that works with the graph-mode trainer
             only.
 

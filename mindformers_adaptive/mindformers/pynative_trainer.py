@@ -32,7 +32,7 @@ def make_scaler(section):
         RuleLossScaler, or a subclass.
 
     Raises:
-        TypeError, ValueError: as of ``read_section``.
+        TypeError, ValueError: as in ``read_section``.
 
     Examples:
         >>> make_scaler({"type": "AdaptiveLossScale", "loss_scale_value": 1024}).state()["loss_scale"]
@@ -71,20 +71,20 @@ def trainer_class():
         type, :class:`LossScaledTraining` with MindFormers' trainer as its second base.
 
     Raises:
-        ImportError: as of :func:`stock_trainer`.
+        ImportError: as in :func:`stock_trainer`.
     """
     return type("Trainer", (LossScaledTraining, stock_trainer().Trainer), {"__doc__": LossScaledTraining.__doc__})
 
 
 def _with_loss_scale(create_common_info, train_step, state):
-    """Return the content of ``common.json`` for a ``CheckpointCallback``; with it the loss-scaling state is saved."""
+    """Return what a ``CheckpointCallback`` saves as ``common.json``; saving it also saves the loss-scaling state."""
     info = CommonInfoWithLossScale(train_step)
     vars(info).update(vars(create_common_info(state)))
     return info
 
 
 def restore(scaler, folder):
-    """Go on from the state that a checkpoint has in ``loss_scale.json``, or say that it has none.
+    """Restore a loss scaler from the ``loss_scale.json`` of a checkpoint, or warn if that is not possible.
 
     Args:
         scaler (RuleLossScaler): changed, unless there is nothing to go on from.
@@ -114,7 +114,7 @@ def restore(scaler, folder):
 
 
 class _Step:
-    """Stands for the network in which monitors look up the loss scale and the update cell, here a scaler's."""
+    """Stands for the network in which monitors look up loss scale and update cell; has those from a loss scaler."""
 
     def __init__(self, scaler):
         self.scale_sense, self.loss_scaling_manager = scaler.scale_value, scaler.update_cell
@@ -134,17 +134,17 @@ class _NoUpdate:
 
 
 class LossScaledTraining:
-    """Loss scaling for MindFormers' PyNative trainer, of which :func:`trainer_class` makes a subclass by it.
+    """Mixin with loss scaling, from which :func:`trainer_class` makes a subclass of MindFormers' PyNative trainer.
 
-    The loss scale multiplies the sense of the backward pass and of the auxiliary losses, so that the loss itself
-    stays as it is. Before the norm is computed and the gradients are clipped, they are divided by it. All micro-batches
-    of a step and all processes share one decision: where any gradient has an inf or a NaN, the optimizer is not called,
-    and neither weights, its state nor its step, by which the learning rate goes, change. The trainer's own
-    ``global_step``, the place in the data, goes on. ``TrainerState.loss_scale`` is the loss scale of the next step,
-    ``skipped_steps`` counts the overflows, and checkpoints keep the state in ``loss_scale.json``.
+    The loss scale multiplies the sense of the backward pass and of the auxiliary losses, so that the loss itself stays
+    as it is. Before the norm is computed and the gradients are clipped, the gradients are divided by the loss scale.
+    All micro-batches of a step and all processes share one decision: where any gradient has an inf or a NaN, the
+    optimizer is not called, and neither weights, its state nor its step, by which the learning rate goes, change. The
+    trainer's own ``global_step``, the place in the data, goes on. ``TrainerState.loss_scale`` is the loss scale of the
+    next step, ``skipped_steps`` counts the overflows, and checkpoints keep the state in ``loss_scale.json``.
 
     Args:
-        config (Union[str, dict]): the YAML file, or what it holds, with the section ``training.loss_scale``.
+        config (Union[str, dict]): the YAML file, or its content, with the section ``training.loss_scale``.
         *args (Any): arguments of MindFormers' trainer.
         loss_scaler (RuleLossScaler, optional): in place of the section. Default: None.
         **kwargs (Any): arguments of MindFormers' trainer.
@@ -167,7 +167,7 @@ class LossScaledTraining:
                 f"'loss_scaler' must be a loss scaler of this package, but got {type(loss_scaler).__name__}. Give an "
                 "AdaptiveLossScaler, or a RuleLossScaler with a rule of your own."
             )
-        # A scaler that the user gave has checked its arguments already.
+        # A loss scaler that the user gave has checked its arguments already.
         check_config(config, 1.0 if section is None else section)
         self.scaler = make_scaler(section) if loss_scaler is None else loss_scaler
         super().__init__(config, *args, **kwargs)
@@ -254,8 +254,8 @@ class LossScaledTraining:
         return tuple(local)
 
     def _decide(self, gradients):
-        """Tell the scaler whether the step overflowed in any process, and return that."""
-        # A process without gradients takes part in the common decision too.
+        """Tell the loss scaler whether the step overflowed in any process, and return whether it did."""
+        # A process without gradients takes part in the common decision to skip or apply the step too.
         overflow, largest = bool(gradients) and not bool(amp.all_finite(gradients)), 0.0
         if gradients and self.scaler.rule.needs_gradients:
             each = [ops.cast(gradient, mstype.float32).abs().max() for gradient in gradients]
@@ -265,6 +265,6 @@ class LossScaledTraining:
             seen = Tensor(np.array([overflow, largest], np.float32))
             module.all_reduce(seen, op=ops.ReduceOp.MAX)
             overflow, largest = bool(seen.asnumpy()[0]), float(seen.asnumpy()[1])
-        # A rule only needs the largest gradient.
+        # Of all gradients, a loss-scaling rule needs only the largest.
         self.scaler.adjust(Tensor(not overflow), (Tensor([largest], mstype.float32),))
         return overflow

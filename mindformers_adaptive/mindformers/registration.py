@@ -1,4 +1,4 @@
-"""Registration with MindFormers: after ``register()`` its YAML files find this package's classes."""
+"""Registration with MindFormers, so that class names in its YAML files mean the classes of this package."""
 
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
@@ -14,7 +14,8 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 __all__ = ["register"]
 
-# Further names of the wrappers: AdaptiveLossScale, which MindFormers lacks, and MindFormers' own short names.
+# Further names of this package's wrapper classes: AdaptiveLossScale, which MindFormers lacks, and MindFormers' own
+# short names.
 _ALIASES = {
     AdaptiveRule.cell: wrapper.AdaptiveLossScaleUpdateCell,
     "loss_scale_wrapper": wrapper.TrainOneStepWithLossScaleCell,
@@ -50,8 +51,8 @@ def register():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
     for callback in (CheckpointMonitor, CollapseWatch, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
-    # Replace the function in the trainer's module. Even if auto_register calls register() only when the trainer builds
-    # its wrapper, this is early enough: the trainer loads the checkpoint later.
+    # Replace load_checkpoint in the module of MindFormers' trainer. Even if auto_register calls register() only when
+    # the trainer builds its wrapper, this is early enough: the trainer loads the checkpoint later.
     load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
     if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
         base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)

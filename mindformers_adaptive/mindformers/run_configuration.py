@@ -1,4 +1,4 @@
-"""Write the configuration of a training into its output folder, and read it back for ``why --run``."""
+"""Write the configuration of a training into its output folder, and read it back for the command ``why --run``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["as_text", "read_run", "save_configuration"]
 
-# The file names the folder of the user's classes in a line above the YAML, because MindFormers has no key for it.
+# The saved configuration names the folder of the user's classes in a line above the YAML, because MindFormers has no
+# key for this folder.
 _REGISTER_PATH = "# register-path: "
 
 
@@ -46,7 +47,7 @@ def save_configuration(config: Mapping[str, Any], before: Mapping[str, Any]) -> 
             with atomic_write(file) as output:
                 output.write(f"{_REGISTER_PATH}{os.environ.get('REGISTER_PATH', '')}\n")
                 output.writelines((dict(before) | as_text(config)).values())
-    # The training goes on without the file.
+    # The training goes on without a saved configuration.
     except OSError as error:
         logger.warning("'adaptive-loss-scale why --run %s' will not work: %s.", folder, error)
         return None
@@ -56,7 +57,7 @@ def save_configuration(config: Mapping[str, Any], before: Mapping[str, Any]) -> 
 def as_text(config: Mapping[str, Any]) -> dict[str, str]:
     """Return each section of a configuration as YAML text, by key, except sections that hold objects."""
     sections = {}
-    # Leave out 'metric': MindFormers turns it into a list, which it cannot read back.
+    # Leave out the section 'metric': MindFormers turns it into a list, which MindFormers cannot read back.
     for key, value in ((key, value) for key, value in config.items() if key != "metric"):
         with contextlib.suppress(yaml.YAMLError):
             sections[key] = yaml.safe_dump({key: _plain(value)}, sort_keys=False, allow_unicode=True)
@@ -96,7 +97,7 @@ def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     record = next((Path(each["record_path"]) for each in callbacks if each.get("record_path")), None)
     record = record or Path(folder, "loss_scale_record.jsonl")
     arguments: dict[str, Any] = {"config_path": str(file), "register_path": register_path}
-    # Files older than the configuration are from an earlier training in the same folder.
+    # Files older than the saved configuration are from an earlier training in the same folder.
     batch = record.parent / BATCH_FILE
     arguments["batch"] = str(batch) if batch.is_file() and batch.stat().st_mtime >= began else None
     folders = [Path(each["directory"]) for each in callbacks if each.get("directory")]

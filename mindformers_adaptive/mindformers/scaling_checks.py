@@ -1,4 +1,4 @@
-"""Checks of what a configuration says about loss scaling and the formats that it is for."""
+"""Checks of the loss-scaling settings and the number formats in a configuration."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ __all__ = ["FIXED_SCALES", "check_scale_sense", "check_stock_arguments", "is_for
 __all__ += ["usual_values", "warn_of_ignored_key", "warn_of_scaling"]
 
 _WEIGHTS_DTYPE = "model.model_config.param_init_type"
-# Update cells that do not move the scale.
+# Update cells that never change the loss scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
-# Further update cells, besides the cells of RULES, that move the scale, skip steps and keep a state.
+# Further update cells, besides the cells of RULES, that change the loss scale, skip steps and keep a state.
 _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 # Usual values of the arguments that an update cell requires. For MindSpore's own cell the usual window is
 # _STOCK_WINDOW.
 _USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 20}
 _STOCK_WINDOW = 1000
-# Optimizers of MindSpore whose state has the type of the weights. MindFormers' AdamW always keeps it in float32.
+# Optimizers of MindSpore whose state has the dtype of the weights. MindFormers' AdamW always keeps its state in
+# float32.
 _STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
 
 
@@ -48,7 +49,7 @@ def check_scale_sense(scale_sense: Any) -> None:
 
 
 def check_stock_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for a value that MindSpore's own update cells cannot use; they check nothing.
+    """Raise TypeError or ValueError for a value that MindSpore's own update cells cannot use but do not check.
 
     A factor of 1, which keeps the loss scale as it is, is accepted: YAML files that MindFormers ships have it.
 
@@ -79,7 +80,7 @@ def usual_values(cell: str, names: Iterable[str]) -> str:
 
 
 def is_former_key(key: str) -> bool:
-    """Return whether a key is one that MindFormers' train steps once took, or that users write there by mistake."""
+    """Return whether MindFormers once took a key in ``runner_wrapper``, or users write the key there by mistake."""
     return key in FORMER_KEYS
 
 
@@ -90,7 +91,7 @@ def warn_of_ignored_key(section: Mapping[str, Any], key: str) -> None:
 
 
 def train_step_instead_of(section: Mapping[str, Any]) -> str:
-    """Return a sentence that recommends MindFormers' train step, and translates former keys in the section.
+    """Return a sentence that recommends MindFormers' train-step cell, with today's keys for former keys in the section.
 
     Examples:
         >>> train_step_instead_of({"type": "TrainOneStepCell", "sens": 1024})
@@ -106,7 +107,7 @@ def _present_key(key: str, value: Any) -> str:
 
 
 def warn_of_scaling(config: Any) -> None:
-    """Warn of formats and starts with which a training loses updates or steps.
+    """Warn of number formats and initial loss scales that make a training lose updates or precision.
 
     Args:
         config (MindFormerConfig): the configuration of a training, with this package registered.
@@ -127,14 +128,15 @@ def _warn_of_rounding_start(scale_sense: Any) -> None:
         return
     kind = scale_sense.get("type")
     rule = find_rule(scale_sense["rule"]) if kind == Rule.cell else rule_of_cell(kind)
-    # Other rules of this package round the initial loss scale down to a power of two, and warn of that themselves.
+    # Rules other than the adaptive rule round the initial loss scale down to a power of two, and warn of the rounding
+    # themselves.
     if rule in (None, AdaptiveRule):
         warn_of_rounding(f"{SCALE_SENSE}.loss_scale_value", scale_sense.get("loss_scale_value"), stacklevel=6)
 
 
 def _warn_of_lost_updates(config: Any) -> None:
-    # The optimizers compute in float32, and write the weights in the dtype of the weights. Half the distance between
-    # neighbouring float16 numbers is 1/4096 to 1/2048 of their value.
+    # Optimizers compute in float32, and write float16 weights in float16. A weight loses an update below half the
+    # distance to the neighbouring float16 number, which is 1/4096 to 1/2048 of the weight.
     if str(value_at(config, _WEIGHTS_DTYPE)).lower() != "float16":
         return
     text = f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."

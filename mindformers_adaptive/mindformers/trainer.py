@@ -73,20 +73,22 @@ class Trainer(mindformers.Trainer):
             _set_or_compare(arguments, "optimizers", wrapper.optimizer)
         with warnings.catch_warnings():
             if wrapper is not None:
-                # This warning would be wrong, because the user's cell scales the loss.
+                # The warning that the loss is not scaled would be wrong, because the user's train-step cell scales the
+                # loss.
                 warnings.filterwarnings("ignore", message=".*the loss is not scaled")
             super().__init__(**arguments)
         self.wrapper = wrapper
         if wrapper is not None:
-            # MindFormers calls this method to get the train-step cell; it does not pass on a wrapper itself.
+            # MindFormers calls create_model_wrapper() to get the train-step cell; it does not pass on the user's cell
+            # itself.
             self.trainer.create_model_wrapper = self._give_wrapper
             if hasattr(wrapper, "scale_sense"):
-                # On a resume, MindFormers puts the loss scale of the checkpoint here.
+                # On a resume, MindFormers replaces this loss scale by the loss scale of the checkpoint.
                 loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
                 self.config.runner_wrapper.scale_sense = loss_scale
 
     def _config_init(self, args=None, task_config=None):
-        # At this point the configuration is complete, and nothing has been built yet.
+        # When this method returns, the configuration is complete, and nothing has been built from it yet.
         config = mindformers.Trainer._config_init(args, task_config)
         if isinstance(args, TrainingArguments):
             _fit_window(args, config.runner_wrapper.scale_sense)
@@ -96,14 +98,15 @@ class Trainer(mindformers.Trainer):
         return config
 
     def _check_config_rules(self):
-        # MindFormers calls this when the arguments of train() are known, before it looks for a checkpoint.
+        # MindFormers calls this method when the arguments of train() are known, before it looks for a checkpoint.
         apply_workarounds(self.config)
         if self.wrapper is None:
             _keep_fixed_scale(self.trainer, self.config)
         super()._check_config_rules()
 
     def _init_model(self, is_train=False):
-        # Do not save the configuration if the user built the model or the data: it need not describe them.
+        # Do not save the configuration if the user built the model or the data: the configuration need not describe
+        # that model or data.
         built_by_user = isinstance(self.model, nn.Cell) or self.train_dataset is not None
         folder = save_configuration(self.config, self._sections) if is_train and not built_by_user else None
         super()._init_model(is_train)
@@ -115,7 +118,7 @@ class Trainer(mindformers.Trainer):
             self._accumulate()
 
     def _watch_for_collapse(self, folder):
-        # Without this callback, a training that skips all its steps ends as if it had gone well.
+        # Without the callback CollapseWatch, a training that skips all its steps ends as if it had gone well.
         watch = MindFormerConfig(type="CollapseWatch", run_folder=folder)
         if not any(callback.get("type") == watch.type for callback in self.config.callbacks or []):
             self.config.callbacks = [*(self.config.callbacks or []), watch]
@@ -153,13 +156,13 @@ class Trainer(mindformers.Trainer):
 
 
 class LaunchedTrainer(Trainer):
-    """The trainer of a configuration that ``load_config`` of the launcher has checked already."""
+    """Trainer for a configuration that ``load_config`` of the launcher has checked already."""
 
     _checks_config = False
 
 
 def _keep_fixed_scale(trainer, config):
-    """Make a trainer build its train-step cell with the configured fixed loss scale, not with a checkpoint's."""
+    """Make a trainer build its train-step cell with the configured fixed loss scale, not the scale in a checkpoint."""
     scale_sense = config.runner_wrapper and config.runner_wrapper.get("scale_sense")
     if isinstance(scale_sense, dict):
         if scale_sense.get("type") not in FIXED_SCALES:
@@ -170,7 +173,8 @@ def _keep_fixed_scale(trainer, config):
     create_model_wrapper = trainer.create_model_wrapper
 
     def create(*args, **kwargs):
-        # By now MindFormers has put the loss scale of the checkpoint here; put the fixed one back.
+        # MindFormers has replaced the configured fixed loss scale by the loss scale of the checkpoint; put the fixed
+        # one back.
         trainer.config.runner_wrapper.scale_sense = scale_sense
         return create_model_wrapper(*args, **kwargs)
 
@@ -178,14 +182,14 @@ def _keep_fixed_scale(trainer, config):
 
 
 def _fit_window(args, scale_sense):
-    """Replace MindFormers' default window by the smallest one, or remove it if the cell in ``args`` takes none."""
+    """Replace MindFormers' default scale window by the smallest, or remove it if the update cell takes no window."""
     if (rule := rule_of_cell(args.scale_sense)) is None:
         return
     is_default = args.loss_scale_window == TrainingArguments.loss_scale_window
     if "scale_window" not in rule.start_arguments:
         scale_sense.pop("scale_window", None)
     elif is_default:
-        # The default window is the default maximum, which is not on a ladder with other bounds.
+        # MindFormers' default window is its default largest window, which the adaptive rule's windows need not contain.
         scale_sense.scale_window = args.min_scale_window
     if "scale_window" not in scale_sense and not is_default:
         warnings.warn(
@@ -265,7 +269,8 @@ class MeanOverMicroBatches(nn.Cell):
 
     def __init__(self, network, micro_batches):
         super().__init__(auto_prefix=False)
-        # MindSpore's own cell returns the sum of the losses; on Ascend the train-step cell divides it.
+        # MindSpore's nn.GradAccumulationCell returns the sum of the micro-batches' losses; on Ascend the train-step
+        # cell divides this sum.
         self.network = nn.GradAccumulationCell(network, micro_batches)
         self.micro_batches = micro_batches
 
@@ -276,8 +281,8 @@ class MeanOverMicroBatches(nn.Cell):
 def take_accumulation_steps(config):
     """Take ``runner_config.gradient_accumulation_steps`` out of a configuration, and return it.
 
-    The batch size is multiplied by it, as MindFormers does in semi-automatic parallel mode. In other modes MindFormers
-    would set the number of steps to 1.
+    The batch size is multiplied by this number, as MindFormers does in semi-automatic parallel mode. In other modes
+    MindFormers would set the number of steps to 1.
 
     Args:
         config (MindFormerConfig): the configuration of a training; changed in place.
@@ -316,7 +321,7 @@ def accumulate(trainer, steps):
 
     def reset():
         reset_batch_size()
-        # Evaluation does not accumulate, so its batch size stays as configured.
+        # Evaluation does not accumulate gradients, so its batch size stays as configured.
         if trainer.config.eval_dataset is not None:
             trainer.config.eval_dataset.batch_size //= steps
 

@@ -1,4 +1,4 @@
-"""Gradient ranges and the loss-scale finder for a training that a YAML file of MindFormers describes."""
+"""Measure the gradients of a training that a MindFormers YAML file describes, at several loss scales."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ def probe(
 
     Args:
         config_path (str): the YAML file.
-        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
+        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder, whose newest checkpoint is taken.
             Default: None, the checkpoint that the YAML file names as ``load_checkpoint`` or ``checkpoint.load_path``,
             or new weights if it names no checkpoint.
         train_dataset_dir (str, optional): the training data, instead of those that the YAML file names. Default: None.
@@ -90,11 +90,11 @@ def probe(
 
 
 class Training(NamedTuple):
-    """What is measured of the training of a YAML file, built in one process.
+    """The parts of a YAML file's training that are measured, built in one process.
 
     Attributes:
         train_step (Cell): the train-step cell, with the model as its ``network``. Its optimizer is a stand-in that has
-            the Parameters but no state.
+            the network's Parameters but no state.
         dataset (Dataset): the data in batches, or in micro-batches if gradients are accumulated.
         micro_batches (int): see :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`.
         weights (str): which weights the model has, in words.
@@ -107,7 +107,7 @@ class Training(NamedTuple):
 
 
 def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None, overrides=None):
-    """Build what :func:`build_training` builds, with the weights that the training would start from.
+    """Build a training as :func:`build_training` does, with the weights that the training would start from.
 
     Args:
         config_path, checkpoint, train_dataset_dir, overrides: as in :func:`probe`.
@@ -158,7 +158,7 @@ def _read_config(config_path, train_dataset_dir, overrides):
     overrides = {"run_mode": "train", **(overrides or {})}
     if train_dataset_dir is not None:
         overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
-    # The measurement runs in one process, whatever the training uses.
+    # The measurement runs in one process, however many processes the training has.
     config = load_config(config_path, {**overrides, "use_parallel": False}, may_add=("run_mode", "use_parallel"))
     is_parallel = overrides.get("use_parallel", MindFormerConfig(str(config_path)).use_parallel)
     device_target = value_at(config, "context.device_target") or mindspore.get_context("device_target")

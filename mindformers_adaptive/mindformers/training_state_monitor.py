@@ -1,4 +1,4 @@
-"""MindFormers' ``TrainingStateMonitor`` that does not take a skipped step for an anomaly."""
+"""MindFormers' ``TrainingStateMonitor``, changed so that it does not report skipped steps as anomalies."""
 
 import math
 
@@ -12,11 +12,11 @@ __all__ = ["TrainingStateMonitor"]
 class TrainingStateMonitor(callback.TrainingStateMonitor):
     """``mindformers.core.callback.TrainingStateMonitor`` that does not report skipped steps as anomalies.
 
-    It takes the arguments of the stock class. In a step that overflowed, the norm of the gradients is inf or NaN
+    The arguments are those in the stock class. In a step that overflowed, the norm of the gradients is inf or NaN
     because the loss scale was too large; the step is skipped, and the loss scale falls. So in such a step
 
-    - ``check_for_nan_in_loss_and_grad`` checks the loss only. No loss scale makes a loss inf or NaN, because only the
-      gradients are multiplied by it: then training ends, as with the stock class.
+    - ``check_for_nan_in_loss_and_grad`` checks the loss only. A loss that is inf or NaN ends the training, as with the
+      stock class: the loss scale cannot cause it, because it multiplies only the gradients.
     - ``use_skip_data_by_global_norm`` and ``check_for_global_norm`` do not count the norm as a spike. Consecutive
       spikes before this step still count.
 

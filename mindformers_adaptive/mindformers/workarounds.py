@@ -13,10 +13,12 @@ from typing import Any
 
 __all__ = ["apply_workarounds", "is_whole"]
 
-# If a folder has a file of this name, MindFormers reads a complete checkpoint from it, not one process's part.
+# If a folder has a file of this name, MindFormers reads a complete checkpoint from this file, not the part of one
+# process.
 _WHOLE_CHECKPOINT = "hyper_param.safetensors"
 
-# Each process checks the files of all processes. With more folders than this it does not, to save minutes.
+# Each process checks the checkpoint files of all processes. With more rank folders than this, no files are checked,
+# because that would take minutes.
 _MOST_FOLDERS = 16
 
 
@@ -25,8 +27,9 @@ def apply_workarounds(config: Any) -> None:
 
     On a CPU, sink mode is turned off and the barrier of several processes is replaced. ``resume_training: True`` works
     with ``checkpoint.load_path`` alone, and gives a warning without a checkpoint. A single process that resumes from
-    safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers accepts. If
-    the newest checkpoint is torn, or MindFormers' note of it is damaged or wrong, the newest complete one is used.
+    safetensors of MindFormers' ``CheckpointMonitor`` gets a link to these files under a name that MindFormers accepts.
+    If the newest checkpoint is torn, or MindFormers' note that names it is damaged or wrong, the newest complete
+    checkpoint is used.
 
     Args:
         config (MindFormerConfig): the configuration of a trainer; changed in place.
@@ -53,12 +56,12 @@ def apply_workarounds(config: Any) -> None:
 
 
 def _keep_resume_training(config: Any) -> None:
-    """Find a checkpoint for ``resume_training: True``, or warn: without it MindFormers does not resume."""
+    """Find a checkpoint for ``resume_training: True``, or warn that training starts at step 1."""
     if config.resume_training is not True:
         return
     section = config.get("checkpoint") or {}
     if not config.load_checkpoint and section.get("load_path"):
-        # With 'load_path' alone, MindFormers would load the weights, but neither the optimizer nor the step.
+        # With 'load_path' alone, MindFormers would load the weights, but neither the optimizer's state nor the step.
         config.load_checkpoint = section["load_path"]
     folder = Path(config.load_checkpoint or "")
     if not config.load_checkpoint or (folder.is_dir() and not any(folder.iterdir())):
@@ -71,14 +74,14 @@ def _keep_resume_training(config: Any) -> None:
 
 
 def _resume_from_whole_file(config: Any) -> None:
-    """Choose the file to resume from in the legacy formats, if MindFormers would take a torn file or none."""
+    """Choose the checkpoint to resume from in the legacy formats, if MindFormers would take a torn file or none."""
     from mindformers.tools.utils import get_real_group_size
 
     if not config.resume_training or not config.load_checkpoint or config.get("checkpoint"):
         return
     numbered = {folder: re.fullmatch(r"rank_(\d+)", folder.name) for folder in Path(config.load_checkpoint).glob("*")}
     folders = sorted((folder for folder, match in numbered.items() if match), key=lambda each: int(each.name[5:]))
-    # MindFormers writes safetensors to rank_0, and refuses to read a rank_0 without use_parallel.
+    # MindFormers writes safetensors to the folder rank_0, but refuses to read from this folder without use_parallel.
     needs_link = config.load_ckpt_format == "safetensors" and not config.use_parallel
     if needs_link:
         folders = folders[:1]
@@ -104,7 +107,7 @@ def _link_safetensors(config: Any, file: Path) -> None:
 
 
 def _file_to_resume_from(folders: Sequence[Path], extension: str, resume_training: bool | str) -> Path | None:
-    """Return the file that ``resume_training`` or ``meta.json`` names, else the newest complete file, or None."""
+    """Return the checkpoint that ``resume_training`` or ``meta.json`` names, else the newest complete one, or None."""
     first = folders[0]
     if isinstance(resume_training, str):
         file = first / resume_training
@@ -117,17 +120,17 @@ def _file_to_resume_from(folders: Sequence[Path], extension: str, resume_trainin
     files = sorted(first.glob(f"*.{extension}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     whole = next((file for file in files if _is_whole_in_all(file, folders)), None)
     if whole is not None:
-        warnings.warn(f"{problem}: training resumes from the newest whole file, {whole.name}.", stacklevel=5)
+        warnings.warn(f"{problem}: training resumes from the newest complete file, {whole.name}.", stacklevel=5)
     elif files:
-        raise ValueError(f"{problem}, and none of the .{extension} files beside it is whole. Give another folder.")
+        raise ValueError(f"{problem}, and none of the .{extension} files beside it is complete. Give another folder.")
     return whole
 
 
 def _file_of_meta(folders: Sequence[Path]) -> tuple[Path | None, str]:
-    """Return the file that ``meta.json`` names, or None and a text that says what is wrong."""
+    """Return the checkpoint file that ``meta.json`` names, or None and a text that says what is wrong."""
     meta = folders[0] / "meta.json"
     try:
-        # MindFormers writes this file when a checkpoint is complete.
+        # MindFormers writes meta.json when a checkpoint is complete.
         name = json.loads(meta.read_text(encoding="utf-8"))["last_ckpt_file"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None, f"{meta} names no complete checkpoint"
@@ -136,17 +139,17 @@ def _file_of_meta(folders: Sequence[Path]) -> tuple[Path | None, str]:
     if not (folders[0] / name).is_file():
         return None, f"{meta} names {name!r}, which is not there"
     if not _is_whole_in_all(folders[0] / name, folders):
-        return None, f"{meta} names {name!r}, which is not a whole file"
+        return None, f"{meta} names {name!r}, which is not a complete file"
     return folders[0] / name, ""
 
 
 def _is_whole_in_all(file: Path, folders: Sequence[Path]) -> bool:
-    """Return whether a checkpoint file is complete, and so are the files of all other processes."""
+    """Return whether a checkpoint file and the corresponding files of all other processes are complete."""
     return all(is_whole(folder / re.sub(r"rank_\d+", folder.name, file.name)) for folder in folders)
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Return whether a file has all bytes that its headers promise, or a folder ``iteration_N`` all its files."""
+    """Return whether a checkpoint file has all bytes its headers promise, or a folder ``iteration_N`` all its files."""
     if checkpoint.is_dir():
         return _is_complete(checkpoint)
     from safetensors import SafetensorError, safe_open
@@ -161,7 +164,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def _ends_with_an_entry(file: Path) -> bool:
-    """Return whether a ``.ckpt`` ends where its last entry ends. Entries are protobuf fields 1 with a length."""
+    """Return whether a ``.ckpt`` file ends where an entry ends. Each entry is a protobuf field 1 with a length."""
     size = file.stat().st_size
     with file.open("rb") as content:
         while content.tell() < size:
@@ -179,8 +182,9 @@ def _ends_with_an_entry(file: Path) -> bool:
 
 
 def _choose_newest_iteration(config: Any) -> None:
-    # MindFormers empties the note before it writes the step, so a kill may leave the note empty. At that moment the
-    # checkpoint of the step is complete, and nothing of the next checkpoint has been written.
+    # MindFormers empties latest_checkpointed_iteration.txt, which names the last saved step, before it writes the new
+    # step into the file, so a kill in between leaves the file empty. The checkpoint of the new step is then complete,
+    # and nothing of the next checkpoint has been written.
     section, key = config.get("checkpoint") or {}, "load_path"
     if section.get(key) is None:
         section, key = config, "load_checkpoint"
@@ -191,7 +195,8 @@ def _choose_newest_iteration(config: Any) -> None:
     step = note.read_text(encoding="utf-8", errors="replace").strip()
     if step and not (step.isdecimal() and not _is_complete(folder / f"iteration_{int(step):08d}")):
         return
-    # Take the newest folder by time: a run that went back to an older checkpoint saves beside folders of later steps.
+    # Choose the newest checkpoint folder by time, not by step: a run that resumed from an older checkpoint saves its
+    # folders beside older folders of later steps.
     folders = filter(_is_complete, folder.glob("iteration_*"))
     complete = sorted(folders, key=lambda iteration: (iteration / "common.json").stat().st_mtime_ns)
     if complete:
@@ -210,17 +215,17 @@ def _is_complete(iteration: Path) -> bool:
 
 
 def _patch_barrier() -> None:
-    """Let processes on a CPU wait for each other: MindFormers' barrier uses an operator that a CPU lacks."""
+    """Replace MindFormers' barrier, by which processes wait for each other: it uses an operator that a CPU lacks."""
     try:
         from mindspore.communication import comm_func
-    except ImportError:  # from MindSpore 2.11
+    except ImportError:  # MindSpore 2.11 and newer
         return
     # MindFormers 2.1 uses another barrier, which works on a CPU too.
     stock = comm_func.barrier
     if stock is _barrier_by_all_reduce:
         return
     for module in list(sys.modules.values()):
-        # MindFormers' modules have imported the function by name, so replace it in each of them.
+        # MindFormers' modules have imported barrier() by name, so replace it in each module.
         if getattr(module, "__name__", "").startswith(("mindformers.", "mindspore.communication.comm_func")):
             for name, value in list(vars(module).items()):
                 if value is stock:

@@ -1,4 +1,4 @@
-"""Explain a bad loss or a collapse for ``LossScaleMonitor(explain=True)``, and save the batch."""
+"""Explain a bad loss or a collapsed loss scale for ``LossScaleMonitor(explain=True)``, and save the step's batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPLANATION_FILE = "overflow_explanation.json"
 def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Path) -> str:
     """Explain the overflow of a batch, and write the explanation and the batch to a folder.
 
-    The training itself is not changed.
+    The weights and the state of the training stay as they are.
 
     Args:
         train_step (Cell): the train-step cell, at the weights of that step.

@@ -1,4 +1,4 @@
-"""``CollapseWatch``: warns of a training that skips all its steps, if no ``LossScaleMonitor`` does."""
+"""``CollapseWatch``: warns of a training whose steps are all skipped, if it has no ``LossScaleMonitor``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step
 
 __all__ = ["CollapseWatch"]
 
-# This many overflows in a row are a collapse, as in LossScaleMonitor.
+# This many overflows in a row are a collapse of the loss scale, as in LossScaleMonitor.
 _LIMIT = 50
-# Update cells of this package count overflows on the device, so the host need not wait for each step, only every 10th.
+# Update cells of this package count overflows on the device, so the host need not wait for every step, only for every
+# tenth step.
 _EVERY = 10
 
 
@@ -55,7 +56,7 @@ class CollapseWatch(Callback):
         self._longest = 0
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Check the first step, and then every tenth, or every step if the update cell counts no overflows.
+        """Check the first step and every tenth step, or every step if the update cell counts no overflows.
 
         Args:
             run_context (RunContext): what MindSpore knows of the training.

@@ -193,12 +193,12 @@ def _find_train_step(train_network: Any) -> Any:
 
 
 def _micro_batches(train_step: Any) -> int:
-    """Return the number of micro-batches into which MindSpore's accumulation or pipeline cell splits a batch."""
+    """Return the number of micro-batches into which MindSpore's accumulation cell or pipeline cell splits a batch."""
     return next((cell.micro_size for _, cell in train_step.cells_and_names() if hasattr(cell, "micro_size")), 1)
 
 
 def _by_micro_batch(outputs: Mapping[str, list[Any]], micro_batches: int) -> Iterator[tuple[str, Any]]:
-    """Yield a TensorBoard tag and the outputs, of shape (elements,), for each layer or each of its micro-batches."""
+    """Yield a TensorBoard tag and the layer's outputs, of shape (elements,), for each layer or each micro-batch."""
     for name, calls in outputs.items():
         # Outputs cannot be split by micro-batch if the layer is not called equally often in each micro-batch.
         parts = micro_batches if len(calls) % micro_batches == 0 else 1
@@ -210,7 +210,7 @@ def _by_micro_batch(outputs: Mapping[str, list[Any]], micro_batches: int) -> Ite
 
 def _loss_scale(train_step: Any) -> float:
     scale = getattr(train_step, "scale_sense", None)
-    # A stock cell with a constant loss scale keeps the scale in `sens`, which is None for a scale of 1.
+    # A stock train-step cell with a constant loss scale keeps the scale in `sens`, which is None for a scale of 1.
     return float(train_step.sens or 1.0) if scale is None else float(scale.asnumpy().item())
 
 

@@ -143,7 +143,7 @@ class LossScaleMonitor(RecordingCallback):
             return
         self._train_step, self._explained = train_step, False
         self._open(params, train_step)
-        # The host has the batch of the current step only, and no batch in data-sink mode.
+        # The host can only see the batch of the current step, and no batch in data-sink mode.
         self._has_batch = self._explain and self._every_n_steps == 1 and not params.dataset_sink_mode
         batch = str(self._record.path.parent / BATCH_FILE) if self._has_batch else ""
         callbacks = getattr(params.list_callback, "_callbacks", params.list_callback)
@@ -153,11 +153,12 @@ class LossScaleMonitor(RecordingCallback):
         self._called_at = self._first_step = self._last_step
         self._longest, self._resumes = 0, self._last_step > 0
         self._seen: dict[int, Any] = {}
-        # Open the record before the first step, so that a folder that cannot be written to is reported at once.
+        # Open the record before the first step, so that an error is reported at once if its folder cannot be written
+        # to.
         self._append([])
         self._reader.count_from(self._record.last_skipped_steps if self._last_step else 0)
         self._look_before_saving(run_context)
-        # A cell that follows the largest gradient raises its scale without a window.
+        # An update cell that follows the largest gradient raises the loss scale without a scale window.
         window = None if self._reader.measures_gradients else self._reader.window[0]
         if message := reports.too_short_for_window(params, window, self._last_step):
             logger.warning("%s", message)
@@ -195,7 +196,8 @@ class LossScaleMonitor(RecordingCallback):
         for saver in self._savers:
             saver.looks_before_saving.remove(self._look_now)
             if not saver.looks_before_saving:
-                # Without this attribute the saver calls the method of its class again.
+                # Once this attribute is deleted from the saver, _check_save_ckpt is the method of the saver's class
+                # again.
                 del saver._check_save_ckpt
         self._savers = []
 
@@ -234,7 +236,7 @@ class LossScaleMonitor(RecordingCallback):
             for field in fields[1:]:
                 self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
-        # Warn only after the record is written, so that it is complete when a user looks for the cause.
+        # Warn only after the record is written, so that the record is complete when a user looks for the cause.
         self._longest = entries[-1]["consecutive_overflows"] or 0
         for entry in entries:
             if (line := self._bad_loss.check(entry)) and self._writes:
@@ -246,7 +248,7 @@ class LossScaleMonitor(RecordingCallback):
                 self._react_to_collapse(message, run_context)
 
     def _read_entries(self, outputs: Any) -> list[dict[str, Any]]:
-        """Return the steps since the last call, oldest first, with the losses and norms that the host has seen."""
+        """Return the steps since the last call, oldest first, with the losses and gradient norms that the host saw."""
         taken = self._reader.steps_taken()
         step = self._called_at if taken is None else self._ahead_of_cell + taken
         seen, self._seen = self._seen, {}
@@ -290,7 +292,7 @@ class LossScaleMonitor(RecordingCallback):
         logger.warning("%s", explain_collapse(self._train_step, batch, scale, self._record.path.parent))
 
     def _react_to_collapse(self, message: str, run_context: Any) -> None:
-        # All processes see the same overflows, so they all stop at the same step.
+        # All processes detect the same overflows, so all of them stop at the same step.
         if self._on_collapse == "raise":
             raise RuntimeError(message)
         if self._on_collapse == "stop":

@@ -1,4 +1,4 @@
-"""The base class of callbacks that write a record, and scalars and histograms for TensorBoard."""
+"""The base class of callbacks that write a record of a run, and scalars and histograms for TensorBoard."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _Choice = TypeVar("_Choice")
 
 _FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
 _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")
-# The remedy in the message by errno; each message also recommends another path.
+# The remedy in the error message for each errno of a failed write. Each message also recommends another path.
 _REMEDIES = _FULL | _READ_ONLY
 
-# TensorBoard's writer rejects an array without any value inside its bins, which end just above this value.
+# TensorBoard's writer rejects an array that has no value inside the bins of a histogram, which end just above this
+# value.
 _LARGEST_BIN = 9e19
 
 
@@ -84,7 +85,7 @@ class RecordingCallback(Callback):
             self._release()
 
     def on_train_end(self, run_context: Any) -> None:
-        """Close what was opened.
+        """Close the record and the TensorBoard writer.
 
         Args:
             run_context (RunContext): what MindSpore knows of the training.
@@ -104,7 +105,7 @@ class RecordingCallback(Callback):
             folder = folder and folder / f"rank_{rank}"
         # Update cells of other packages have no run number.
         self._update_cell = update_cell if hasattr(update_cell, "run_number") else None
-        # Only a new run gets a number; a resumed run has the number in its checkpoint, or has none.
+        # Only a new run gets a run number. A resumed run has the number from its checkpoint, or has no number.
         if self._update_cell is not None and self._writes and not self._last_step and not self._update_cell.run_number:
             self._update_cell.run_number = new_run()
         self._record, self._failed = RunRecord(path, self.every_step), False
@@ -122,7 +123,7 @@ class RecordingCallback(Callback):
             logger.warning("Nothing will be written to 'tensorboard_dir' %s: %s.", folder, error)
 
     def _append(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Write the entries to the record, if this process writes; a failure is reported as ``on_write_error`` says."""
+        """Write entries to the record, if this process writes; report a failure as ``on_write_error`` says."""
         if not self._writes:
             return
         try:
@@ -136,7 +137,8 @@ class RecordingCallback(Callback):
                 logger.info("%s is recorded in %s from step %s.", self.subject, self._record.path, first_step)
             self._record.append(entries)
             if self._failed and entries:
-                logger.warning("The record %s is written again, from step %s.", self._record.path, entries[0]["step"])
+                path, first_step = self._record.path, entries[0]["step"]
+                logger.warning("The record %s can be written again, and continues at step %s.", path, first_step)
                 self._failed = False
         except OSError as error:
             message = (
@@ -146,7 +148,7 @@ class RecordingCallback(Callback):
             if self._on_write_error == "raise":
                 raise OSError(f"{message} Training stops, because 'on_write_error' is 'raise'.") from error
             if not self._failed:
-                logger.warning("%s Training goes on; the record goes on as soon as it can.", message)
+                logger.warning("%s Training goes on. The record continues as soon as it can be written.", message)
             self._failed = True
 
     def _add_scalar(self, tag: str, value: float | None, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages for the log of a run: a bad loss, a collapsed loss scale, and a window that is too long."""
+"""Messages in the log of a run: on a bad loss, on a collapsed loss scale, and on a scale window that is too long."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CollapseDetector:
         self.way = way
 
     def check(self, entry: Mapping[str, Any]) -> str | None:
-        """Return a message if a step reaches the limit or a multiple of it, else None.
+        """Return a message if a step reaches the limit of consecutive overflows or a multiple of the limit, else None.
 
         Args:
             entry (Mapping): a step, with ``step``, ``loss``, ``loss_scale``, ``next_loss_scale`` and
@@ -113,7 +113,7 @@ class BadLossDetector:
         self._is_over = False
 
     def check(self, entry: Mapping[str, Any]) -> str | None:
-        """Return the message for a step, or None.
+        """Return the message about the loss of a step, or None if there is nothing to report.
 
         Args:
             entry (Mapping): a step, with ``step`` and ``loss``; an unknown loss is None.
@@ -124,8 +124,8 @@ class BadLossDetector:
         if first is None:
             self._first = entry
             return (
-                f"The loss of step {entry['step']} is {loss}, and no loss scale can help: it is so before it is "
-                f"scaled. {self._way}"
+                f"The loss of step {entry['step']} is {loss}, and no loss scale can help: the loss has this value "
+                f"before it is scaled. {self._way}"
             )
         self._is_over = True
         steps = f"step {first['step']} only"

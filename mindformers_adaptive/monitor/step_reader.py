@@ -1,4 +1,4 @@
-"""Read the loss scaling of the last steps from a train-step cell."""
+"""Read what loss scaling did in the last steps from a train-step cell."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mindformers_adaptive.rules.saved_state import all_fields
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
 _OF_WINDOW = ("scale_window", "window_index")
-# Fields that some update cells lack. An unknown value is None.
+# Recorded fields that some update cells lack. The value of a missing field is None.
 _UNKNOWN = dict.fromkeys((*AdaptiveRule.recorded, "largest_gradient"))
 
-# Positions in the outputs of MindFormers' train steps: of the norm of all gradients, and of the squared norm of each
-# Parameter's gradient.
+# Positions in the outputs of MindFormers' train-step cells: the position of the norm of all gradients, and the position
+# of the squared norm of each Parameter's gradient.
 _PLACE_OF_NORM, _PLACE_OF_SQUARES = 4, 5
 
 # Packages whose update cells count their steps.
@@ -42,7 +42,8 @@ def last_step_before(params: Any, update_cell: Any, last_step: int) -> int:
         update_cell (Cell, optional): the update cell, whose step count is restored with its state.
         last_step (int): the last step of an earlier training with the same callback, or 0.
     """
-    # After a resume, MindFormers counts from 0 again. Its callback that prints the loss has the number to add.
+    # After a resume, MindFormers counts steps from 0 again. The MindFormers callback that prints the loss has the
+    # number to add.
     counts = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
     by_model = params.cur_step_num + max((count for count in counts if isinstance(count, int)), default=0)
     by_cell = steps_taken(update_cell)
@@ -52,7 +53,7 @@ def last_step_before(params: Any, update_cell: Any, last_step: int) -> int:
 def steps_taken(update_cell: Any) -> int | None:
     """Return how many steps an update cell has counted, or None if it does not count. Waits for the device."""
     count = _count({field.name: parameter for field, parameter in _state_fields(update_cell)})
-    # A user's update cell may inherit the count without increasing it.
+    # A user's update cell may inherit the step count without increasing it.
     counts = count != 1 or type(update_cell).construct.__module__.partition(".")[0] in _COUNTING
     return count - 1 if counts and 1 <= count < _LARGEST_COUNT else None
 
@@ -69,7 +70,7 @@ def read_loss(loss: Any) -> float | None:
 
 
 def read_overflow(outputs: Any) -> bool | None:
-    """Return the overflow flag among the outputs of a train-step cell, or None if there is none. Waits for the device.
+    """Return the overflow flag in the outputs of a train-step cell, or None without a flag. Waits for the device.
 
     Examples:
         >>> read_overflow((Tensor(2.5), Tensor([True]), Tensor(1024.0))), read_overflow(Tensor(2.5))
@@ -82,14 +83,14 @@ def read_overflow(outputs: Any) -> bool | None:
 
 
 class StepReader:
-    """Reads the last steps of a train-step cell with any update cell.
+    """Reads what loss scaling did in the last steps of a train-step cell with any update cell.
 
     Args:
         train_step (Cell): from :func:`find_train_step`.
 
     Attributes:
-        window (tuple): the window in steps, and its index on the ladder; None if unknown.
-        recorded (tuple[str, ...]): fields that only the rule of this update cell records, beside the common fields.
+        window (tuple): the scale window in steps, and its index on the ladder of windows; None if unknown.
+        recorded (tuple[str, ...]): fields that only the rule of the update cell records, beside the common fields.
         measures_gradients (bool): whether the update cell is told the largest gradient of each step.
         counts_overflows (bool): whether the update cell counts consecutive overflows, so that the host need not read
             every step.
@@ -110,16 +111,16 @@ class StepReader:
 
     def steps_taken(self) -> int | None:
         """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
-        # A count that is saturated or damaged cannot be relied on from then on.
+        # Once a step count is saturated or damaged, do not rely on it any more.
         if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
             self._parameters.pop("cur_iter", None)
         return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None
 
     def count_from(self, skipped_steps: int | None) -> None:
-        """Set how many steps were skipped before, or None if unknown.
+        """Set how many steps were skipped before this training, or None if unknown.
 
-        Counting continues from this number if the update cell does not count skipped steps, or if it did not see all
-        of them because another cell trained before.
+        Counting continues from this number if the update cell does not count skipped steps, or did not see all of these
+        steps because another update cell was used before.
         """
         self._skipped_steps = skipped_steps
         self._skipped_by_others = max((skipped_steps or 0) - self._state().get("skipped_steps", 0), 0)
@@ -179,7 +180,7 @@ class StepReader:
             return False
         if overflow is None or norm is None:
             return None
-        # Compare as the graph does: a NaN is not below the threshold, so the step was dropped.
+        # Compare as MindFormers' graph does: a norm of NaN is not below the threshold, so the step was dropped.
         return not norm < self._train_step.global_norm_spike_threshold
 
     def _read_last(self, step: int, count: int, outputs: Any) -> dict[str, Any]:
@@ -196,7 +197,8 @@ class StepReader:
         return {
             "step": step,
             "overflow": overflow,
-            # The step's loss scale is unknown if several steps were taken since the last call, unless it never moves.
+            # The step's loss scale is unknown if several steps were taken since the last call, unless the loss scale
+            # never changes.
             "loss_scale": self._loss_scale if count == 1 else next_loss_scale if is_fixed else None,
             "next_loss_scale": next_loss_scale,
             **{name: state.get(name) for name in (*_UNKNOWN, *self.recorded)},
@@ -208,7 +210,8 @@ class StepReader:
         state: dict[str, Any] = {}
         for field, parameter in self._fields:
             state |= field.by_key(parameter.asnumpy().tolist())
-        # MindSpore's own dynamic cell keeps its window as a constant. A cell with a rule does not use this constant.
+        # MindSpore's own dynamic update cell keeps its scale window as a constant. An update cell with a rule does not
+        # use this constant.
         window = getattr(self._update_cell, "scale_window", None)
         if "scale_window" not in state and isinstance(window, Tensor) and not hasattr(self._update_cell, "rule"):
             state["scale_window"] = int(window.asnumpy())
@@ -219,12 +222,12 @@ class StepReader:
 
 
 def _rule_of(update_cell: Any) -> Any:
-    """Return the rule of an update cell; the adaptive rule for MindFormers' own and other cells without a rule."""
+    """Return the rule of an update cell. Cells without a rule, such as MindFormers' own, count as the adaptive rule."""
     return getattr(update_cell, "rule", AdaptiveRule)
 
 
 def _state_fields(update_cell: Any) -> list[tuple[Field, Any]]:
-    """Return the fields of an update cell that are recorded, with their Parameters."""
+    """Return the recorded state fields of an update cell, with their Parameters."""
     if not isinstance(update_cell, nn.Cell):
         return []
     # Parent cells may put a prefix in front of the names of Parameters.

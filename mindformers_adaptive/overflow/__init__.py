@@ -1,4 +1,4 @@
-"""Why a training overflows: the layer, the operator, and what helps."""
+"""Explains why a training overflows: in which layer and operator, and what helps."""
 
 from mindformers_adaptive.public_names import lazy_names
 

@@ -14,15 +14,16 @@ from mindformers_adaptive.text.files import atomic_write
 
 __all__ = ["read_batch", "save_batch"]
 
-# A batch of text has a few megabytes. A damaged or hostile file may claim any size.
+# The largest batch file that is read, in bytes. A batch of text takes a few megabytes, but a damaged or hostile file
+# may claim any size.
 _MOST_BYTES = 2**32 - 2
 
 
 def save_batch(path: str | os.PathLike[str], batch: Sequence[NDArray[Any]]) -> None:
-    """Write the columns of a batch to an .npz file. If writing fails, no partial file is left.
+    """Write the arrays of a batch to an .npz file. If writing fails, no partial file is left.
 
     Args:
-        path (str): the file; one that is there is replaced.
+        path (str): the file; an existing file is replaced.
         batch (Sequence[numpy.ndarray]): the columns, in the order of the network's inputs.
 
     Raises:
@@ -62,13 +63,13 @@ def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
             if not names or sorted(columns.files) != sorted(names):
                 raise ValueError(f"it has {columns.files[:3]}")
             batch = [columns[name] for name in names]
-            # NumPy returns entries that are not arrays as bytes.
+            # NumPy returns entries of an .npz file that are not arrays as bytes.
             if not all(isinstance(column, np.ndarray) for column in batch):
                 raise ValueError("a column is no array")
             return tuple(batch)
     except FileNotFoundError:
         raise FileNotFoundError(f"'batch' must name a file, but there is no {str(path)!r}.") from None
-    # A damaged file raises errors of many kinds.
+    # Reading a damaged file raises errors of many kinds.
     except Exception as error:
         raise ValueError(
             f"'batch' must be a file that LossScaleMonitor wrote, overflow_batch.npz, with at most 4 GB in columns "

@@ -1,4 +1,4 @@
-"""``explain_overflow``: watch passes of a train step, then repeat them with changes that could help."""
+"""``explain_overflow`` watches passes of a train step, then repeats these passes with changes that could help."""
 
 import contextlib
 import dataclasses
@@ -29,17 +29,18 @@ __all__ = ["PyNativeError", "explain_overflow", "in_float32", "watched_passes"]
 
 # Try no loss scale above this limit. Training usually starts at 2^32.
 _HIGHEST = 2.0**40
-# Another trial uses a loss scale that is lower by this factor. If it overflows too, the cause is the forward pass, not
-# the gradients.
+# To find out whether the forward pass overflows, repeat a pass at a loss scale that is lower by this factor. If the
+# pass still overflows, the cause is the forward pass, not the gradients.
 _FAR_BELOW = 2.0**-20
 # From this number on, a cast to FP16 gives inf; smaller numbers are rounded to at most 65504.
 _BEYOND_FP16 = 65520.0
-# Attributes of cells with these words in their names are dtypes of weights, not of the computation.
+# A dtype in an attribute of a cell is the dtype of weights, not of the computation, if the name of the attribute has
+# one of these words.
 _OF_WEIGHTS = ("param", "init", "weight")
 
 
 class PyNativeError(RuntimeError):
-    """Raised if a network cannot run in the mode that is needed to see its values."""
+    """Raised if a network cannot run in the mode, PyNative or graph, in which its values should be watched."""
 
 
 def explain_overflow(
@@ -54,7 +55,7 @@ def explain_overflow(
     progress=None,
     micro_batches=1,
 ):
-    """Say why a network overflows, in which layer, and what of the things that can be changed helps.
+    """Find out why a network overflows, in which layer, and which changes help.
 
     Forward and backward passes are run in PyNative mode, in which each cell and each operator is seen: at most 3 of a
     batch, and at most 3 for each thing that is tried. The training's own train step makes the passes, without dropout.
@@ -68,11 +69,11 @@ def explain_overflow(
             ``LossScaleMonitor(explain=True)`` saved.
         loss_scale (float, optional): the loss scale of the training. Default: None, the loss scale of the train-step
             cell, and without one 65536.
-        remedies (bool): whether, where it overflows, a lower loss scale is tried, and that layer in float32. Default:
-            True.
-        settings (dict[str, Callable], optional): what else to try: by what it is called, a function that returns the
-            network with it and the same weights. Default: None.
-        measured (str): which weights these are, for the text. Default: "".
+        remedies (bool): whether to try, after an overflow, a lower loss scale and the overflowing layer in float32.
+            Default: True.
+        settings (dict[str, Callable], optional): further changes to try: by name, a function that returns the changed
+            network with the same weights. Default: None.
+        measured (str): a description of the weights, for the text. Default: "".
         graph (bool, optional): whether the passes are run in graph mode, in which cells are seen and operators are
             not, and of the things that can be changed only a lower loss scale is tried. Default: None, only if the
             network does not run in PyNative mode.
@@ -127,7 +128,7 @@ def _explain(network, batches, loss_scale, remedies, settings, measured, watched
         seen = _look(passes, batches, loss_scale)
         remedies = remedies and seen.overflow and not seen.origin.mask
         tried = _try_scale(passes, batches, seen) if remedies else []
-    # In graph mode each trial would compile the network anew.
+    # In graph mode each trial would compile the network anew, so try only a lower loss scale.
     sees_operators = seen.closest[0].sees_operators
     if remedies and sees_operators:
         tried += _try_layer(network, batches, seen, watched)
@@ -163,7 +164,9 @@ def _overflow_mode():
 
 @contextlib.contextmanager
 def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
-    """Yield a function that takes batches and a loss scale and returns the passes; restore everything afterwards.
+    """Yield a function that runs batches at a loss scale and returns the recorded passes.
+
+    Everything is restored afterwards.
 
     Args:
         network (Cell): as in :func:`explain_overflow`.
@@ -172,7 +175,7 @@ def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
         micro_batches (int): as in :func:`explain_overflow`.
 
     Raises:
-        PyNativeError: if the network cannot run in the mode.
+        PyNativeError: if the network cannot run in the requested mode.
     """
     inner = _inner(network)
     backward = backward_pass(network)
@@ -222,13 +225,14 @@ def _reason(error):
 
 
 class _Seen:
-    """The results of the first passes: which loss scales overflow, the origin, and the passes closest to overflow."""
+    """The results of the first passes: which loss scales overflow, where it begins, and how close layers are to it."""
 
     def __init__(self, loss_scale, passes):
         self.loss_scale, self.scales, self._first_overflow = loss_scale, {}, None
         self.closest = passes
         self.worst = 0
-        # Whether gradients of the same batches are finite at some scale, so that inf in the forward pass does no harm.
+        # Whether the gradients of the same batches are finite at some loss scale, so that an inf in the forward pass
+        # does no harm.
         self.forward_is_harmless = False
         self.note(passes)
 
@@ -279,7 +283,8 @@ def _look(passes, batches, loss_scale):
     limit = _limit(seen.closest)
     above = 2 * limit
     if above not in seen.scales and 1.0 <= above <= _HIGHEST and not (seen.overflow and above > loss_scale):
-        # Try the lowest scale that should overflow: at a higher scale, later overflows could hide the first one.
+        # Try the lowest loss scale that should overflow: a higher loss scale could let several layers overflow, and
+        # hide the layer that overflows first.
         if not seen.note(passes(batches, above)):
             return seen
         if not seen.overflow and limit > loss_scale:
@@ -292,7 +297,7 @@ def _overflows(passes):
 
 
 def _limit(passes):
-    """Return the largest power of two that the recorded gradients allow as the loss scale that multiplies them."""
+    """Return the largest power of two that, as the loss scale, should not let the recorded gradients overflow."""
     ranges = [layer.backward.headroom for layer in layer_ranges(passes) if layer.backward is not None]
     ranges += [reading.headroom for seen_pass in passes for reading in seen_pass.weights.values()]
     bits = min(ranges, default=math.inf)
@@ -365,7 +370,7 @@ def _try_setting(name, build, batches, seen, watched):
 
 
 def _outcome(name, network, batches, seen, watched):
-    """Run the overflowing batch in a changed network, at a loss scale of 1 and at the largest that should then fit."""
+    """Run the overflowing batch in a changed network, at a loss scale of 1 and at the largest that should fit then."""
     batch = [batches[seen.worst]]
     with watched(network) as passes:
         changed = _Seen(1.0, passes(batch, 1.0))
@@ -379,7 +384,7 @@ def _outcome(name, network, batches, seen, watched):
 
 
 def _weights_beyond(network, in_half):
-    """Return the weights that FP16 cannot hold, or without ``in_half`` the weights with inf or NaN; None if all fit."""
+    """Return the weights that FP16 cannot hold, or without ``in_half`` the weights with inf or NaN, or None."""
     limit = _BEYOND_FP16 if in_half else np.inf
     beyond = []
     for weight in filter(Tensor.is_floating_point, _inner(network).get_parameters()):

@@ -1,4 +1,4 @@
-"""Explain why a training overflows: a text with verdict, remedies and evidence; more details; everything as JSON."""
+"""Explains why a training overflows: as a text with verdict, remedies and evidence, with details, and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["Explanation", "Tried"]
 
-# How many layers and trials the text shows, so that it fits on a screen.
+# How many layers and how many tried settings a text shows at most, so that the text fits on a screen.
 _MOST_LAYERS, _MOST_TRIED = 5, 9
 _WHAT_TO_GIVE = (
     "Give the weights of that step, --checkpoint (save_checkpoint_steps saves more of them), and its batch, --batch "
@@ -24,7 +24,7 @@ _WHAT_TO_GIVE = (
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of trying one setting.
+    """The result of trying one setting, such as float32 in one layer, as a remedy for an overflow.
 
     Attributes:
         setting (str): the setting as it is written, for example ``softmax_compute_type: float32``.
@@ -53,18 +53,17 @@ class Tried:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was seen in some forward and backward passes.
+    """The results of some forward and backward passes.
 
     Attributes:
         loss_scale (float): the loss scale of the training.
-        batches (int): how many batches.
-        losses (tuple[float, ...]): of each batch.
-        scales (dict[float, bool]): by loss scale that was tried, whether any batch overflowed.
-        origin (Origin, optional): the first place that overflows, at the lowest scale tried at which something does.
-            None if nothing overflowed.
+        batches (int): number of batches.
+        losses (tuple[float, ...]): the loss of each batch.
+        scales (dict[float, bool]): for each loss scale tried, whether a batch overflowed.
+        origin (Origin, optional): the first place that overflows, at the lowest scale tried that overflows. None if
+            nothing overflowed.
         layers (tuple[LayerRange, ...]): the largest values of each layer, in the order of execution.
-        layers_scale (float): the loss scale at which they were seen: the training's, or 1 where nothing would be
-            left to see at it. Default: 1.
+        layers_scale (float): the loss scale at which ``layers`` were measured: the training's or 1. Default: 1.
         weights (WeightsBeyond, optional): weights that FP16 cannot hold. None if all fit.
         tried (tuple[Tried, ...]): what happened with other settings.
         measured (str): which weights were measured. Default: "", those that the network has.
@@ -166,7 +165,7 @@ class Explanation:
         return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *self._weight_lines(), self._how()])])
 
     def details(self) -> str:
-        """Return what the text leaves out: the layers closest to overflow, and what was tried and does not help.
+        """Return details that the text omits: the layers closest to overflow, and the trials that did not help.
 
         Returns:
             str, of several lines.
@@ -226,7 +225,8 @@ class Explanation:
         columns = [("forward", "bits left forward")]
         shown = self.layers
         if self.origin is not None and self.origin.phase == "forward":
-            # All layers after this layer, and the whole backward pass, have inf and NaN too.
+            # All layers after the layer that overflows, and the whole backward pass, have inf and NaN too. So do not
+            # show them.
             end = next((n for n, layer in enumerate(shown) if layer.layer == self.origin.layer), len(shown))
             shown = tuple(layer for layer in shown[:end] if layer.forward is not None and layer.forward.finite)
         else:
@@ -238,7 +238,7 @@ class Explanation:
         return align(lines, to_the_left=[0, 2]).splitlines()
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything as dicts, lists and numbers.
+        """Return the explanation as dicts, lists and numbers.
 
         Returns:
             dict[str, object], by the names of the attributes, with ``headline``, ``overflow``, ``safe_scale`` and
@@ -262,7 +262,7 @@ def _indented(lines: Iterable[str]) -> list[str]:
 
 
 def _place(origin: Origin) -> str:
-    """Return a phrase that names an origin, for use within a sentence."""
+    """Return a phrase that names the origin of an overflow, for use within a sentence."""
     if origin.layer is None:
         return "where no layer was seen to do it"
     if origin.what == "batch":
@@ -276,13 +276,13 @@ def _place(origin: Origin) -> str:
 
 
 def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:
-    """Return the table rows of the layers with the least headroom, of narrow formats such as FP16 if there are any."""
+    """Return table rows of the layers closest to overflow; only of narrow formats such as FP16, if there are any."""
     narrow = {name for name, each in FORMATS.items() if each.largest < 1e30}
     readings = [(getattr(layer, phase), layer.layer or "(the network)") for layer in layers]
     known = [pair for pair in readings if pair[0] is not None and math.isfinite(pair[0].headroom)]
     known = [pair for pair in known if pair[0].dtype in narrow or not pair[0].finite] or known
     known.sort(key=lambda pair: pair[0].headroom)
-    # Round down: a layer with 0.1 bits left has not overflowed.
+    # Round the bits left before overflow down, so that no layer seems further from overflow than it is.
     left = [math.floor(10 * reading.headroom) / 10 for reading, _ in known]
     return [
         [f"  {name}", f"{bits:.1f}" if reading.finite else "overflow"]

@@ -1,4 +1,4 @@
-"""Measures the cells of a network in graph mode. The measurements are returned as gradients of extra Parameters."""
+"""Measures the cells of a network in graph mode, which returns the measurements as gradients of extra Parameters."""
 
 import contextlib
 import inspect
@@ -14,15 +14,16 @@ from mindformers_adaptive.overflow.watch import read_tensor
 __all__ = ["GraphWatch"]
 
 _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
-# The measured quantities: three of a value, two of its gradient, and three of the pair.
+# The quantities measured at each input and output of a cell: three of the value, two of its gradient, and three of both
+# together.
 _MEASURED = ("largest", "bad", "sum_of_bad", "gradient_largest", "gradient_bad", "size", "dtype", "calls")
-# For a cell with *args, at most this many inputs are measured; for every cell, at most this many outputs. Flash
+# For a cell with *args, measure at most this many inputs; for every cell, measure at most this many outputs. Flash
 # attention returns its result as the fourth output.
 _MOST_INPUTS, _MOST_OUTPUTS = 8, 4
 
 
 class GraphWatch:
-    """Records the calls of cells in each pass of a network within ``watching()``, as ``Watch`` does, but no operators.
+    """Records the calls of cells, but not of operators, in each pass of a network within ``watching()``.
 
     Use it for a network that runs only in graph mode. Each input and output of a cell passes through a measuring cell,
     which has a custom gradient and a second input: a Parameter, the *sink*. The gradient of the sink is the
@@ -47,7 +48,7 @@ class GraphWatch:
 
     @contextlib.contextmanager
     def watching(self, *differentiating):
-        """Record every pass that runs within the block.
+        """Record every forward and backward pass of the network that runs within the block.
 
         Args:
             *differentiating (Cell): the cells that differentiate by their ``weights``. The sinks are appended to these
@@ -58,7 +59,7 @@ class GraphWatch:
                 if (weights := getattr(cell, "weights", None)) is not None:
                     stack.callback(setattr, cell, "weights", weights)
                     cell.weights = ParameterTuple((*weights, *self.sinks))
-            # Some cells also keep lists of the cells that they call.
+            # Some cells also keep lists of the cells that they call. Replace the cells in these lists too.
             for values in (values for owner in self._owners for values in (owner._cells, vars(owner))):
                 for name, value in list(values.items()):
                     watched = self._watched_for(value)
@@ -99,7 +100,10 @@ class GraphWatch:
 
 
 def _parents(network, names):
-    """Return the name of the cell around each cell. Compare paths, because names omit the cells around the network."""
+    """Return, by the name of each cell, the name of the cell around it.
+
+    Compare paths, because names omit the cells that a trainer puts around the network.
+    """
     paths = {path: id(cell) for path, cell in network.cells_and_names() if path}
     parents = {}
     for path, cell in paths.items():
@@ -122,7 +126,7 @@ def _backward_order(calls, weights):
         for child in reversed(inside.get(call.index, [])):
             yield from go_back(child)
         of_inputs = [gradient for gradient in call.gradients if not gradient.of_output]
-        # Order: the gradients of a layer's weights come before the gradients that it passes to the preceding layers.
+        # The gradients of a layer's weights come before the gradients that the layer passes back to its predecessors.
         for index, value in enumerate(call.inputs):
             if value.weight in weights:
                 call.gradients.append(Gradient(False, index, weights.pop(value.weight)))
@@ -155,7 +159,7 @@ class _Watched(nn.Cell):
             return super().__getattr__(name)
         except AttributeError:
             layer = vars(self)["_cells"].get("layer")
-            # Do not take flags, such as fp16, from the layer: they are settings of the layer alone.
+            # Do not take flags, such as fp16, from the replaced cell: these settings are for that cell alone.
             if layer is None or name.startswith("_") or name in layer.get_flags():
                 raise
             return getattr(layer, name)
@@ -179,7 +183,7 @@ class _Watched(nn.Cell):
         return value
 
     def read(self, measured, index, parent):
-        """Return the call of this cell in the last pass, from the measurements of all sinks, and reset its time."""
+        """Return the record of the last call of this cell, made of the measurements of all sinks; reset its time."""
         name = self.began.name.removeprefix("watch_of_").removesuffix(".began")
         call = Call(index, name, type(self.layer).__name__, parent=parent)
         for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):
@@ -214,11 +218,11 @@ def _readings(values):
 
 
 class _Measure(nn.Cell):
-    """Returns a value unchanged. The gradient of the second input is the measurements of the value and its gradient."""
+    """Returns a value unchanged. Measurements of the value and its gradient are the gradient of the second input."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
-        # Graphs compile many times faster from these Primitives than from functions.
+        # MindSpore compiles graphs many times faster from these Primitives than from functions.
         self.abs, self.cast, self.zeros_like = ops.Abs(), ops.Cast(), ops.ZerosLike()
         self.is_finite, self.logical_not, self.select = ops.IsFinite(), ops.LogicalNot(), ops.Select()
         self.reduce_max, self.reduce_sum, self.stack = ops.ReduceMax(), ops.ReduceSum(), ops.Stack()
@@ -232,7 +236,7 @@ class _Measure(nn.Cell):
         size, dtype = self.cast(float(value.size), mstype.float32), self.cast(dtype, mstype.float32)
         in_float32 = self.cast(value, mstype.float32)
         largest, bad, is_finite = self._largest(in_float32)
-        # The sum of the bad elements shows their kind: inf, -inf, or NaN, also for a mixture of kinds.
+        # The sum of the elements that are inf or NaN shows their kind: inf, -inf, or NaN, also for a mixture of kinds.
         sum_of_bad = self.reduce_sum(self.select(is_finite, self.zeros_like(in_float32), in_float32))
         gradient_largest, gradient_bad, _ = self._largest(self.cast(dout, mstype.float32))
         measured = (largest, bad, sum_of_bad, gradient_largest, gradient_bad, size, dtype, self.one)

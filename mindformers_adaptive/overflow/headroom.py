@@ -1,4 +1,4 @@
-"""How far each layer is from overflow, in bits, and which weights a format cannot hold."""
+"""Measures how many bits each layer is away from overflow, and describes weights that a number format cannot hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LayerRange", "WeightsBeyond", "layer_ranges"]
 
 @dataclass(frozen=True)
 class LayerRange:
-    """The largest values of a layer over some passes at one loss scale.
+    """The largest values and gradients of a layer, over several passes at one loss scale.
 
     Attributes:
         layer (str): the name of the layer; "" is the whole network.
@@ -31,7 +31,7 @@ class LayerRange:
     backward: Reading | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the attributes as a dict, with the headroom in bits, or None for an infinite headroom."""
+        """Return the attributes as a dict, with the headroom: the bits left before overflow, or None if infinite."""
         both = {"forward": _to_dict(self.forward), "backward": _to_dict(self.backward)}
         return {"layer": self.layer, "layer_class": self.layer_class, **both}
 

@@ -1,4 +1,4 @@
-"""Tell the intended -inf of masks from overflows. A mask hides values by -inf, which softmax turns into 0."""
+"""Distinguishes the -inf of masks from overflows. A mask hides values by -inf, which softmax turns into 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MULTIPLIES = ("MatMul", "Matmul", "Mul", "Bmm", "Mm", "Conv", "Dense", "Linear"
 
 
 class Masks:
-    """Distinguishes the inf of masks in a pass from overflows.
+    """Distinguishes inf that belongs to masks from inf that overflows have caused, in a recorded pass.
 
     A mask begins at an operator that fills in inf, or that computes -inf from values without weights and gradients,
     such as the logarithm of 0. A mask also begins at a batch, Parameter or Tensor that has -inf and gets no gradient.
@@ -38,7 +38,8 @@ class Masks:
             if call.index in self._begins or self._goes_on(call):
                 self.calls.add(call.index)
         for call in reversed(seen.calls):
-            # The output of a cell belongs to a mask if all bad outputs of the calls inside the cell do.
+            # The output of a cell belongs to a mask if every output with inf or NaN of the calls inside the cell does
+            # so.
             inside = [each.index for each in seen.inside(call) if has_bad_output(each)] if has_bad_output(call) else []
             if inside and self.calls.issuperset(inside):
                 self.calls.add(call.index)
@@ -54,11 +55,11 @@ class Masks:
             return False
         if value.weight or self._pass.sees_operators:
             return not call.gets_gradient(index)
-        # In graph mode all values seem to get a gradient.
+        # In graph mode all values seem to get a gradient. So take a value for a mask if it holds only -inf and 0.
         return not value.reading.largest
 
     def overflowed_inputs(self, call: Call) -> list[Operand]:
-        """Return the inputs of a call with inf or NaN that does not belong to a mask."""
+        """Return the inputs of a call that have inf or NaN which does not belong to a mask."""
         bad = [index for index, value in enumerate(call.inputs) if not value.reading.finite]
         return [call.inputs[index] for index in bad if not self.is_mask(call, index)]
 
@@ -109,7 +110,7 @@ class Masks:
 
 
 def multiplies(call: Call) -> bool:
-    """Return whether a call multiplies its inputs. A mask is added, not multiplied."""
+    """Return whether a call multiplies its inputs. A mask is added to values, never multiplied by them."""
     return call.operator and any(part in call.kind for part in _MULTIPLIES)
 
 

@@ -1,4 +1,4 @@
-"""Find the layer, and if possible the operator, in which the first inf or NaN of a pass appeared."""
+"""Finds the layer, and if possible the operator, in which the first inf or NaN of a pass through a network appeared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MULTIPLIED = ("Mul", "Rmul", "Imul", "MatMul", "BatchMatMul", "Bmm")
 
 @dataclass(frozen=True)
 class Origin:
-    """The first cell or operator of a pass with finite inputs but an output or gradient that is inf or NaN.
+    """The first cell or operator of a pass whose inputs are finite, but whose output or gradient is inf or NaN.
 
     Attributes:
         phase (str): "forward" or "backward".
@@ -59,17 +59,17 @@ class Origin:
 
     @property
     def empties_row(self) -> bool:
-        """Whether the mask filled a whole row with -inf; otherwise its -inf was multiplied by 0."""
+        """Whether the mask that caused the NaN filled a whole row with -inf; otherwise its -inf was multiplied by 0."""
         return self.mask and not self.operator.startswith(_MULTIPLIED)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the attributes as a dict, in which the reading is a dict too."""
+        """Return the attributes of the origin as a dict, in which the reading is a dict too."""
         reading = None if self.reading is None else {**self.reading.to_dict(), "limit": self.reading.limit}
         return {**vars(self), "reading": reading}
 
 
 def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
-    """Return where a pass overflowed, or None if it did not.
+    """Return where a forward or backward pass overflowed, or None if the pass did not overflow.
 
     Start from a loss or gradient that is inf or NaN, and follow the bad values back. An inf that reaches neither is no
     overflow, such as an inf in a mask that softmax turns into 0. The gradient of each value is recorded twice: where
@@ -95,7 +95,7 @@ def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
 
 
 def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
-    """Follow inf and NaN from a call back to their origin.
+    """Follow inf and NaN from the call of a cell or operator back to the origin of inf and NaN.
 
     Prefer a call that turns finite values into inf or NaN, then a value that no call computes, such as a weight.
     """
@@ -105,7 +105,8 @@ def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
         call = seen.calls[waiting.pop()]
         bad = masks.overflowed_inputs(call)
         before = {value.source for value in bad if value.source is not None and _explains(seen, value)}
-        # The inf or NaN may also come from a call inside this cell, even if its path to the output was not seen.
+        # The inf or NaN in the output of a cell may also come from a call inside the cell, even if the path from that
+        # call to the output was not seen.
         before |= {each.index for each in seen.inside(call) if masks.has_overflowed_output(each)}
         for value in bad:
             if _explains(seen, value):
@@ -134,11 +135,11 @@ def _is_unknown(value: Operand) -> bool:
 
 
 def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
-    """Return the origin if the bad output of a call comes from a mask or a value that looks like a mask, else None."""
+    """Return the origin if the inf or NaN in the output of a call comes from a mask, or seems to; otherwise None."""
     begins = list(masks.begins(call))
     if not begins:
         return None
-    # A -inf that reaches the loss unchanged, or that is multiplied, hides no values, so it is not a mask.
+    # A -inf that reaches the loss unchanged, or that is multiplied, hides no values, so it does not belong to a mask.
     reaches_loss = not any(reading.nans for reading in call.outputs)
     if reaches_loss or multiplies(call) or not masks.joins_weights(call):
         for origin_call, value in begins:
@@ -151,7 +152,10 @@ def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
 
 
 def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
-    """Return the calls that may have led to a value of unknown origin: in the same cell, or sources of its inputs."""
+    """Return the calls from which a bad input of unknown source may come.
+
+    These are the earlier calls in the same cell, or else the sources of the bad inputs of that cell.
+    """
     around = None if call.parent is None else seen.calls[call.parent]
     if around is None:
         return set()
@@ -165,7 +169,7 @@ def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
 
 
 def _made_by(seen: Pass, call: Call) -> Origin:
-    """Return the origin for a call with finite inputs: an operator, or a cell in which no call was seen to overflow."""
+    """Return the origin if a call makes inf or NaN from finite inputs: an operator, or a cell in which none does."""
     bad = next(reading for reading in call.outputs if not reading.finite)
     weights = [value.weight for value in call.inputs if value.weight]
     inputs = [value.reading for value in call.inputs if not value.weight]
@@ -191,7 +195,7 @@ def _source_of(seen: Pass, call: Call) -> str:
 
 
 def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
-    """Return the origin for an input that no recorded call computed, such as a weight, a buffer or the batch."""
+    """Return the origin if no recorded call computed a bad input: it is a weight, a buffer, the batch or unknown."""
     reading = value.reading
     if value.weight or value.buffer:
         what = "weight" if value.weight else "buffer"
@@ -202,7 +206,7 @@ def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
         return Origin("forward", "", seen.calls[0].kind, "", "batch", reading)
     around = seen.calls[call.parent or 0]
     while around.parent is not None and any(not each.reading.finite and _is_unknown(each) for each in around.inputs):
-        # The surrounding cell got an input of unknown origin too, so look further out.
+        # The surrounding cell got an input of unknown origin too, so look at the cell around that cell.
         call, around = around, seen.calls[around.parent]
     what = f"a value that it gives to {_operator(call) or call.name}, from an operator that cannot be seen"
     largest = largest_of(each.reading for each in around.inputs)
@@ -238,8 +242,8 @@ def _gradient_origin(seen: Pass, call: Call, gradient: Gradient) -> Origin:
         what = f"the loss scale itself, as the loss is in {reading.dtype}"
         return Origin("backward", "", call.kind, "", what, reading)
     if gradient.of_output:
-        # The gradients from all cells that use the output are finite. So the overflow is in the sum of these gradients,
-        # or in code around the cell that was not seen.
+        # The gradients that flow back from all cells that use this output are finite. So the overflow is in the sum of
+        # these gradients, or in code around the cell that was not seen.
         around = seen.calls[call.parent or 0]
         used = list(_uses(seen, call))
         which = "sum of the gradients" if len(used) > 1 else "gradient"
@@ -256,7 +260,7 @@ def _gradient_origin(seen: Pass, call: Call, gradient: Gradient) -> Origin:
 
 
 def _weight_behind(seen: Pass, value: Operand) -> str | None:
-    """Return the name of the Parameter that a value is, or that the value was cast from; otherwise None."""
+    """Return the name of the Parameter that a value is, or from which the value was cast; otherwise None."""
     while value.weight is None and value.is_computed and value.source is not None:
         maker = seen.calls[value.source]
         if maker.kind not in CASTS or not maker.inputs:
@@ -274,7 +278,10 @@ def _uses(seen: Pass, call: Call) -> Iterator[Reading]:
 
 
 def _largest_weight(seen: Pass, call: Call) -> float | None:
-    """Return the largest magnitude among the Parameters of a call, or else of its layer, which may cast them first."""
+    """Return the largest magnitude among the Parameters of a call.
+
+    A call without Parameters may use a Parameter that its layer has cast, so use the Parameters of the layer instead.
+    """
     for calls in ([call], [each for each in seen.calls if each.layer == call.layer]):
         if weights := [value.reading for each in calls for value in each.inputs if value.weight]:
             return largest_of(weights)

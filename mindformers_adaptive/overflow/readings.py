@@ -14,20 +14,21 @@ from mindformers_adaptive.rules.formats import FORMATS
 
 __all__ = ["BATCH", "CASTS", "Call", "Gradient", "Operand", "Pass", "Reading", "largest_of", "read_values"]
 
-# The names of operators that only change the dtype.
+# The names of operators that only change the dtype of a tensor.
 CASTS = {"Cast", "Astype", "To", "Type", "TypeAs"}
 
-# The source of an operand that is a part of the batch.
+# The value of Operand.source for an input that is a part of the batch.
 BATCH = -1
 
-# The largest finite number of each dtype. Values in 8-bit formats are held in tensors of wider dtypes.
+# The largest finite number of each dtype. Tensors hold values in 8-bit formats as wider dtypes, so 8-bit formats are
+# not listed.
 _LARGEST = {name: FORMATS[name].largest for name in ("float16", "bfloat16")}
 _LARGEST |= {"float32": float(np.finfo(np.float32).max), "float64": float(np.finfo(np.float64).max)}
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The magnitudes of one tensor.
+    """A summary of the magnitudes in one tensor, such as the largest magnitude and the number of inf and NaN.
 
     Attributes:
         dtype (str): MindSpore's name of the dtype, in lower case.
@@ -54,41 +55,41 @@ class Reading:
 
     @property
     def finite(self) -> bool:
-        """Whether no element is inf or NaN."""
+        """Whether no element of the tensor is inf or NaN."""
         return not self.infs_and_nans
 
     @property
     def only_minus_inf(self) -> bool:
-        """Whether some element is -inf and no element is +inf or NaN, as in an additive mask."""
+        """Whether some element of the tensor is -inf and no element is +inf or NaN, as in an additive mask."""
         return self.infs_and_nans > self.nans + self.positive_infs == 0
 
     @property
     def limit(self) -> float:
-        """The largest finite number of the dtype."""
+        """The largest finite number of the tensor's dtype."""
         return _LARGEST.get(self.dtype, _LARGEST["float32"])
 
     @property
     def headroom(self) -> float:
-        """The number of powers of two by which the values may grow; 0 after an overflow, inf if all values are 0."""
+        """The powers of two by which the values may grow before overflow; 0 after overflow, inf if all values are 0."""
         if not self.finite:
             return 0.0
-        # Subtract logarithms, because the quotient may be beyond a float.
+        # Subtract logarithms, because the quotient of limit and largest value may be too large for a float.
         return math.log2(self.limit) - math.log2(self.largest) if self.largest else math.inf
 
     def to_dict(self) -> dict[str, object]:
-        """Return the dtype, the size, the largest magnitude, and the number of inf and NaN as a dict."""
+        """Return a dict with the dtype and size of the tensor, its largest magnitude, and its number of inf and NaN."""
         return {name: getattr(self, name) for name in ("dtype", "size", "largest", "infs_and_nans")}
 
 
 def read_values(array: NDArray[np.floating[Any]], dtype: str) -> Reading:
-    """Return the magnitudes of an array.
+    """Return a Reading of an array: its largest and smallest magnitude, and its number of inf and NaN.
 
     Args:
         array (numpy.ndarray): an array of float16, float32 or float64.
         dtype (str): the dtype of the tensor from which the array was made, which NumPy may not have.
     """
-    # Read as integers, the bits of magnitudes have the same order as the magnitudes. Comparing integers takes a tenth
-    # of the time of abs and isfinite.
+    # The bits of magnitudes, read as unsigned integers, have the same order as the magnitudes. Comparing integers takes
+    # a tenth of the time of abs and isfinite.
     integer = np.dtype(f"u{array.dtype.itemsize}")
     sign = integer.type(1 << (8 * array.dtype.itemsize - 1))
     bits = np.ascontiguousarray(array).reshape(-1).view(integer)
@@ -113,7 +114,7 @@ def largest_of(readings: Iterable[Reading]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An input tensor of a call.
+    """An input tensor of a recorded call of a cell or operator.
 
     Attributes:
         reading (Reading): its magnitudes.
@@ -129,13 +130,13 @@ class Operand:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the tensor comes from a call that was seen."""
+        """Whether the tensor comes from a recorded call of a cell or operator."""
         return self.source is not None and self.source != BATCH
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of an input or output of a call.
+    """The gradient of an input or output of a recorded call of a cell or operator.
 
     Attributes:
         of_output (bool): whether the tensor is an output of the call; otherwise it is an input. The gradient of an
@@ -177,11 +178,11 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The layer and the attribute, such as ``attention.batch_matmul``."""
+        """The layer of the call and the attribute that holds the operator, such as ``attention.batch_matmul``."""
         return ".".join(filter(None, (self.layer, self.attribute)))
 
     def gets_gradient(self, index: int) -> bool:
-        """Return whether the backward pass computed a gradient of an input."""
+        """Return whether the backward pass computed a gradient of an input of this call."""
         return any(not gradient.of_output and gradient.index == index for gradient in self.gradients)
 
 
@@ -215,7 +216,7 @@ class Pass:
         return not all(reading.finite for reading in self.weights.values())
 
     def inside(self, call: Call) -> Iterator[Call]:
-        """Yield the calls within a call, at any depth."""
+        """Yield the recorded calls that were made within a call of a cell, at any depth."""
         within = {call.index}
         for other in self.calls[call.index + 1 :]:
             if other.parent in within:

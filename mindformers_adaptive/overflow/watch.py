@@ -17,38 +17,38 @@ from mindformers_adaptive.overflow.readings import BATCH, Call, Gradient, Operan
 
 __all__ = ["Watch", "read_tensor"]
 
-# Methods of Tensors that are implemented in C++, including Python's operators. Other methods are Python functions that
-# call these. Names with a leading underscore are internal to MindSpore.
+# Methods of Tensors that are implemented in C++, including Python's operators. Other methods of Tensors are Python
+# functions that call these methods. Names with a leading underscore are internal to MindSpore.
 _METHODS = [name for name, value in vars(TensorPy).items() if isinstance(value, types.MethodDescriptorType)]
 _DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg abs"
 _DUNDERS += " floordiv rfloordiv ifloordiv mod rmod imod getitem"
-# Prefixes of the names of methods that compute nothing.
+# Prefixes of the names of Tensor methods that compute nothing.
 _QUERIES = "_ is_ get_ set_ data_ init convert register remove_hook storage offload assign_value value untyped"
 _QUERIES += " pin_memory wait flush move_to getitem setitem from_ asnumpy numpy item tolist dim numel nelement"
 _QUERIES += " ndimension stride hooks"
 _COMPUTING = [name for name in _METHODS if not name.startswith(tuple(_QUERIES.split()))]
 _TENSOR_METHODS = [f"__{name}__" for name in _DUNDERS.split()]
 _TENSOR_METHODS += [name for name in _COMPUTING if not name.endswith("_")]
-# Methods that write to their Tensor. Do not hook the Tensor, because a hook returns another Tensor.
+# Methods that write to their Tensor. Do not put a hook on that Tensor, because a hook returns another Tensor.
 _IN_PLACE = ["__setitem__", *(name for name in _METHODS if name.endswith("_") and not name.startswith("_"))]
-# The functions of mint are functions of this module, functional_overload.
+# The functions of mindspore.mint come from the module functional_overload.
 _OF_MINT = [name for name, value in vars(functional_overload).items() if name.endswith("_instance") and callable(value)]
 # Operators that are not Primitives in Python. Functions such as ops.softmax call them.
 _INNER = [kind for kind in vars(inner).values() if isinstance(kind, type) and kind.__module__ == inner.__name__]
-# Operators that communicate, or print. Some of them write to their inputs.
+# Operators that communicate between processes, or print. Some of these operators write to their inputs.
 _COMMUNICATES = {name for name, kind in vars(comm_ops).items() if isinstance(kind, type)} | {"Print"}
 
-# Operators that only move values, forward and backward, without computing new ones.
+# Operators that only move values, forward and backward, without computing new values.
 _MOVES = {"Reshape", "Transpose", "ExpandDims", "Squeeze", "Depend", "Identity", "Load", "Shape", "StopGradient"}
 _MOVES |= {"View", "ViewAs", "Permute", "Unsqueeze", "Swapaxes", "Swapdims", "T", "Flatten", "Contiguous", "ReshapeAs"}
 _MOVES |= {"Movedim", "Moveaxis", "TransposeView", "TransposeExt", "FlattenExt", "Detach", "TensorShape"}
 
-# The original method of Tensors, which watching does not replace.
+# The original Tensor.is_floating_point, which the recording of Tensor methods does not replace.
 _is_floating_point = Tensor.is_floating_point
 
 
 def read_tensor(tensor):
-    """Return the magnitudes of a floating-point Tensor."""
+    """Return a Reading of a floating-point Tensor: its largest magnitude, and its number of inf and NaN."""
     return read_values(to_numpy(tensor), str(tensor.dtype).lower())
 
 
@@ -89,10 +89,10 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self, *_):
-        """Record every pass that runs within the block."""
+        """Record every forward and backward pass of the network that runs within the block."""
         with contextlib.ExitStack() as self._patches:
-            # Remember which Parameters have inf or NaN from the start. Otherwise a Parameter that the forward pass
-            # overwrites would look like a bad checkpoint.
+            # Remember which Parameters have inf or NaN from the start. Otherwise the checkpoint would be blamed for inf
+            # or NaN that the forward pass writes to a Parameter.
             self._bad_from_start = {id(each) for each in self._network.get_parameters() if not _is_finite(each)}
             self._patch(Parameter, "set_data", self._set_data)
             self._patch(nn.Cell, "__call__", self._call_cell)
@@ -110,13 +110,13 @@ class Watch:
                     self._patch(owner, name, functools.partial(call, _operator_name(name)))
             for cell in self._cells:
                 if getattr(cell, "_recompute_cell", None) is not None:
-                    # Recomputation would hide the cells inside the recomputed cell, because it calls them again in the
-                    # backward pass.
+                    # Switch recomputation off: it would hide the cells inside the recomputed cell, because it calls
+                    # them again in the backward pass.
                     self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             yield
 
     def take(self, *_):
-        """Return ``calls``, ``backward`` and ``loss_source`` of the last pass, and forget that pass."""
+        """Return ``calls``, ``backward`` and ``loss_source`` of a ``Pass`` for the last pass, and forget that pass."""
         recorded = self._calls, self._backward, self._loss_source
         self._start()
         return recorded
@@ -129,7 +129,7 @@ class Watch:
         self._going_back = self._in_operator = False
 
     def _patch(self, owner, name, function):
-        """Replace an attribute by a function, which gets the original attribute as its first argument."""
+        """Replace an attribute of a class or module by a function whose first argument is the original attribute."""
         before, class_attribute = getattr(owner, name), vars(owner).get(name)
         setattr(owner, name, lambda *args, **kwargs: function(before, *args, **kwargs))
         self._patches.callback(
@@ -159,8 +159,8 @@ class Watch:
 
     def _call_primitive(self, call, primitive, *args, **kwargs):
         if hasattr(primitive, "__morph_fn__"):
-            # MindFormers' mcore layers put functions into graphs by this primitive. In PyNative mode, just call the
-            # function.
+            # MindFormers' mcore layers put functions into graphs by a Primitive with the attribute __morph_fn__. In
+            # PyNative mode, just call the function.
             return primitive.__morph_fn__(*args, **kwargs)
         return self._call_operator(primitive.name, primitive, functools.partial(call, primitive), args, kwargs)
 
@@ -181,7 +181,8 @@ class Watch:
             return output
         parent, cell = self._stack[-1]
         begun = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
-        # Do not hook a Tensor that the operator writes to: it must get the caller's Tensor, not the output of a hook.
+        # Do not put a hook on a Tensor that the operator writes to: the operator must get the caller's Tensor, not the
+        # output of a hook.
         target = args[0] if args and (in_place or _writes(primitive, args[0])) else None
         hooked = target is None and kind not in _COMMUNICATES
         args, kwargs = self._take_in(begun, (args, kwargs), None, hooked)
@@ -215,7 +216,7 @@ class Watch:
             operand = self._look_up(tensor, unknown)
             index = len(begun.inputs)
             begun.inputs.append(operand)
-            # Do not hook a Parameter that is not trained, because the call may write to it.
+            # Do not put a hook on a Parameter that is not trained, because the call may write to the Parameter.
             if hooked and not (isinstance(tensor, Parameter) and not tensor.requires_grad):
                 tensor = self._hook(tensor, begun, False, index)
             if not isinstance(tensor, Parameter):
@@ -261,7 +262,7 @@ class Watch:
         backward = self._backward
 
         def record(gradients):
-            # From here on, operators belong to the backward pass. Do not record them as calls of the network.
+            # Once a hook was called, operators belong to the backward pass. Do not record them as calls of the network.
             self._going_back = True
             gradient = Gradient(of_output, index, read_tensor(gradients[0]))
             begun.gradients.append(gradient)
@@ -299,7 +300,7 @@ def _is_finite(tensor):
 
 
 def _cells_in_lists(names):
-    """Return the cells in plain lists and dicts of a cell, which MindSpore does not register as subcells."""
+    """Return the cells that a cell holds in plain lists and dicts, which MindSpore does not register as subcells."""
     known, hidden = set(map(id, names.values())), {}
     waiting = [(name, key, value) for name, cell in names.items() for key, value in vars(cell).items()]
     waiting = [entry for entry in waiting if not entry[1].startswith("_")]

@@ -31,12 +31,12 @@ MAIN, SECOND, WARNING = "#0072b2", "#009e73", "#d55e00"
 PURPLE, FAINT = "#cc79a7", "#56b4e9"
 MUTED, CONTEXT = "#5f5f5f", "#e3e3e3"
 
-# Colour and dashes of each of several lines; the dashes change where the colours repeat.
+# Colour and dashes for the lines of a picture, in order. The dashes change where the colours repeat.
 _COLOURS = (MAIN, WARNING, SECOND, PURPLE, "#e69f00", FAINT)
 LINE_STYLES = tuple((colour, dashes) for dashes in ("solid", "dashed", "dotted", "dashdot") for colour in _COLOURS)
 
-# A share of underflowed gradients below this is not marked as a warning. The smallest gradients underflow first, and
-# `find` calls a loss of up to 20 % of a gradient's norm harmless.
+# A share of underflowed gradients below this is not marked as a warning in pictures. The smallest gradients underflow
+# first, and the command `find` calls a loss of up to 20 % of a gradient's norm harmless.
 ALARMING = 0.01
 
 _DOTS_PER_INCH = 120
@@ -47,7 +47,8 @@ _width_factor: ContextVar[float] = ContextVar("width_factor", default=1.0)
 # A line with at most this many points has a mark at each point.
 _FEW_POINTS = 50
 
-# With more steps than this, one point per step would fill the panel. So the steps are grouped into this many blocks.
+# With more than _BAND_FROM steps, one point per step would fill the panel, so the steps are grouped into _BLOCKS
+# blocks.
 _BAND_FROM, _BLOCKS = 8000, 400
 
 _CEILING = "#9a9a9a"
@@ -82,7 +83,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 @contextmanager
 def narrower(factor: float) -> Iterator[None]:
-    """Make figures narrower in the block, with letters of the same size, for narrow screens."""
+    """Make figures created in the block narrower, with text of the same size."""
     token = _width_factor.set(factor)
     try:
         yield
@@ -94,7 +95,7 @@ def write_svg(figure: Figure, file: IO[bytes], transparent: bool = True) -> None
     """Write a picture as SVG, with a transparent background or with its own background."""
     from matplotlib import rc_context
 
-    # Without dates and random names, the file changes only if the picture does.
+    # Without dates and random names, the SVG file changes only if the picture changes.
     with rc_context({"svg.hashsalt": "mindformers_adaptive", "svg.fonttype": "path"}):
         figure.savefig(file, format="svg", transparent=transparent, metadata={"Date": None})
 
@@ -140,12 +141,12 @@ def require_picture(path: str | os.PathLike[str]) -> Path:
 
 
 def headline(figure: Figure, finding: str) -> None:
-    """Put the finding above the picture, wrapped to its width."""
+    """Put the finding above the picture, as a title wrapped to the width of the picture."""
     figure.suptitle(finding, x=0.008, ha="left", fontsize=14, wrap=True)
 
 
 def style_axes(axes: Axes, *, title: str = "", x_label: str = "", y_label: str = "") -> None:
-    """Give a panel its style, labels and, on the left, its title."""
+    """Give a panel its style, the labels of its axes and, on the left, a title."""
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -171,7 +172,7 @@ def mark_above(axes: Axes, x: Floats, colour: str, label: str, gid: str) -> None
 
 
 def legend_above(axes: Axes) -> None:
-    """Put the legend of a panel above it on the right, where it hides no data, in as many rows as it needs."""
+    """Put the legend of a panel above the panel on the right, where it hides no data, in as many rows as needed."""
     figure: Any = axes.figure
     handles, names = axes.get_legend_handles_labels()
     if handles:
@@ -184,7 +185,7 @@ def legend_above(axes: Axes) -> None:
 
 
 def legend_below(figure: Figure, handles: Sequence[Any]) -> None:
-    """Put one legend for all panels below them, in a row."""
+    """Put one legend for all panels of a picture below the panels, in a row."""
     position: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles)}
     figure.legend(handles=handles, frameon=False, fontsize=10, **position)
 
@@ -221,7 +222,7 @@ def say_instead(axes: Axes, text: str) -> None:
 
 
 def draw_steps(axes: Axes, step: Floats, values: Floats, opacity: float = 0.25, **style: Any) -> tuple[Floats, Floats]:
-    """Draw values over the steps; for a long run, draw medians within a band from the lowest to the highest value.
+    """Draw values over steps; with many steps, draw medians within a band from the lowest to the highest value.
 
     Returns:
         tuple of two arrays: x and y of the line, or of the upper edge of the band.
@@ -236,7 +237,7 @@ def draw_steps(axes: Axes, step: Floats, values: Floats, opacity: float = 0.25, 
 
 
 def draw_ceiling(axes: Axes, step: Floats, ceiling: Floats, label: str) -> None:
-    """Draw the ceiling of each step, and shade the area above it. Call this after the limits of the y axis are set."""
+    """Draw each step's ceiling, and shade the area above it. Call this after the limits of the y axis are set."""
     bottom, top = axes.get_ylim()
     style: dict[str, Any] = {"label": label, "gid": "ceiling", "color": _CEILING, "linewidth": 0.8, "zorder": 1.5}
     x, edge = draw_steps(axes, step, np.clip(ceiling, bottom, top), opacity=0.15, **style)

@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 # The quantiles of the gradients' magnitudes at which the bands begin and end.
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-# The number of values for each group in a step: the bands, the largest gradient, and the underflowed and subnormal
-# share.
+# The number of values for each group of Parameters in a step: the quantiles of the magnitudes, the largest gradient,
+# and the underflowed and subnormal share.
 _COLUMNS = len(_QUANTILES) + 3
 
-# The key of all gradients together among the groups. No group has this name.
+# The key of all gradients together among the groups of Parameters. No group has this name.
 _ALL = "\0"
 
-# The axis includes a limit of the format that is at most this many powers of two away from the gradients.
+# The axis of magnitudes includes a limit of the floating-point format if it is at most this many powers of two away
+# from the gradients.
 _NEAR = 12.0
 
 _WARNING, _PALE_WARNING = "#f2b48f", "#fae3d6"
@@ -46,9 +47,9 @@ class GroupSeries(NamedTuple):
     """The gradients of a group of Parameters; all arrays are float64.
 
     Attributes:
-        bands (NDArray): of shape (5, steps): 5, 25, 50, 75 and 95 % of the gradients that are not 0 have a magnitude
-            below 2 to this power, without the loss scale. As measured at the loss scale of the training or, where that
-            overflowed or is not known, at the highest that did not; nan if every one did.
+        bands (NDArray): of shape (5, steps), the 5, 25, 50, 75 and 95 % quantiles of nonzero magnitudes, as exponents
+            of 2 without the loss scale; measured at the training's scale, or else at the highest scale without
+            overflow; nan if all scales overflowed.
         largest (NDArray): of shape (steps,), the exponent of the largest magnitude in each step.
         underflowed (NDArray): of shape (steps,), the share of the gradients that underflows at the loss scale of the
             training; nan where that is not known.
@@ -99,7 +100,7 @@ def draw_gradient_records(
     Magnitudes are without the loss scale. Bands hold 50 and 90 % of the gradients that are not 0, as the training had
     them at its loss scale, and in a step that overflowed there, at the highest scale that did not. Shades show what the
     format loses at the loss scale of the training: gradients in them underflow to 0, are subnormal, or overflow.
-    Weights, and outputs of layers, have no shades, nor has a linear axis.
+    Pictures of weights or outputs, and pictures with a linear axis, have no shades.
 
     Args:
         records (Mapping[str, Sequence[Mapping]]): the lines of each run's record, by the name of the run, as
@@ -155,7 +156,7 @@ def draw_gradient_records(
 
 
 def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
-    """Return the ends of the y axis, which holds all magnitudes and the limits of the formats that are near."""
+    """Return the ends of the y axis, which holds all magnitudes, and those limits of their formats that are near."""
     groups = [group for run in runs for group in run.groups.values()]
     magnitudes = np.concatenate([np.append(group.bands, group.largest) for group in groups])
     magnitudes = magnitudes[np.isfinite(magnitudes)]
@@ -167,7 +168,7 @@ def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
 
 
 def _shade_limits(axes: Axes, run: GradientSeries) -> None:
-    """Shade the magnitudes that the format underflows, makes subnormal or overflows at the loss scale of each step."""
+    """Shade the magnitudes that underflow, are subnormal or overflow in the format at each step's loss scale."""
     scale = np.log2(run.loss_scale)
     edges = np.concatenate([[run.step[0] - 0.5], (run.step[1:] + run.step[:-1]) / 2, [run.step[-1] + 0.5]])
     bottom, top = axes.get_ylim()
@@ -196,7 +197,7 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str, 
 
 
 def _worst(group: GroupSeries) -> list[str]:
-    """Return phrases for the largest underflowed and subnormal share of any step, as far as they are known."""
+    """Return phrases for a group's largest underflowed and subnormal share in any step, as far as known."""
     known = {"underflow": group.underflowed, "are subnormal": group.subnormal}
     return [
         f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()
@@ -220,7 +221,7 @@ def series_of_gradients(
 
     Raises:
         TypeError: if a line is not a sweep over loss scales.
-        ValueError: if there is no line with gradients, or for a linear axis none with the signs of the values.
+        ValueError: if there is no line with gradients, or, for a linear axis, a line has no signed values.
     """
     lines = [line for line in record if "missing_steps" not in line]
     if not lines:
@@ -230,13 +231,13 @@ def series_of_gradients(
         )
     sweeps = [select(GradientRanges.from_dict(line), kind, modules) for line in lines]
     group = functools.cache(group_for(modules, sweeps[0]) or group)
-    # Weights and outputs do not depend on a loss scale.
+    # Weights and outputs of layers do not depend on the loss scale.
     scales = [line.get("loss_scale") if kind in SCALED else None for line in lines]
     measured = list(zip(sweeps, scales, strict=True))
     rows = [_rows(sweep, scale, group, axis) for sweep, scale in measured]
     groups = {}
     for kind in dict.fromkeys(chain(*rows)):
-        # In some steps a group may be absent.
+        # In some steps a group of Parameters may be absent.
         *bands, largest, underflowed, subnormal = np.array([row.get(kind, [math.nan] * _COLUMNS) for row in rows]).T
         groups[kind] = GroupSeries(np.array(bands), largest, underflowed, subnormal)
     return GradientSeries(
@@ -252,7 +253,7 @@ def series_of_gradients(
 def _rows(
     ranges: GradientRanges, loss_scale: Any, group: Callable[[str], str | None], axis: str
 ) -> dict[str, list[float]]:
-    """Return the bands, the largest value, and the underflowed and subnormal share of each group in one step."""
+    """Return each group's quantiles, largest value, and underflowed and subnormal share in one step."""
     fits = ranges.fitting_scales
     best = loss_scale if loss_scale in fits else (fits or ranges.loss_scales)[-1]
     at_best = {**ranges.groups(best, group), _ALL: ranges.overall(best)}
@@ -267,8 +268,8 @@ def _rows(
             exponents, numbers = np.array(sorted(counts.histogram.items())).T
             edges = np.append(exponents[0], exponents + 1)
             below = np.append(0, np.cumsum(numbers)) / numbers.sum()
-            # Assume that values are spread evenly within each power of two, but not beyond the smallest and the largest
-            # value.
+            # For the quantiles, assume that the values are spread evenly within each power of two, but not beyond the
+            # smallest and the largest value.
             ends = [math.log2(counts.smallest or counts.largest), math.log2(counts.largest)]
             bands = np.clip(np.interp(_QUANTILES, below, edges), ends[0], ends[1])
             row[:-2] = [*bands, ends[1]] - np.log2(best)

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The histogram has this many more bars below and above the exponents of the format. The outermost bars also count the
-# gradients further out.
+# The histogram of magnitudes has this many more bars below and above the exponents of the floating-point format. The
+# outermost of these bars also count all gradients further out.
 _BELOW, _ABOVE = 6, 4
 
-# The distance of the bar of underflows, and of the bar of inf and NaN, from the other bars.
+# The distance of the histogram's bar of underflows, and of its bar of inf and NaN, from the other bars.
 _APART = 3
 
-# A line of the label beside a row has room for this many letters.
+# A line of the label beside a row of panels has room for this many letters.
 _ROW_LETTERS = 17
 
 # A dark purple for text, because PURPLE is too pale for letters.
@@ -105,9 +105,9 @@ def draw_sweeps(
     """Draw several sweeps side by side as :func:`draw_histograms` draws one: checkpoints, runs or devices.
 
     Args:
-        sweeps (Mapping[str, Union[GradientRanges, Mapping]]): by name; a single one may have the name "".
-        loss_scales (Sequence[float], optional): of each sweep. Default: None, of several sweeps the highest of each
-            that did not overflow.
+        sweeps (Mapping[str, Union[GradientRanges, Mapping]]): the sweeps by name; a single one may have the name "".
+        loss_scales (Sequence[float], optional): the loss scales to draw of each sweep. Default: None, of several sweeps
+            the highest of each that did not overflow.
         group (Callable), kind (str), modules (Sequence[str]): as in :func:`draw_histograms`.
         axis (str): "log2", of magnitudes, or "linear", of values with their signs and without the loss scale. Default:
             "log2".
@@ -117,7 +117,7 @@ def draw_sweeps(
 
     Raises:
         ImportError: if matplotlib is missing.
-        TypeError: if one is not a sweep.
+        TypeError: if a value of ``sweeps`` is not a sweep.
         ValueError: as :func:`draw_histograms`; also for a linear axis, if a sweep was measured without signs.
     """
     of_gradients, columns = kind in SCALED, list[_Column]()
@@ -142,7 +142,7 @@ def draw_sweeps(
                 bars.append(_draw_signed(axes, counts, column.scale if of_gradients else 1.0))
             else:
                 bars.append(_draw_histogram(axes, counts, column.ranges.gradient_format, of_gradients).max())
-        # Leave room above the bars for the text.
+        # Leave room in each panel above the bars for the text.
         row[0].set_ylim(0, max(bars[1:], default=0.0) * 1.45 or 1.0)
     for axes, column in zip(panels[0], columns, strict=True):
         scale = f"loss scale {canvas.power_of_two(column.scale)} = {column.scale:,.10g}" if of_gradients else kind
@@ -164,7 +164,7 @@ def _read(sweep: GradientRanges | Mapping[str, Any]) -> GradientRanges:
 
 
 def _draw_signed(axes: Axes, counts: ArrayStatistics, scale: float) -> float:
-    """Draw the values with their signs, divided by a scale, and return the height of the highest bar in percent."""
+    """Draw a histogram of values with signs, divided by ``scale``, and return the height of its top bar in percent."""
     canvas.style_axes(axes)
     signed = require_signed(counts).divided_by(scale)
     shares = 100.0 * np.array(signed.counts) / max(counts.size, 1)
@@ -181,11 +181,11 @@ def _draw_signed(axes: Axes, counts: ArrayStatistics, scale: float) -> float:
 
 
 def require_signed(counts: ArrayStatistics) -> SignedHistogram:
-    """Return the histogram of the values with their signs, or raise ValueError where it was not measured."""
+    """Return the histogram of the values with their signs, or raise ValueError if the signs were not measured."""
     if counts.signed is None:
         raise ValueError(
-            "'axis' must be 'log2' for what was measured without the signs of the values, or has no finite one, but "
-            "got 'linear'. Measure again, or leave it out."
+            "'axis' must be 'log2' for values that were measured without signs, or of which none is finite, but "
+            "got 'linear'. Measure again, or leave 'axis' out."
         )
     return counts.signed
 
@@ -195,7 +195,7 @@ def draw_underflow(
 ) -> Figure:
     """Draw the share of gradients that underflow at each loss scale, for each group of Parameters and for all together.
 
-    Loss scales at which a batch overflowed are shaded. The share that underflows is not known there.
+    Loss scales at which a batch overflowed are shaded. At these scales the share that underflows is not known.
 
     Args:
         sweep (Union[GradientRanges, Mapping]): as in :func:`draw_histograms`.
@@ -215,7 +215,7 @@ def draw_underflow(
     axes = figure.subplots()
     canvas.style_axes(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
     for row, (name, (colour, dashes)) in enumerate(zip(counts[0], canvas.LINE_STYLES, strict=False)):
-        # The marks shrink from line to line, so that all are visible where lines cover each other.
+        # The marks shrink from line to line, so that all marks are visible where lines cover each other.
         style: dict[str, Any] = {"marker": "o", "markersize": 10 - 1.5 * row, "color": colour, "linestyle": dashes}
         if name == "all":
             style = {"color": "black", "linewidth": 2.6, "zorder": 1.9}
@@ -237,7 +237,7 @@ def draw_underflow(
 
 
 def wrapped(name: str) -> str:
-    """Return the name of a row, broken after dots into lines that fit the height of the row."""
+    """Return the name of a row of panels, broken after dots into lines that fit the height of the row."""
     lines = [""]
     for part in re.findall(r"[^.]*\.?", canvas.as_text(name)):
         if lines[-1] and len(lines[-1] + part) > _ROW_LETTERS:
@@ -247,18 +247,18 @@ def wrapped(name: str) -> str:
 
 
 def group_for(modules: Sequence[str], ranges: GradientRanges) -> Callable[[str], str | None] | None:
-    """Return the function that maps names in the sweep to the modules to draw, or None if no modules are named."""
+    """Return a function from a Parameter's name in the sweep to the module to draw, or None if no modules are named."""
     return group_of_modules(modules, ranges.batches[0][0].parameters) if modules else None
 
 
 def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format, of_gradients: bool) -> Floats:
-    """Draw the bars of a histogram, and return their heights in percent."""
+    """Draw the bars of a histogram of magnitudes, and return the heights of the bars in percent."""
     canvas.style_axes(axes)
     axes.grid(visible=False, axis="x")
     subnormal, normal, largest = map(math.floor, gradient_format.exponents)
     first, last = subnormal - _BELOW, largest + _ABOVE
     zero, inf = first - _APART, last + _APART
-    # Colour and label of each kind of bar, by the first exponent of the kind.
+    # Colour and label of each kind of bar in the histogram, by the first exponent of the kind.
     kinds = {
         zero: (canvas.WARNING, "underflowed to 0") if of_gradients else (canvas.MUTED, "0"),
         first: (canvas.FAINT, "subnormal or below"),

@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The ceilings of a trace and the ceilings that its gradients imply share a line, unless their log2 differ by at least
-# this many bits in more than this share of the steps.
+# The ceiling is the largest loss scale without overflow. The ceilings in a trace and the ceilings computed from its
+# gradients are drawn as one line, unless their log2 differ by at least _SAME_BITS in more than the share _FEW of the
+# steps.
 _SAME_BITS, _FEW = 0.05, 0.05
 
 
 def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     """Draw replays of policies on a trace: its ceiling, the loss scale of each policy, and the skipped steps of each.
 
-    On a long trace each line becomes medians within a band from the lowest to the highest value. If the trace has
-    largest gradients, the ceiling that they imply has a line too, unless it equals the ceiling of the trace.
+    On a long trace each line becomes a line of medians, within a band from the lowest to the highest value. If the
+    trace has largest gradients, the ceiling that they imply has a line too, unless it equals the ceiling of the trace.
 
     Args:
         trace (Trace): the replayed trace.
@@ -79,18 +80,19 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
 
 
 def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> None:
-    """Draw the ceiling, shade above it, and fit the axis to all scales and to the ceilings that FP32 can hold."""
+    """Draw the ceiling of a trace, shade above it, and fit the axis to loss scales and ceilings that FP32 can hold."""
     gradients = np.full(len(trace), np.nan) if trace.largest_gradient is None else trace.largest_gradient
     shown = implied_ceilings(gradients, trace.gradient_format)
     scales = np.concatenate([trace.ceiling, shown, *(result.loss_scale for result in replays.values())])
     scales = scales[(scales >= SMALLEST_LOSS_SCALE) & (scales <= LARGEST_LOSS_SCALE)]
     canvas.use_power_of_two_axis(axes, scales.min(), scales.max())
-    # A ceiling is known exactly if a scale at the ceiling does not overflow and the next number above it does.
+    # A ceiling is known exactly if a loss scale equal to the ceiling does not overflow and the next larger number does.
     exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
     canvas.draw_ceiling(axes, steps, trace.ceiling, label)
-    # The ceilings that the gradients imply have a line of their own, unless both lines are nearly the same.
+    # The ceilings that the gradients imply have their own line, unless it nearly equals the line of the trace's
+    # ceilings.
     with np.errstate(divide="ignore", invalid="ignore"):
         differs = np.abs(np.log2(shown / trace.ceiling)) >= _SAME_BITS
     known = np.isfinite(shown)
@@ -100,13 +102,14 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
         canvas.draw_steps(axes, steps[known], values, opacity=0.1, label="what the gradients show", **style)
 
 
-# The axis is logarithmic if a result has more than this many times the median number of skipped steps.
+# The axis of skipped steps is logarithmic if a result has more than this many times the median number of skipped steps.
 _LOG_SKIPPED_FROM = 50.0
 
-# Up to this many results, each has a colour and its name in the legend. With more, only results on the front have them.
+# If there are at most this many results, each has its own colour and a legend entry; otherwise only the results on the
+# Pareto front do.
 _NAMED = 12
 
-# The width of a name in the legend, in letters.
+# The width of a line in the legend, in letters.
 _LETTERS = 34
 
 
@@ -123,7 +126,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
         ImportError: if matplotlib is missing.
     """
     means = comparison.means()
-    # The array has nan where the dict has None.
+    # A mean that is not known is None in the dict, and nan in the array.
     skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
     where = comparison.traces[0] if len(comparison.traces) == 1 else f"mean of {len(comparison.traces)} traces"
     return draw_pareto_front(skipped, headroom, list(means), where)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The largest height of a picture and the height of a layer's row, in inches. Higher pictures are hard to look at.
+# The largest height of a picture of layers, and the height of the row of one layer, in inches. Higher pictures are hard
+# to look at.
 _HIGHEST = 40.0
 _LINE = 0.21
 

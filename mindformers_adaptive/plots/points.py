@@ -1,4 +1,4 @@
-"""Reduce the points of a line or of a row of marks to the points that can be distinguished in a picture."""
+"""Reduce the points of a line or a row of marks to points that can be distinguished in a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["Floats", "gather", "one_per_column", "thinned"]
 
 Floats = NDArray[np.float64]
 
-# The number of columns of a panel: about twice its pixels in a picture of 1200 dots.
+# The number of columns into which a panel is divided: about twice the panel's width in pixels, in a picture 1200 pixels
+# wide.
 _COLUMNS = 2000
 
 # A line with more points than this is thinned before it is drawn.
@@ -67,7 +68,7 @@ def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Flo
 
 
 def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the visible points of a line: the first, the lowest, the highest and the last point of each column.
+    """Return the visible points of a line: the first, lowest, highest and last point in each column of the panel.
 
     Args:
         x (NDArray): float64 of shape (points,), increasing.

@@ -1,4 +1,4 @@
-"""One HTML page for runs, without anything from elsewhere: what is told, as text, and pictures as data."""
+"""One self-contained HTML page for runs: findings as text, pictures embedded as data."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["RunTold", "picture", "render"]
 
-# The width of a picture on a narrow screen, as a share of the usual width. Letters keep their size.
+# The width of a picture on a narrow screen, as a share of the usual width. Letters have the usual size.
 _NARROW = 0.48
-# The table of skipped steps has at most this many rows.
+# The page's table of skipped steps has at most this many rows.
 _ROWS = 20
 
 
 @dataclass(frozen=True)
 class RunTold:
-    """What the page says of a run. No text in it is trusted.
+    """The content of the page about one run. All its texts are untrusted.
 
     Attributes:
         name (str): what the run is called.
         source (str): where it was read from.
         analysis (Mapping): what :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict` returns.
         text (str): what its ``text`` returns.
-        losses (str): where the loss went, in words.
+        losses (str): the first and last loss, in words.
     """
 
     name: str
@@ -47,16 +47,16 @@ class RunTold:
 
 
 def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, versions: str) -> str:
-    """Return the page.
+    """Return the HTML page of some runs.
 
     Args:
         runs (Sequence[RunTold]): at least one.
         figures (Iterable[str]): what :func:`picture` returned.
         written (str): when and by what it was written.
-        versions (str): of what.
+        versions (str): the versions of the packages.
 
     Returns:
-        str, HTML in which all that was read is text.
+        str, HTML in which all text that was read is escaped.
     """
     template = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -74,15 +74,15 @@ def picture(draw: Callable[[], Figure], heading: str) -> str:
 
     Args:
         draw (Callable): returns the picture, drawn anew at each call.
-        heading (str): above it.
+        heading (str): the heading above the figure.
     """
     wide = draw()
     title = wide.get_suptitle()
     with canvas.narrower(_NARROW):
         narrow = draw()
     caption, alternative = (
-        # The title escapes a dollar sign in the name of a run, which would begin a formula. The caption needs no
-        # escape.
+        # In the title of a figure a dollar sign in the name of a run is escaped, because it would begin a formula. The
+        # caption needs no escape.
         re.sub(r"\$2\^\{(-?[\d.]+)\}\$", power, _escaped(title)).replace(r"\$", "$")
         for power in (r"2<sup>\1</sup>", r"2^\1")
     )
@@ -157,7 +157,7 @@ def _change(change: str) -> str:
 
 
 def _skipped_steps(skipped: Mapping[str, Any]) -> str:
-    """Return a table of the skipped steps whose numbers are known, or "" if no number is known."""
+    """Return an HTML table of the skipped steps whose numbers are known, or "" if no number is known."""
     ranges = skipped["ranges"]
     if not ranges:
         return ""

@@ -1,4 +1,4 @@
-"""The page of run folders: what lies in them is read, analyzed, drawn and written as one file."""
+"""Write the HTML page of run folders: read, analyze and draw their records."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from mindformers_adaptive.text.table import counted
 
 __all__ = ["GRADIENTS", "RECORD", "gradients_beside", "record_in", "write_report"]
 
-# The names of the files that the monitors write. They are repeated here, because the monitors' modules need MindSpore.
+# The names of the files that LossScaleMonitor and GradientRangeMonitor write. The names are repeated here, because the
+# modules of these callbacks need MindSpore.
 RECORD, GRADIENTS = "loss_scale_record.jsonl", "gradient_ranges.jsonl"
 
 
 def record_in(source: str | os.PathLike[str]) -> Path:
-    """Return the record of a run: the file itself, or that in the folder of a run.
+    """Return the path of a run's record: the given file, or the record in the given folder.
 
     Raises:
         FileNotFoundError: if there is no such file or folder, or no record in the folder.
-        ValueError: if there are several.
+        ValueError: if the folder has several records.
     """
     path = Path(source)
     if not path.is_dir():
@@ -47,7 +48,7 @@ def record_in(source: str | os.PathLike[str]) -> Path:
         )
     if len(records) > 1:
         listed = ", ".join(str(file.relative_to(path)) for file in records[:3])
-        raise ValueError(f"The folder {str(path)!r} must hold one {RECORD}, but holds {listed}. Give one folder a run.")
+        raise ValueError(f"The folder {str(path)!r} must hold one {RECORD}, but holds {listed}. Name one run's folder.")
     return records[0]
 
 
@@ -58,7 +59,7 @@ def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os
         records (Mapping): by the name of each run its record or log; at least one. The gradients whose record lies
             beside it are drawn too.
         output (str): the file.
-        versions (str): what to say of them.
+        versions (str): text about the versions of the packages.
 
     Returns:
         Path, the file.
@@ -87,7 +88,7 @@ def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os
 def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str, list[dict[str, Any]]]:
     """Return the records of gradients in the same folders as the runs' records, by the names of the runs."""
     beside = {name: Path(path).with_name(GRADIENTS) for name, path in records.items()}
-    # If several runs lie in one folder, it is not known which of them the record of gradients belongs to.
+    # If the records of several runs lie in one folder, it is not known to which run the record of gradients belongs.
     unambiguous = {
         name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()
     }

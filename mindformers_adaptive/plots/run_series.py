@@ -16,18 +16,20 @@ from mindformers_adaptive.text.table import counted
 
 __all__ = ["RunSeries", "series_of"]
 
-# A loss scale has settled if it stays within a factor of 4 in 95 % of the second half of at least 40 steps, and moves
-# there in both directions or not at all: it tries the next power of two, and falls back. Single outliers do not count.
+# A loss scale has settled if, in the second half of at least 40 steps, 95 % of its values lie within a factor of 4, and
+# it either moves both up and down or never moves. A settled loss scale tries the next power of two now and then, and
+# falls back, so it moves both up and down. The other 5 % allow for single outliers.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
-# At least this many skipped steps in a row at the lowest scale are a collapse, as for `analyze`.
+# At least this many skipped steps in a row at the lowest loss scale are a collapse, as for `analyze`.
 _COLLAPSED_FROM = 10
 
-# With more gaps per recorded step than this, the record has only single steps now and then. Its gaps are ignored,
-# because no line would be left between them.
+# With more gaps of missing steps per recorded step than this, the record has only single steps now and then. The gaps
+# of such a record are ignored, because no line could be drawn between them.
 _GAPS_PER_STEP = 0.1
 
-# The largest float32. Losses and norms are cut to it, because matplotlib cannot make an axis of much larger numbers.
+# The largest float32. Losses and gradient norms are cut to this number, because matplotlib cannot make an axis of much
+# larger numbers.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -48,8 +50,8 @@ class RunSeries(NamedTuple):
             ``last_step``, missing ones included, if the record has their number; otherwise the steps in ``step``.
         ceiling (NDArray, optional): float64, the ceiling that the largest gradient of each step implies; nan where it
             is not known, None if it is never known.
-        gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where it is not known or
-            not above 0 or the step was skipped, None where it is never known.
+        gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where the norm is unknown
+            or not above 0, or the step was skipped; None if the norm is never known.
         resumed (NDArray): float64 of shape (resumes,), the first step after each time that the training was resumed.
     """
 
@@ -78,14 +80,14 @@ class RunSeries(NamedTuple):
 
     @property
     def gaps(self) -> NDArray[np.float64]:
-        """The first and last step of each gap, shape (gaps, 2); empty if the record has only isolated single steps."""
+        """The first and last step of each gap in the record, shape (gaps, 2); empty if it has only single steps."""
         first = np.append(self.first_step - 1, self.step) + 1
         last = np.append(self.step, self.last_step + 1) - 1
         gaps = np.column_stack([first, last])[first <= last]
         return gaps[:0] if len(gaps) > _GAPS_PER_STEP * len(self.step) else gaps
 
     def broken(self, x: Floats, y: Floats) -> tuple[Floats, Floats]:
-        """Return the points of a line outside the gaps, with a nan that breaks the line at the start of each gap."""
+        """Return the points of a line outside the record's gaps, with a nan that breaks the line where a gap starts."""
         first, last = self.gaps.T
         outside = np.searchsorted(first, x, "right") == np.searchsorted(last, x)
         x, y = x[outside], y[outside]
@@ -127,7 +129,7 @@ def _path(known: Floats, skipped_at_the_end: int) -> str:
 
 
 def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
-    """Return a phrase for the median distance of the loss scales from the ceilings, or "" if it is not known."""
+    """Return a phrase for the median distance of the loss scales from their ceilings, or "" if it is not known."""
     bits = np.log2(ceiling / loss_scale)
     bits = bits[np.isfinite(bits)]
     if not len(bits):
@@ -164,7 +166,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     scales = np.append(run.loss_scale[at], run.final_loss_scale)
     if np.isnan(scales[-1]):
         scales[-1] = scales[-2]
-    # Count the steps without a line too if the number of skipped steps from step 1 on is known exactly.
+    # Count the steps without a line in the record too if the number of skipped steps from step 1 on is known exactly.
     counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
     return RunSeries(
         step=run.step[at].astype(np.float64),

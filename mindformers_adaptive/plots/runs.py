@@ -1,4 +1,4 @@
-"""The picture of one run or several: loss, norm, loss scale with the skipped steps marked, window or underflow."""
+"""The picture of one or several runs: loss, gradient norm, loss scale with skipped steps, window, underflow."""
 
 from __future__ import annotations
 
@@ -24,29 +24,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# From this many steps on, a line of medians shows the loss without its noise.
+# From _SMOOTH_FROM steps on, a line of at most _MEDIANS medians shows the loss without its noise.
 _SMOOTH_FROM = 200
 _MEDIANS = 100
 
-# Loss scales at the start are cut off if they are this many times above all later scales, and this many scales follow.
+# Loss scales at the start are cut off the axis if they are more than _START_ABOVE times all later loss scales, and at
+# least _START_CUT_FROM loss scales follow.
 _START_ABOVE, _START_CUT_FROM = 2.0**4, 40
 
-# The axis has room for ceilings up to this many times the highest loss scale.
+# The axis of the loss scale has room for ceilings (largest loss scales without overflow) up to this many times the
+# highest loss scale.
 _CEILINGS_UP_TO = 2.0**8
 
 # The axis of the loss is logarithmic if the highest loss is more than this many times the lowest.
 _LOG_LOSS_FROM = 50.0
 
-# The axis of the norm is logarithmic if the largest norm is more than this many times the smallest.
+# The axis of the gradient norm is logarithmic if the largest norm is more than this many times the smallest.
 _LOG_NORM_FROM = 10.0
 
 # The loss at the end of a run is the median over the last steps, this share of all steps.
 _END = 0.05
 
-# The title of several runs has their median norms if the largest is at least this many times the smallest.
+# The title of a picture of several runs has their median gradient norms if the largest median is at least this many
+# times the smallest.
 _NORMS_APART = 1.5
 
-# With more runs than this, the title names only the first and the last in its order, such as the best and the worst.
+# With more runs than this, the title of the picture names only the first and the last run in its order, such as the
+# best and the worst.
 _MOST_NAMED = 4
 
 
@@ -71,7 +75,7 @@ def draw_runs(
 
     Returns:
         Figure of two to five panels over the same steps, 1200 pixels wide; the title says how many steps a single run
-        skipped, and of several it compares the losses at the end and what underflows.
+        skipped; the title of several runs compares their final losses, and their underflow or skipped steps.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -90,7 +94,7 @@ def draw_runs(
     if not runs or not set(gradients or {}) <= set(runs):
         raise ValueError(
             f"'runs' must have at least 1 entry, and one for each of 'gradients', but got {list(runs)} and "
-            f"{list(gradients or {})}. Give both the names of the same runs."
+            f"{list(gradients or {})}. Use the same names in both."
         )
     series = {name: series_of(run) for name, run in runs.items()}
     measured = {name: series_of_gradients(record, lambda _: "all") for name, record in (gradients or {}).items()}
@@ -114,7 +118,7 @@ def draw_runs(
         norms = np.concatenate([run.gradient_norm for run in series.values() if run.gradient_norm is not None])
         if np.nanmax(norms) > _LOG_NORM_FROM * np.nanmin(norms):
             panels["norm"].set_yscale("log")
-    # The ceilings of several runs would hide each other.
+    # The shaded areas above the ceilings of several runs would hide each other, so show the ceiling of one run only.
     show_ceiling = [run.ceiling is not None for run in series.values()].count(True) == 1
     for index, (name, run) in enumerate(series.items()):
         prefix, mark = ("", canvas.WARNING) if alone else (f"{canvas.as_text(name)}: ", lines[name]["color"])
@@ -158,7 +162,7 @@ def draw_runs(
 
 
 def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
-    """Make the y axis an axis of losses, logarithmic if the losses fall far."""
+    """Make the y axis an axis of losses, which is logarithmic if the losses fall far."""
     canvas.style_axes(axes, y_label="loss, unscaled")
     losses = np.concatenate([run.loss[np.isfinite(run.loss)] for run in runs])
     if not len(losses):
@@ -168,7 +172,7 @@ def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
 
 
 def _draw_values(axes: Axes, run: RunSeries, of_steps: Floats, what: str, prefix: str, line: Mapping[str, Any]) -> None:
-    """Draw the values of a run: medians if it has many steps, and without a prefix also the value of each step."""
+    """Draw one quantity of a run: medians if the run is long, and without ``prefix`` also the value of each step."""
     # A log may have the loss of only some steps. Break the line at gaps of the log, but not at each step without a
     # loss.
     known = np.isfinite(of_steps)
@@ -198,12 +202,13 @@ def _use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
             text = f"the start, from {canvas.power_of_two(start)}, is cut off"
             axes.text(0.01, 0.84, text, transform=axes.transAxes, color=canvas.MUTED, gid="start")
         ceilings = [np.nanmax(run.ceiling) for run in runs if run.ceiling is not None]
-        # Limit the ceilings. Otherwise the huge ceiling of a single tiny gradient would squeeze all other values.
+        # Limit the ceilings on the axis. Otherwise the huge ceiling in a step with tiny gradients would squeeze all
+        # other values.
         canvas.use_power_of_two_axis(axes, lowest, max([highest, *np.minimum(ceilings, _CEILINGS_UP_TO * highest)]))
 
 
 def _highest_after_start(run: RunSeries) -> float:
-    """Return the highest loss scale after the steps skipped at the start; or of all steps, if it is not far higher."""
+    """Return a run's highest loss scale, without the steps skipped at its start if their scales are far higher."""
     highest = float(np.nanmax(run.scales, initial=0.0))
     later = run.scales[run.skipped_at_start :]
     if len(later) < _START_CUT_FROM or np.isnan(later).all():
@@ -215,13 +220,13 @@ def _highest_after_start(run: RunSeries) -> float:
 def _draw_loss_scale(
     axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str, height: float
 ) -> None:
-    """Draw the loss scale of a run, and its skipped steps as ticks at the given height of the panel, from 0 to 1."""
+    """Draw the loss scale of a run, and its skipped steps as ticks at ``height`` of the panel, from 0 to 1."""
     steps = np.append(run.step, run.last_step + 1)
     axes.step(*thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
     of_all = "" if recorded == run.skipped else f" of {run.skipped:,} recorded"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
-    # Ticks on a rail at the top of the panel: crosses on the curve would hide it.
+    # Draw the skipped steps as ticks in a row at the top of the panel, because marks on the curve would hide it.
     step = one_per_column(run.step[run.overflow])
     style: dict[str, Any] = {"linestyle": "none", "color": mark, "label": label, "gid": "skipped steps"}
     style.update(marker="|", markersize=9, markeredgewidth=1.0, transform=axes.get_xaxis_transform())
@@ -235,7 +240,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     marker = canvas.point_marker(len(scale_window))
     axes.step(*thinned(*run.broken(run.step, scale_window)), where="post", marker=marker, **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
-    # Label the windows from the largest down, but only windows with enough room for a label.
+    # Label the scale windows on the axis from the largest down, but only windows with enough room for a label.
     room = np.log(windows[-1] / windows[0]) / 8
     labelled: list[float] = []
     for window in windows[::-1].tolist():
@@ -248,9 +253,9 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
 
 
 def _loss_difference(first: RunSeries, second: RunSeries) -> tuple[Floats, Floats] | None:
-    """Return steps and the loss of the second run minus the loss of the first; None if no step has both losses."""
+    """Return the common steps of two runs and the second's loss minus the first's; None without a common loss."""
     step, in_first, in_second = np.intersect1d(first.step, second.step, return_indices=True)
-    # Where both losses are inf, their difference is not defined.
+    # Where the losses of both runs are inf, their difference is not defined.
     with np.errstate(invalid="ignore"):
         apart = second.loss[in_second] - first.loss[in_first]
     known = np.isfinite(apart)
@@ -278,7 +283,7 @@ def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], lines: Mappi
 
 
 def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
-    """Return a name for the lost gradients and their share in each run: underflow, or subnormal if that is unknown."""
+    """Return a name and, per run, the share of lost gradients: underflowed, or subnormal if underflow is unknown."""
     shares = {name: run.overall.underflowed for name, run in runs.items()}
     if all(np.isfinite(share).any() for share in shares.values()):
         return "underflow", shares
@@ -286,7 +291,7 @@ def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
 
 
 def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientSeries]) -> str:
-    """Return a title that compares the runs at the last step that all of them have taken, the lowest loss first."""
+    """Return a title that compares the runs at the last step that all runs have taken; the lowest loss comes first."""
     last = min(run.last_step for run in runs.values())
     losses = {name: _end_loss(run, last) for name, run in runs.items()}
     order = sorted(runs, key=lambda name: np.nan_to_num(losses[name], nan=math.inf))
@@ -310,7 +315,7 @@ def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientS
 
 
 def _end_loss(run: RunSeries, last: int) -> float:
-    """Return the median loss of a run's last steps up to a step; inf if it is not finite, nan if it is not known."""
+    """Return the median loss of a run's last steps up to ``last``; inf if it is not finite, nan if not known."""
     loss = run.loss[(run.step <= last) & ~np.isnan(run.loss)]
     return float(np.median(loss[-max(1, int(_END * len(loss))) :])) if len(loss) else math.nan
 

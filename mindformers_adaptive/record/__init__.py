@@ -1,1 +1,1 @@
-"""Records of runs and logs of other programs: the schema of a step, the writer, the readers, and the recorded run."""
+"""Write and read the records of runs, and read the logs of other training programs."""

@@ -1,16 +1,16 @@
-"""Find, for each line of a log, the steps that it is about and bounds on how many of them were skipped.
+"""Find which steps each line of a training log is about, and bounds on how many of these steps were skipped.
 
-A line states the scale after its last step, and often the overflow of that step or how many steps were skipped. A line
-is about one step, or about all steps since the line before. If no line counts the skipped steps, the scale bounds their
-number, assuming that it moves by a factor of two, at most once per step:
+A log line is about one step, or about all steps since the line before. It states the loss scale after the last of these
+steps, and often whether that step overflowed or how many steps were skipped. If no line counts the skipped steps, the
+changes of the loss scale bound their number. The scale is assumed to move by a factor of two, at most once per step:
 
-- Where the scale fell by d factors, at least d steps were skipped.
-- Where the scale rose by r factors, at least r steps were applied, because a raise follows an applied step.
+- Where the scale fell by d such factors, at least d steps were skipped.
+- Where the scale rose by r such factors, at least r steps were applied, because a raise follows an applied step.
 - Any other step may have been skipped: a tolerated overflow (hysteresis) leaves the scale as it is, and so does an
   overflow at the smallest scale.
 
-A printed scale stands for all scales that round to it: 0.1 is anything from 0.05 to 0.15. Nothing is known about the
-steps of a line that cannot be read.
+A printed scale stands for all scales that are printed alike: 0.1 is anything from 0.05 to 0.15. Nothing is known about
+the steps of a line that cannot be read.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-# A line about more steps than _LONGEST_INTERVAL is treated as a line after a gap, unless it counts the skipped steps.
-# No training has more than _MOST_STEPS steps.
+# A log line about more than _LONGEST_INTERVAL steps is treated as a line after a gap in the log, unless the line counts
+# the skipped steps. No training has more than _MOST_STEPS steps.
 _LONGEST_INTERVAL, _MOST_STEPS = 10_000, 10**7
 
-# Tolerances in bits: for float32 rounding and eight printed digits; and for coarsely printed scales such as 9.5.
+# Tolerances in bits for comparing loss scales. The first allows for float32 rounding and eight printed digits. Bounds
+# on a scale further apart than the second mean that the scale is printed coarsely, such as 9.5.
 _NEAR_BITS, _WIDE_BITS = 1e-4, 1e-2
 
-# Just above the largest float32, and just below the smallest positive float32.
+# Limits of a valid loss scale: just above the largest float32, and just below the smallest positive float32.
 _LARGEST_SCALE, _SMALLEST_SCALE = 3.5e38, 1e-45
 
 _NOTES_OF_A_KIND = 3
 
 
 class LogRows:
-    """A row for each line that names a step, and a last row for overflows after these lines. Arrays: shape (rows,).
+    """The data of a log: a row for each line that names a step, and a last row for overflows after these lines.
 
     Attributes:
-        step (NDArray): int64, the last step of the row, increasing.
+        step (NDArray): int64 of shape (rows,), as for all arrays here: the last step of each row, increasing.
         steps (NDArray): int64, how many steps the row is about, including a filled gap before its line.
         gap (NDArray): int64, how many of these steps have no line.
         follows (NDArray): bool, whether the row begins at the step after the row before.
@@ -69,7 +70,7 @@ class LogRows:
         self.notes: list[str] = []
         self._lines, self._format, self._name_of = lines, log_format, name_of
         columns, overflows = {name: lines.array(name) for name in lines.columns}, self._count_once(lines.overflows)
-        # A line for step 0 states the scale and counts before the first step.
+        # A log line for step 0 states the loss scale and the number of skipped steps before the first step.
         self._first = int(len(lines) > 0 and columns["step"][0] == 0)
         start = columns["skipped_steps"][: self._first], _valid(columns["next_loss_scale"][: self._first])
         self._total_at_start = int(start[0][0]) if self._first else -1
@@ -97,7 +98,7 @@ class LogRows:
         self.low[unknown] = self.high[unknown] = np.nan
 
     def _count_once(self, overflows: Sequence[tuple[int, LogLine]]) -> dict[int, list[LogLine]]:
-        """Return the overflows before each row, only from the rank and source file that printed most of them."""
+        """Return the overflow lines before each row, only from the rank and source file with most of these lines."""
         counts = Counter(line.printer for _, line in overflows)
         named = [printer for printer, _ in counts.most_common() if printer]
         chosen = {"", *named} if len(named) < 2 else {named[0]}
@@ -114,13 +115,13 @@ class LogRows:
         return self._name_of(self._lines.where[min(row + self._first, len(self._lines) - 1)])
 
     def _note(self, texts: Sequence[str], all_of_them: str) -> None:
-        """Add the first of several texts to the notes, and how many texts there are."""
+        """Add the first few texts to the notes, and if there are more, also the number of all texts."""
         self.notes += texts[:_NOTES_OF_A_KIND]
         if len(texts) > _NOTES_OF_A_KIND:
             self.notes.append(all_of_them.format(len(texts)))
 
     def find_gaps(self) -> None:
-        """Find how many steps each row is about, and whether it follows the row before without a gap."""
+        """Find how many steps each row is about, and whether the row follows the row before without a gap."""
         before, restarts = np.append(0, self.step[:-1]), np.zeros(len(self.step), bool)
         restarts[[row - self._first for row in self._lines.after_restart if row >= self._first]] = True
         stated, apart = self.columns["steps"], self.step - before
@@ -154,7 +155,7 @@ class LogRows:
         self._note(texts, "{} times, steps are not in the log.")
 
     def _strides(self, rows: Integers) -> Integers:
-        """Return how many steps each line of one kind is about: usually the commonest distance between two lines."""
+        """Return how many steps each of the given rows is about: usually the commonest distance between two rows."""
         step = self.step[rows]
         if len(step) < 2:
             return np.minimum(step, _LONGEST_INTERVAL)
@@ -174,7 +175,7 @@ class LogRows:
         return steps
 
     def _counted_by_totals(self, gap: Integers, restarts: Flags, fill: Flags) -> Iterator[tuple[int, int, int]]:
-        """Yield first row, last row and skipped steps between two lines with totals; set ``fill`` for gaps between."""
+        """Yield first row, last row and skipped steps between two totals of skipped steps; set ``fill`` for gaps."""
         at = np.flatnonzero(self.total >= 0)
         begins = self._first > 0 or (len(gap) > 0 and gap[0] == 0)
         anchors = (
@@ -196,9 +197,9 @@ class LogRows:
                 yield before + 1, last, count
 
     def find_bounds(self) -> None:
-        """Find how many steps of each row were skipped at least and at most, and by which factor the scale moves."""
+        """Find bounds on the skipped steps of each row, and the factor by which the loss scale moves."""
         if self._format.every_step:
-            # If a line does not name the scale after its step, take the scale that the step of the next line used.
+            # If a line does not name the loss scale after its step, take the scale that the step of the next line used.
             is_next = self.follows[1:] & (self.steps[1:] == 1)
             following = np.append(np.where(is_next, self.used[1:], np.nan), np.nan)
             self.after = np.where(np.isnan(self.after), following, self.after)
@@ -225,16 +226,16 @@ class LogRows:
         wrong = np.flatnonzero((self.stated >= 0) & (fewest > self.stated + self.gap) & ~self.jumps)
         if len(wrong):
             self.notes.append(
-                f"{self._where(int(wrong[0]))}: the scale fell although no skipped step is counted, here and on "
-                f"{len(wrong)} line(s) in all: the printed numbers of skipped steps are not relied on."
+                f"{self._where(int(wrong[0]))}: the scale fell although the line counts no skipped step. This is so on "
+                f"{len(wrong)} line(s) in all, so the printed numbers of skipped steps are ignored."
             )
         is_lone = (
             len(self.step) == 1 and self.steps[0] > 1 and not (self._format.every_step or self.counted or self.has_tail)
         )
         if is_lone:
             self.notes.append(
-                f"{self._where(0)}: the only line, taken to be about all steps up to {self.step[0]}; it may be about "
-                "the last ones only."
+                f"{self._where(0)}: this is the only line of steps. It is read as being about all steps up to "
+                f"{self.step[0]}, but may be about the last steps only."
             )
         fits = (self.stated >= 0) & (self.stated <= most)
         fewest = np.where(fits, np.maximum(fewest, self.stated), fewest)
@@ -249,14 +250,14 @@ class LogRows:
         self.rests_on_moves = bool(by_moves.any())
         jumps = np.flatnonzero(self.jumps & self.follows)
         texts = [
-            f"{self._where(row)}: {self.steps[row]} step(s) cannot lead to the scale {self.after[row]:g} from the line "
-            "before, as after a restart with another scale."
+            f"{self._where(row)}: {self.steps[row]} step(s) cannot lead from the scale of the line before to "
+            f"{self.after[row]:g}. The run may have been restarted with another scale."
             for row in jumps[jumps > 0].tolist()
         ]
         self._note(texts, "{} times, the scale does not follow from the line before.")
 
     def _tighten(self, rows: slice, count: int) -> Flags:
-        """Tighten rows with a known number of skipped steps; return which rows need no moves of the scale for that."""
+        """Tighten bounds of rows with a known sum of skipped steps; return which rows the log lines alone decide."""
         by_lines = self._least[rows].copy(), self._room[rows].copy()
         bounds = self.fewest[rows].copy(), self.most[rows].copy()
         for fewest, most in (bounds, by_lines, (self._flagged[rows].copy(), by_lines[1])):
@@ -284,7 +285,7 @@ class LogRows:
         return float(factors[np.argmax(counts)]) if len(factors) else 2.0
 
     def _narrow(self) -> None:
-        """Narrow the bounds on scales that are printed rounded, using the lines before and after."""
+        """Narrow the bounds on loss scales that are printed rounded, using the lines before and after."""
         wide = self.high - self.low > _WIDE_BITS
         exact = (self.low + self.high)[~wide & ~np.isnan(self.low)] / 2
         if not wide.any():
@@ -308,7 +309,7 @@ class LogRows:
         self.stated_after = np.where(wide, self.after, self.stated_after)
 
     def _moves(self, bits: float) -> tuple[Integers, Integers, Integers]:
-        """Return for each row the fewest drops and raises of the scale, and the number of listed overflows."""
+        """Return for each row the fewest drops and raises of the loss scale, and the number of overflow lines."""
         at_start = math.log2(self.scale_at_start)
         low, high = (np.append(at_start, bound[:-1]) for bound in (self.low, self.high))
         low, high = (np.where(self.follows, bound, np.nan) for bound in (low, high))
@@ -325,7 +326,7 @@ class LogRows:
         return drops, raises, listed
 
     def prefix_bounds(self) -> Integers:
-        """Return for each line the number of steps up to its end, and the fewest and most skipped steps among them."""
+        """Return how many steps there are up to the end of each line, and the fewest and most of them skipped."""
         ends, (fewest, most) = np.cumsum(self.steps), map(np.cumsum, self._before)
         bounds = np.column_stack([ends, fewest, most])
         if self.has_tail:
@@ -355,14 +356,14 @@ def _valid(scale: Floats) -> Floats:
 
 
 def _factors(difference: Any, bits: float) -> Any:
-    """Return the fewest moves of the scale that make up a difference in bits; 0 if the difference is unknown."""
+    """Return how often the loss scale must at least move for a difference in bits; 0 if the difference is unknown."""
     return np.maximum(np.ceil(np.nan_to_num(difference) / bits - _NEAR_BITS), 0).astype(np.int64)
 
 
 def _links(
     overflows: Sequence[LogLine], before: tuple[float, float], after: tuple[float, float], bits: float
 ) -> list[tuple[int, int]]:
-    """Return the fewest raises and drops of the scale before, between and after listed overflows.
+    """Return the fewest raises and drops of the loss scale before, between and after overflows with known scales.
 
     ``before`` and ``after`` bound the binary logarithm of the scale before and after all of the overflows.
     """

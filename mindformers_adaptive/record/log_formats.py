@@ -17,7 +17,7 @@ __all__ = ["FORMATS", "LogFormat"]
 
 _RECORD_DECODER = msgspec.json.Decoder(Step, strict=False)
 
-# Megatron-DeepSpeed prints these fields beside a number of skipped iterations that stays 0.
+# If a log line has these fields, it is from Megatron-DeepSpeed, whose number of skipped iterations stays 0.
 _COUNT_STAYS_ZERO = re.compile("samples per second:|TFLOPs:")
 
 
@@ -28,8 +28,8 @@ class LogFormat(Protocol):
         name (str): the name of the format.
         example (str): what a line of a step looks like, for messages.
         start (Pattern, optional): matches where a log line starts, to split lines that were written into each other.
-        every_step (bool): whether each line is about one step, not about all steps since the line before.
-        repeats_first_line (bool): whether a process prints its first step in a line of its own, and counts this step
+        every_step (bool): whether each log line is about one step, and not about all steps since the line before.
+        repeats_first_line (bool): whether the training prints the first step in a separate line, and counts this step
             again in the next line.
         printed_with (tuple[str, ...]): names of other formats whose lines appear in the same log.
     """
@@ -42,7 +42,7 @@ class LogFormat(Protocol):
     printed_with: tuple[str, ...] = ()
 
     def parse(self, line: str) -> Step | None:
-        """Return what a line states about steps, or None if the line is about something else.
+        """Return what a log line states about steps, or None if the line is about something else.
 
         Raises:
             ValueError: if the line looks like the line of a step but cannot be read.
@@ -60,7 +60,7 @@ class _Record(LogFormat):
                 return _RECORD_DECODER.decode(line)
             except (msgspec.MsgspecError, RecursionError):
                 content = json_object(line)
-            step = step_of(content) if content else "it is no whole JSON object"
+            step = step_of(content) if content else "the line is no complete JSON object"
             if isinstance(step, Step):
                 return step
             raise ValueError(step)
@@ -68,13 +68,13 @@ class _Record(LogFormat):
 
 
 def missing_steps(content: dict[str, object]) -> LogLine:
-    """Return the record line for missing steps as a LogLine; raise ValueError if its numbers do not fit."""
+    """Return the record line for missing steps as a LogLine; raise ValueError if the line's numbers do not fit."""
     number, first, last = (content.get(name) for name in ("missing_steps", "first_step", "last_step"))
     if not (type(number) is type(first) is type(last) is int and 0 < first <= last <= LARGEST_STEP):
         raise ValueError("the line lacks first_step or last_step")
     if number == last - first + 1:
         return LogLine(step=last, steps=number)
-    raise ValueError("it does not count the steps from first_step to last_step")
+    raise ValueError("missing_steps is not the number of steps from first_step to last_step")
 
 
 class _MindFormers(LogFormat):
@@ -83,14 +83,14 @@ class _MindFormers(LogFormat):
     name = "mindformers"
     example = "Epoch:[ E/ N], step:[ S/ M], loss: L, per_step_time: Tms, overflow cond: B, loss_scale: S"
     start = re.compile(r"(?=Epoch:\[)")
-    # The last comma excludes the lines of other monitors, which name a step too.
+    # The last comma excludes the log lines of other monitors, which also name a step.
     step = re.compile(r"Epoch:\[\s*(\d{1,9})/\s*\d+\],\s*step:\[\s*(\d{1,16})/\s*(\d{1,16})\],")
     flag = re.compile(r"overflow cond:\s*\[?\s*(True|False)\s*\]?\s*(?:,|$)")
-    # NumPy prints each number with a point or an exponent. A scale with neither was cut off.
+    # NumPy prints each number with a point or an exponent. A loss scale with neither was cut off.
     scale = re.compile(r"loss_scale:\s*\[?\s*([-+\w]*[.e][-+.\w]*|inf)\s*\]?\s*(?:,|$)")
     loss = re.compile(r"\bloss:\s*\[?\s*([-+.\w]+)")
     norm = re.compile(r"(?:global|grad)_norm:\s*\[?\s*([-+.\w]+)\s*\]?\s*(?:,|$)")
-    # Until MindFormers 0.7 this is the time of a whole call, which in sink mode takes several steps.
+    # Until MindFormers 0.7, per_step_time is the time of a whole call, which runs several steps in sink mode.
     seconds = re.compile(r"per_step_time:\s*([\d.]+)\s*ms")
     dropped = re.compile(r"is_skip:\s*\[?\s*True")
     # The PyNative trainer of MindFormers 2.0 numbers steps over all epochs, and prints neither overflow nor scale.
@@ -111,7 +111,7 @@ class _MindFormers(LogFormat):
             return None if match is None else LogLine(step=_step(match[1]), **values)
         flag, scale = self.flag.search(line), _number(self.scale, line)
         if flag is None and scale is None:
-            raise ValueError("neither its overflow nor its loss scale can be read")
+            raise ValueError("neither the overflow nor the loss scale of the step can be read")
         epoch, step, steps_per_epoch = map(int, match.groups())
         return LogLine(
             step=_step(max(epoch - 1, 0) * steps_per_epoch + step),
@@ -133,7 +133,7 @@ class _MindSpore(LogFormat):
             return None
         values = self.value.findall(line, match.end())
         if len(values) < 3 or values[1] not in ("True", "False"):
-            raise ValueError("its outputs are not a loss, an overflow and a loss scale")
+            raise ValueError("the outputs are not a loss, an overflow and a loss scale")
         loss, scale = _as_number(values[0]), _as_number(values[2])
         return LogLine(
             step=_step(match[1]), overflow=values[1] == "True", loss=loss, next_loss_scale=_nearest_power(scale)
@@ -164,7 +164,7 @@ class _Megatron(LogFormat):
         value = None if scale is None else _as_number(scale[1])
         count = None if skipped is None else int(skipped[1])
         if value is None and count is None:
-            raise ValueError("neither its loss scale nor its number of skipped iterations can be read")
+            raise ValueError("neither the loss scale nor the number of skipped iterations can be read")
         seconds = None if time is None else _as_number(time[2])
         return LogLine(
             step=_step(match[1]),
@@ -178,7 +178,7 @@ class _Megatron(LogFormat):
 
 
 class _DeepSpeed(LogFormat):
-    """DeepSpeed counts ``skipped`` from the start of the run. Its line on an overflow does not name the step."""
+    """DeepSpeed counts ``skipped`` from the start of the run. DeepSpeed's overflow lines do not name the step."""
 
     name = "deepspeed"
     example = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: A, reducing to B, or step=N, skipped=M"
@@ -196,7 +196,8 @@ class _DeepSpeed(LogFormat):
             scale, after = _number(self.attempted, line), _number(self.reduced, line)
             if after is None and "but hysteresis" in line:
                 after = scale
-            # The last number of a cut line has lost digits, so ignore a new scale that one overflow cannot lead to.
+            # In a cut log line, the last number has lost digits. So ignore a new loss scale that one overflow cannot
+            # lead to.
             if scale is None or (after is not None and not scale / 2 <= after <= scale):
                 after = None
             printer = " ".join([*self.source.findall(line)[-1:], *self.rank.findall(line)[-1:]])
@@ -205,7 +206,7 @@ class _DeepSpeed(LogFormat):
             return None
         match = self.step.search(line)
         if match is None or int(match[2]) > int(match[1]):
-            raise ValueError("its number of skipped steps cannot be read")
+            raise ValueError("the number of skipped steps cannot be read")
         return LogLine(step=_step(match[1]), skipped_steps=int(match[2]))
 
 
@@ -233,13 +234,13 @@ def _as_number(text: str) -> float | None:
 
 
 def _half_digit(text: str) -> float:
-    """Return half a unit of the last digit of a printed number, its largest rounding error."""
+    """Return the largest rounding error of a printed number: half a unit of the last digit."""
     exponent = Decimal(text).as_tuple().exponent
     return 0.5 * 10.0**exponent if isinstance(exponent, int) else 0.0
 
 
 def _nearest_power(scale: float | None) -> float | None:
-    """Return the power of two that rounds to a scale printed with six digits; without one, return the scale."""
+    """Return the power of two that is printed as ``scale`` in six digits; if there is none, return ``scale`` itself."""
     if scale is None or not 0 < scale < math.inf:
         return scale
     power = 2.0 ** round(math.log2(scale))

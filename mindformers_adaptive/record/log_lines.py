@@ -1,4 +1,4 @@
-"""The data of a log's lines, stored in columns in step order, because the log of a month has a million lines."""
+"""The data of the lines of a training log, stored in one array per field, because a log may have a million lines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mindformers_adaptive.record.step import LogLine, Step
 
 __all__ = ["LogLines"]
 
-# Lines of several ranks may be out of order by up to this many lines. If the steps go back further, the run restarted.
+# Log lines of several ranks may be out of order by up to this many lines. If the step numbers go back further, the run
+# was restarted.
 _RANKS_APART = 8
 
-# At most this many restarts get a note each.
+# The number of restarts of a run that get a note each; further restarts are only counted.
 _RESTARTS_NAMED = 3
 
-# Steps are moved into columns this many at a time.
+# The number of steps whose data is moved into the columns at a time.
 _BLOCK = 4096
 
 _STATED = ("overflow", "loss_scale", "next_loss_scale", "skipped_since", "skipped_steps")
@@ -42,9 +43,9 @@ _UNKNOWN = {"b": -1, "q": -1, "d": float("nan")}
 
 
 class LogLines:
-    """The data of a log's lines, stored in columns in step order.
+    """The data of the lines of a training log, stored in columns in the order of the steps.
 
-    Lines of several ranks that agree about a step are merged. After a restart, the new line of a step replaces the old.
+    Lines of several ranks that agree about a step are merged. After a restart, a step's new line replaces the old line.
 
     Attributes:
         columns (dict[str, array]): a column for each number or flag of :class:`LogLine`; -1 and nan stand for None.
@@ -74,7 +75,7 @@ class LogLines:
         return len(self.where)
 
     def add(self, line: Step, where: int, name_of: Callable[[int], str]) -> None:
-        """Add a line with the number ``where``; ``name_of(where)`` returns its name for notes."""
+        """Add the log line with the number ``where``; ``name_of(where)`` returns the line's name for notes."""
         if line.step > self._last_step:
             self._append(line, where)
         elif line.step < 0:
@@ -104,12 +105,12 @@ class LogLines:
             self.columns[name].extend(
                 [unknown if value is None or value is msgspec.UNSET else value for value in values]
                 if name not in ("loss", "gradient_norm")
-                # nan marks an unknown value, so a loss or norm that is NaN is stored as inf.
+                # In the columns nan marks an unknown value, so a loss or gradient norm that is NaN is stored as inf.
                 else [unknown if value is None else np.inf if value != value else value for value in values]
             )
 
     def _merge(self, line: Step) -> bool:
-        """Merge a line into a recent line of the same step; return False if there is none or the two disagree."""
+        """Merge a log line into a recent line of the same step; return False if no line agrees with it."""
         for earlier in reversed(self._pending[-_RANKS_APART:]):
             if earlier.step < line.step:
                 return False
@@ -124,7 +125,7 @@ class LogLines:
             self._merged += 1
             self._other_loss += repr(earlier.loss) != repr(line.loss)
         elif earlier is self._pending[-1]:
-            # An overflow that is printed between two lines of the same step belongs to that step.
+            # An overflow line that is printed between two lines of the same step belongs to that step.
             self.overflows = [(min(row, len(self) - 1), overflow) for row, overflow in self.overflows]
         for name in set(line.__struct_fields__).intersection(earlier.__struct_fields__):
             if getattr(earlier, name) is None:
@@ -144,7 +145,8 @@ class LogLines:
             del column[flushed:]
         rows = flushed + len(self._pending)
         del self.where[rows:]
-        # Drop the overflow lines among the superseded rows too: they name no step, but may belong to a superseded step.
+        # Drop the overflow lines among the superseded rows too: these lines name no step, but may belong to a
+        # superseded step.
         self.overflows = [(row, overflow) for row, overflow in self.overflows if row < rows]
         self.formats = [(row, named) for row, named in self.formats if row < rows]
         self._last_format = self.formats[-1][1] if self.formats else None
@@ -162,7 +164,7 @@ class LogLines:
         self._flush(len(self._pending))
         self.notes += self._restarts[:_RESTARTS_NAMED]
         if len(self._restarts) > _RESTARTS_NAMED:
-            self.notes.append(f"The run goes back {len(self._restarts)} times in all.")
+            self.notes.append(f"The run restarts {len(self._restarts)} times in all.")
         if self.superseded > len(self):
             self.notes.append(
                 f"{self.superseded} line(s) were superseded, and only {len(self)} are left. If the run was not "
@@ -171,10 +173,10 @@ class LogLines:
         if self._merged:
             loss = f"; {self._other_loss} of them have another loss" if self._other_loss else ""
             self.notes.append(
-                f"{self._merged} line(s) say the same of a step as another line, as lines of other ranks do, and were "
+                f"{self._merged} line(s) repeat another line of the same step, as lines of other ranks do. They were "
                 f"merged{loss}. If they are of another run, read each run from a file of its own."
             )
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return a column as an array, with nan or -1 for values that a line does not state."""
+        """Return a column as an array, with nan or -1 for values that a log line does not state."""
         return np.asarray(self.columns[name])

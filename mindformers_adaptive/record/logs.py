@@ -1,4 +1,4 @@
-"""Read training logs: :func:`read_log` finds the format of a log and returns the data of its steps in order."""
+"""Read training logs: :func:`read_log` finds the format of a log and returns the data of the logged steps in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LAST_WORD = re.compile(r"[^\s,|]*$")
 
 @dataclass
 class _TextLines:
-    """The lines of several files, as if they were one file: decoded, without ANSI codes, counted.
+    """The lines of several log files, read like one file: decoded to text, without ANSI codes, and counted.
 
     Attributes:
         number (int): how many lines were handed out so far.
@@ -72,11 +72,11 @@ class _TextLines:
             self.undecodable += 1
         if "\x1b" in text:
             text = _ANSI.sub("", text)
-        # The last number of a cut line may have lost digits.
+        # The last number of a log line that was cut may have lost digits.
         return (_LAST_WORD.sub("", text) if self.is_cut and not text.endswith("}") else text).strip()
 
     def name_of(self, number: int) -> str:
-        """Return the name of a line, as ``file:number``."""
+        """Return the name of a log line, as ``file:number``."""
         index = bisect_right(self._starts, number - 1) - 1
         return f"{self.paths[index]}:{number - self._starts[index]}"
 
@@ -132,8 +132,8 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     run = run_of_lines(lines, log_format, texts.name_of)
     if np.isnan(run.loss_scale).all():
         raise ValueError(
-            f"The log must show what loss scale a step used, but the {counted(used, 'line')} of steps in "
-            f"{_names(paths)} cannot tell. Give a log of a training with loss scaling, with several such lines."
+            f"The log must show what loss scale a step used, but {counted(used, 'line')} of steps in {_names(paths)} "
+            "cannot show this. Give a log of a training with loss scaling, with several lines of steps."
         )
     notes = [*lines.notes, *run.notes]
     if texts.undecodable:
@@ -152,7 +152,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
 
 
 def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
-    """Return the run that the lines of a record describe.
+    """Return the training run that the lines of a record describe.
 
     Args:
         record (Sequence[Mapping]): lines, as :func:`mindformers_adaptive.record.writer.read_record` returns them.
@@ -190,7 +190,7 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
 
 
 def _statements(text: str, formats: Iterable[LogFormat]) -> Iterator[Step | str]:
-    """Yield the steps that a line states, or why a line that looks like the line of a step cannot be read."""
+    """Yield each step that a log line states, or the reason why a line that seems to be about a step cannot be read."""
     for log_format in formats:
         for part in (text,) if log_format.start is None else log_format.start.split(text):
             try:
@@ -203,7 +203,7 @@ def _statements(text: str, formats: Iterable[LogFormat]) -> Iterator[Step | str]
 
 
 def _find_format(paths: tuple[Path, ...]) -> LogFormat:
-    """Return the format of a log. DeepSpeed comes last, because its lines also appear in logs of other programs."""
+    """Return a log's format. DeepSpeed is tried last, because DeepSpeed's lines also appear in other programs' logs."""
     texts, nearest = _TextLines(paths), ""
     *first_choice, last_choice = FORMATS.values()
     result = None

@@ -1,4 +1,4 @@
-"""A run read from its log: the loss scale and overflow flag of each step, and which of them are known or assumed."""
+"""A run read from a log: each step's loss scale and overflow flag, and whether the flag is known or inferred."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RecordedRun:
         loss_scale (NDArray): float64 of shape (steps,), the scale used in the step; nan where nothing is known of it.
         overflow (NDArray): bool of shape (steps,), whether the step overflowed and was skipped. Where lines stand for
             several steps, a guess that agrees with them.
-        position_known (NDArray): bool of shape (steps,), whether the log says of just this step that it overflowed or
-            was applied. False where it only says that some steps of an interval were skipped, and which is inferred.
+        position_known (NDArray): bool of shape (steps,), whether the log states for this very step that it overflowed
+            or was applied. False if the log only counts the skipped steps of an interval, and the step was inferred.
         loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say; inf for a NaN in a record.
         seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
         scale_factor (float): what the scale is divided by at an overflow, as the log shows it, or 2.
@@ -56,11 +56,10 @@ class RecordedRun:
             not name it beside the one that the step used; None where it never does.
         scale_window (NDArray, optional): float64 of shape (steps,), the scale window after the step, in steps, nan
             where the log does not say; None where it never does.
-        holds_if (str): what has to be true of the run for the bounds on its skipped steps to hold; "" where they hold
-            for any.
+        holds_if (str): the condition under which the bounds on skipped steps hold; empty if they always hold.
         gradient_format (Format): the format of the gradients, also by its name or numbers. Default: float16.
-        without_line (NDArray, optional): bool of shape (steps,), whether a record has no line of just this step, and
-            others count it. Default: None, for no step.
+        without_line (NDArray, optional): bool of shape (steps,), whether the step has no line of its own in a record
+            but is counted by other lines. Default: None, for no step.
         is_numbered (bool): whether the log numbers all of its steps. Where overflows at its end have no number, the run
             has at least the steps that their scales need, and nothing bounds how many were skipped.
         resumed (tuple[int, ...]): numbers of the first steps after the training was resumed, as far as the log says.
@@ -120,7 +119,7 @@ class RecordedRun:
 
     @property
     def lines_ignored(self) -> int:
-        """int: how many lines were not used."""
+        """int: how many lines of the log were not used."""
         return self.lines_read - self.lines_used
 
     @property
@@ -214,13 +213,13 @@ class RecordedRun:
         assume = assume or self.assumptions[0]
         if assume not in ASSUMPTIONS:
             raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out.")
-        # A rule without a floor can get to a scale of 0, below which no ceiling lies.
+        # A rule without a smallest loss scale can get to a scale of 0, and no ceiling lies below 0.
         scale = np.maximum(forward_fill(self.loss_scale), np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
         known = self.position_known & ~np.isnan(self.loss_scale)
-        # A line for several steps may state only the scale after its last step. That step used this scale, or a scale
-        # that one change turned into it.
+        # A log line for several steps may state only the loss scale after the last of these steps. The last step used
+        # the stated scale, or a scale that is one change away.
         ends = self.line_ends()
         last = ends[np.diff(ends, prepend=0) > 1] - 1
         last = last[known[last] & ~known[last - 1]]
@@ -240,7 +239,7 @@ class RecordedRun:
 
 
 def bound_shares(trace: Trace) -> dict[str, float]:
-    """Return, for each kind of bounds on the ceiling, the share of a trace's steps that have it.
+    """Return, for each kind of bounds on the ceiling, the share of a trace's steps that have such bounds.
 
     A log bounds the ceiling of a step on one side only: a step is either applied or skipped. So "both" is 0 for logs.
     Measured and synthetic ceilings have both bounds.
@@ -267,7 +266,7 @@ def bound_shares(trace: Trace) -> dict[str, float]:
 
 
 def forward_fill(scale: Floats) -> Floats:
-    """Return the scales with each nan replaced by the last known scale before it, or by the first known scale."""
+    """Return loss scales with each nan replaced by the last known scale before it, or else by the first known."""
     known = np.flatnonzero(~np.isnan(scale))
     if len(known) == 0:
         return np.ones_like(scale)
@@ -277,7 +276,7 @@ def forward_fill(scale: Floats) -> Floats:
 
 
 def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Floats]:
-    """Return for each step the values at the nearest chosen steps before and after it, or its own if it is chosen."""
+    """Return, for each step, the values at the nearest chosen steps up to this step and from this step on."""
     at = np.flatnonzero(chosen)
     padded = np.concatenate([[missing], values[at], [missing]])
     places = np.arange(len(values))
@@ -309,7 +308,7 @@ def _interpolated(scale: Floats, overflow: Flags, factor: float) -> Floats:
     runs, smallest = _skipped_runs(scale, overflow)
     following = np.append(scale, np.inf)[runs[:, 1] + 1]
     anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
-    # All steps in a run of skipped steps get the same value.
+    # All consecutive skipped steps get the same assumed ceiling.
     return np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
 
 

@@ -1,4 +1,4 @@
-"""The output folder of a training, from which ``adaptive-loss-scale why --run`` takes all that it needs."""
+"""The output folder of a training, in which ``adaptive-loss-scale why --run`` finds the configuration and a batch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 __all__ = ["BATCH_FILE", "CONFIG_FILE", "run_folder_of", "why_command"]
 
-# Two files in the output folder: the configuration of the training, and the first batch at which the loss was inf or
-# NaN or the loss scale collapsed.
+# Two files in the output folder of a training: the configuration of the training, and the first batch at which the loss
+# was inf or NaN or the loss scale collapsed.
 CONFIG_FILE, BATCH_FILE = "loss_scale_config.yaml", "overflow_batch.npz"
 
 
 def run_folder_of(*files: str | os.PathLike[str]) -> Path | None:
-    """Return the output folder of the training that wrote the files, or None if no folder has its configuration."""
+    """Return the output folder of the training that wrote the files, or None if no folder has a configuration."""
     folders = (folder for file in files for folder in Path(os.path.abspath(file)).parents[:4])
     return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
 
 
 def why_command(folder: str | os.PathLike[str] | None) -> str:
-    """Return the command that finds the layer that overflows, ready to paste.
+    """Return the shell command that finds the layer that overflows, ready to paste.
 
     Args:
         folder (str, optional): the output folder of the training; None if the folder is not known.

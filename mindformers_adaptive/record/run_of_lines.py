@@ -1,4 +1,4 @@
-"""Turn the lines of a log into a run with a value for each step, even where a line is about several steps."""
+"""Turn the lines of a log into a run that has values for each step, even where a line is about several steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["run_of_lines"]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-# The loss scale with which dynamic loss scaling usually starts. It caps the scales that are inferred before overflows.
+# The loss scale with which dynamic loss scaling usually starts. Loss scales that are inferred before overflows are at
+# most this high.
 _LARGEST_START = 2.0**32
 
-# Tolerance for comparing loss scales, because printed scales are rounded.
+# Relative tolerance for comparing loss scales, because logs print rounded scales.
 _NEAR = 1e-4
 
 _MOVES_BY_TWO = (
@@ -33,7 +34,7 @@ _MOVES_BY_TWO = (
 
 
 def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int], str]) -> RecordedRun:
-    """Return the run that the lines of a log describe.
+    """Return the training run that the lines of a log describe.
 
     Args:
         lines (LogLines): at least one row or overflow.
@@ -92,14 +93,14 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
 
 
 def _resumed_at(lines: LogLines) -> tuple[int, ...]:
-    """Return the first step after each resume: a record marks these steps; in other logs the step number goes back."""
+    """Return the first step after each resume: a record marks this step; in other logs the step number goes back."""
     is_marked = lines.array("resumed") == 1
     is_marked[sorted(lines.after_restart)] = True
     return tuple(lines.array("step")[is_marked].tolist())
 
 
 def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
-    """Return for each step the loss scale that it used, its overflow flag, and whether the flag is known."""
+    """Return for each step the loss scale, the overflow flag, and whether this flag is known."""
     ends, total = np.cumsum(rows.steps), int(rows.steps.sum())
     loss_scale, overflow, known = np.full(total, np.nan), np.zeros(total, bool), np.zeros(total, bool)
     _carry_scales(rows)
@@ -128,14 +129,15 @@ def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
 
 
 def _carry_scales(rows: LogRows) -> None:
-    """Fill in the missing scale after a row where the number of skipped steps in the row is known."""
+    """Fill in the missing loss scale after each row of log data whose number of skipped steps is known."""
     for row in np.flatnonzero(np.isnan(rows.after)).tolist():
         listed = rows.overflows.get(row, [])
         is_last = rows.has_tail and row == len(rows.after) - 1
         if listed and (rows.fewest[row] == rows.most[row] or is_last):
             unlisted = 0 if is_last else max(int(rows.most[row]) - len(listed), 0)
             scale = listed[-1].next_loss_scale or math.nan
-            # A scale below 1 is implausible: the rule raised the scale in between or held it at a floor.
+            # An inferred loss scale below 1 is implausible: the rule may have raised the scale in between or held it at
+            # a floor.
             fallen = scale * rows.factor**-unlisted
             rows.after[row] = fallen if unlisted == 0 or fallen >= 1 else math.nan
         elif rows.most[row] == 0 and rows.follows[row]:
@@ -143,7 +145,7 @@ def _carry_scales(rows: LogRows) -> None:
 
 
 def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) -> Floats:
-    """Guess the scales of the steps in a row: tolerated overflows, then drops, then applied steps with raises last."""
+    """Guess the scales of steps without log lines: tolerated overflows first, then drops, then applied steps."""
     if row in rows.overflows:
         return _listed_path(rows.factor, rows.overflows[row], flags, before, after)
     skips = int(flags.sum())
@@ -161,9 +163,10 @@ def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) ->
 
 
 def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before: float, after: float) -> Floats:
-    """Return the scales of a row's steps: its listed overflows, and applied steps that raise the scale in between.
+    """Return the loss scales of steps between two log lines: overflows with known scales, and raises in between.
 
-    Set ``flags`` to match. Skipped steps without a line of their own are assumed to lower the scale further.
+    Set the overflow flags in ``flags`` to match. Skipped steps without an overflow line are assumed to lower the scale
+    further.
     """
     count = int(flags.sum())
     room, last, path = len(flags) - count, before, list[tuple[bool, float]]()
@@ -181,7 +184,7 @@ def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before:
 
 
 def _format_of(lines: LogLines, notes: list[str], name_of: Callable[[int], str]) -> Format:
-    """Return the first format of gradients that a line names, or raise ValueError with the line."""
+    """Return the first gradient format that a log line names; raise ValueError if that format is unknown."""
     if not lines.formats:
         return FLOAT16
     row, named = lines.formats[0]

@@ -1,4 +1,4 @@
-"""The definition of a line in a run's record. The writer, the readers, columns and tables are derived from it.
+"""The fields of a line in a run's record. The record's writer and readers and the tables are derived from them.
 
 To add a field, add a line here and a line where the field is measured.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 __all__ = ["FIELDS", "LARGEST_STEP", "RARE_FIELDS", "LogLine", "Step", "field_descriptions", "step_of"]
 
-# A larger step number comes from a torn line. Above 2^53, float64 does not represent every integer.
+# A larger step number comes from a damaged log line. Above 2^53, float64 does not represent every integer.
 LARGEST_STEP = 2**53
 
 
@@ -56,7 +56,7 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class LogLine(Step, kw_only=True):
-    """A line of a log, which may state less about a step than a line of a record, or be about several steps.
+    """A line of a training log, which may state less about a step than a record line, or be about several steps.
 
     Attributes:
         step (int): the last step that the line is about; -1 if it names none, as on an overflow in DeepSpeed.
@@ -77,7 +77,7 @@ class LogLine(Step, kw_only=True):
 
 _BY_NAME = {field.name: field for field in msgspec.structs.fields(Step)}
 
-# The fields that every line of a record has, and the fields that only some lines have.
+# The fields that every line of a run's record has, and the fields that only some of these lines have.
 FIELDS = tuple(name for name, field in _BY_NAME.items() if field.default is not msgspec.UNSET)
 RARE_FIELDS = tuple(name for name in _BY_NAME if name not in FIELDS)
 

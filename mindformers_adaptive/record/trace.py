@@ -1,4 +1,4 @@
-"""Traces, on which policies are replayed: what is known of the largest loss scale without overflow at each step."""
+"""Traces for replays of loss scaling: bounds on each step's ceiling, the largest loss scale without overflow."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Trace:
         """Return the last steps of the trace, or all of a shorter one.
 
         Args:
-            steps (int): how many.
+            steps (int): the number of steps.
 
         Returns:
             Trace, with the same name.
@@ -112,7 +112,7 @@ class Trace:
 
 
 def implied_ceilings(largest_gradient: ArrayLike, gradient_format: Format = FLOAT16) -> NDArray[np.float64]:
-    """Return the ceilings that largest gradients imply, ``gradient_format.largest / largest_gradient``, or nan.
+    """Return the largest loss scale that each gradient allows: ``gradient_format.largest / largest_gradient``.
 
     Args:
         largest_gradient (ArrayLike): absolute values, unscaled, of any shape. The ceiling is nan for 0, nan, inf and
@@ -147,12 +147,15 @@ def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
 
 
 def just_below(scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for each scale the next smaller number, the largest ceiling at which the scale overflows; inf for inf."""
+    """Return for each loss scale the next smaller number, the largest ceiling at which it overflows; inf for inf."""
     return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
 
 
 def require_one_length(what: str, *arrays: NDArray[Any] | None) -> None:
-    """Raise TypeError or ValueError unless arrays, the first of which is there, have one number for each step."""
+    """Raise TypeError or ValueError unless all arrays are NumPy arrays with one number per step.
+
+    All arrays but the first may be None.
+    """
     for array in arrays:
         if array is not None and not isinstance(array, np.ndarray):
             raise TypeError(

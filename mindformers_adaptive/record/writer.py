@@ -21,7 +21,7 @@ _COPIED_AT_ONCE = 2**20
 
 
 class _Line(msgspec.Struct):
-    """The step of a record line, or the first and last step of a line for missing steps."""
+    """The step that a line of a run's record is about, or the first and last step of a line for missing steps."""
 
     step: int | None = None
     run: int = 0
@@ -94,8 +94,9 @@ class RunRecord:
 
         Args:
             last_step (int): the last step of the run before it was resumed, 0 for a new run.
-            run (int): the number of the run, from :func:`new_run`, which its checkpoints know. Default: 0, they know
-                none. Where another process goes on from the same checkpoint, ``run`` of the record is a new number.
+            run (int): the run's number, from :func:`new_run`, as its checkpoints store it. Default: 0, no number
+                stored. If another process continues from the same checkpoint, ``run`` of the record becomes a new
+                number.
 
         Returns:
             list[str], a sentence for each change to the file.
@@ -104,7 +105,7 @@ class RunRecord:
             OSError: if the file cannot be read or replaced; it is then unchanged.
         """
         self.last_step, self.last_skipped_steps, self.run = last_step, None, run
-        # A pipe or a device can be written to, but has no lines to continue.
+        # If the record is a pipe or a device, it can be written to, but has no lines to continue.
         if self.path.exists() and not self.path.is_file():
             return []
         notes = [] if self._lock is not None else self._choose_file(last_step)
@@ -123,7 +124,8 @@ class RunRecord:
                 reason, is_shared = "is being written by another run", True
                 continue
             except OSError:
-                # append() reports a folder that cannot be written to. If only locking fails, go on without a lock.
+                # append() reports a record's folder that cannot be written to. If only locking fails, go on without a
+                # lock.
                 pass
             self.path = path
             try:
@@ -138,7 +140,7 @@ class RunRecord:
                 reason = "is the record of another run"
             self.close()
         if is_shared and last_step and self.run:
-            # The other process continues from the same checkpoint and keeps the run's number, so take a new number.
+            # Another process continues from the same checkpoint and keeps the run's number, so take a new number here.
             self.run = new_run()
         self.path = _unused_name(wanted, self.run)
         with contextlib.suppress(OSError):
@@ -162,7 +164,7 @@ class RunRecord:
                 f"the run takes them again.{aside}"
             )
         if content.kept_until < self.path.stat().st_size:
-            # Cut the file now, so that it is right even if the process is killed later or the disk is full.
+            # Cut the record now, so that the file is right even if the process is killed later or the disk is full.
             os.truncate(self.path, content.kept_until)
         if content.last_kept:
             self.last_step = _LINE.decode(content.last_kept).span()[1]
@@ -182,7 +184,7 @@ class RunRecord:
             ValueError: if a step does not follow the last one.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Look at the file on each call: it may have been moved or deleted since the last call.
+        # Look at the record on each call: the file may have been moved or deleted since the last call.
         is_device = self.path.exists() and not self.path.is_file()
         file = os.open(self.path, os.O_CREAT | os.O_APPEND | (os.O_WRONLY if is_device else os.O_RDWR), 0o644)
         try:
@@ -206,8 +208,8 @@ class RunRecord:
         """Let other processes resume the record."""
         # A forked process does not hold the locks of its parent.
         if self._lock is not None and self._lock.is_locked:
-            # Delete the lock file while the lock is held: a process that has just opened the file then notices that it
-            # was deleted.
+            # Delete the lock file before releasing the lock. A process that has just opened the lock file then notices
+            # the deletion.
             with contextlib.suppress(OSError):
                 os.unlink(self._lock.lock_file)
             self._lock.release()
@@ -223,7 +225,7 @@ class RunRecord:
 
 
 def _unused_name(path: Path, run: int = 0) -> Path:
-    """Return an unused path NAME_RUN, with the run's number, or a random number if there is none or it is taken."""
+    """Return an unused path NAME_NUMBER: with the run's number if it is known and free, else with a random number."""
     number = run or new_run()
     while (unused := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
         number = new_run()
@@ -233,15 +235,15 @@ def _unused_name(path: Path, run: int = 0) -> Path:
 def _lock(path: Path) -> FileLock:
     """Lock a record until this process ends, and return the lock; raise Timeout if another process holds it."""
     whole = path.resolve()
-    # Without thread_local, because another thread may close the record.
+    # thread_local is False, because another thread may close the record and release the lock.
     lock = FileLock(whole.with_name(f".{whole.name}.lock"), thread_local=False)
-    # Try more than once: if the last holder of the lock is just deleting its file, the next try makes a new file.
+    # Try more than once: if another process is just deleting the lock file, the next try makes a new file.
     lock.acquire(timeout=0.1, poll_interval=0.01)
     return lock
 
 
 def new_run() -> int:
-    """Return a number for a run, from 1 to 2**31 - 1."""
+    """Return a random number for a new run, from 1 to 2**31 - 1."""
     return 1 + secrets.randbelow(2**31 - 1)
 
 
@@ -282,7 +284,7 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class _Content(NamedTuple):
-    """The content of a record file, as far as :meth:`RunRecord.resume` needs it.
+    """The facts about a record file that :meth:`RunRecord.resume` needs.
 
     Attributes:
         run (int): the number of the run, 0 for none.
@@ -302,7 +304,7 @@ class _Content(NamedTuple):
 
 
 def _look_through(path: Path, last_step: int) -> _Content:
-    """Return the content of a record, which is read line by line because it may hold months of steps.
+    """Return facts about a run record, read line by line because a record of months would not fit into memory.
 
     Raises:
         OSError: if the file cannot be read.
@@ -325,7 +327,7 @@ def _look_through(path: Path, last_step: int) -> _Content:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, _Line | None]]:
-    """Yield for each line its end position in bytes, its text, and its steps, or None if the line is unfinished.
+    """Yield the end in bytes, the text and the steps of each record line; None for the steps of an unfinished line.
 
     A failed write leaves the beginning of a line, and a machine that fails may leave anything at the end of the file.
 
@@ -336,7 +338,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, _Line | None]]:
     strange = ""
     for number, raw in enumerate(file, start=1):
         end, text = end + len(raw), raw.removesuffix(b"\n")
-        # An editor may have left an empty line.
+        # A text editor may have left an empty line in the record.
         if not text.strip():
             continue
         if strange:
@@ -368,7 +370,7 @@ def _ends_in_line(file: int) -> bool:
 
 
 def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
-    """Write a line, or restore a regular file on an error. The first line of a file gets ``run``, unless it is 0."""
+    """Write a record line; on an error, restore a regular file. A file's first line gets ``run``, unless it is 0."""
     before = os.fstat(file)
     is_first = stat.S_ISREG(before.st_mode) and before.st_size == 0
     line = json_text({"run": run, **entry} if run and is_first else entry).encode() + b"\n"

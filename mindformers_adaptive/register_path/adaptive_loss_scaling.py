@@ -1,7 +1,7 @@
-"""Loaded by MindFormers' ``auto_register``; registers the whole plugin as it is loaded.
+"""Register all cells of this package when MindFormers' ``auto_register`` loads this file.
 
-MindFormers copies this file into ``./modules`` of the working folder and imports the copy, so everything is imported
-from the installed package: a class defined here would exist twice.
+MindFormers copies this file into ``./modules`` of the working folder and imports the copy, so every class is imported
+from the installed package. A class defined in this file would exist twice.
 """
 
 import mindformers_adaptive
@@ -10,5 +10,5 @@ mindformers_adaptive.register()
 
 
 def __getattr__(name):
-    # auto_register asks this module for an update cell by its name.
+    # MindFormers' auto_register asks this module for an update cell by the cell's name.
     return getattr(mindformers_adaptive, name)

@@ -1,4 +1,4 @@
-"""Loss-scaling rules by name, and the parts of your own rule: :class:`Rule` and functions for next_state()."""
+"""Find loss-scaling rules by name, or write your own rule with :class:`Rule` and functions for its next_state()."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_rule_name(name: object) -> bool:
 
 
 def rule_of_cell(cell: object) -> type[Rule] | None:
-    """Return the rule of this package for an update cell, by the cell's class name or ``type`` in YAML, or None."""
+    """Return the rule of this package for an update cell, given as class name or ``type`` in YAML, or None."""
     cell_rules = [rule for rule in RULES.values() if rule.cell != Rule.cell]
     return next((rule for rule in cell_rules if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
 
@@ -79,7 +79,7 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
 
 
 def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
-    """Return a rule made with arguments by their names, or one that is made already as it is.
+    """Return a rule made from keyword arguments; an existing rule is returned unchanged.
 
     Args:
         rule (Union[str, type, Rule]): as :func:`find_rule` takes it, or a rule.
@@ -89,7 +89,7 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
         Rule, of the class that :func:`find_rule` returns.
 
     Raises:
-        TypeError: if it is no rule, or has no such argument; if arguments are given for one that is made already.
+        TypeError: if ``rule`` is not a rule, has no such argument, or exists already and arguments are given.
         ValueError: if there is no such rule, or an argument is out of its range.
 
     Examples:
@@ -99,7 +99,7 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
     if isinstance(rule, Rule):
         if arguments:
             names = ", ".join(arguments)
-            raise TypeError(f"'rule' is made already, so that {names} cannot be given. Give them to {type(rule)}.")
+            raise TypeError(f"'rule' exists already, so it cannot take {names}. Give the arguments to {type(rule)}.")
         return rule
     rule_class = find_rule(rule)
     known = arguments_of(rule_class)
@@ -120,7 +120,8 @@ def _import(name: str) -> Any:
     if not all(part.isidentifier() for part in name.split(".")) or not module:
         raise ValueError(f"{wanted} got {name!r}.")
     here = str(Path.cwd())
-    # Python does not search the current folder if an installed command, such as adaptive-loss-scale, was started.
+    # An installed command, such as adaptive-loss-scale, starts Python without the current folder in the search path for
+    # modules.
     sys.path.append(here)
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -134,7 +135,7 @@ def _import(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name in ("TextRule", "Field"):
         raise ImportError(
-            f"mindformers_adaptive.rules has no {name} any more: a rule is a Rule, with a dict as its state and its "
-            "step as the method next_state. See docs/en/own_rule.md."
+            f"mindformers_adaptive.rules has no {name} any more: a rule is now a subclass of Rule, with a dict as "
+            "its state and a method next_state. See docs/en/own_rule.md."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

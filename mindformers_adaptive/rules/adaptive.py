@@ -1,4 +1,4 @@
-"""The rule of adaptive loss scaling: raises and drops move the scale; every third raise or drop moves the window."""
+"""Adaptive loss scaling: raises and drops move the loss scale, and the third of either also moves the scale window."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mindformers_adaptive.rules.saved_state import keep_within
 
 __all__ = ["COUNTER_LIMIT", "HIDDEN_INDEX", "HIDDEN_WINDOW", "AdaptiveRule", "LossScaleState"]
 
-# The window changes after this many raises or drops, as in MindFormers' documentation: "every three raises the window
-# moves up", "three drops in a row lead to window 1".
+# The scale window changes after this many raises or drops of the loss scale, as in MindFormers' documentation: "every
+# three raises the window moves up", "three drops in a row lead to window 1".
 COUNTER_LIMIT = 3
 
-# The hidden window of 1 step is not a part of the ladder. It has the index -1, as in checkpoints of MindFormers' own
-# cell.
+# The hidden scale window of 1 step is not on the ladder of windows. The hidden window has the index -1, as in
+# checkpoints of MindFormers' own adaptive cell.
 HIDDEN_WINDOW, HIDDEN_INDEX = 1, -1
 
-# Kinds of step: a clean step within a window, the clean step that completes a window (a raise), an overflow that drops
-# the loss scale, a tolerated overflow.
+# Kinds of training step: a clean step within a scale window, the clean step that completes the window (a raise), an
+# overflow that drops the loss scale, an overflow that the hysteresis tolerates.
 NOTHING, RAISE, DROP, TOLERATE = range(4)
 
 
@@ -42,7 +42,7 @@ class LossScaleState(NamedTuple):
     Attributes:
         loss_scale (float): the scale for the next step, a float32 value.
         scale_window (int): the window in force, in steps.
-        window_index (int): its place on the ladder, -1 for the hidden window.
+        window_index (int): the window's position on the ladder, -1 for the hidden window.
         growth_num (int): raises since the window last changed, 0 to 3.
         down_num (int): drops since the last raise or window change, 0 to 3.
         clean_steps (int): steps since the last overflow or raise.
@@ -112,13 +112,14 @@ class AdaptiveRule(Rule):
 
     name = "adaptive"
     title = "adaptive loss scaling"
-    # YAML files use this alias. Without this package, the full name of the class would select MindFormers' own cell,
-    # but training should fail instead.
+    # The alias of the update cell in YAML files. Without this package, training fails at the alias; the full class name
+    # would select MindFormers' own cell without notice.
     cell = "AdaptiveLossScale"
     state: Mapping[str, Any] = dict.fromkeys(
         ("scale_window", "window_index", "growth_num", "down_num", "hysteresis_budget"), int32
     )
-    # Parameter names in checkpoints. MindFormers' own cell uses the first four, too.
+    # Parameter names of the rule's fields in checkpoints. MindFormers' own adaptive cell uses the first four names,
+    # too.
     parameter_names: ClassVar[dict[str, str]] = {
         "scale_window": "scale_window",
         "window_index": "list_index",
@@ -129,8 +130,9 @@ class AdaptiveRule(Rule):
     recorded = ("scale_window", "window_index", "growth_num", "down_num")
     start_arguments: ClassVar[tuple[str, ...]] = ("scale_window",)
     usual_arguments = ("loss_scale_value", "scale_factor", "scale_window", "max_scale_window", "min_scale_window")
-    # Windows from a quarter of MindFormers' smallest window (20) to 2000, the default of MindSpore's
-    # DynamicLossScaleManager and PyTorch's GradScaler. If both bounds are equal, this is dynamic loss scaling.
+    # The scale windows to try: from 5 steps, a quarter of MindFormers' smallest window (20), to 2000 steps, the default
+    # of MindSpore's DynamicLossScaleManager and PyTorch's GradScaler. If the smallest and the largest window are equal,
+    # the rule is ordinary dynamic loss scaling.
     tried: ClassVar[dict[str, Any]] = {
         "min_scale_window": (5, 10, 20, 50, 100, 200, 500, 1000, 2000),
         "max_scale_window": (5, 10, 20, 50, 100, 200, 500, 1000, 2000),
@@ -161,7 +163,7 @@ class AdaptiveRule(Rule):
         self.scale_factor = to_float32(factor)
         self.backoff_factor = None if backoff_factor is None else _checked_backoff(backoff_factor)
         self.drop_factor = self.backoff_factor or to_float32(1.0 / self.scale_factor)
-        # A subclass with its own next_state() may move the loss scale in another way.
+        # A subclass with its own next_state() may move the loss scale by other factors.
         is_own_step = type(self).next_state is AdaptiveRule.next_state
         if is_own_step:
             undoes = math.isclose(self.drop_factor * self.scale_factor, 1.0, rel_tol=2.0**-23)
@@ -193,8 +195,8 @@ class AdaptiveRule(Rule):
 
         Args:
             loss_scale_value (float): the initial scale, within ``[min_loss_scale, max_loss_scale]``.
-            scale_window (int, optional): the initial window in steps. One that is not on the ladder gives a warning,
-                and the smallest window is used. Default: None, the smallest window.
+            scale_window (int, optional): the initial window in steps. A window that is not on the ladder gives a
+                warning, and the smallest window is used instead. Default: None, the smallest window.
             argument (str): the name of ``loss_scale_value`` in messages. Default: "loss_scale_value".
 
         Returns:
@@ -238,7 +240,7 @@ class AdaptiveRule(Rule):
         """Return a window of the ladder, or the hidden window.
 
         Args:
-            window_index (int): its place on the ladder, from 0, or -1 for the hidden window.
+            window_index (int): the window's position on the ladder, from 0, or -1 for the hidden window.
 
         Returns:
             int, in steps.
@@ -246,8 +248,8 @@ class AdaptiveRule(Rule):
         return _window_at(self.ladder, window_index)
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        # Replace a window that is not on the ladder by the nearest window of the ladder, and invalid counters by the
-        # nearest valid value.
+        # Replace a restored scale window that is not on the ladder of windows by the nearest window of the ladder, and
+        # each invalid counter by the nearest valid value.
         index, problem = self._place_on_the_ladder(values["scale_window"], values["window_index"])
         problems = [problem] if problem else []
         if problem:
@@ -266,7 +268,7 @@ class AdaptiveRule(Rule):
         return problems
 
     def _index_of(self, scale_window: int) -> int:
-        remedy = f"Give one of the ladder: {self.ladder}."
+        remedy = f"Give a window of the ladder: {self.ladder}."
         scale_window = require_integer("scale_window", scale_window, None, remedy, unit="number of steps")
         if scale_window in self.ladder:
             return self.ladder.index(scale_window)
@@ -278,9 +280,9 @@ class AdaptiveRule(Rule):
         return 0
 
     def _lacks_window(self, values: Mapping[str, Any], restored: Collection[str] | None) -> bool:
-        """Return whether a checkpoint has step counters of another cell that do not fit the initial window.
+        """Return whether a checkpoint lacks a scale window and has step counters that do not fit the initial window.
 
-        The counters fit if all steps so far were clean and fewer than the initial window.
+        The step counters fit the initial window if all steps so far were clean and fewer than this window.
         """
         if restored is None or "window_index" in restored or "cur_iter" not in restored:
             return False
@@ -289,10 +291,10 @@ class AdaptiveRule(Rule):
         return bool(happened)
 
     def _place_on_the_ladder(self, window: int, index: int) -> tuple[int, str | None]:
-        """Return the window index to continue with, and a sentence if the restored window or index does not fit."""
+        """Return the index of the scale window to continue with, and a sentence if the restored window does not fit."""
         ladder = self.ladder
         on_the_ladder = HIDDEN_INDEX <= index < len(ladder)
-        # A subclass with its own next_state() may use windows that are not on the ladder.
+        # A subclass of AdaptiveRule with its own next_state() may use scale windows that are not on the ladder.
         is_own_step = type(self).next_state is AdaptiveRule.next_state
         if on_the_ladder and (self.window_at(index) == window or (window >= 1 and not is_own_step)):
             return index, None
@@ -314,7 +316,7 @@ def _window_at(ladder: tuple[int, ...], window_index: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _counters_after(ladder: tuple[int, ...], shrink_from_min_window: bool) -> Callable[..., tuple[int, ...]]:
-    """Return a function for tabulate() that computes the window and the counters after an event."""
+    """Return a function for tabulate() that computes the scale window and the raise and drop counters after a step."""
 
     def counters_after(event: int, window_index: int, growth_num: int, down_num: int) -> tuple[int, ...]:
         if event == DROP:

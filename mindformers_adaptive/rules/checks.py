@@ -1,4 +1,4 @@
-"""Rounding to float32 as on a device, and checks of arguments whose messages say what to give instead."""
+"""Round numbers to float32 as on a device, and check arguments. Error messages say which value to give instead."""
 
 import ctypes
 import math
@@ -10,7 +10,7 @@ from typing import SupportsFloat
 __all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "require_flag", "require_integer"]
 __all__ += ["require_names", "require_number", "require_positive", "to_float32", "warn_of_rounding"]
 
-# Counters are int32 on a device.
+# The largest int32 number. Step counters are int32 on a device.
 LARGEST_INT32 = 2**31 - 1
 # The smallest and the largest normal number of float32.
 SMALLEST_FLOAT32 = 2.0**-126
@@ -18,11 +18,11 @@ LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
 def to_float32(value: SupportsFloat) -> float:
-    """Round a real number to float32, as a float32 operation would; inf if it is beyond the largest float32."""
+    """Round a real number to float32, as a float32 operation would; return inf beyond the largest float32."""
     try:
         return ctypes.c_float(float(value)).value
     except OverflowError:
-        # Python cannot convert an integer beyond the range of float64.
+        # Python cannot convert an integer beyond the range of float64 to a float.
         return math.inf
 
 
@@ -56,7 +56,7 @@ def require_integer(
 
 
 def require_number(name: str, value: object, wanted: str, accepts: Callable[[float], bool], remedy: str) -> float:
-    """Return an argument as a float, or raise an error if it is not a finite number that ``accepts`` accepts.
+    """Return an argument as a float, or raise an error if it is not a finite number for which ``accepts`` is true.
 
     Args:
         name (str): the argument's name in messages.
@@ -99,7 +99,7 @@ def require_positive(name: str, value: object) -> float:
 
 
 def warn_of_rounding(name: str, loss_scale: object, stacklevel: int, least: float = 0.0) -> None:
-    """Warn if a loss scale is not a power of two, because multiplying by it rounds every gradient.
+    """Warn if a loss scale is not a power of two, because multiplying by such a scale rounds every gradient.
 
     Args:
         name (str): the name of the loss scale in the message.
@@ -116,8 +116,8 @@ def warn_of_rounding(name: str, loss_scale: object, stacklevel: int, least: floa
     at_least = f" of at least {least:g}" if least else ""
     nearest = max(2.0 ** round(math.log2(rounded)), least)
     warnings.warn(
-        f"'{name}' must be a power of two{at_least}, but got {loss_scale}: scaling by it rounds every gradient. It is "
-        f"taken all the same; a power of two near it is {nearest:.10g}.",
+        f"'{name}' must be a power of two{at_least}, but got {loss_scale}: scaling by it rounds every gradient. The "
+        f"value is used all the same; a power of two near it is {nearest:.10g}.",
         stacklevel=stacklevel + 1,
     )
 

@@ -1,4 +1,4 @@
-"""Checks of a rule's class and attributes when the rule is created. The messages are for the author of the rule."""
+"""Check the class and attributes of a loss-scaling rule when the rule is created. Errors address the rule's author."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ += ["checked_value", "is_of_this_package"]
 # The default of the initial loss scale in MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16
 
-# Names that this package itself uses in states, records or steps, so that the state of a rule cannot have them.
+# Names that this package itself uses in states, records or steps. No field of a rule's state may have such a name.
 _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
 _TAKEN |= {"history", "recorded", "restored", "inv_scale"}
@@ -29,11 +29,12 @@ _TAKEN |= {"form"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", LARGEST_GRADIENT.name}
 _TAKEN |= {field.name for field in STEP_FIELDS}
 
-# Attributes that the class Rule gives to every rule. A user's rule cannot replace them, except for the method start().
+# Attributes that the class Rule gives to every rule. A user's rule may replace only one of these attributes, the method
+# start().
 OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
 
-# Arguments of update cells, managers and scalers, and keys of a YAML section. No argument of a rule may have such a
-# name.
+# Arguments of update cells, loss-scale managers and loss scalers, and keys of a YAML section for loss scaling. No
+# argument of a rule may have such a name.
 _ARGUMENTS_OF_CELLS = {"loss_scale_value", "init_loss_scale", "scale_value", "history_size"}
 _ARGUMENTS_OF_CELLS |= {"rule", "type"}
 _BASE = "mindformers_adaptive.rules.rule"
@@ -76,7 +77,7 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
 
 
 def all_arguments(rule_class: Any) -> dict[str, Any]:
-    """Return the defaults of the arguments of a rule's constructor and its start(), and of the initial loss scale.
+    """Return by name the default of each argument of a rule's constructor and start(), and of ``loss_scale_value``.
 
     Args:
         rule_class (type): the class of the rule.
@@ -94,7 +95,7 @@ def all_arguments(rule_class: Any) -> dict[str, Any]:
     defaults = {name: parameter.default for name, parameter in arguments_of(rule_class).items()}
     defaults |= {name: of_start[name].default for name in rule_class.start_arguments}
     defaults["loss_scale_value"] = DEFAULT_LOSS_SCALE
-    # A subclass may have a constructor without some of the usual arguments.
+    # The constructor of a subclass may lack some of the arguments in ``usual_arguments``.
     usual = [name for name in rule_class.usual_arguments if name in defaults]
     return {name: defaults[name] for name in dict.fromkeys((*usual, *defaults))}
 
@@ -111,7 +112,10 @@ def check_description(rule: Any) -> None:
     base: Any
     owner = getattr(sys.modules.get("mindformers_adaptive.rules"), "RULES", {}).get(rule.name, type(rule))
     if not isinstance(rule, owner):
-        raise ValueError(f"{of} has the name of a rule of this package, whose state it would be taken for. Change it.")
+        raise ValueError(
+            f"{of} has the same name as a rule of this package, so a saved state would be mistaken for the state of "
+            "that rule. Choose another name."
+        )
     [base] = [owner for owner in type(rule).__mro__ if owner.__module__ == _BASE and owner.__name__ == "Rule"]
     if type(rule).next_state is base.next_state:
         raise ValueError(f"{of} has no step. Define next_state(self, state, seen).")
@@ -135,7 +139,7 @@ def check_description(rule: Any) -> None:
             f"{of} must have 'recorded' as a tuple of names, such as ('mean',), but has {rule.recorded!r}."
         )
     if hasattr(rule, "signals"):
-        raise ValueError(f"{of} has 'signals'. Since 2.0 it is needs_gradients = True, or nothing.")
+        raise ValueError(f"{of} has 'signals', which version 2.0 removed. Set needs_gradients = True if needed.")
     if not isinstance(rule.needs_gradients, bool):
         raise ValueError(f"{of} must have needs_gradients = True or False, but has {rule.needs_gradients!r}.")
     for name in ("keeps_bounds", "fixed_state", *OF_EVERY_RULE):
@@ -145,7 +149,7 @@ def check_description(rule: Any) -> None:
                 f"{of} has {name!r}, which only a rule of this package may have. Leave it out or rename it."
             )
     if not isinstance(rule.title, str) or not rule.title.isprintable():
-        raise ValueError(f"{of} must have its title as text in a line, but has {rule.title!r}.")
+        raise ValueError(f"{of} must have text in one line as its title, but has {rule.title!r}.")
     if not isinstance(rule.tried, Mapping) or not all(isinstance(some, (tuple, list)) for some in rule.tried.values()):
         raise ValueError(
             f"{of} must have 'tried' as a dict of the values to try, such as {{'margin': (2.0, 3.0)}}, but has "
@@ -157,7 +161,8 @@ def check_description(rule: Any) -> None:
 
 
 def _check_names(of: str, rule: Any) -> None:
-    # Names such as "mean_0" are taken: a state dict uses them for the elements of a vector without named parts.
+    # In a state dict, the elements of a vector "mean" without named parts are "mean_0", "mean_1" and so on. No other
+    # field may have such a name.
     vectors = [field for field in rule.fields if field.shape and not field.parts]
     seen = {f"{field.name}_{index}" for field in vectors for index in range(field.shape[0])}
     seen |= {"clean_steps"} if rule.counts_clean_steps else set()
@@ -166,7 +171,7 @@ def _check_names(of: str, rule: Any) -> None:
             if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key) or key.startswith("_"):
                 raise ValueError(f"{of} has {key!r} in its state, which must be a name of letters, digits and '_'.")
             if key != unicodedata.normalize("NFKC", key):
-                raise ValueError(f"{of} has {key!r} in its state, which Python spells in another way. Rename it.")
+                raise ValueError(f"{of} has {key!r} in its state, a name that Unicode NFKC would change. Rename it.")
             if key in seen or key in _TAKEN:
                 raise ValueError(f"{of} has {key!r} in its state, a name that is taken. Choose another one.")
         seen |= {field.name, *field.keys}
@@ -176,7 +181,7 @@ def _check_names(of: str, rule: Any) -> None:
 
 
 def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any:
-    """Return a value of a rule's first state as an int, float or tuple; raise ValueError if it does not fit its dtype.
+    """Return a value of a rule's first state as an int, float or tuple; raise ValueError if it is no ``dtype``.
 
     Args:
         rule (Rule): the rule.
@@ -199,5 +204,5 @@ def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any
         fits = fits and not 0 < abs(number) < SMALLEST_FLOAT32
     if not fits:
         shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-        raise ValueError(f"{of} {key!r} {shown}, which is no {dtype}. Give a number of its range, or change the state.")
+        raise ValueError(f"{of} {key!r} {shown}, which is no {dtype}. Give a number of that dtype or change the state.")
     return int(number) if dtype == "int32" else to_float32(number)

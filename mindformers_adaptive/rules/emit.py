@@ -1,4 +1,4 @@
-"""Generate the lines of a function: one assignment for each value that the results of the function need."""
+"""Generate the source lines of a function for a rule's step: one assignment for each value that the results need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Emitted(NamedTuple):
 
 
 def emit(results: Iterable[Value], expression_of: Callable[[Value, Sequence[str]], str]) -> Emitted:
-    """Return a line for each value that the results need. Values with equal expressions share a line.
+    """Return the body of a function that computes the results. Values with equal expressions share an assignment.
 
     Args:
         results (Iterable[Value]): the values that the generated function returns.
@@ -45,7 +45,7 @@ def emit(results: Iterable[Value], expression_of: Callable[[Value, Sequence[str]
 
 
 def needed_by(results: Iterable[Value]) -> list[Value]:
-    """Return the results and all values from which they are computed. Each value comes after its arguments."""
+    """Return the results of a step and all values that the results need, each value after its operation's arguments."""
     needed: dict[int, Value] = {}
     waiting = list(results)
     while waiting:
@@ -57,5 +57,5 @@ def needed_by(results: Iterable[Value]) -> list[Value]:
 
 
 def changed_by(outputs: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the outputs that a step changes, without those outputs that are just the input of the same name."""
+    """Return the outputs that a step changes. An output that is just the input of the same name is left out."""
     return {name: value for name, value in outputs.items() if value.op != "input" or value.extra != name}

@@ -1,4 +1,4 @@
-"""The fields of an update cell's state: fields of the rule, step counters of every cell, and the largest gradient."""
+"""The fields of a loss-scale update cell's state: the rule's own fields, the step counters and the largest gradient."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["LARGEST_GRADIENT", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of"
 __all__ += ["kept_fields"]
 
 # The largest step count in a saved state, about 34 years at one step per second. No process runs for another 34 years,
-# so the int32 counters never overflow, and the graph of the update cell need not limit them.
+# so the int32 counters never overflow, and the graph of the update cell need not limit the counters.
 STEP_LIMIT = 2**30
 
 
 class Field(NamedTuple):
-    """A field of the state, which the update cell keeps as one Parameter.
+    """A field in the state of a loss-scale update cell, which keeps each field as one Parameter.
 
     Attributes:
         name (str): the name of the field, and of the update cell's attribute that holds the Parameter.
@@ -41,24 +41,24 @@ class Field(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """tuple[str, ...]: the names under which ``state()`` shows the field."""
+        """tuple[str, ...]: the names that the field has in ``state()`` of the update cell."""
         return self.parts or (self.name,)
 
     def by_key(self, value: Any) -> dict[str, Any]:
-        """Return the content of the field's Parameter as a dict by ``keys``.
+        """Return the content of the field's Parameter as a dict with the names in ``keys``.
 
         Args:
             value (Union[int, float, Iterable]): the content of the Parameter, a number or the elements of a vector.
 
         Returns:
-            dict[str, Any]; a vector without named parts is one tuple in it.
+            dict[str, Any]; a vector without named parts becomes one tuple.
         """
         if self.parts:
             return dict(zip(self.parts, value, strict=True))
         return {self.name: tuple(value) if self.shape else value}
 
     def value_in(self, values: Mapping[str, Any]) -> Any:
-        """Return the content of the field's Parameter, from a dict by ``keys``.
+        """Return the content of the field's Parameter, taken from a dict with the names in ``keys``.
 
         Args:
             values (Mapping[str, Any]): values by name, for at least the names in ``keys``.
@@ -69,8 +69,8 @@ class Field(NamedTuple):
         return [values[part] for part in self.parts] if self.parts else values[self.name]
 
 
-# The step counters of every update cell. For the first two, MindSpore's and MindFormers' own cells use the same names
-# in checkpoints.
+# The step counters of every loss-scale update cell. In checkpoints, MindSpore's and MindFormers' own cells give the
+# first two counters the same names.
 STEP_FIELDS = (
     Field("cur_iter", parameter="current_iterator_step"),
     Field("last_overflow_iter", parameter="last_overflow_iterator_step"),
@@ -96,7 +96,7 @@ def fields_of(rule: Any) -> tuple[Field, ...]:
 
 
 def kept_fields(rule: Any) -> tuple[Field, ...]:
-    """Return the fields of a rule's own state that can change. The update cell keeps only these fields.
+    """Return the fields of a rule's own state that can change. The update cell keeps no other fields of this state.
 
     Args:
         rule (Union[Rule, type]): as of :func:`fields_of`.
@@ -112,8 +112,8 @@ def is_of_this_package(rule_class: type) -> bool:
 def form_of(rule: Any) -> int:
     """Return a checksum of the form of a rule's state: the rule's name, and the fields with dtypes, shapes and parts.
 
-    Checkpoints hold this checksum. They do not hold the names of a vector's parts, so without the checksum a renamed
-    part could be restored with the number of another part.
+    Checkpoints hold this checksum, but not the names of a vector's parts. Without the checksum, a renamed part could be
+    restored with the number of another part.
 
     Args:
         rule (Union[Rule, type]): as of :func:`fields_of`.
@@ -137,7 +137,8 @@ def _field(rule: Any, name: str, kind: Any) -> Field:
     if not isinstance(kind, Mapping):
         return Field(name, dtype, kind.shape, (), _parameter_name(rule, name, dtype, kind.shape))
     is_built_in = is_of_this_package(rule if isinstance(rule, type) else type(rule))
-    # Sort the parts, because a dict that was made from a set has another order in each process.
+    # Sort the names of the parts in a user's rule, because a dict that was made from a set has another order in each
+    # process.
     parts = tuple(kind) if is_built_in else tuple(sorted(kind, key=str))
     return Field(name, dtype, (len(kind),), parts, _parameter_name(rule, name, dtype, (len(kind),)))
 
@@ -147,6 +148,6 @@ def _parameter_name(rule: Any, name: str, dtype: str, shape: tuple[int, ...]) ->
         return str(rule.parameter_names[name])
     if is_of_this_package(rule if isinstance(rule, type) else type(rule)):
         return f"{rule.name}_{name}"
-    # The name includes dtype and length. With equal names but another dtype or length, MindSpore would refuse the whole
-    # checkpoint.
+    # The Parameter name of a field in a user's rule includes dtype and length. If a checkpoint had the same name with
+    # another dtype or length, MindSpore would refuse the whole checkpoint.
     return "_".join(map(str, (rule.name, name, dtype, *shape)))

@@ -1,4 +1,4 @@
-"""Floating-point formats: their ranges, how they round, and what an overflow becomes."""
+"""Floating-point formats such as FP16: the range, the rounding, and what an overflowing number becomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FLOAT16", "FORMATS", "Format", "find_format"]
 _OVERFLOWS = ("inf", "nan", "saturate")
 _ROUNDINGS = ("even", "away")
 
-# The names of the formats in texts and pictures.
+# The names of floating-point formats in texts and pictures, by the dtype names of MindSpore.
 _TITLES = {
     "float16": "FP16",
     "bfloat16": "BF16",
@@ -25,7 +25,7 @@ _TITLES = {
 
 
 def _pairs_of(precision: Any) -> tuple[tuple[int, int], ...]:
-    """Return ``precision`` as a tuple of pairs; raise TypeError or ValueError if it is invalid."""
+    """Return the ``precision`` of a format as a tuple of (exponent, bits) pairs; raise an error if it is invalid."""
     remedy = (
         "Give pairs of an exponent and a number of bits, exponents increasing, as [[-15, 1], [-7, 2]]; or leave it out."
     )
@@ -56,11 +56,10 @@ class Format:
         smallest_subnormal (float): the smallest number above 0, a power of two.
         overflow (str): what a number becomes that rounds beyond the largest: "inf", "nan", or "saturate", the largest
             number. Default: "inf".
-        rounding (str): to the nearest number, and from the middle between two to the "even" one or "away" from 0.
-            Default: "even".
-        precision (tuple[tuple[int, int], ...]): from which exponent of 2 on the mantissa has how many bits, in
-            increasing order, for a format in which that changes. Default: (), as many as there are from the smallest
-            subnormal number to the smallest normal one.
+        rounding (str): how numbers round: to the nearest number; ties go to "even" or "away" from 0. Default: "even".
+        precision (tuple[tuple[int, int], ...]): pairs (exponent, bits): from this exponent of 2 on, the mantissa has
+            this many bits; exponents increase. Default: (), as many bits as there are from the smallest subnormal
+            number to the smallest normal one.
 
     Raises:
         TypeError: if an argument is not a number.
@@ -96,22 +95,28 @@ class Format:
             least = number
         for name, known in (("overflow", _OVERFLOWS), ("rounding", _ROUNDINGS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"'{name}' must be one of {known}, but got {getattr(self, name)!r}. Leave it out.")
-        # YAML and JSON files have ``precision`` as lists; turn these lists into tuples.
+                raise ValueError(
+                    f"'{name}' must be one of {known}, but got {getattr(self, name)!r}. Give one of these, or leave "
+                    f"'{name}' out to use the default."
+                )
+        # YAML and JSON files have the ``precision`` of a format as lists; turn these lists into tuples.
         object.__setattr__(self, "precision", _pairs_of(self.precision))
         if self.largest % self.quantum(math.frexp(self.largest)[1] - 1):
-            raise ValueError(f"'largest' must be a number of the format, but {self.largest} is between two. {remedy}")
+            raise ValueError(
+                f"'largest' must be a number of the format, but {self.largest} lies between two numbers. {remedy}"
+            )
 
     @property
     def title(self) -> str:
-        """str: what texts and pictures call it."""
+        """str: the display name of the format."""
         return _TITLES.get(self.name, self.name)
 
     @property
     def exponents(self) -> tuple[float, float, float]:
         """tuple[float, float, float]: log2 of the smallest subnormal number, the smallest normal one and the largest.
 
-        Below the second, numbers are coarse; below half of the first they become 0; beyond the largest is overflow.
+        Below the smallest normal number, precision is lower; below half the smallest subnormal, numbers become 0;
+        beyond the largest, they overflow.
         """
         return math.log2(self.smallest_subnormal), math.log2(self.smallest_normal), math.log2(self.largest)
 
@@ -119,7 +124,9 @@ class Format:
     def from_bits(
         cls, exponent: int, mantissa: int, overflow: str = "inf", rounding: str = "even", name: str | None = None
     ) -> Format:
-        """Return the format with a sign, so many bits of exponent, biased as in IEEE 754, and so many of mantissa.
+        """Return the format with a sign bit and the given numbers of exponent bits and mantissa bits.
+
+        The exponent is biased as in IEEE 754.
 
         Args:
             exponent (int): bits of the exponent, 2 to 8.
@@ -146,7 +153,7 @@ class Format:
         require_integer("exponent", exponent, 2, remedy, most=8 if is_ieee else 7, unit="number of bits")
         require_integer("mantissa", mantissa, 1, remedy, most=23, unit="number of bits")
         bias = 2 ** (exponent - 1) - 1
-        # The mantissa of the largest number is below 2 by this many units in the last place.
+        # The mantissa of the format's largest number is this many units in the last place below 2.
         lacking = 2 if overflow == "nan" else 1
         largest = (2.0 - lacking * 2.0**-mantissa) * 2.0 ** (bias if is_ieee else bias + 1)
         normal = 2.0 ** (1 - bias)
@@ -154,7 +161,7 @@ class Format:
         return cls(title, largest, normal, normal * 2.0**-mantissa, overflow, rounding)
 
     def to_config(self) -> str | dict[str, Any]:
-        """Return its name or its numbers by name, as :func:`find_format` takes it and JSON can hold it.
+        """Return the format's name, or its numbers in a dict, as :func:`find_format` accepts and JSON can store.
 
         Returns:
             Union[str, dict].
@@ -162,14 +169,14 @@ class Format:
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
 
     # Version 1.0.0 had the attribute ``given`` instead of to_config(). As ``given`` has no docstring, the API reference
-    # leaves it out.
+    # leaves this attribute out.
     given = property(lambda self: self.to_config())
 
     def quantum(self, exponent: int) -> float:
-        """Return how far neighbouring numbers of the format are apart.
+        """Return the distance between neighbouring numbers of the format.
 
         Args:
-            exponent (int): of the numbers from ``2**exponent`` to twice that.
+            exponent (int): the numbers lie from ``2**exponent`` to ``2**(exponent + 1)``.
 
         Returns:
             float, a power of two.
@@ -181,8 +188,8 @@ class Format:
         return self.smallest_subnormal
 
 
-# The numbers are from ml_dtypes, with which tests compare them; for hifloat8 from the definition of HiF8. hifloat8
-# rounds ties away from 0, as CANN does when it converts from float32.
+# These formats have the numbers of ml_dtypes, as tests check. Only hifloat8 has the numbers in the definition of HiF8,
+# and rounds ties away from 0, as CANN does when it converts from float32.
 FLOAT16 = Format.from_bits(5, 10, name="float16")
 FORMATS = {
     number_format.name: number_format
@@ -202,18 +209,18 @@ FORMATS = {
 
 
 def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradient_format") -> Format:
-    """Return the format of a name or of the numbers of a section.
+    """Return a format, given by name or by its numbers.
 
     Args:
         value (Union[str, Mapping, Format]): one of ``FORMATS`` by name, numbers by the names of :class:`Format`, or the
             format itself.
-        argument (str): what it is called in messages. Default: "gradient_format".
+        argument (str): the argument's name in messages. Default: "gradient_format".
 
     Returns:
         Format; a Format is returned as it is.
 
     Raises:
-        TypeError: if it has another type.
+        TypeError: if ``value`` has another type.
         ValueError: if there is no format of this name, or the numbers do not make a format.
 
     Examples:
@@ -232,7 +239,7 @@ def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradie
         return FORMATS[value]
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"'{argument}' must be one of {names}, or the numbers of a format by name, but got {value!r} of type "
+            f"'{argument}' must be one of {names}, or a dict with a format's numbers, but got {value!r} of type "
             f"{type(value).__name__}. The default is float16."
         )
     fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Format)}
@@ -241,6 +248,6 @@ def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradie
     if wrong:
         raise TypeError(
             f"'{argument}' must be a dict with the keys {', '.join(fields)}, but in {dict(value)} {', '.join(wrong)}. "
-            "The last three may be left out."
+            "The last three keys are optional."
         )
     return Format(**value)

@@ -1,4 +1,4 @@
-"""The dtypes, the functions and the State with which next_state() of a rule is written, besides Python's operators."""
+"""What next_state() of a loss-scaling rule can use besides Python's operators: dtypes, functions and class State."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mindformers_adaptive.rules.values import (
 __all__ = ["DType", "State", "argmin", "ceil", "count", "float32", "floor", "int32", "maximum", "minimum", "stack"]
 __all__ += ["tabulate", "take", "where"]
 
-# The maximum number of rows in a table of tabulate(), and of elements in a vector.
+# The largest number of rows in a table that tabulate() fills, and the largest number of elements in a vector.
 _LARGEST_TABLE, _LONGEST_VECTOR = 2**16, 2**16
 
 
 class DType:
-    """The dtype of a part of the state, such as ``float32`` or ``float32[16]``; call it to convert a value."""
+    """The dtype of a field in a rule's state, such as ``float32`` or ``float32[16]``. ``float32(x)`` converts x."""
 
     def __init__(self, name: str, shape: tuple[int, ...] = ()) -> None:
         self.name, self.shape = name, shape
@@ -46,7 +46,7 @@ class DType:
         return DType(self.name, (length,))
 
     def __call__(self, value: Any) -> Any:
-        """Return a value, or a number, converted to this dtype.
+        """Return a value of the step, or a plain number, converted to this dtype.
 
         The conversion from float32 to int32 drops the fraction. A number beyond the range of int32 becomes the nearest
         integer in this range that float32 can represent, and NaN becomes the smallest int32.
@@ -66,7 +66,7 @@ int32, float32 = DType("int32"), DType("float32")
 
 
 class State:
-    """The state that next_state() takes and returns: the loss scale, the fields or their parts by name, step counters.
+    """The state that next_state() of a rule takes and returns: the loss scale, the rule's fields and step counters.
 
     ``state.replace(name=value)`` returns a new state; ``where`` picks one of two states.
     """
@@ -75,18 +75,19 @@ class State:
         vars(self).update(_values=dict(values), _dtypes=dtypes)
 
     def __getattr__(self, name: str) -> Any:
-        # Python and NumPy look up names such as __array__ to find out what an object supports.
+        # Python and NumPy look up names such as __array__ to find out what an object supports, and expect an
+        # AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._values:
-            raise refused(f"takes {name!r} of the state, which has {', '.join(self._values)} and replace(name=value)")
+            raise refused(f"reads {name!r}, but a state has only {', '.join(self._values)} and replace(name=value)")
         return self._values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
         raise refused(f"assigns {name!r} to the state. Return state.replace({name}=...)")
 
     def __bool__(self, *_: object) -> bool:
-        raise refused("compares states, or asks whether there is one. Compare their parts, by where(condition, a, b)")
+        raise refused("compares states, or uses a state as a condition. Compare parts of the states, such as numbers")
 
     __eq__ = __ne__ = __bool__
     __hash__ = object.__hash__
@@ -102,15 +103,15 @@ class State:
         checked = {}
         for name, value in values.items():
             if name not in self._dtypes:
-                raise refused(f"replaces {name!r} of the state. What it may replace is {', '.join(self._dtypes)}")
+                raise refused(f"replaces {name!r} in the state, but may replace only {', '.join(self._dtypes)}")
             dtype, shape = self._dtypes[name]
             if not isinstance(value, Value):
                 value = constant(value, dtype)
             if (own(value).dtype, value.shape) != (dtype, shape):
                 remedy = f"Put {dtype}(...) around it" if value.shape == shape else f"Give it the shape {shape}"
                 raise refused(
-                    f"returns {name!r} as {value.dtype} of shape {value.shape}, and it is {dtype} of shape {shape}. "
-                    f"{remedy}, or correct the state"
+                    f"returns {name!r} as {value.dtype} of shape {value.shape}, but the state declares {dtype} of "
+                    f"shape {shape}. {remedy}, or correct the state"
                 )
             checked[name] = value
         return State({**self._values, **checked}, self._dtypes)
@@ -127,7 +128,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
         return x if condition else y
     if not isinstance(condition, Value) or own(condition).dtype != "bool":
         raise refused(
-            "has a condition of where() that is no flag. Compare it with something; of flags use stack([...])"
+            "has a condition of where() that is no flag. Write a comparison such as a > b, or stack([...]) of flags"
         )
     if isinstance(x, State) and isinstance(y, State):
         if condition.shape:
@@ -135,7 +136,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
         pairs = {name: (x._values[name], y._values[name]) for name in x._values}
         return State({name: a if a is b else where(condition, a, b) for name, (a, b) in pairs.items()}, x._dtypes)
     if isinstance(x, State) or isinstance(y, State):
-        raise refused("picks a state or something else. Give where(condition, a, b) two states, or two values")
+        raise refused("chooses between a state and something else. Give where(condition, a, b) two states or values")
     x, y = of_one_dtype("where", x, y)
     return computed("where", (condition, x, y), x.dtype, shape_of(condition, x, y))
 
@@ -164,7 +165,7 @@ def stack(values: Sequence[Any]) -> Any:
     """Return a vector of the given numbers, which must have the same dtype."""
     parts = of_one_dtype("stack", *values)
     if any(part.shape for part in parts):
-        raise refused("stacks a vector. A vector is made of numbers: take it apart with *")
+        raise refused("stacks a vector, but stack() takes numbers only. Unpack the vector: stack([*v, x])")
     first = parts[0]
     if _are_whole_vector(parts):
         return first.args[0]
@@ -194,7 +195,7 @@ def argmin(x: Any) -> Any:
 def _reduce(op: str, x: Any, dtype: str) -> Value:
     x = x if isinstance(x, Value) else constant(x, None)
     if not x.shape or own(x).dtype != dtype:
-        raise refused(f"has {op} of {x.dtype} of shape {x.shape}. It is for a vector of {dtype}")
+        raise refused(f"uses {op} on {x.dtype} of shape {x.shape}. Give {op}() a vector of {dtype}")
     return computed(op, (x,), "int32", ())
 
 
@@ -204,7 +205,7 @@ def take(vector: Any, index: Any) -> Any:
     if not isinstance(index, Value):
         return vector[index]
     if not vector.shape or own(index).dtype != "int32" or index.shape:
-        raise refused("needs take(vector, index) with a vector and an int32 index. Write int32(...) around it")
+        raise refused("calls take(vector, index) without a vector or an int32 index. Write take(v, int32(i))")
     return computed("take", (own(vector), index), vector.dtype, ())
 
 
@@ -229,12 +230,18 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
         elif dtype == "int32" and in_order and bounds[0] >= -LARGEST_INT32 and bounds[1] <= LARGEST_INT32:
             spans.append(range(bounds[0], bounds[1] + 1))
         else:
-            raise refused(f"needs tabulate(..., {name}=flag) or {name}=(value of int32, lowest, highest)")
+            raise refused(
+                f"calls tabulate() with a wrong argument {name!r}. Write {name}=flag, or {name}=(value, lowest, "
+                "highest) with an int32 value"
+            )
         values.append(int32(value))
     if not callable(function) or not spans or math.prod(map(len, spans)) > _LARGEST_TABLE:
-        raise refused(f"needs tabulate(function, ...) with arguments of at most {_LARGEST_TABLE} combinations")
-    # Cache tables only for functions marked with is_cached: a function that is created for each rule gains nothing from
-    # a cache, and the table of a random function must not be used again.
+        raise refused(
+            f"calls tabulate() without a function or arguments, or with more than {_LARGEST_TABLE} combinations of "
+            "argument values. Give a function and arguments with smaller ranges"
+        )
+    # Cache the tables of tabulate() only for functions marked with is_cached: a function that is created for each rule
+    # gains nothing from a cache, and the table of a random function must not be used again.
     is_cached = getattr(function, "is_cached", False)
     fill = _filled_table if is_cached else _filled_table.__wrapped__
     table = fill(function, tuple(arguments), tuple(spans))
@@ -251,7 +258,7 @@ def _filled_table(function: Callable[..., Any], names: tuple[str, ...], spans: t
         if not is_row or not all(type(number) is int and abs(number) <= LARGEST_INT32 for number in row):
             name = getattr(function, "__name__", function)
             raise refused(
-                f"tabulates {name}, which must return a tuple of as many int32 numbers each time, but returns {row!r}. "
-                "Return int(...) of each"
+                f"tabulates {name}, which returned {row!r}. Return a tuple of int, in the range of int32 and always of "
+                "the same length"
             )
     return np.array(rows, np.int32).reshape(*map(len, spans), -1)

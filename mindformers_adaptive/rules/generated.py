@@ -1,4 +1,4 @@
-"""Generated functions, each in its own file, so that tracebacks and MindSpore's compiler find the source lines."""
+"""Create functions from generated source. Tracebacks and MindSpore's compiler find the source lines in a file."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _compiled(rule: str, source: str) -> CodeType:
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     file = _folder() / f"{''.join(c if c.isalnum() else '_' for c in rule)}_{digest}.py"
     file.write_text(source, encoding="utf-8")
-    # MindSpore reads the source later, when a clean-up of temporary files may have deleted the file. linecache keeps an
-    # entry without a modification time (None) even if its file is gone.
+    # MindSpore reads the source of a generated function later, when a clean-up of temporary files may have deleted the
+    # source file. linecache keeps an entry without a modification time (None) even if its file is gone.
     linecache.cache[str(file)] = (len(source), None, source.splitlines(keepends=True), str(file))
     return compile(source, str(file), "exec")
 
@@ -57,6 +57,6 @@ def _folder() -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    # Only the process that created the folder removes it; a forked process must not.
+    # Only the process that created the folder of generated files removes this folder; a forked process must not.
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Gradient-guided loss scaling: the loss scale follows what the largest gradient shows of its ceiling."""
+"""Gradient-guided loss scaling: the loss scale follows the ceiling that the largest gradient shows."""
 
 from __future__ import annotations
 
@@ -14,82 +14,84 @@ from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["NUM_BINS", "GuidedRule"]
 
-# The number of bins of the overflow histogram. Each bin stands for a power of two.
+# The number of bins of the overflow histogram. Each bin stands for a loss scale, a power of two.
 NUM_BINS = 16
 
-# An overflow lowers log2 of the scale by this much. Dropping too far costs headroom for one step only, because the next
-# applied step shows the ceiling.
+# An overflow lowers log2 of the loss scale by this much. Dropping the scale too far costs headroom for one step only,
+# because the gradients of the next applied step show the ceiling, the largest scale without overflow.
 DROP = 10
 
-# The histogram starts as if it had counted this many steps, with an overflow rate that halves from bin to bin.
+# The overflow histogram starts as if it had counted this many steps, with an overflow rate that halves from bin to bin.
 PRIOR_STEPS = 2
 
-# ``low`` falls at once to the exponent that the gradients of a step show. It rises by LOW_SHARE of the distance to that
-# exponent, plus LOW_STEP bits.
+# ``low`` follows log2 of the ceiling, the largest loss scale without overflow, that the gradients of each step show.
+# ``low`` falls at once. It rises by LOW_SHARE of the distance, plus LOW_STEP bits.
 LOW_SHARE = 2.0**-2
 LOW_STEP = 0.1875
 
-# Each step moves ``level`` by this share of the distance to the exponent that the gradients show, so ``level`` is a
-# mean over about 28 steps.
+# Each step moves ``level`` by this share of the distance to log2 of the ceiling that the gradients show. So ``level``
+# is a mean over about 28 steps.
 LEVEL_SHARE = 9 / 256
 
-# ``level`` is never more than this many bits below ``low``, so that the scale recovers quickly after a stretch of large
-# gradients.
+# ``level`` is never more than this many bits below ``low``, so that the loss scale recovers quickly after a stretch of
+# large gradients.
 CLIMB = 0.5625
 
-# ``base`` differs from ``level`` by at most this many bits.
+# ``base``, which places the bins of the overflow histogram, differs from ``level`` by at most this many bits.
 REACH = 1.25
 
-# After an overflow that the gradients explain, the next step sets ``low`` and ``level`` this many bits below the
-# exponent that the gradients show, because overflows come in groups.
+# After an overflow that the gradients explain, the next applied step sets ``low`` and ``level`` this many bits below
+# log2 of the ceiling that its gradients show, because overflows come in groups.
 CAREFUL = 6.0
 
-# Each time that this many applied steps had a scale above the ceiling that their gradients showed, that ceiling is
-# raised by a bit, by three bits at most. Where the largest gradient is summed in float32, the real ceiling has been
-# measured up to 2.8 bits above the shown ceiling.
+# Each time that this many applied steps had a loss scale above the ceiling that their gradients showed, the shown
+# ceiling is raised by a bit, by three bits at most. Where the largest gradient is summed in float32, the real ceiling
+# has been measured up to 2.8 bits above the shown ceiling.
 CONTRADICTIONS_PER_BIT = 2
 MOST_CONTRADICTIONS = 6
 
-# An unexplained overflow is a spike, unless it comes within patience / TROUBLE_SHARE steps after another overflow or a
-# raise of the scale.
+# An overflow that the gradients do not explain is a single spike, unless it comes within patience / TROUBLE_SHARE steps
+# after another overflow or a raise of the loss scale.
 TROUBLE_SHARE = 12
 
-# After a failed trial of the limit, the window is WINDOW_FACTOR times the smallest window. Checkpoints of earlier
-# versions may have a window of LARGEST_WINDOWS times the smallest window, after two failed trials.
+# After a failed trial of a higher limit, the scale window is WINDOW_FACTOR times the smallest window. Checkpoints of
+# earlier versions may have a window of LARGEST_WINDOWS times the smallest window, after two failed trials.
 WINDOW_FACTOR = 32
 LARGEST_WINDOWS = 64
 
-# The values of ``trial``, in this order: the limit moves with ``base``; a limit without an anchor is tried one bit
-# higher; a limit with an anchor is tried one bit higher; the limit stays at its anchor.
+# The values of ``trial`` say what the limit of the loss scale does, in this order: it moves with ``base``; it has no
+# anchor and is tried one bit higher; it has an anchor and is tried one bit higher; it stays at its anchor.
 MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 
-# The limit loses its anchor, and its trial ends, when gradients become much smaller or larger: ``low`` pulls ``level``
-# up by PULLED bits in one step, or the exponent that the gradients show is BELOW bits under ``level``.
+# The limit of the loss scale loses its anchor, and its trial ends, when gradients become much smaller or larger:
+# ``low`` pulls ``level`` up by PULLED bits in one step, or log2 of the ceiling that the gradients show is BELOW bits
+# under ``level``.
 PULLED, BELOW = 0.5, 5.0
 
-# The value of ``cheapest`` until a step has a known largest gradient, so that the limit alone decides the scale.
+# The value of ``cheapest`` until a step has a known largest gradient, so that the limit alone decides the loss scale.
 NOTHING_SHOWN = -1024
 
 # Until a step has a known largest gradient, ``low`` is UNSEEN and ``level`` is -UNSEEN, in bits.
 UNSEEN = 1024.0
 
-# The smallest overflow rate, and an offset for shown exponents: without them, means that approach 0 would become
-# subnormal, and some devices flush subnormal numbers to 0.
+# The smallest overflow rate, and an offset for the exponents that gradients show. Without this number, running means
+# that approach 0 would become subnormal, and some devices flush subnormal numbers to 0.
 NEARLY_ZERO = 2.0**-100
 
-# These exchange rates give a patience of 1 to 1,000,000 steps, so that all windows fit into int32.
+# The smallest and the largest exchange rate of the guided rule. The patience is then 1 to 1,000,000 steps, so that all
+# scale windows fit into int32.
 _EXCHANGE_RATES = (0.001, 1000.0)
 _LONGEST_PATIENCE = 1_000_000
 
-# The initial overflow rates of the histogram, one for each bin.
+# The initial overflow rates in the overflow histogram, one for each bin.
 _PRIOR_RATES = tuple(2.0 ** -(index + 1) for index in range(NUM_BINS))
 
-# Exponents in a checkpoint are invalid beyond this bound, which is far above log2 of any float32 number.
+# Exponents of loss scales in a checkpoint are invalid beyond this bound, which is far above log2 of any float32 number.
 _LARGEST_EXPONENT = 512
 
 
 class GuidedRule(Rule):
-    r"""Gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
+    r"""Gradient-guided loss scaling: the scale follows the ceiling that the largest gradient shows.
 
     The *ceiling* of a step is the largest scale at which nothing in it overflows. A step that was applied shows it:
     its largest gradient, unscaled, times the scale must not pass the largest number of the gradients' format, in FP16
@@ -99,12 +101,13 @@ class GuidedRule(Rule):
       their usual level, the share of recent steps that would have overflowed there. The cheapest scale is the one
       that costs least: skipped steps in 1000, and ``exchange_rate`` more for each bit of headroom given away.
     - the *limit*, from overflows that the gradients do not explain: the scale overflowed, and the next applied step
-      shows that the same scale would have been fine. Once may be a spike: it costs its step, and nothing else changes.
-      Within a twelfth of the patience after other trouble or a rise it is a limit, as where activation gradients
-      overflow first. A new limit has an *anchor*: it stays where it is, whatever the gradients show. Trouble that no
-      trial led to takes the anchor away, so that the limit moves with what they show, and such trouble again sets it
-      anew. The limit is tried one bit higher after a window of clean steps, a longer one after a trial that failed;
-      where that holds, or the gradients become much larger or smaller, the anchor goes too.
+      shows that the same scale would have been fine. A single unexplained overflow may be a spike: it costs its step
+      and changes nothing else. An unexplained overflow within a twelfth of the patience after another overflow or a
+      raise sets a limit, as where activation gradients overflow first. A new limit has an *anchor*: it stays where it
+      is, whatever the gradients show. Such an overflow outside of a trial removes the anchor, so that the limit moves
+      with the gradients; the next such overflow sets the anchor again. The limit is tried one bit higher after a window
+      of clean steps, a longer one after a trial that failed; where that holds, or the gradients become much larger or
+      smaller, the anchor goes too.
 
     With :math:`e = \log_2 s` of the scale :math:`s`, the patience :math:`P = 1000 / exchange\_rate` steps, and
     float32 arithmetic throughout:
@@ -188,7 +191,7 @@ class GuidedRule(Rule):
     needs_gradients = True
     recorded = ("scale_window",)
     usual_arguments = ("loss_scale_value", "exchange_rate")
-    # Exchange rates from 0.1 to 50 give a patience from 10,000 steps down to 20 steps.
+    # The exchange rates to try. From 0.1 to 50, they give a patience from 10,000 steps down to 20 steps.
     tried: ClassVar[dict[str, Any]] = {"exchange_rate": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)}
     keeps_bounds = True
 
@@ -232,7 +235,8 @@ class GuidedRule(Rule):
         exponent, clean = state.exponent, state.clean_steps + 1
         after_overflow = state.consecutive_overflows > 0
 
-        # Find the largest exponent without overflow that the gradients show, and whether they explain the overflows.
+        # Find log2 of the ceiling, the largest loss scale without overflow that the gradients show, and whether the
+        # gradients explain the overflows just before this step.
         shown = seen.max_safe_exponent + state.contradictions // CONTRADICTIONS_PER_BIT
         too_little = seen.gradient_known & (exponent > shown)
         contradictions = minimum(state.contradictions + int32(too_little), MOST_CONTRADICTIONS)
@@ -245,10 +249,12 @@ class GuidedRule(Rule):
         limited = base + 1 - limit
         bound = exponent == limited
 
-        # Compute the next histogram, low and level. They are used below only if the largest gradient is known.
+        # Compute the next overflow histogram, ``low`` and ``level``. The results are used below only if the largest
+        # gradient is known.
         bits = float32(shown) + NEARLY_ZERO
         middle = float32(base)
-        # If ``low`` is below ``base``, bins are counted from ``low``: a step that only continues a fall is no surprise.
+        # If ``low`` is below ``base``, count the bins of the histogram from ``low``: a ceiling that only continues to
+        # fall is no surprise.
         below_base = [float(index - 1) for index in range(NUM_BINS)]
         overflowed = float32(minimum(middle, state.low) - below_base > bits)
         rate, weight = state.overflow_rate, state.weight
@@ -259,7 +265,8 @@ class GuidedRule(Rule):
         mean, lowest_level = state.level + (bits - state.level) * LEVEL_SHARE, low - CLIMB
         level = maximum(mean, lowest_level)
         low, level = where(careful, bits - CAREFUL, low), where(careful, bits - CAREFUL, level)
-        # The histogram leaves out steps after an overflow: a low ceiling there is no surprise.
+        # The overflow histogram leaves out each step just after an overflow, because a low ceiling in such a step is no
+        # surprise.
         moved = state.replace(
             overflow_rate=where(after_overflow, rate, moved_rate),
             weight=where(after_overflow, weight, moved_weight),
@@ -270,9 +277,10 @@ class GuidedRule(Rule):
             seen.gradient_known, int32(minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))), base
         )
 
-        # The limit moves with base, or stays at its anchor. A fall (an unexplained overflow) lowers the limit, and a
-        # trial raises it by a bit. An explained overflow raises the limit by a bit, too, because it delays the trial.
-        # ``limit`` is in bits below base + 1; there is no limit if ``limit`` is 0 or negative.
+        # The limit of the loss scale moves with ``base``, or stays at its anchor. A fall (an unexplained overflow)
+        # lowers the limit, and a trial raises the limit by a bit. An explained overflow raises the limit by a bit, too,
+        # because it delays the trial. ``limit`` is in bits below base + 1; there is no limit if ``limit`` is 0 or
+        # negative.
         is_tried, anchored = abs(state.trial) == 1, state.trial < 0
         unusual = seen.gradient_known & ((lowest_level >= mean + PULLED) | (bits - state.level <= -BELOW))
         unchanged = where(unusual, MOVING, state.trial)
@@ -285,12 +293,13 @@ class GuidedRule(Rule):
         limit = where(fall, first_below, limit - int32(higher | careful))
         contradictions = where(fall, 0, contradictions)
 
-        # A fall outside of a trial shows that the limit had the wrong kind: a moving limit gets an anchor, and an
-        # anchored limit becomes a moving limit.
+        # A fall (an unexplained overflow) outside of a trial shows that the limit had the wrong kind: a moving limit
+        # gets an anchor, and an anchored limit becomes a moving limit.
         tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
         trial = where(fall, where(anchored == is_tried, ANCHORED, MOVING), where(higher, tried, unchanged))
 
-        # Choose the cheapest bin, and keep the scale within the limit and the bounds.
+        # Choose the cheapest bin of the overflow histogram, and keep the loss scale within the limit and the bounds of
+        # the rule.
         state = where(seen.gradient_known, moved, state)
         cheapest = argmin(state.overflow_rate * self.patience + [float(index) for index in range(NUM_BINS)])
         cheapest = where(unseen, where(seen.gradient_known, cheapest, NOTHING_SHOWN), cheapest)
@@ -304,14 +313,14 @@ class GuidedRule(Rule):
             trial=trial,
             clean_steps=where(starts_anew, 0, clean),
             contradictions=contradictions,
-            # If the next step overflows, this is the exponent of the scale at the first overflow in a row.
+            # If the next step is the first overflow in a row, it has this exponent of the loss scale.
             first_exponent=following,
         )
         return where(seen.overflow, state, applied).replace(exponent=following)
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (
-            # Until a step has a known largest gradient, the histogram keeps its initial rates.
+            # Until a step has a known largest gradient, the overflow histogram keeps its initial rates.
             (values["low"] != UNSEEN or tuple(values["overflow_rate"]) == _PRIOR_RATES)
             and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
             and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0
@@ -326,8 +335,8 @@ class GuidedRule(Rule):
         return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        # The checkpoint may be from a rule with another exchange rate, so move its window and weight within the limits
-        # of the present rate.
+        # The checkpoint may come from a guided rule with another exchange rate. Move the scale window and the histogram
+        # weight of the checkpoint into the limits of the present exchange rate.
         limits: dict[str, tuple[float, float]] = {
             "scale_window": (self.smallest_window, self.largest_window),
             "weight": (min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1))), 1.0),

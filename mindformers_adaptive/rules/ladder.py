@@ -6,11 +6,12 @@ from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "window_ladder"]
 
-# MindFormers' documentation of adaptive loss scaling gives windows of 20 to 1000 steps.
+# MindFormers' documentation of adaptive loss scaling gives scale windows of 20 to 1000 steps.
 DEFAULT_MAX_SCALE_WINDOW = 1000
 DEFAULT_MIN_SCALE_WINDOW = 20
 
-# Windows above 100 are followed downwards by multiples of 100. After 100 comes 50, and then finer steps.
+# Down the ladder of scale windows, multiples of 100 follow a window above 100. After 100 comes 50, and then finer
+# steps.
 _COARSE_STEP = 100
 _FIRST_FINE_WINDOW = 50
 

@@ -1,4 +1,4 @@
-"""Run rules in NumPy, one run or thousands side by side. Each run is a *lane*: one index of the arrays' last axis."""
+"""Run loss-scaling rules in NumPy, thousands side by side. Each run is a *lane*: one index of the arrays' last axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ONE = np.int32(1)
 
 
 class Lanes:
-    """Runs, side by side, of rules whose steps have the same operations with different constants.
+    """Side-by-side runs of rules whose steps have the same operations and may differ in constants.
 
     Args:
         rules (Sequence[Rule]): the rule of each lane; all of one class, with equal ``rule.traced.shape``.
@@ -49,7 +49,7 @@ class Lanes:
         self._told: set[str] = set()
 
     def _arrays(self, states: Sequence[Any]) -> dict[str, NDArray[Any]]:
-        """Return states as one array per field; the last axis of each array has the lanes."""
+        """Return the states of rules as one array per field; its last axis has one index per lane (run)."""
         rows = [state._asdict() for state in states]
         arrays = {field.name: np.array([field.value_in(row) for row in rows], field.dtype).T for field in self._fields}
         clean = ("clean_steps",) if self._rule.counts_clean_steps else ()
@@ -58,7 +58,7 @@ class Lanes:
         return {**arrays, "loss_scale": np.array([row["loss_scale"] for row in rows], np.float32)}
 
     def put(self, states: Sequence[Any], places: NDArray[np.int64]) -> None:
-        """Replace the states of the lanes at ``places``."""
+        """Replace the rule states of the lanes (runs) with the indices ``places``."""
         for name, array in self._arrays(states).items():
             whole = self._values[name] = self._values[name].copy()
             whole[..., places] = array
@@ -77,11 +77,11 @@ class Lanes:
         return window if window.ndim == 1 else window[part]
 
     def watching(self) -> Any:
-        """Return a context in which NumPy does not warn, but this object warns of subnormal numbers."""
+        """Return a context manager that turns off the warnings of NumPy, and warns of subnormal numbers instead."""
         return np.errstate(all="ignore", under="call", call=self._notice)
 
     def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Take a step in every lane.
+        """Take a step of the rule in every lane (run).
 
         Args:
             overflow (NDArray): whether the step of each lane overflowed, bool of shape (lanes,).
@@ -91,22 +91,23 @@ class Lanes:
             self.advance(overflow, largest_gradient)
 
     def advance(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Take a step in every lane as :meth:`step` does; the caller has entered the context of :meth:`watching`."""
+        """Do the same as :meth:`step`, but without the context of :meth:`watching`, which the caller has entered."""
         values = self._values
         values["overflow"] = overflow
         if self._shows:
-            # The step takes float32 numbers. A gradient below the smallest normal number becomes 0.
+            # The step function takes float32 numbers. A gradient below the smallest normal float32 number becomes 0.
             gradient = np.asarray(largest_gradient)
             tiny = np.abs(gradient) < SMALLEST_FLOAT32
             values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
         after = self._step.function(self._count, *map(values.__getitem__, self._step.inputs))
         values.update(zip(self._step.outputs, after, strict=True))
-        # Do not change the array in place: the step may have returned the same array as the value of a field.
+        # Do not change the counter arrays in place: the step function may have returned the same arrays as values of
+        # fields.
         values["skipped_steps"] = values["skipped_steps"] + overflow
         values["consecutive_overflows"] = (values["consecutive_overflows"] + _ONE) * overflow
 
     def states(self, places: NDArray[np.int64] | None = None) -> list[Any]:
-        """Return the states of the lanes at ``places``, or of all lanes, as the NamedTuples of the rule."""
+        """Return the rule states of the lanes (runs) with the indices ``places``, or of all lanes, as NamedTuples."""
         columns, lanes = {}, slice(None) if places is None else places
         for name in ("loss_scale", "skipped_steps", "consecutive_overflows", "clean_steps"):
             if name in self._values:
@@ -125,8 +126,9 @@ class Lanes:
         if kind not in self._told:
             self._told.add(kind)
             warnings.warn(
-                f"The rule {self._rule.name!r} has computed a number nearer to 0 than 2^-126. Some devices take it for "
-                "0, so that its steps can differ there. Keep such numbers above a larger one, by maximum(...).",
+                f"The rule {self._rule.name!r} computed a subnormal number (below 2^-126). Some devices flush such "
+                "numbers to 0, so the rule could behave differently there. Clamp the value from below, for example by "
+                "maximum(x, 2.0**-100).",
                 stacklevel=4,
             )
 
@@ -138,7 +140,7 @@ def _step_of(rules: Sequence[Any]) -> NumpyStep:
     if any(rule is not first for rule in rules):
         shape = steps[0].shape
         if any(step.shape != shape for step in steps):
-            raise ValueError("'rules' must have equal traced.shape. Group them by it, as sweep() does.")
+            raise ValueError("'rules' must have equal traced.shape. Group the rules by it, as sweep() does.")
         return lower_to_numpy(first.name, steps, is_watched)
     # Keep the generated function, because each call of Rule.step() creates Lanes for the same rule.
     if "_single" not in vars(first):

@@ -17,8 +17,8 @@ from mindformers_adaptive.text.nearest import did_you_mean
 
 __all__ = ["scale_sense_from_megatron"]
 
-# An unknown argument that is at least this similar to an argument below counts as a misspelling. Megatron-LM's other
-# arguments are less similar.
+# An unknown argument counts as a misspelling if it is at least this similar to a loss-scaling argument of Megatron-LM.
+# Megatron-LM's other arguments are less similar to the loss-scaling arguments.
 _MISSPELLED = 0.85
 
 
@@ -115,13 +115,13 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
     for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
         parser.add_argument(flag, action="store_true")
-    # The defaults are as in Megatron-LM's megatron/arguments.py.
+    # The loss-scaling arguments have the defaults of Megatron-LM's megatron/arguments.py.
     parser.add_argument("--loss-scale", type=float)
     parser.add_argument("--initial-loss-scale", type=float, default=2.0**32)
     parser.add_argument("--min-loss-scale", type=float, default=1.0)
     parser.add_argument("--loss-scale-window", type=float, default=1000.0)
     parser.add_argument("--hysteresis", type=int, default=2)
-    # The defaults of the factors are the values that Megatron-LM's get_megatron_optimizer() passes.
+    # The growth and backoff factors have as defaults the values that Megatron-LM's get_megatron_optimizer() passes.
     parser.add_argument("--growth-factor", type=float, default=2.0)
     parser.add_argument("--backoff-factor", type=float, default=0.5)
     options, unknown = parser.parse_known_args(words)

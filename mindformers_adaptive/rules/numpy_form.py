@@ -1,4 +1,4 @@
-"""Generate one NumPy function without branches from the steps of rules, for one run or thousands side by side."""
+"""Generate one branch-free NumPy function from the steps of loss-scaling rules, for many runs side by side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAKES_SUBNORMALS = frozenset({"add", "sub", "mul", "div"})
 
 
 class NumpyStep(NamedTuple):
-    """A NumPy function generated from the steps of rules.
+    """A NumPy function generated from the steps of loss-scaling rules.
 
     Attributes:
         function (Callable): takes the number of lanes, and arrays with the lanes as their last axis; returns a tuple of
@@ -73,13 +73,13 @@ def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = Fa
 
 
 def _result(value: Value, variable: str) -> str:
-    """Return the expression of a result with one number per lane; repeat a result that depends on no input."""
+    """Return an expression that gives a result for every lane (run); repeat a result that depends on no input."""
     has_inputs = any(taken.op == "input" for taken in needed_by([value]))
     return variable if has_inputs else f"in_all_lanes({variable}, lanes)"
 
 
 def _watched(results: Iterable[Value]) -> list[Value]:
-    """Return the values that may be subnormal, except values used only in maximum() with a constant >= 2^-126."""
+    """Return the values of a step that may be subnormal, except if used only in maximum() with a constant >= 2^-126."""
     results = list(results)
     taken = {value.position for value in results}
     for value in needed_by(results):

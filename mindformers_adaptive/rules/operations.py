@@ -1,9 +1,9 @@
-"""The operations of a step, each as a NumPy and a MindSpore expression; only here can the two forms of a step differ.
+"""The operations that a rule's step may use, each as a NumPy expression and as a MindSpore expression.
 
-A row of ``OPERATIONS`` has both expressions. A guard restricts the row to some values, such as constants for which
-MindSpore's compiler would give another result than the plain expression. In NumPy, the last axis of each array has the
-lanes, one per run, and functions without a prefix are defined in this module. In MindSpore, names in capitals are
-Tensors of ``CONSTANTS``.
+A row of ``OPERATIONS`` has both expressions of an operation; the two forms of a step can differ only here. A guard
+restricts the row to some values, such as constants for which MindSpore's compiler would give another result than the
+plain expression. In NumPy, the last axis of each array has one index per lane (run), and functions without a prefix
+are defined in this module. In MindSpore, names in capitals are Tensors of ``CONSTANTS``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ __all__ += ["possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
 
-# The value of max_safe_exponent for a step that overflowed or has no usable gradient.
+# The value of max_safe_exponent for a step that overflowed or has no usable largest gradient.
 UNSHOWN = -1024
 
 # The smallest normal float32 number; and its bits, shifted left by one to drop the sign, minus 1.
 _TINY, _SMALLEST_BITS = np.float32(SMALLEST_FLOAT32), np.uint32(2**24 - 1)
 
-# Constants in expressions. The last two are the smallest and the largest float32 number that fit into int32.
+# Constants in the expressions of OPERATIONS. SMALLEST_AS_INT32 and LARGEST_AS_INT32 are the smallest and the largest
+# float32 number that fit into int32.
 ZERO, NONE, NAN, INF = np.float32(0), np.int32(0), np.float32(np.nan), np.float32(np.inf)
 SMALLEST_AS_INT32, LARGEST_AS_INT32 = np.float32(-(2.0**31)), np.float32(2.0**31 - 2.0**7)
 CONSTANTS = {"ZERO": ZERO, "NONE": NONE, "NAN": NAN, "INF": INF}
@@ -35,7 +36,7 @@ CONSTANTS |= {"SMALLEST_AS_INT32": SMALLEST_AS_INT32, "LARGEST_AS_INT32": LARGES
 
 
 def _constant(value: Any, position: int) -> Array | None:
-    """Return the array of the argument at ``position`` if the argument is a constant, else None."""
+    """Return the array of an operation's argument at ``position`` if this argument is a constant, else None."""
     argument = value.args[position]
     numbers: Array | None = argument.extra if argument.op == "constant" else None
     return numbers
@@ -77,7 +78,7 @@ def _powers(value: Any) -> Array:
 
 
 def _fits_at(value: Any) -> Array:
-    """Return the largest gradient without overflow at each exponent of the scale; last, the largest subnormal."""
+    """Return the largest gradient without overflow for each loss-scale exponent, then the largest subnormal float32."""
     largest = float(value.args[2].extra)
     fits = [min(largest * 2.0**-exponent, LARGEST_FLOAT32) for exponent in possible_exponents(largest)]
     return np.array([*fits, np.nextafter(_TINY, ZERO)], np.float32)
@@ -88,7 +89,7 @@ def _exponents(value: Any) -> Array:
 
 
 class Operation(NamedTuple):
-    """The expressions of an operation, with ``{0}``, ``{1}``, ... for its arguments.
+    """The NumPy and MindSpore expressions of an operation, with ``{0}``, ``{1}``, ... for its arguments.
 
     Attributes:
         numpy (str): the NumPy expression; it may use the functions of this module.
@@ -113,15 +114,17 @@ _NAN_PRODUCT = {
     "minus": lambda value: -np.where(np.isnan(value.args[1].extra), np.float32(2), value.args[1].extra),
 }
 
-# Rows by name. If several names begin with the same word, the first row whose guard holds is used.
+# Operations by name: each row has the expressions of one operation. If several names begin with the same word, the
+# first row whose guard holds is used.
 OPERATIONS = {
-    # MindSpore's compiler removes an addition of a number near 0. But -0.0 + 0.0 must become 0.0.
+    # MindSpore's compiler removes an addition of a number near 0. But the sum -0.0 + 0.0 must become 0.0.
     "add nearly zero": Operation("{0} + {1}", "{0} - {minus}", _has_nearly_zero, _MINUS),
     "add": _both("{0} + {1}"),
     "sub": _both("{0} - {1}"),
-    # The compiler treats a constant NaN, which can result from other constants, as 1.
+    # MindSpore's compiler treats a constant NaN, which can result from other constants, as 1.
     "mul by NaN": Operation("{0} * {1}", "ops.select({is_nan}, NAN, -{0} * {minus})", _has_nan, _NAN_PRODUCT),
-    # The compiler multiplies two constants first, which can change the last bit. Negating both factors prevents this.
+    # MindSpore's compiler turns (x * c1) * c2 into x * (c1 * c2), which can change the last bit. Negating both factors
+    # prevents this change.
     "mul again": Operation("{0} * {1}", "-{0} * {minus}", _is_product_of_product, _MINUS),
     "mul": _both("{0} * {1}"),
     "div by a constant": _both("{0} / {1}", _is_known_divisor),
@@ -130,7 +133,7 @@ OPERATIONS = {
     "floordiv": Operation("{0} // {1}", "ops.select(ops.equal({1}, NONE), NONE, {0} // {1})"),
     "neg": _both("-{0}"),
     "abs": Operation("np.absolute({0})", "ops.abs({0})"),
-    # The compiler removes a minimum with a number of 2^127 or more, so inf would stay inf.
+    # MindSpore's compiler removes a minimum with a number of 2^127 or more, so an inf would stay inf.
     "minimum with an end": Operation(
         "np.where({0} < {1}, {0}, {1})",
         "ops.select(ops.less({0}, {1}), {0}, {1})",
@@ -168,7 +171,7 @@ OPERATIONS = {
         "ops.gather({0}, ops.minimum(ops.maximum({1}, NONE), {last}), 0)",
         constants={"last": lambda value: np.int32(value.args[0].shape[0] - 1)},
     ),
-    # Sum the flags in float32, because Ascend sums float32. The sum is exact up to 2**24 flags.
+    # Count the true flags by a sum in float32, because Ascend sums float32. The sum is exact up to 2**24 flags.
     "count": Operation(
         "np.count_nonzero({0}, axis=0).astype(np.int32)",
         "ops.cast(reduce_sum(ops.cast({0}, mstype.float32)), mstype.int32)",
@@ -186,7 +189,8 @@ OPERATIONS = {
             "highest": lambda value: value.extra[1] + np.array(value.extra[0].shape[:-1], np.int32) - 1,
         },
     ),
-    # Operations that only this package uses: log2 of a power of two, its inverse, and the largest safe exponent.
+    # Operations that a user's rule cannot call: log2 of a power of two, the power of two for an exponent, and the
+    # exponent of the largest power-of-two loss scale without overflow.
     "exponent": Operation(
         "np.frexp({0})[1].astype(np.int32) - np.int32(1)",
         "{below} + ops.cast(reduce_sum(ops.cast(ops.less_equal({powers}, {0}), mstype.float32)), mstype.int32)",
@@ -213,7 +217,7 @@ _UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_expon
 
 
 def operation_of(values: Sequence[Any]) -> Operation:
-    """Return the first row whose guard holds for all ``values``, which are one value in the traces of several rules."""
+    """Return the first row of OPERATIONS whose guard holds for all ``values``, one value in several traces."""
     rows = [OPERATIONS[name] for name in _ROWS[values[0].op]]
     return next(row for row in rows if row.guard is None or all(map(row.guard, values)))
 
@@ -221,7 +225,7 @@ def operation_of(values: Sequence[Any]) -> Operation:
 def fold(value: Any) -> Array | None:
     """Return the result of an operation on constants, computed in NumPy; None for any other operation.
 
-    The guards can then examine the result, and MindSpore's compiler cannot compute a different one.
+    The guards of OPERATIONS can then examine the result, and MindSpore's compiler cannot compute a different result.
     """
     if value.op in _UNFOLDED or any(argument.op != "constant" for argument in value.args):
         return None
@@ -239,7 +243,7 @@ def or_nan(divisor: Array) -> Array:
 
 
 def stacked(*parts: Array) -> Array:
-    """Return the parts stacked as a vector; each part has all lanes, or a single lane that is repeated for all."""
+    """Return the parts of a vector, stacked. Each part has one number per lane (run), or one number for all lanes."""
     joined, lanes = np.concatenate(parts), parts[0].shape[-1]
     if joined.size != len(parts) * lanes:
         return np.stack(np.broadcast_arrays(*parts))
@@ -247,7 +251,7 @@ def stacked(*parts: Array) -> Array:
 
 
 def taken(vector: Array, index: Array) -> Array:
-    """Return the elements of vectors at computed indices; an index beyond an end gives the element at that end."""
+    """Return one element of the vector of each lane (run), at ``index``; beyond an end, the element at that end."""
     places = np.clip(index, 0, len(vector) - 1)[np.newaxis]
     lanes = max(vector.shape[-1], places.shape[-1])
     vector = np.broadcast_to(vector, (len(vector), lanes))
@@ -291,13 +295,13 @@ def possible_exponents(largest: float) -> range:
 
 
 def shown(largest_gradient: Array, overflow: Array, largest: Array) -> Array:
-    """Return the exponents of :func:`safe_exponents`; ``UNSHOWN`` after an overflow or without a normal gradient."""
+    """Return the exponents of :func:`safe_exponents`; ``UNSHOWN`` on overflow or without a normal gradient."""
     known, exponents = safe_exponents(largest_gradient, largest)
     return np.where(known & ~overflow, exponents, np.int32(UNSHOWN))
 
 
 class Table:
-    """The tables of all lanes for a ``tabulate`` call, laid end to end; lanes that use the same table share it.
+    """The tables of all lanes (runs) for one call of ``tabulate``, end to end. Lanes can share the same table.
 
     Args:
         tables (Sequence[tuple[NDArray, NDArray]]): the table of each lane, or one for all lanes: the rows, with an axis
@@ -324,20 +328,21 @@ class Table:
 
 
 def merged(each: Array) -> Array:
-    """Return constants with the first axis, one index per rule, moved to the end; of length 1 if all rules agree."""
-    # Compare bits, because -0.0 is equal to 0.0.
+    """Return the constants of several rules, with the axis of rules moved to the end; length 1 if all are equal."""
+    # Compare the bits of the constants, because -0.0 is equal to 0.0.
     is_one = len({array.tobytes() for array in each}) == 1
     return np.ascontiguousarray(np.moveaxis(each[:1] if is_one else each, 0, -1))
 
 
 def in_all_lanes(array: Array, lanes: int) -> Array:
-    """Return an array with the last axis repeated to ``lanes``, if the array has one lane for all."""
+    """Return an array whose last axis has ``lanes`` elements; repeat the array if it has one element for all lanes."""
     return array if array.shape[-1] == lanes else np.broadcast_to(array, (*array.shape[:-1], lanes))
 
 
 def notice_subnormal(*computed: Array) -> None:
     """Signal an underflow in NumPy if a computed float32 number is subnormal: below 2^-126, but not 0."""
     bits = np.concatenate([array.ravel() for array in computed]).view(np.uint32) << 1
-    # Compare magnitudes. The subtraction wraps 0 around to the largest unsigned number.
+    # Compare the magnitudes of the numbers by their bits. Subtracting 1 wraps 0 around to the largest unsigned number,
+    # so that 0 does not count as subnormal.
     if (bits - np.uint32(1)).min() < _SMALLEST_BITS:
         np.multiply(_TINY, _TINY)

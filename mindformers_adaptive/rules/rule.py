@@ -28,7 +28,8 @@ class _CheckedOnCreation(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         rule = super().__call__(*args, **kwargs)
-        # The step is traced only once. A list that changes afterwards would contradict the trace, so freeze lists.
+        # A rule's step is traced only once, when the rule is created. A list that changes afterwards would contradict
+        # the trace, so freeze lists.
         vars(rule).update({name: _frozen(value) for name, value in vars(rule).items()})
         check_description(rule)
         _ = rule.traced
@@ -36,7 +37,7 @@ class _CheckedOnCreation(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """inspect.Signature: the signature of the constructor, which __call__() would hide."""
+        """inspect.Signature: the signature of the rule's constructor, which __call__() of the metaclass would hide."""
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         return inspect.Signature(list(parameters.values())[1:])
 
@@ -50,20 +51,20 @@ class Rule(metaclass=_CheckedOnCreation):
     cannot change: a list becomes a tuple, a set a frozenset, and a dict or an array a copy that is read only.
 
     Attributes:
-        name (str): of the policy, and of the kind of state in a checkpoint.
-        title (str): what messages call it. Default: "loss scaling".
-        state (Mapping): what it remembers from step to step, beside the loss scale: ``int32``, ``float32``,
-            ``float32[8]`` for a vector of 8, or a dict of names for a vector with named parts.
+        name (str): the name of the rule, in policies and checkpoints.
+        title (str): the name of the rule in messages. Default: "loss scaling".
+        state (Mapping): the values that the rule keeps from step to step, besides the loss scale: ``int32``,
+            ``float32``, ``float32[8]`` for a vector of 8, or a dict of names for a vector with named parts.
         needs_gradients (bool): whether it needs the largest gradient of each step beside the overflow flag. Default:
             False.
-        recorded (tuple[str, ...]): what of the state stands in the record of each step.
+        recorded (tuple[str, ...]): the names of the state values that the record of each step has.
         tried (Mapping[str, Sequence]): for some arguments, the values that ``tune`` tries.
         moves_by_one_factor (bool): whether the scale falls at overflows only and rises at applied steps only, by one
             factor at a time, so that the scales in a log tell which steps were skipped. Default: False.
 
     Args:
         min_loss_scale (float): the floor of the loss scale, above 0. Default: 1.0, MindSpore's.
-        max_loss_scale (float, optional): its upper bound. Default: None, the largest finite float32.
+        max_loss_scale (float, optional): the upper bound of the loss scale. Default: None, the largest finite float32.
         gradient_format (Union[str, Mapping, Format]): the format of the gradients, for ``seen.max_safe_exponent``; as
             :func:`~mindformers_adaptive.rules.formats.find_format` takes it. Default: "float16".
 
@@ -92,22 +93,24 @@ class Rule(metaclass=_CheckedOnCreation):
     tried: ClassVar[Mapping[str, Sequence[Any]]] = {}
     moves_by_one_factor: bool = False
 
-    # Only the rules of this package set the following attributes. The type of the update cell in a YAML file:
+    # Only the rules of this package set the attributes from here on. First the ``type`` of the update cell in a YAML
+    # file.
     cell: ClassVar[str] = "RuleLossScaleUpdateCell"
-    # Names of Parameters by field, where the name is not "<rule>_<field>".
+    # Parameter names by field, for fields whose Parameter is not named "<rule>_<field>".
     parameter_names: ClassVar[Mapping[str, str]] = {}
-    # Fields that are constant with the arguments of this rule, and therefore need no Parameter.
+    # Values of fields that are constant with the arguments of this rule, and therefore need no Parameter in the update
+    # cell.
     fixed_state: Mapping[str, int] = {}
-    # Arguments of start() besides the loss scale.
+    # Arguments of start() besides the initial loss scale.
     start_arguments: ClassVar[tuple[str, ...]] = ()
-    # Arguments that a YAML section always shows.
+    # Arguments that a YAML section for this rule always shows, even with default values.
     usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
     # Whether the state has clean_steps, the number of steps since the last overflow or raise. The update cell stores
-    # them as the difference of its step counters.
+    # this number as the difference of two step counters.
     counts_clean_steps: ClassVar[bool] = False
-    # Fields that a checkpoint must have to contain a state of this rule; None means all fields.
+    # Fields that a checkpoint must have to contain a state of this rule; None means all fields of the rule.
     identifying_fields: ClassVar[tuple[str, ...] | None] = None
-    # Whether the loss scale that next_state() returns is always within the bounds.
+    # Whether the loss scale that next_state() returns always lies between min_loss_scale and max_loss_scale.
     keeps_bounds: ClassVar[bool] = False
 
     def __init__(
@@ -138,7 +141,7 @@ class Rule(metaclass=_CheckedOnCreation):
         return math.frexp(self.max_loss_scale)[1] - 1
 
     def first_state(self, loss_scale: float) -> Mapping[str, Any]:
-        """Return the state before the first step; a subclass may have another one.
+        """Return the state before the first step. A subclass may override this method.
 
         Args:
             loss_scale (float): the initial scale; a power of two where the rule moves the exponent.
@@ -149,7 +152,7 @@ class Rule(metaclass=_CheckedOnCreation):
         return {}
 
     def next_state(self, state: Any, seen: Any) -> Any:
-        """Return the state after a step: what a subclass has to define.
+        """Return the state after a step. Every subclass must define this method.
 
         Args:
             state (State): before the step: the state by its names; ``loss_scale``, float32, or ``exponent``, int32,
@@ -166,7 +169,7 @@ class Rule(metaclass=_CheckedOnCreation):
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         """Return why this rule cannot go on from a restored state, or None if it can; a subclass may check its fields.
 
-        Only what comes from a checkpoint or from ``load_state_dict()`` is asked about, never what training has left.
+        Called only for a state from a checkpoint or ``load_state_dict()``, never for one that training left.
 
         Args:
             values (Mapping[str, Any]): as ``state()`` of the update cell returns it; all numbers are finite that are
@@ -178,7 +181,7 @@ class Rule(metaclass=_CheckedOnCreation):
         return None
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        """Change what does not fit the arguments of this rule in a restored state, and return a sentence for each.
+        """Adapt a restored state to the arguments of this rule, and return a sentence for each change.
 
         A subclass may fit its own fields, such as a window that was longer before.
 
@@ -234,8 +237,8 @@ class Rule(metaclass=_CheckedOnCreation):
                 )
         if first_values:
             raise ValueError(
-                f"The first state of the rule {self.name!r} has {', '.join(map(repr, first_values))}, and its state is "
-                f"{', '.join(values) or 'empty'}. Correct one of the two."
+                f"The first state of the rule {self.name!r} has {', '.join(map(repr, first_values))}, but the state of "
+                f"the rule declares {', '.join(values) or 'nothing'}. Correct one of the two."
             )
         return self.State(**{**dict.fromkeys(self.State._fields, 0), **values, "loss_scale": power})
 
@@ -296,7 +299,7 @@ class Rule(metaclass=_CheckedOnCreation):
         return {name: getattr(self, name) for name in arguments_of(type(self))}
 
     def nearest_scale(self, loss_scale: float) -> float:
-        """Return a scale within the bounds as the rule can have it.
+        """Return the loss scale, rounded to a value within the bounds that the rule can use.
 
         Args:
             loss_scale (float): within the bounds.
@@ -313,8 +316,8 @@ class Rule(metaclass=_CheckedOnCreation):
             raise refused(f"assigns self.{name}. Keep in the state what the next step needs")
         if "traced" in vars(self):
             raise AttributeError(
-                f"The rule {self.name!r} is made already, and its step has the present {name!r}. Make another rule "
-                "with the new value."
+                f"The rule {self.name!r} cannot change its {name!r} after it is created. Make another rule with the "
+                "new value."
             )
         if name in OF_EVERY_RULE:
             raise ValueError(f"The rule {self.name!r} assigns self.{name}, a name that is taken. Choose another one.")
@@ -330,7 +333,7 @@ class Rule(metaclass=_CheckedOnCreation):
 
 @functools.cache
 def _state_class(name: str, fields: tuple[str, ...]) -> Any:
-    """Return a NamedTuple class whose instances can be pickled, although no module contains the class."""
+    """Return a NamedTuple class for states of a rule. The states can be pickled, although no module has the class."""
 
     def reduce(state: Any) -> tuple[Any, ...]:
         return _state_of, (name, fields, *state)
@@ -356,7 +359,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _thawed(value: Any) -> Any:
-    """Return a value of :func:`_frozen` with plain dicts, because its read-only dicts cannot be pickled."""
+    """Return a value that :func:`_frozen` made, with plain dicts, because read-only dicts cannot be pickled."""
     if type(value) is tuple:
         return tuple(map(_thawed, value))
     return {key: _thawed(part) for key, part in value.items()} if type(value) is types.MappingProxyType else value

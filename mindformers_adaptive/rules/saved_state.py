@@ -1,4 +1,4 @@
-"""The state of a rule as update cells and checkpoints store it: conversion in both directions, and repair."""
+"""Convert the state of a loss-scaling rule to and from the values in update cells and checkpoints; repair values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ += ["own_keys", "repair", "repair_loss_scale", "to_values"]
 
 
 class Snapshot(NamedTuple):
-    """The contents of an update cell at one moment.
+    """The contents of a loss-scale update cell at one moment.
 
     Attributes:
         loss_scale (float, optional): the loss scale of the next step; None where the cell does not know it.
@@ -63,7 +63,7 @@ def own_keys(rule: Any) -> tuple[str, ...]:
 
 
 def to_values(rule: Any, state: Any, steps: int, last_event: int | None = None) -> dict[str, Any]:
-    """Return the values that the update cell of a rule holds after ``steps`` steps, for a state of the rule.
+    """Convert a state of a rule to the values that the rule's update cell holds after ``steps`` steps.
 
     Args:
         rule (Rule): the rule.
@@ -94,7 +94,7 @@ def to_values(rule: Any, state: Any, steps: int, last_event: int | None = None) 
 
 
 def from_values(rule: Any, loss_scale: float, values: Mapping[str, Any]) -> Any:
-    """Return the state of a rule for values of its update cell: the inverse of :func:`to_values`.
+    """Convert the values of an update cell to a state of the rule: the inverse of :func:`to_values`.
 
     Args:
         rule (Rule): the rule.
@@ -169,15 +169,17 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     }
     form, step = form_of(rule), now.values["cur_iter"]
     if abs(now.form) != form:
-        # The state has the form of another rule or version. Its scalar Parameters still have the names of their fields.
+        # The loaded state has the form of another rule or version. Its scalar Parameters are still named like their
+        # fields.
         return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
     if now.form != before.form or step < before.values["cur_iter"]:
         return rule_fields | steps
-    # The values come from steps of this rule, or from a checkpoint without a form: MindSpore's, MindFormers' or 1.0's.
+    # The values come from steps of this rule, or from a checkpoint without a form, saved by MindSpore, MindFormers or
+    # version 1.0 of this package.
     is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
     if changed & rule_fields:
-        # A checkpoint without a form has no Parameters of a user's rule. A wrong guess is harmless for a built-in rule:
-        # a state that the rule can reach is never repaired.
+        # A checkpoint without a form has no Parameters of a user's rule. For a built-in rule, wrongly taking values as
+        # loaded is harmless: a state that the rule can reach is never repaired.
         has_begun = before.form == form
         has_former_names = is_built_in or (rule.parameter_names and not may_have_stepped)
         may_be_loaded = has_former_names or is_other_run or (has_begun and not may_have_stepped)
@@ -185,7 +187,7 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
         return set()
     if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:
-        # A checkpoint of MindFormers' own cell may contain the same rule state as the initial one of this cell.
+        # A checkpoint of MindFormers' own cell may contain the same rule state as this cell has at the start.
         return set()
     has_moved = "last_overflow_iter" in changed or before.loss_scale != now.loss_scale
     return steps if is_other_run or (has_moved and "skipped_steps" not in changed) else set()
@@ -225,7 +227,8 @@ def repair(
         return repaired, _fit(rule, repaired, restored) + problems
     repaired |= {key: fresh[key] for key in (*own_keys(rule), "last_overflow_iter")}
     if last_step == 0 and own_fields.isdisjoint(restored or own_fields):
-        # The checkpoint is from another rule before its first step. No state is lost, so nothing is reported.
+        # The checkpoint was saved with another rule before the first training step. No state is lost, so nothing is
+        # reported.
         return repaired, problems
     return repaired, [f"{problem}: it starts afresh at loss scale {loss_scale:g}.", *problems]
 
@@ -233,7 +236,7 @@ def repair(
 def keep_within(
     values: dict[str, Any], field: Field, least: int, most: int, otherwise: int, meaning: str = ""
 ) -> list[str]:
-    """Replace a counter outside the range ``least`` to ``most``, and return a sentence if it was replaced."""
+    """Replace a restored counter outside ``least`` to ``most``, and return a list with a sentence about the change."""
     value = values[field.name]
     if least <= value <= most:
         return []
@@ -254,7 +257,7 @@ def _missing_state(rule: Any, values: Mapping[str, Any], restored: Collection[st
 
 
 def _unsound_state(rule: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> str | None:
-    # The first state of a rule may contain inf, such as for the smallest number so far.
+    # The first state of a rule may contain inf, such as in a field for the smallest number so far.
     if any((np.isfinite(fresh[key]) & ~np.isfinite(values[key])).any() for key in own_keys(rule)):
         return f"The checkpoint has a state of {rule.title} that is not finite"
     problem = _call(rule, "find_state_problem", values)
@@ -281,7 +284,7 @@ def _call(rule: Any, method: str, *arguments: Any) -> Any:
     except Exception as error:
         raise ValueError(
             f"The rule {rule.name!r} cannot judge a restored state, because {method}() raises {told(error, rule)}. "
-            "Correct it."
+            f"Correct {method}()."
         ) from error
 
 

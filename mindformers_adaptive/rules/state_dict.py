@@ -12,13 +12,14 @@ from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 __all__ = ["FORM", "FORMER_NAMES", "RUN", "RestoredState", "counters_of_megatron", "grad_scaler_in", "read_state"]
 __all__ += ["to_integer", "to_state_dict"]
 
-# Names in a checkpoint and in a state_dict(): the number of the run, and the form of the rule's state.
+# Names, in a checkpoint and in a state_dict(), of the run's number and of the form of the rule's state.
 RUN, FORM = "loss_scaling_run", "loss_scaling_form"
-# Names of the loss scale: in a state of Megatron-LM, in a checkpoint, and in the state of a loss scaler.
+# Names of the loss scale in a state of Megatron-LM, in a checkpoint, and in the state of a loss scaler, in this order.
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
 
-# Parameter names of MindFormers' own adaptive cell, mapped to field names. They are in use if two Parameters of a
-# training have the same name, as with a constant learning rate: MindSpore then names Parameters by their attributes.
+# Parameter names of MindFormers' own adaptive cell, mapped to field names. A checkpoint has these names if two
+# Parameters of the training have the same name, as with a constant learning rate: MindSpore then names each Parameter
+# by its attribute.
 FORMER_NAMES = {
     "window_up_count": "growth_num",
     "window_down_count": "down_num",
@@ -77,7 +78,7 @@ def grad_scaler_in(state_dict: Any) -> dict[str, Any] | None:
 
 
 def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
-    """Return the part of a cell's state that a rule can use. The cell may have had another rule.
+    """Return the part of a saved state that a rule can use. The state may come from a cell with another rule.
 
     Args:
         rule (Rule): the rule.
@@ -98,7 +99,8 @@ def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
     restored = {field.name for field in fields if all(key in values for key in field.keys)}
     needed = rule_fields if rule.identifying_fields is None else set(rule.identifying_fields)
     if not needed <= restored:
-        # The state lacks fields of this rule, so it may be another rule's, with the same names for other values.
+        # The state lacks fields of this rule, so it may belong to another rule that uses the same names for other
+        # values.
         values = {key: value for key, value in values.items() if key not in own_keys(rule)}
     return RestoredState(loss_scale, name, run, values, restored)
 
@@ -106,7 +108,8 @@ def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
 def _values_in(fields: Sequence[Field], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the given fields that a state contains, by their names in ``state()``."""
     values: dict[str, Any] = {}
-    # In a checkpoint, look for full Parameter names only: a Parameter of the network may have the name of a field.
+    # In a checkpoint, look for the full names of the update cell's Parameters only: a Parameter of the network may have
+    # the name of a field.
     if STEP_FIELDS[0].parameter in state and STEP_FIELDS[0].name not in state:
         state = _by_key(fields, state)
     names_of_fields = {key for field in fields for key in field.keys}
@@ -154,7 +157,7 @@ def _by_key(fields: Sequence[Field], parameters: Mapping[str, Any]) -> dict[str,
 
 
 def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counters that follow from Megatron-LM's trackers, by their names in ``state()``.
+    """Return the step counters that follow from the trackers of Megatron-LM's scaler, by their names in ``state()``.
 
     Args:
         rule (Rule): the rule.
@@ -191,7 +194,7 @@ def _require_dict(name: str, value: Any) -> dict[str, Any]:
 
 
 def to_integer(name: str, value: Any) -> int:
-    """Return a counter, a number or a tensor of one element, as an int; raise an error if it is not an int32."""
+    """Return a counter as an int, also from a tensor of one element; raise an error if the counter is not an int32."""
     number = to_number(value)
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise TypeError(f"'{name}' must be an integer, but got {value!r}. Give what state_dict() returned.")
@@ -208,11 +211,11 @@ def to_real(name: str, value: Any) -> float:
     try:
         return float(number)
     except OverflowError:
-        raise ValueError(f"'{name}' must be a number of float32. Give what state_dict() returned.") from None
+        raise ValueError(f"'{name}' must be a number within float32. Give what state_dict() returned.") from None
 
 
 def to_number(value: Any) -> Any:
-    """Return a tensor of one element, of whatever library, as its number, and anything else as it is."""
+    """Return the number in a one-element tensor of any library; return any other value unchanged."""
     try:
         return value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError):

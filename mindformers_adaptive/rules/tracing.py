@@ -1,4 +1,4 @@
-"""Trace the step of a rule: its arguments, its result, and the operations that the package adds to the step."""
+"""Trace the step of a loss-scaling rule: record the inputs, the operations and the results of the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTS = ("skipped_steps", "consecutive_overflows")
 
 
 class TracedStep(NamedTuple):
-    """What a step computes.
+    """The result of tracing the step of a rule.
 
     Attributes:
         outputs (Mapping[str, Value]): the values after the step: ``loss_scale``, the fields of the rule, and
@@ -34,7 +34,7 @@ class TracedStep(NamedTuple):
 
 
 class Seen:
-    """What a step observes: ``overflow`` and, if the rule needs gradients, three forms of the largest gradient."""
+    """What a rule sees of a training step: ``overflow`` and, if needed, the largest gradient in three forms."""
 
     def __init__(self, rule: Any) -> None:
         self.overflow = _input("overflow", "bool")
@@ -45,9 +45,9 @@ class Seen:
             raise AttributeError(name)
         shown = ("gradient_known", "largest_gradient", "max_safe_exponent")
         if name not in shown:
-            raise refused(f"takes {name!r}, but a step has only overflow, {', '.join(shown)}")
+            raise refused(f"reads {name!r}, but 'seen' has only overflow, {', '.join(shown)}")
         if not self._rule.needs_gradients:
-            raise refused(f"takes {name!r}. It needs needs_gradients = True")
+            raise refused(f"reads {name!r}. For that, set needs_gradients = True in the class")
         largest = _input("largest_gradient", "float32")
         of_format = constant(self._rule.gradient_format.largest, "float32")
         shown_exponent: Any = Value("max_safe_exponent", (largest, self.overflow, of_format), "int32", ())
@@ -58,14 +58,14 @@ class Seen:
         return derived[name]
 
     def __bool__(self, *_: object) -> bool:
-        raise refused("asks whether a step shows something. Use seen.overflow or seen.gradient_known")
+        raise refused("compares 'seen', or uses it as a condition. Use seen.overflow or seen.gradient_known")
 
     __eq__ = __ne__ = __bool__
     __hash__ = object.__hash__
 
     def __setattr__(self, name: str, value: object) -> None:
         if name != "overflow" or name in vars(self):
-            raise refused(f"assigns {name!r} to what the step shows. Use a variable of its own")
+            raise refused(f"sets {name!r} in 'seen', which cannot change. Use a variable of your own")
         super().__setattr__(name, value)
 
 
@@ -79,8 +79,9 @@ def trace_step(rule: Any) -> TracedStep:
         ValueError: if the step does something that cannot be computed in the same way everywhere, or raises an error.
     """
     traced = _traced_once(rule, {})
-    # A step that also depends on the time or on random numbers would be frozen as in this call. Call it again to find
-    # out. The rules of this package depend on their arguments only; skip them, because many are created.
+    # Tracing freezes the step as in this call, even if the step depends on the time or on random numbers. Call a user's
+    # step again to find such a dependence. The rules of this package depend on their arguments only, and many are
+    # created, so do not call their steps again.
     if not is_of_this_package(type(rule)):
         again = _traced_once(rule, {})
         if (again.shape, again.trace.numbers) != (traced.shape, traced.trace.numbers):
@@ -89,7 +90,7 @@ def trace_step(rule: Any) -> TracedStep:
 
 
 def trace_for_cell(rule: Any) -> TracedStep:
-    """Return the traced step with constants for the fields that cannot change with the arguments of this rule."""
+    """Return the step traced for the update cell: fields that never change with this rule's arguments are constants."""
     return _traced_once(rule, rule.fixed_state) if rule.fixed_state else rule.traced
 
 
@@ -156,7 +157,7 @@ def _input(name: str, dtype: str, shape: tuple[int, ...] = ()) -> Any:
 
 
 def _state_before(rule: Any, constants: Mapping[str, int]) -> tuple[dict[str, Value], dict[str, tuple[str, ...]]]:
-    """Return the values of the state by name, and for each field the names of its parts."""
+    """Return by name the traced values of the state before a step, and the names of the parts of each field."""
     loss_scale = _input("loss_scale", "float32")
     exponent = Value("exponent", (loss_scale, *_bounds(rule)), "int32", ())
     before: dict[str, Value]
@@ -182,7 +183,7 @@ def _bounds(rule: Any) -> tuple[Value, Value]:
 
 
 def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Value], moves_by_bits: bool) -> Any:
-    """Return the loss scale for the next step, within its bounds."""
+    """Return the loss scale for the next step, within the rule's bounds."""
     if moves_by_bits:
         exponent, (lowest, highest) = after["exponent"], _bounds(rule)
         if not _keeps_bounds(rule):
@@ -216,7 +217,7 @@ def told(error: BaseException, rule: Any) -> str:
 
 
 def _place_of(error: BaseException, rule: Any) -> str:
-    """Return the innermost traceback line in the rule's own file, or else in code that it called, for a message."""
+    """Return for a message the innermost traceback line in the rule's file, or else in code that the rule called."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     code = getattr(rule.next_state, "__code__", None)
     own_lines = [frame_line for frame_line in lines if code is not None and frame_line[0] == code.co_filename]

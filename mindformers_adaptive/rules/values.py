@@ -1,4 +1,4 @@
-"""The typed values that a rule's next_state() computes with, and the operations on them that are rejected.
+"""The typed values with which a rule's next_state() computes. Some operations on these values are rejected.
 
 When a rule is created, its step is called with values that record each operation on them, as JAX traces a function. A
 value has a dtype (bool, int32 or float32) and a shape, () or (n,). A Python number takes the dtype of the value that it
@@ -35,7 +35,7 @@ _LIBRARIES = (*(f"{_INSTALLED}{name}{os.sep}" for name in ("numpy", "mindspore",
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
-# The largest number of values in a step. MindSpore compiles this many in about 20 seconds; the time grows as n^2.
+# The largest number of values in a rule's step. MindSpore compiles so many in about 20 seconds; the time grows as n^2.
 _MOST_VALUES = 2**11
 
 
@@ -47,9 +47,9 @@ def refused(problem: str) -> RuleError:
     """Return the error for the step that is being traced; ``problem`` completes "The step of the rule ..."."""
     trace = _present.trace
     if trace is None:
-        return RuleError(f"A value works within next_state only: this {problem}{_place()}")
+        return RuleError(f"Values of a step work only inside next_state, but this code {problem}{_place()}")
     error = RuleError(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
-    # Keep the error, because the rule may catch it.
+    # Keep the first error in the trace, because the rule may catch the error.
     trace.problem = trace.problem or error
     return error
 
@@ -74,7 +74,7 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if _present.trace is not None:
-            raise refused("makes or runs a rule. Do so in the constructor, and call its next_state")
+            raise refused("creates a rule or calls its step(). Create a rule in the constructor, and call next_state()")
         _present.trace = self
         return self
 
@@ -119,7 +119,7 @@ class Value:
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
         trace = _present.trace
         if trace is None:
-            raise refused(f"makes a value by {op!r}. Elsewhere write a number; in a state float32[8] is a vector of 8")
+            raise refused(f"creates a value by {op!r}. Write a plain number; in a state, float32[8] is a vector of 8")
         if len(trace.values) >= _MOST_VALUES:
             raise refused(
                 f"records more than {_MOST_VALUES} operations, and MindSpore would compile them for minutes. Compute "
@@ -130,13 +130,13 @@ class Value:
         trace.values.append(self)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise refused(f"assigns {name!r} to a value. Compute another one")
+        raise refused(f"sets the attribute {name!r} of a value, which cannot change. Compute a new value instead")
 
     def __getattr__(self, name: str) -> Any:
         # Python, NumPy and MindSpore probe objects for names with underscores and expect an AttributeError.
         if name.startswith("_"):
             raise AttributeError(name)
-        raise refused(f"takes {name!r} of a value. {_INSTEAD}")
+        raise refused(f"uses the attribute {name!r}, which a value does not have. {_INSTEAD}")
 
     def __copy__(self) -> Value:
         return self
@@ -146,16 +146,16 @@ class Value:
 
     def __getitem__(self, index: Any) -> Value:
         if not self.shape:
-            raise refused("takes an element of what is a number. Only a vector has elements")
+            raise refused("indexes a number. Only a vector has elements")
         if isinstance(index, Value):
-            raise refused("has a computed index. Use take(vector, index)")
+            raise refused("indexes a vector by a computed value. Use take(vector, index) instead")
         if isinstance(index, (bool, np.bool_)) or not isinstance(index, (int, np.integer)):
-            raise refused(f"has the index {index!r}, which is no integer. Take several by stack([v[0], v[1]])")
+            raise refused(f"uses the index {index!r}, which is no integer. For more elements use stack([v[0], v[1]])")
         index = int(index)
         if not -self.shape[0] <= index < self.shape[0]:
-            raise refused(f"takes the element {index} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
+            raise refused(f"uses index {index} of a vector of length {self.shape[0]}. Use 0 to {self.shape[0] - 1}")
         if self.op == "stack":
-            # MindSpore's compiler simplifies this too, and would return an input itself instead of a copy.
+            # MindSpore's compiler simplifies stack()[i] too, and would return an input itself instead of a copy.
             element: Value = own(self).args[index % self.shape[0]]
             return element
         return computed("element", (own(self),), self.dtype, (), index % self.shape[0])
@@ -165,7 +165,7 @@ class Value:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise refused("takes apart what is a number. Only a vector has elements, as a field of float32[3]")
+            raise refused("uses a number as a vector. Only a vector has elements, such as a field of float32[3]")
         return self.shape[0]
 
     def __ne__(self, other: object) -> Value:  # type: ignore[override]
@@ -226,16 +226,16 @@ for _name, _op in {"gt": "less", "ge": "less_equal"}.items():
 for _name, _op in {"invert": "not", "neg": "neg", "abs": "abs"}.items():
     setattr(Value, f"__{_name}__", lambda self, _op=_op: unary(_op, self))
 for _name, _problem in {
-    "bool": "has an 'if', 'and', 'or', 'not' or 'while' on a value, or compares three at once. Use "
-    "where(condition, a, b), & | and ~, or minimum and maximum",
-    "xor": "has '^'. Compare flags by != in its place",
+    "bool": "has an 'if', 'and', 'or', 'not' or 'while' on a value, or a comparison such as a < b < c. "
+    "Use where(condition, a, b), & | and ~, or minimum and maximum",
+    "xor": "has '^'. Compare flags by != instead",
     "mod": "has '%', whose last bit depends on the device. Use a - a // b * b of integers",
     "pow": "has '**' with a value, whose last bit depends on the device. Use products",
     "matmul": "has '@'. Use products",
-    "lshift": "shifts bits. Multiply in its place",
-    "rshift": "shifts bits. Divide by // in its place",
+    "lshift": "shifts bits. Multiply instead",
+    "rshift": "shifts bits. Divide by // instead",
     "divmod": f"calls divmod. {_INSTEAD}",
-    "float": f"needs the number of a value, which is known in training only. {_INSTEAD}",
+    "float": f"needs a value as a Python number, which is known only in training. {_INSTEAD}",
     "round": f"calls round. {_INSTEAD}",
     "hash": "looks a value up in a set or a dict. Compare it by ==, or use tabulate",
     "setitem": "assigns an element of a vector. Make another vector by stack([...])",
@@ -259,13 +259,13 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
 
 
 def constant(number: Any, dtype: str | None) -> Value:
-    """Return a number or vector of Python or NumPy as a constant; None means the dtype that its elements have."""
+    """Return a Python or NumPy number or vector as a constant. Without ``dtype``, the elements decide the dtype."""
     if isinstance(number, np.ndarray) and number.ndim == 1:
         number = number.tolist()
     is_vector = isinstance(number, (list, tuple))
     numbers = [number_of(element) for element in (number if is_vector else [number])]
     if not numbers:
-        raise refused("has an empty vector. Give it an element")
+        raise refused("has an empty vector. Give at least one element")
     if dtype is None:
         kinds = {type(element) for element in numbers}
         dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
@@ -279,19 +279,19 @@ def constant(number: Any, dtype: str | None) -> Value:
 
 def _check_constant(number: bool | int | float, dtype: str) -> None:
     if isinstance(number, bool) != (dtype == "bool"):
-        raise refused(f"has {number!r} beside a value of {dtype}. Write int32(...) or float32(...) around the flag")
+        raise refused(f"uses {number!r} with a value of {dtype}. Write int32(...) or float32(...) around the bool")
     if dtype == "int32":
         if isinstance(number, float):
-            raise refused(f"has {number!r} beside an int32. Write an integer, or float32(...) around the int32")
+            raise refused(f"uses {number!r} with an int32. Write an integer, or float32(...) around the int32")
         if not -LARGEST_INT32 - 1 <= number <= LARGEST_INT32:
             raise refused(f"has {_short(number)}, which does not fit into int32. Use float32 values")
     elif dtype == "float32":
         if number != number:
-            raise refused("has a constant that is NaN. Compare with a number that cannot be in its place")
+            raise refused("has a constant that is NaN. Mark a missing value by a number that cannot occur, such as -1")
         if abs(number) > LARGEST_FLOAT32 and abs(number) != math.inf:
             raise refused(f"has {_short(number)}, which does not fit into float32. Use a smaller number, or math.inf")
         if 0 < abs(number) < SMALLEST_FLOAT32:
-            raise refused(f"has {number!r}, and devices take numbers below 2^-126 for 0. Use a larger one")
+            raise refused(f"has {number!r}, but devices flush numbers below 2^-126 to 0. Use a larger number")
 
 
 def _short(number: int | float) -> str:
@@ -304,7 +304,7 @@ def number_of(value: Any) -> bool | int | float:
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()
     if isinstance(value, (list, tuple)):
-        raise refused(f"has {type(value).__name__} {value!r} where a number or a value is needed. Use stack([...])")
+        raise refused(f"has {type(value).__name__} {value!r} where one number is needed. For a vector use stack([...])")
     if isinstance(value, Value):
         raise refused("has a list or tuple with values in it. Use stack([...]), or a single value")
     if type(value) not in (bool, int, float):
@@ -314,9 +314,9 @@ def number_of(value: Any) -> bool | int | float:
 
 
 def own(value: Value) -> Value:
-    """Return a value of the call that is being traced; reject a value of another call."""
+    """Return the given value; reject a value that does not belong to the call of next_state() that is being traced."""
     if value.trace is not _present.trace:
-        raise refused("uses a value of another call. Keep in the state what the next step needs")
+        raise refused("uses a value of another call of next_state. Keep in the state what the next step needs")
     return value
 
 
@@ -324,7 +324,7 @@ def of_one_dtype(op: str, *operands: Any) -> tuple[Value, ...]:
     """Return the operands as values of one dtype: Python numbers become constants of the other operands' dtype."""
     values = [own(operand) for operand in operands if isinstance(operand, Value)]
     if not operands:
-        raise refused(f"has {op} of nothing. Give it a number")
+        raise refused(f"calls {op} without values. Give at least one number")
     if not values:
         kinds = {type(number_of(operand)) for operand in operands}
         dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
@@ -333,7 +333,7 @@ def of_one_dtype(op: str, *operands: Any) -> tuple[Value, ...]:
     remedy = _COMPARE if op in ("and", "or") else "Write int32(...) or float32(...) around one of them"
     for value in values:
         if value.dtype != dtype:
-            raise refused(f"mixes {dtype} and {value.dtype} in {op}. {remedy}")
+            raise refused(f"mixes {dtype} and {value.dtype} in {op!r}. {remedy}")
     return tuple(operand if isinstance(operand, Value) else constant(operand, dtype) for operand in operands)
 
 
@@ -342,7 +342,7 @@ def shape_of(*values: Value) -> tuple[int, ...]:
     shapes = {value.shape for value in values if value.shape}
     if len(shapes) > 1:
         lengths = " and ".join(str(length) for (length,) in sorted(shapes))
-        raise refused(f"combines vectors of lengths {lengths}. Use vectors of one length")
+        raise refused(f"combines vectors of lengths {lengths}. Use vectors of equal length")
     return shapes.pop() if shapes else ()
 
 
@@ -365,13 +365,13 @@ _COMMUTATIVE = frozenset({"add", "mul", "and", "or", "equal"})
 def _check_dtype(op: str, dtype: str) -> None:
     dtypes, instead = _TAKES[op]
     if dtype not in dtypes:
-        raise refused(f"has {op} of {dtype}. {instead}")
+        raise refused(f"uses {op!r} on {dtype}. {instead}")
 
 
 def arithmetic(op: str, x: Any, y: Any) -> Value:
-    """Return the value of an operation on two values, or on a value and a number."""
+    """Return the traced value of an operation on two values, or on a value and a number."""
     if op in ("and", "or") and not {type(x), type(y)}.isdisjoint((int, float)):
-        raise refused(f"has {op} of a number. {_COMPARE}")
+        raise refused(f"uses {op!r} on a number. {_COMPARE}")
     x, y = of_one_dtype(op, x, y)
     _check_dtype(op, x.dtype)
     result = "bool" if op in ("less", "less_equal", "equal") else x.dtype
@@ -381,13 +381,13 @@ def arithmetic(op: str, x: Any, y: Any) -> Value:
 
 
 def unary(op: str, x: Value) -> Value:
-    """Return the value of an operation on one value."""
+    """Return the traced value of an operation on one value."""
     _check_dtype(op, own(x).dtype)
     return computed(op, (x,), x.dtype, x.shape)
 
 
 def _place() -> str:
-    """Return the line of the rule that is running now, as the end of a message."""
+    """Return the end of an error message that names the line of the rule that is running now."""
     frame: Any = sys._getframe(1)
     while frame is not None and not is_line_of_a_rule(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""Text that comes in and goes out: files, JSON, YAML, tables, loss scales as powers of two, what to install."""
+"""Read and write text: files, JSON, YAML, tables, loss scales as powers of two, and errors that say what to install."""

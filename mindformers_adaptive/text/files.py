@@ -48,7 +48,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
             mode, dir=target.parent, prefix=f".{target.name}-", encoding=encoding, delete=False
         )
     except OSError as error:
-        # The system's message names the temporary file.
+        # The system's error message names the temporary file, not the output file.
         raise _not_written(error, path) from error
     try:
         with unfinished:
@@ -60,7 +60,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     except BaseException as error:
         os.unlink(unfinished.name)
         if isinstance(error, OSError) and error.strerror and error.filename is None:
-            # The system's message about a full disk names no file.
+            # The system's error message about a full disk names no file.
             raise _not_written(error, path) from error
         raise
 
@@ -71,7 +71,7 @@ def _not_written(error: OSError, path: str | os.PathLike[str]) -> OSError:
 
 
 def make_folder_of(path: str | os.PathLike[str]) -> None:
-    """Create the folder of a file that is to be written, if it does not exist; an OSError names the file."""
+    """Create the missing folder of a file that is to be written; if that fails, the OSError names the file."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -79,7 +79,7 @@ def make_folder_of(path: str | os.PathLike[str]) -> None:
         raise OSError(error.errno, reason, str(path)) from error
 
 
-# The strings that stand for the floats that JSON lacks.
+# The strings that stand for nan, inf and -inf, which JSON does not have.
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -1,4 +1,4 @@
-"""Tables of plain text, aligned for a terminal, and loss scales as people read them."""
+"""Plain-text tables, aligned for a terminal, and loss scales in a readable form, such as 2^16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["align", "as_power_of_two", "counted", "text_table"]
 
 
 def text_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as an aligned text table with a header line. Columns of text are aligned to the left.
+    """Return rows as an aligned text table with a header line. Columns of text are aligned left, numbers right.
 
     Args:
         columns (Mapping): the header of each column, with its unit, by the key of the column in the rows.
@@ -27,7 +27,7 @@ def text_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) ->
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural for all but 1.
+    """Return a number with a noun, which is in the plural unless the number is 1.
 
     Examples:
         >>> counted(1, "step"), counted(12000, "step")
@@ -61,7 +61,7 @@ def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:
 def as_power_of_two(loss_scale: float) -> str:
     """Return a loss scale as 2^n if it is a power of two, else as a plain number.
 
-    Logs print only eight digits of a scale, so a scale that nearly is a power of two counts as one.
+    Logs print only eight digits of a scale, so a scale close to a power of two is shown as that power.
 
     Examples:
         >>> as_power_of_two(65536.0), as_power_of_two(3.0), as_power_of_two(float("inf"))

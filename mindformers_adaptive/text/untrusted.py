@@ -1,4 +1,4 @@
-"""Handle untrusted text: YAML from files and command lines, and names with control characters for a terminal."""
+"""Handle untrusted text: parse YAML from files and command lines, and escape control characters for a terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import yaml
 
 __all__ = ["parse_yaml", "printable", "read_yaml"]
 
-# Limits for YAML. The file of a training has some hundred values, at most a dozen levels deep. PyYAML takes minutes for
-# thousands of levels, and a few aliases of aliases can stand for billions of values.
+# Limits for the nesting and the number of values of YAML text. The YAML file of a training has some hundred values, at
+# most a dozen levels deep. PyYAML takes minutes for thousands of levels, and a few aliases of aliases can stand for
+# billions of values.
 _DEEPEST, _MOST_VALUES = 500, 100_000
 
 
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return the value of a text in YAML.
+    """Return the value that a text in YAML stands for.
 
     Args:
         text (str): the text.
@@ -32,10 +33,10 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
     """
     depths = accumulate((character in "[{") - (character in "]}") for character in text)
     if max(depths, default=0) > _DEEPEST:
-        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+        raise ValueError(f"the YAML text is nested more than {_DEEPEST} levels deep")
     try:
         content = yaml.load(text, Loader=loader)
-    # A value that does not fit its YAML tag may raise any kind of error.
+    # PyYAML may raise any kind of error for a value that does not fit the value's YAML tag.
     except Exception as error:
         said = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
         raise ValueError(said or type(error).__name__) from error
@@ -45,12 +46,12 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
         if isinstance(value, list | dict):
             waiting += value.values() if isinstance(value, dict) else value
         if values > _MOST_VALUES:
-            raise ValueError(f"it stands for more than {_MOST_VALUES:,} values, by aliases such as *name")
+            raise ValueError(f"the YAML text expands to more than {_MOST_VALUES:,} values, by aliases such as *name")
     return content
 
 
 def read_yaml(file: str | os.PathLike[str]) -> Any:
-    """Return the value of a YAML file.
+    """Return the value that a YAML file stands for.
 
     Args:
         file (str): the file.
@@ -66,7 +67,7 @@ def read_yaml(file: str | os.PathLike[str]) -> Any:
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return a text in which characters are escaped that move the cursor, change colours, or are not Unicode.
+    r"""Return a text with escapes in place of characters that move the cursor, change colours, or are not Unicode.
 
     Args:
         text (str): a text from outside, such as the name of a file.

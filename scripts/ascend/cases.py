@@ -1,4 +1,4 @@
-"""The cases to compile. This module needs no MindSpore; the functions that the cases name are in steps.py."""
+"""The cases to compile for an Ascend. This module needs no MindSpore; the cases name functions of steps.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ __all__ = ["ALONE", "CASES", "CONTROLS", "WAYS", "Case", "World"]
 
 @dataclass(frozen=True)
 class World:
-    """The process that compiles, and the other processes of the training that it simulates.
+    """The process that compiles a case, and the other processes of the simulated training.
 
     Attributes:
         ranks (int): the number of processes. Default: 1.
@@ -26,13 +26,13 @@ class World:
 
 
 ALONE = World()
-# MindSpore's names for the devices.
+# MindSpore's names for the two kinds of Ascend chips.
 CHIPS = {"910A": "ascend910", "910B": "ascend910b"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cell, train step or model to compile.
+    """A cell, train step or model to compile for an Ascend.
 
     Attributes:
         name (str): ``setting/way`` for a train step that is compiled in several ways of scaling.
@@ -58,8 +58,8 @@ STOCK, ADAPTIVE, GUIDED = "stock", "adaptive", "guided"
 # MindSpore or MindFormers; the other ways are cells of this package.
 WAYS = {STOCK: "stock", ADAPTIVE: "adaptive", GUIDED: "guided"}
 
-# For each control, a part of the error that a dry run must raise, or the operator that must move to the CPU, because an
-# Ascend has no kernel for it. None: the operator must compile.
+# Controls, which check the dry run itself. For each: a part of the error that the dry run must raise, or the operator
+# that must move to the CPU because an Ascend has no kernel for it. None: the operator must compile.
 CONTROLS = {
     "control/Add": None,
     "control/FloatStatus": "FloatStatus",
@@ -91,7 +91,7 @@ def _in_each_way(setting, function, ways=WAYS, **options):
     return [Case(f"{setting}/{way}", function, {"way": way, **arguments}, **options) for way in ways]
 
 
-# The train steps without a model that are compiled each time that the tests run.
+# The train steps without a whole model that every test run compiles.
 _QUICK = (
     "step/910A/guided",
     "step/910B/adaptive",
@@ -110,7 +110,7 @@ _OURS = (ADAPTIVE, GUIDED)
 
 
 def _steps():
-    """Yield the train steps without a model."""
+    """Yield the cases for train steps without a whole model."""
     for chip in CHIPS:
         yield from _in_each_way(f"step/{chip}", "plain_step", chip=chip)
     yield from _in_each_way("step_fp16_weights", "plain_step", arguments={"network": "in FP16"})
@@ -161,7 +161,7 @@ def _launched(setting, config="tiny_llama_cpu_fp16.yaml", ranks=1, rank=0, ways=
 
 
 def _split(data=1, model=1, stages=1, **parallel):
-    """Return keys of a YAML file for semi-automatic parallelism."""
+    """Return the keys of a MindFormers YAML file that set semi-automatic parallelism."""
     sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages, "micro_batch_num": stages}
     parallel = {"parallel_mode": 1, "full_batch": True, "gradients_mean": False, **parallel}
     keys = {"parallel_config": sizes, "parallel": parallel}
@@ -169,7 +169,7 @@ def _split(data=1, model=1, stages=1, **parallel):
 
 
 def _models():
-    """Yield whole models, and the YAML files for an Ascend."""
+    """Yield the cases for whole models, and for the project's YAML files for an Ascend."""
     guided = (GUIDED,)
     yield from _launched("llama")
     yield from _launched("llama_fused", ways=_OURS, **_FUSED)
@@ -191,7 +191,7 @@ def _models():
         stages = {"ranks": 2, "rank": rank, **_FUSED, **_split(stages=2)}
         yield from _launched(f"llama_pipeline_2/rank_{rank}", ways=_OURS, **stages)
     for name, (ranks, stages) in _FILES.items():
-        # A dry run cannot load a checkpoint, because there is none of the small model.
+        # A dry run cannot load a checkpoint, because the small model has no checkpoint.
         options = {"load_checkpoint": "", "auto_trans_ckpt": False, "resume_training": False}
         ways = _OURS if stages > 1 else (ADAPTIVE,)
         for rank in range(0, ranks, ranks // stages):

@@ -30,7 +30,7 @@ from scripts.studies.reporting import table, versions
 STEPS, START = 50, 2.0**20
 # FP16 rounds this number and all larger numbers to inf.
 OVERFLOWS_FROM = 65520.0
-# The gradient of the loss with respect to each product in the network `Sum`.
+# The gradient of the loss with respect to each product of weight and input in the network `Sum`.
 FACTOR = 2.0**-8
 
 CELLS = {
@@ -70,7 +70,7 @@ def about(arguments):
 
 
 def verdict(check):
-    """Run a check. Return "as it should be", or the error in one line; its traceback goes to standard error."""
+    """Run a check. Return "as it should be", or the error in one line; the traceback goes to standard error."""
     try:
         check()
     except Exception as error:
@@ -99,7 +99,7 @@ def compile_checks():
 
 
 class Sum(nn.Cell):
-    """The sum of weight * x in FP16, times FACTOR: the gradient of each weight is FACTOR * x."""
+    """A network that returns the sum of weight * x in FP16, times FACTOR. The gradient of each weight is FACTOR * x."""
 
     def __init__(self):
         super().__init__()
@@ -117,13 +117,13 @@ def train_step(name):
 
 
 def inputs():
-    """Return powers of two as inputs. The ceiling of their gradients wanders and jumps."""
+    """Return powers of two as inputs, whose largest loss scale without overflow wanders and jumps."""
     walk = np.cumsum(np.random.default_rng(0).choice([-1, 0, 1], STEPS)) + 6 * (np.arange(STEPS) // 10 % 2)
     return [2.0 ** float(level) for level in np.clip(walk, -4, 8)]
 
 
 def take(step, values):
-    """Take a step with each value; return its overflow flag, next loss scale, rule state and first weight."""
+    """Train a step with each value; return each step's overflow flag, next loss scale, rule state and first weight."""
     seen = []
     for value in values:
         overflow = bool(step(Tensor(np.full(16, value), mindspore.float32))[1])

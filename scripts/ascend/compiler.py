@@ -19,7 +19,7 @@ from scripts.ascend.cases import CASES, CHIPS
 
 __all__ = ["GRAPHS", "collectives_in", "kernels_in"]
 
-# The folder where MindSpore saves the graphs of this process, and the names of the finished graphs.
+# The folder where MindSpore saves the graphs of this process, and the file names of the finished graphs.
 GRAPHS, LAST_GRAPHS = "graphs", "graph_build*.ir"
 _COLLECTIVE = (
     r"\) = (All\w+|Reduce\w*|Broadcast|Send|Receive)\(.*?\) (?:\{instance name: \w+\} )?primitive_attrs: \{(.*)\}.*\n"

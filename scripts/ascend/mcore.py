@@ -1,4 +1,4 @@
-"""The real tiny Qwen3 of MindFormers' mcore models."""
+"""A tiny Qwen3, built from MindFormers' own mcore model."""
 
 import mindspore
 from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config

@@ -1,10 +1,10 @@
-"""The Parameters that MindFormers prints, such as several losses or learning rates."""
+"""The Parameters whose values MindFormers prints in training, such as several losses or learning rates."""
 
 import contextlib
 
 __all__ = ["LEARNING_RATES", "LOSSES", "forget_printed"]
 
-# What MindFormers prints with print_separate_loss.
+# The losses that MindFormers prints with print_separate_loss.
 LOSSES = ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss")
 # Where MindFormers' train-step cell keeps the learning rates that the callback prints.
 LEARNING_RATES = ("current_default_lr", "current_grouped_lr")

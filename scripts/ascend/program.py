@@ -1,4 +1,4 @@
-"""The program that compiles cases in processes of their own, and shows what came of them."""
+"""The program that compiles cases for an Ascend in separate processes, and shows the result of each case."""
 
 import argparse
 import collections
@@ -21,10 +21,10 @@ __all__ = ["compile_cases", "main", "problem"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "output" / "ascend_dry_run"
-# The time limit for a case.
+# The time limit for compiling a case, in seconds.
 SECONDS = 900
 HCCL = "hccl_kernel"
-# The result of a case that ended its process before it was compiled.
+# The result of a case whose process ended before the case was compiled.
 NOTHING = {"kernels": {}, "moved": [], "collectives": {}}
 
 
@@ -32,7 +32,7 @@ def main(description):
     arguments = parse_arguments(description)
     if reason := missing():
         sys.exit(f"No dry run here: {reason}.")
-    # On SIGTERM, leave by an exception, so that the process that compiles is ended too.
+    # On SIGTERM, leave by an exception, so that the process that compiles the cases ends too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = []
     for result in compile_cases(arguments.cases, logs=arguments.logs):
@@ -163,7 +163,7 @@ def environment(stand_ins, case, level):
         # Log errors, and for the module that selects kernels also the kernels that it selects.
         "GLOG_v": "3",
         "MS_SUBMODULE_LOG_v": "{DEVICE:1}",
-        # Save the graph from which the kernels are made.
+        # Save the graph from which MindSpore makes the kernels.
         "MS_DEV_SAVE_GRAPHS": "1",
         "MS_DEV_DUMP_IR_PASSES": "graph_build",
         "MS_DEV_SAVE_GRAPHS_PATH": GRAPHS,
@@ -195,7 +195,7 @@ def problem(result):
 
 
 def kernels_of(result):
-    """Return the number of kernels, without the communication kernels."""
+    """Return the number of kernels of a compiled case, without the communication kernels."""
     return sum(sum(counts.values()) for kind, counts in result["kernels"].items() if kind != HCCL)
 
 
@@ -230,7 +230,7 @@ def is_of_a_model(result):
 
 
 def verdict(result):
-    """Return whether an operator was refused, moved to the CPU, or compiled."""
+    """Return "refused", "moved to the CPU" or "compiled" for the operator of a control."""
     if result["error"]:
         return "refused"
     return "moved to the CPU" if result["moved"] else "compiled"
@@ -241,7 +241,7 @@ def shown(result):
 
 
 def rows_of_ways(settings):
-    """Return a row for each setting: kernels of each way, collectives of the first way, added ones of other ways."""
+    """Return a row per setting: kernels by way of scaling, collectives of the first way, and more in other ways."""
     ways = [way for way in WAYS if any(way in results for results in settings.values())]
     rows = [["case", *(WAYS[way] for way in ways), "collectives", "added to them"]]
     for setting, results in settings.items():

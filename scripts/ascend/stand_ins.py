@@ -19,7 +19,7 @@ from pathlib import Path
 
 __all__ = ["CALLED", "folder_of_stand_ins", "missing"]
 
-# The libraries that MindSpore opens for an Ascend.
+# The libraries of CANN that MindSpore opens for an Ascend.
 PLUGIN = (
     "lib/plugin/libmindspore_ascend.so.2",
     "lib/plugin/ascend/libhccl_plugin.so",
@@ -35,7 +35,8 @@ OLDEST = (2, 9)
 # A stand-in without an answer prints this text before its name.
 CALLED = "A stand-in for CANN was called: "
 
-# The answers: a pattern of function names, and the body of a C function whose first argument is `object`.
+# The answers of stand-in functions: a pattern of function names, and the body of a C function whose first argument is
+# `object`.
 ANSWERS = (
     # Whether a kernel exists and how much memory it needs: 0 means that it exists and needs none. CANN would check
     # shapes and dtypes here.
@@ -99,7 +100,7 @@ def missing():
 
 
 def folder_of_stand_ins(cache):
-    """Return the folder of the stand-ins for the installed MindSpore; make the folder if the cache lacks it.
+    """Return the folder of the stand-ins for the installed MindSpore; make this folder if the cache lacks it.
 
     Args:
         cache (Path): the parent of such folders. It may be removed at any time.
@@ -118,7 +119,7 @@ def folder_of_stand_ins(cache):
         try:
             whole.rename(folder)
         except OSError:
-            # Another process has made the folder first.
+            # Another process has made the folder of stand-ins first.
             if not folder.exists():
                 raise
     return folder
@@ -133,7 +134,7 @@ def _make(folder):
     _compile(HEAD + "\n".join(map(_function, sorted(names))), libraries / "libcann_stand_ins.so")
     for library in {*absent, KERNELS}:
         (libraries / library).symlink_to("libcann_stand_ins.so")
-    # A training with several processes imports this package of CANN to read its version.
+    # A training with several processes imports this Python package of CANN to read CANN's version.
     package = folder / "latest" / "python" / "hccl"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -142,7 +143,7 @@ def _make(folder):
 
 
 def _wanted():
-    """Return the missing libraries that the plugin needs, and the functions that it takes from these libraries."""
+    """Return the missing libraries that MindSpore's Ascend plugin needs, and the functions that it takes from them."""
     libraries, functions = set(), set()
     for library in PLUGIN:
         if not (file := _mindspore() / library).exists():
@@ -156,7 +157,7 @@ def _wanted():
 
 
 def _searched():
-    """Return the functions that MindSpore looks up: functions in ANSWERS, and kernels, which it may name in part."""
+    """Return the functions that MindSpore looks up by name: functions in ANSWERS, and kernels."""
     answered = set()
     plugin = _mindspore() / "lib" / "plugin"
     for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):
@@ -164,7 +165,8 @@ def _searched():
         words = {word.decode() for word in re.findall(rb"(?<=\0)(?:acl|Init|UnInit|Release)\w+(?=\0)", data)}
         answered |= {word for word in words if _answer(word)}
         answered |= _kernels(data)
-    # The compiler puts a short name into instructions, not into a string. The headers have such names too.
+    # The C++ compiler puts a short function name into instructions, not into a string. The headers have short names
+    # too.
     for header in (_mindspore() / "include" / "mindspore" / "ops" / "kernel" / "ascend").rglob("*.h"):
         answered |= _kernels(header.read_bytes())
     return answered

@@ -23,12 +23,12 @@ from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
 ROOT = Path(__file__).resolve().parents[2]
 
 START = 2.0**16
-# The number of samples in the data, enough for one batch in every process.
+# The number of samples in the training data, enough for one batch in every process.
 ROWS = 128
 
 
 def control(operator):
-    """Compile one operator. An Ascend has a kernel for Add, but none for the other operators."""
+    """Compile the operator of a control. An Ascend has a kernel for Add, but none for the other operators."""
     halves = Tensor(np.ones((2, 3)), mindspore.float16)
     singles = halves.astype(mindspore.float32)
     primitive, inputs = {
@@ -53,7 +53,7 @@ class Call(nn.Cell):
 
 
 def update_cell(way, **options):
-    """Return the update cell for a way of scaling."""
+    """Return the update cell for a way of scaling the loss."""
     if way in ("stock", "dynamic"):
         return nn.DynamicLossScaleUpdateCell(START, 2, 20)
     if way == "mindformers":
@@ -85,7 +85,7 @@ def update_cell_alone(way, **options):
 
 
 class Layers(nn.Cell):
-    """Dense layers in FP16 with a mean squared loss in FP32."""
+    """A network of dense layers in FP16 with a mean squared loss in FP32."""
 
     def __init__(self, count=2):
         super().__init__()
@@ -102,7 +102,8 @@ def rows():
 
 
 def momentum(network):
-    # MindFormers uses a schedule too: its train-step cell rejects a constant rate, whose Parameter has a taken name.
+    # Use a learning-rate schedule, as MindFormers does. Its train-step cell rejects a constant rate, because the rate's
+    # Parameter has a name that is in use.
     rate = nn.PolynomialDecayLR(0.1, 0.01, decay_steps=100, power=1.0)
     return nn.Momentum(network.trainable_params(), rate, momentum=0.9)
 
@@ -124,7 +125,7 @@ def plain_step(way, network="Layers"):
 
 
 def mf_step(way, network="Layers", optimizer="momentum", **options):
-    """Compile ``MFTrainOneStepCell`` with clipping."""
+    """Compile ``MFTrainOneStepCell`` with gradient clipping."""
     network, options = NETWORKS[network](), {"use_clip_grad": True, "scale_sense": update_cell(way), **options}
     if optimizer == "grouped":
         forget_printed(LEARNING_RATES)
@@ -135,7 +136,7 @@ def mf_step(way, network="Layers", optimizer="momentum", **options):
 
 
 class SumAndNumber(Layers):
-    """Layers that return the sum of the losses, and the number of losses."""
+    """The network ``Layers``, which here returns the sum of the losses and the number of losses."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +167,7 @@ class LowRank(Layers):
 
 
 def in_fp16():
-    """Return the layers with their weights in FP16 too."""
+    """Return the network ``Layers`` with FP16 weights too."""
     network = Layers()
     for weight in network.trainable_params():
         weight.set_dtype(mindspore.float16)
@@ -187,7 +188,7 @@ def fixed_scale_step(way):
 
 
 def manager(way):
-    """Return the loss-scale manager for a way of scaling."""
+    """Return the loss-scale manager for a way of scaling the loss."""
     if way == "stock":
         return mindspore.amp.DynamicLossScaleManager(START)
     if way == "adaptive":
@@ -270,7 +271,7 @@ def split(network):
 
 
 def pipeline_step(way, micro_batches=4, **options):
-    """Compile ``MFPipelineWithLossScaleCell`` with clipping."""
+    """Compile ``MFPipelineWithLossScaleCell`` with gradient clipping."""
     layers = Layers(mindspore.get_auto_parallel_context("pipeline_stages"))
     network = _VirtualDatasetCell(nn.PipelineCell(split(layers), micro_batches)).set_train()
     options = {"scale_sense": update_cell(way), "micro_batch_num": micro_batches, **options}
@@ -294,7 +295,7 @@ NETWORKS = {
 
 
 def launched(way, config, as_it_is=False, watched=False, **options):
-    """Run the launcher with a YAML file, a small model and data of zeros, for one epoch in sink mode.
+    """Run the package's launcher with a YAML file, a small model and data of zeros, for one epoch in sink mode.
 
     A file that is used with ``as_it_is`` already has adaptive scaling. With ``watched``, compile only the backward pass
     that also measures the values of each layer.
@@ -316,7 +317,7 @@ def launched(way, config, as_it_is=False, watched=False, **options):
         "runner_config.sink_size": -1,
         "train_dataset.data_loader.dataset_dir": str(folder),
         "train_dataset.data_loader.num_samples": ROWS,
-        # MindSpore accepts no more workers on a machine with few cores.
+        # On a machine with few cores, MindSpore accepts no more data-loading workers than this.
         "train_dataset.num_parallel_workers": 1,
         **options,
     }

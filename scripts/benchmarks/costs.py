@@ -1,4 +1,4 @@
-"""Measure what loss scaling costs: an update of the scale, a train step, the overflow detection, and the lab's sweep.
+"""Measure what loss scaling costs: an update of the loss scale, a train step, overflow detection, the lab's sweep.
 
     python -m scripts.benchmarks.costs update
     python -m scripts.benchmarks.costs step
@@ -29,9 +29,9 @@ from scripts.benchmarks.scales import measure_scales, scales_table
 from scripts.benchmarks.sweep import measure_sweep, sweep_tables
 from scripts.studies.reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
-# A loss scale that fits from the first step on. The demo's loss scale settles there.
+# A loss scale at which no step overflows from the start. The demo's loss scale settles at this value.
 START = 2.0**14
-# The scale window for whole steps. No measurement fills it, so the loss scale never changes.
+# The scale window for measuring whole steps. No measurement fills this window, so the loss scale never changes.
 LARGE_WINDOW = 1000
 # With a window of 20 clean steps, one overflow in 25 steps keeps the scales of all update cells within float32.
 STEPS_PER_OVERFLOW = 25
@@ -39,7 +39,7 @@ STEPS_PER_OVERFLOW = 25
 EMPTY, DYNAMIC, MINDFORMERS = "empty call", "MindSpore's dynamic", "MindFormers' adaptive"
 ADAPTIVE, HYSTERESIS, HISTORY = "adaptive", "adaptive, hysteresis=2", "adaptive, history_size=100"
 GUIDED, GUIDED_HISTORY = "guided", "guided, history_size=100"
-# Display names of the update cells in the table of updates.
+# Display names of the update cells in the table of update times.
 CELLS = {
     EMPTY: "empty call",
     DYNAMIC: "MindSpore's `DynamicLossScaleUpdateCell`",
@@ -52,11 +52,11 @@ CELLS = {
 }
 
 MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
-# The times under this name are for one look at the gradients, not for a step.
+# The times under this name are for one measurement of the gradients by the monitor, not for a train step.
 GRADIENTS = f"adaptive, GradientRangeMonitor every {LOOK_EVERY} steps"
 QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
 STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)
-# An update costs less than the noise between whole steps. So also time updates alone, UPDATE_CALLS in a round.
+# An update costs less than the noise between whole train steps. So also time UPDATE_CALLS updates alone in a round.
 UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), 200
 FORWARD, BACKWARD = "forward", "forward and backward"
 
@@ -112,11 +112,11 @@ def set_mode(mode):
 
 
 def tables(result):
-    """Return the tables of a result, by name; each is a list of rows with the header first."""
+    """Return the tables of a measurement, by name; each table is a list of rows with the header first."""
     return TABLES[result["benchmark"]](result)
 
 
-# One update
+# One update of the loss scale
 
 
 def measure_update(arguments):
@@ -155,7 +155,7 @@ def make_updates(name, calls):
 
 
 def make_update_cell(name, held=False):
-    """Return an update cell. With ``held``, the cell does all of its work but leaves the loss scale as it is."""
+    """Return an update cell. With ``held``, the cell does all of its work but leaves the loss scale unchanged."""
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
     from mindspore import nn, ops
 
@@ -163,7 +163,8 @@ def make_update_cell(name, held=False):
 
     class EmptyUpdateCell(nn.Cell):
         def construct(self, loss_scale, overflow):
-            # One kernel is needed: MindSpore does not run a graph without kernels, so the call would be too cheap.
+            # The empty call needs one kernel: MindSpore does not run a graph without kernels, so the call would be too
+            # cheap.
             return ops.logical_not(overflow)
 
         def get_loss_scale(self):
@@ -224,7 +225,7 @@ def measure_step(arguments):
 
 
 def ways_of_a_step(task, names, folder):
-    """Return functions, by name, that build a train step, a part of a step, or a look of GradientRangeMonitor."""
+    """Return functions, by name, that build a train step, a part of a step, or a pass of GradientRangeMonitor."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
 
@@ -252,7 +253,7 @@ def make_step(task, network, batch, name, folder):
 
     train_step = task.train_step(network, make_update_cell(name, held=True))
     if name == "no scaling":
-        # Otherwise the loss scale would be 1, at which the same pass takes longer.
+        # Without this, the loss scale would be 1, at which the same backward pass takes longer.
         train_step.set_sense_scale(Tensor(START, mstype.float32))
 
     def plain_step(count):
@@ -262,7 +263,7 @@ def make_step(task, network, batch, name, folder):
 
     if name not in (MONITOR, GRADIENTS):
         return plain_step
-    # The callbacks lock their records, so each has a folder of its own.
+    # Each callback locks its record, so each record has a folder of its own.
     record = Path(tempfile.mkdtemp(dir=folder), "record.jsonl")
     callback = LossScaleMonitor(record) if name == MONITOR else GradientRangeMonitor(1, record_path=record)
     params = _InternalCallbackParam(train_network=train_step, network=train_step, list_callback=[callback])
@@ -327,7 +328,7 @@ def measure_detection(arguments):
 
 
 def ways_of_detection(count, size):
-    """Return functions, by name, that build a pass over ``count`` gradients of ``size`` elements."""
+    """Return functions, by name, that build an overflow detection over ``count`` gradients of ``size`` elements."""
     import mindspore
     import numpy as np
     from mindspore import Tensor, amp, nn, ops
@@ -354,12 +355,12 @@ def ways_of_detection(count, size):
         return ops.neg(gradients[0][0:1])
 
     def largest_values(gradients):
-        # The plain pass has only one primitive for each Tensor.
+        # The plain pass, to which the detections are compared, has only one primitive for each Tensor.
         return ops.stack([ops.ReduceMax()(gradient) for gradient in gradients])
 
     random = np.random.default_rng(0)
     arrays = [random.normal(size=size).astype(np.float32) for _ in range(count)]
-    # A tuple that is not mutable would be folded into the graph as a constant.
+    # MindSpore would fold a tuple that is not mutable into the graph as a constant.
     gradients = mindspore.mutable(tuple(map(Tensor, arrays)))
 
     def compiled(make_cell, argument):

@@ -1,6 +1,6 @@
 """Export the graph that MindSpore's compiler makes of a cell as MindIR, and read the graph back.
 
-This needs no Ascend. The backend of a device may still fuse or insert nodes afterwards, which the graph does not show.
+This needs no Ascend. The exported graph does not show nodes that the backend of a device fuses or inserts later.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ BOOKKEEPING = frozenset({"Constant", "Load", "MakeTuple", "TupleGetItem", "Updat
 
 # The kind of a node that runs another graph instead of a primitive.
 _CALL = "Call"
-# Types of values that only order side effects.
+# Types of values that carry no data and only fix the order of side effects (monads).
 _MONADS = frozenset({"UMONAD", "IOMONAD"})
 
 _COLLECTIVES = frozenset({"AllGather", "AllReduce", "AlltoAll", "Broadcast", "ReduceScatter"})
@@ -172,7 +172,7 @@ class ExportedGraph:
 
 
 def _find(message, kind):
-    """Yield every message of a kind, at any depth."""
+    """Yield every message of a type that a protobuf message contains, at any depth."""
     if isinstance(message, kind):
         yield message
     for part in _parts(message):
@@ -180,7 +180,7 @@ def _find(message, kind):
 
 
 def _parts(message):
-    """Yield the messages that are the fields of a message."""
+    """Yield the fields of a protobuf message that are messages themselves."""
     for field, value in message.ListFields():
         if field.message_type is not None:
             yield from [value] if isinstance(value, Message) else value

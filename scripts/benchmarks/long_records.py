@@ -1,4 +1,4 @@
-"""Measure the time and memory that commands take for a long record, and how the time grows with the steps.
+"""Measure the time and memory that commands need for the record of a long run, by the number of steps.
 
     python -m scripts.benchmarks.long_records
     python -m scripts.benchmarks.long_records --steps 10000 100000
@@ -51,7 +51,7 @@ def commands(record, picture, steps):
 
 
 def write_record(path, steps):
-    """Write the record that the monitor would write for an adaptive run with wandering ceilings."""
+    """Write the record that LossScaleMonitor would write for a run of the adaptive rule with wandering ceilings."""
     random = np.random.default_rng(0)
     noise, level, wander = random.normal(0, 0.02, steps).tolist(), 0.0, []
     for change in noise:
@@ -84,13 +84,14 @@ def run(command):
 
 
 def measure(lengths):
-    """Return for each command its seconds and memory at each length of the record."""
+    """Return, for each command, its time in seconds and its memory at each length of the record."""
     start, _ = min(run(["-c", "pass"]) for _ in range(3))
     measurements = {}
     with tempfile.TemporaryDirectory() as folder:
         record, picture = str(Path(folder, "record.jsonl")), str(Path(folder, "run.png"))
         for steps in lengths:
-            # Write the record in a process of its own too. Otherwise, the next processes would inherit its peak memory.
+            # Write the record in a process of its own too. Otherwise, later processes would inherit the peak memory of
+            # this one.
             run(["-c", WRITE, record, str(steps)])
             for name, command in commands(record, picture, steps).items():
                 seconds, memory = run(command)
@@ -99,7 +100,7 @@ def measure(lengths):
 
 
 def tables(result):
-    """Return the table of a result, by name, as a list of rows with the header first."""
+    """Return the table of a measurement, by name, as a list of rows with the header first."""
     measurements, lengths = result["found"], result["steps"]
     growth = f"times as long, {lengths[0]:,} to {lengths[-1]:,} steps"
     rows = [["command", *(f"{steps:,} steps, s" for steps in lengths), growth, f"times {JSON}", "MB"]]

@@ -12,7 +12,7 @@ SMALLEST_NORMAL = 2.0**-14
 
 
 def measure_scales(task, arguments):
-    """Return, by log2 of the loss scale, the time of a backward pass and shares of its gradients.
+    """Return the times of a backward pass and the shares of tiny gradients, by log2 of the loss scale.
 
     The passes at all loss scales use the first batch, the initial weights and the same compiled graph.
 
@@ -53,7 +53,7 @@ def shares_of(gradients):
 
 
 def scales_table(measured, base):
-    """Return the table of the measurements, header first, with times relative to the time at the scale ``base``."""
+    """Return the table of the measurements, header first, with times relative to the time at loss scale ``base``."""
     rows = [["loss scale", "time", "subnormal gradients", "gradients that are 0"]]
     for name, shares in measured["shares"].items():
         taken = with_error(*ratio(measured["times"], name, str(round(math.log2(base)))), 2)

@@ -23,7 +23,7 @@ RULE, SWEEP, LONG_SWEEP = "each configuration by itself", "the vectorised sweep"
 
 
 def measure_sweep(arguments):
-    """Return the times, and for how many configurations the sweep and the rule disagree."""
+    """Return the times of both ways, and for how many configurations the sweep and the rule disagree."""
     count, *steps = QUICK_SIZES if arguments.quick else SIZES
     configurations = make_configurations()[:count]
     trace, long_trace = map(make_trace, steps)
@@ -84,12 +84,12 @@ def numbers_of(measures, final_state):
 
 
 def sweep_tables(result):
-    """Return the table of a result, by name, as a list of rows with the header first."""
+    """Return the table of a measurement, by name, as a list of rows with the header first."""
     columns = ["replayed by", "steps", "skipped", "million steps a second", "seconds", "times as fast"]
     rows = [[f"{result['configurations']} configurations {columns[0]}", *columns[1:]]]
     for name, (milliseconds, _) in result["times"].items():
         steps = result["steps"][name]
-        # Thousand steps per millisecond, which are million steps per second.
+        # The unit is thousand steps per millisecond, which equals million steps per second.
         speed = result["configurations"] * steps / milliseconds / 1e3
         faster = with_error(*ratio(result["times"], RULE, name), 1) if name == SWEEP else ""
         taken = [f"{speed:.2f}", f"{milliseconds / 1e3:.2f}", faster]

@@ -29,19 +29,20 @@ PICTURE = "demo.png"
 
 STEPS, BATCH_SIZE = 240, 8
 
-# A large batch is the sum of many micro-batches, and the loss of each is divided by their number before the backward
-# pass. That makes FP16 gradients underflow. Dividing the loss scale by 256 has the same effect as dividing the loss. So
-# a CPU can train one micro-batch a step and see the gradients of a training with 256.
+# A large batch is the sum of many micro-batches. The loss of each micro-batch is divided by the number of micro-batches
+# before the backward pass, which makes FP16 gradients underflow. Dividing the loss scale by 256 has the same effect as
+# dividing the loss. So a CPU can train one micro-batch a step and see the gradients of a training with 256.
 MICRO_BATCHES = 256
 
-# The scales in the YAML options, divided by the number of micro-batches: 1 (no scaling), and the usual start 2^32.
+# The loss scales in the YAML options: 1 (no scaling) and the usual start of 2^32, each divided by the number of
+# micro-batches.
 FP16_ALONE, ADAPTIVE = "FP16 alone", "adaptive scaling"
 SCALING = {
     FP16_ALONE: f"runner_wrapper.scale_sense={1 / MICRO_BATCHES}",
     ADAPTIVE: f"runner_wrapper.scale_sense.loss_scale_value={2**32 // MICRO_BATCHES}",
 }
 
-# Rules that are replayed on the adaptive run, from the same initial loss scale.
+# Rules that the demo replays on the adaptive run's record, from the same initial loss scale.
 REPLAYED = {
     "guided": lambda start: make_policy("guided", loss_scale_value=start),
     "dynamic 1000": lambda start: make_policy("dynamic", loss_scale_value=start, scale_window=1000),
@@ -80,7 +81,7 @@ def make_run_folder(output_dir):
 
 
 def train(name, folder, arguments):
-    """Run the launcher on a core of its own, with a progress bar that follows the record; return the record."""
+    """Run a training on a core of its own, with a progress bar that follows its record; return the record."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, str(ROOT / "scripts" / "launch" / "run_mindformer.py"), "--config", str(CONFIG)]
     command += ["--train_dataset_dir", str(arguments.corpus.resolve()), "--output_dir", str(folder), "--options"]
@@ -138,7 +139,7 @@ def final_loss(record):
 def replayed_skips(record):
     """Return how many steps each other rule would have skipped.
 
-    The record of adaptive scaling has no gradients, so the guided rule is given gradients that show each ceiling.
+    The record of adaptive scaling has no gradients, so the guided rule gets gradients that imply each step's ceiling.
     """
     run = read_log(record)
     trace, start = with_gradients(run.to_trace()), float(run.loss_scale[0])

@@ -41,7 +41,7 @@ def cut_into_samples(text, length):
 
 
 def write_mindrecord(samples, folder):
-    """Write the samples to ``folder``, which exists only once it is complete."""
+    """Write the samples to ``folder``, which appears only when all samples are written."""
     from mindspore.mindrecord import FileWriter
 
     folder.parent.mkdir(parents=True, exist_ok=True)

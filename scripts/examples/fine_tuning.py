@@ -55,7 +55,7 @@ def main():
     train(pre_trained, build_dataset(), rule, learning_rate=3e-3)
     mindspore.save_checkpoint(pre_trained, "pre_trained.ckpt")
     model = build_model()
-    # This file has only the weights. A checkpoint of a whole training would also have the state of its loss scaling.
+    # This checkpoint has only the weights. A checkpoint of a whole training would also have the loss-scaling state.
     mindspore.load_param_into_net(model, mindspore.load_checkpoint("pre_trained.ckpt"))
     train(model, answers(), rule, learning_rate=1e-3)
 

@@ -15,7 +15,7 @@ mindspore.set_seed(0)
 network = amp.auto_mixed_precision(LeNet5(), "O3")
 loss_fn = nn.SoftmaxCrossEntropyWithLogits(reduction="mean")
 optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
-# Windows of 1 to 8 steps, instead of the usual 20 to 1000, so that they change within these few steps.
+# Scale windows of 1 to 8 steps, instead of the usual 20 to 1000, so that the window changes within a few steps.
 scaler = AdaptiveLossScaler(scale_value=2**24, scale_window=1, max_scale_window=8, min_scale_window=1)
 
 

@@ -37,13 +37,13 @@ def fixed_for_any_optimizer(network, loss_fn):
 
 
 def dynamic(network, loss_fn):
-    """Use a loss scale that follows the overflows, with one fixed window."""
+    """Use a dynamic loss scale: an overflow lowers it, and a fixed window of steps without overflow raises it."""
     manager = DynamicLossScaleManager(init_loss_scale=2**24, scale_factor=2, scale_window=20)
     return Model(network, loss_fn, momentum(network), amp_level=AMP_LEVEL, loss_scale_manager=manager)
 
 
 def adaptive(network, loss_fn):
-    """Use a loss scale that follows the overflows, with a window that adapts."""
+    """Use an adaptive loss scale: a dynamic loss scale whose window of steps adapts to the overflows."""
     manager = AdaptiveLossScaleManager(init_loss_scale=2**24, scale_factor=2, scale_window=20)
     return Model(network, loss_fn, momentum(network), amp_level=AMP_LEVEL, loss_scale_manager=manager)
 
@@ -71,7 +71,7 @@ class StepRecorder(Callback):
 
 
 def train(way):
-    """Train from the same weights on the same data; return the StepRecorder."""
+    """Train from fixed initial weights on fixed data; return the StepRecorder."""
     mindspore.set_seed(0)
     recorder = StepRecorder()
     model = way(LeNet5(), nn.SoftmaxCrossEntropyWithLogits(reduction="mean"))
@@ -81,7 +81,7 @@ def train(way):
 
 def main():
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
-    # Only a CPU needs this line. It changes no result on other devices.
+    # Only a CPU needs this line, which changes no result on other devices.
     enable_loss_scale_on_cpu()
     print(f"{'LeNet5, ' + AMP_LEVEL:<34} steps  skipped  first loss  last loss  last scale", flush=True)
     for way in WAYS:

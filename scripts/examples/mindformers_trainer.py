@@ -18,7 +18,7 @@ training_args = TrainingArguments(
     scale_sense="AdaptiveLossScaleUpdateCell",
     loss_scale_value=2**24,
     loss_scale_factor=2,
-    # Windows of 1 to 4 steps, instead of the usual 20 to 1000, so that they change within these few steps.
+    # Scale windows of 1 to 4 steps, instead of the usual 20 to 1000, so that the window changes within a few steps.
     loss_scale_window=1,
     max_scale_window=4,
     min_scale_window=1,

@@ -19,7 +19,7 @@ training_args = TrainingArguments(
 )
 model = build_model()
 optimizer = nn.Momentum(model.trainable_params(), learning_rate=0.1, momentum=0.9)
-# Windows of 1 to 4 steps, instead of the usual 20 to 1000, so that they change within these few steps.
+# Scale windows of 1 to 4 steps, instead of the usual 20 to 1000, so that the window changes within a few steps.
 update_cell = AdaptiveLossScaleUpdateCell(2**24, 2, scale_window=1, max_scale_window=4, min_scale_window=1)
 train_network = MFTrainOneStepCell(model, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=update_cell)
 trainer = Trainer(
@@ -30,7 +30,7 @@ trainer = Trainer(
     callbacks=[StepTable()],
 )
 if len(sys.argv) > 1:
-    # MindFormers 1.9.0 takes the folder of the checkpoints here, not a file.
+    # MindFormers 1.9.0 takes the folder of the checkpoints for this argument, not a file.
     trainer.train(resume_from_checkpoint="output/checkpoint", resume_training=sys.argv[1])
 else:
     trainer.train()

@@ -24,7 +24,7 @@ SPIKE_EVERY, SPIKE = 50, 4096.0
 def make_scaler(rule):
     if rule == "guided":
         return GradientGuidedLossScaler(scale_value=2**24)
-    # Windows of 5 to 40 steps, instead of the usual 20 to 1000, for a training of 200 steps.
+    # Scale windows of 5 to 40 steps, instead of the usual 20 to 1000, for a training of 200 steps.
     return AdaptiveLossScaler(scale_value=2**24, scale_window=5, max_scale_window=40, min_scale_window=5)
 
 

@@ -48,7 +48,7 @@ def make_update_cell(rule):
     """Return the update cell of a rule, "adaptive" or "guided"."""
     if rule == "guided":
         return GradientGuidedLossScaleUpdateCell(2**24)
-    # Windows of 1 to 4 steps, instead of the usual 20 to 1000, so that they change within these few steps.
+    # Scale windows of 1 to 4 steps, instead of the usual 20 to 1000, so that the window changes within a few steps.
     return AdaptiveLossScaleUpdateCell(2**24, 2, scale_window=1, max_scale_window=4, min_scale_window=1)
 
 

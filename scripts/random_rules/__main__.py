@@ -13,7 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# How many rules share a graph, and how many run in one process. Both are few: MindSpore never frees all of a graph.
+# How many rules share a graph, and how many rules run in one process. Both numbers are small, because MindSpore never
+# frees a whole graph.
 TOGETHER, OF_A_PROCESS = 5, 100
 OUTCOMES = ("same", "refused", "noticed", "different")
 

@@ -20,7 +20,7 @@ from scripts.random_rules.writer import write_rule
 
 __all__ = ["RandomRule", "compare", "make_rule", "numpy_runs", "states_of_cells"]
 
-# Largest gradients of a step: ordinary numbers, and all kinds of numbers that tell a rule nothing.
+# Values for the largest gradient of a step: ordinary numbers, and numbers from which a rule can learn nothing.
 GRADIENTS = (0.25, 3.0, 1e-3, 777.0, 2.0**-126, 0.0, 1e-40, np.inf, np.nan)
 
 
@@ -72,7 +72,7 @@ def compare(random_rules, steps, of_cells=None):
             runs.append(numpy_runs(random_rule, steps, random_rules[0].seed // 100))
             problems = lane_differences(runs[-1])
         unexpected = [
-            str(warning.message) for warning in caught if "nearer to 0 than 2^-126" not in str(warning.message)
+            str(warning.message) for warning in caught if "subnormal number (below 2^-126)" not in str(warning.message)
         ]
         results.append("; ".join(unexpected + problems) or ("noticed" if caught else "same"))
     for mode, of_rules in (of_cells or states_of_cells(random_rules, steps)).items():
@@ -85,7 +85,7 @@ def compare(random_rules, steps, of_cells=None):
 
 
 def states_of_cells(random_rules, steps):
-    """Return, by mode of MindSpore, the states of each rule's update cell after each step."""
+    """Return, for each mode of MindSpore, the states of each rule's update cell after each step."""
     path = path_of(random_rules[0].seed // 100, 0, steps)
     return {mode: cell_runs(random_rules, path, mode) for mode in ("graph", "pynative")}
 
@@ -116,7 +116,7 @@ def numpy_runs(random_rule, steps, paths):
 
 
 def path_of(paths, lane, steps):
-    """Return the overflow and the largest gradient of each step of a lane."""
+    """Return the overflow flag and the largest gradient of each step, from the seeds of steps and lane."""
     numbers = random.Random(f"{paths} {lane}")
     return [(numbers.random() < 0.2, numbers.choice(GRADIENTS)) for _ in range(steps)]
 
@@ -141,7 +141,7 @@ def cell_runs(random_rules, path, mode):
     """Return, for each rule, the states of its update cell after each step of a path, in a mode of MindSpore."""
     context = {"mode": mindspore.GRAPH_MODE}
     if mode == "pynative":
-        # Without this option MindSpore's threads spin while they wait for each other, and a step takes much longer.
+        # Without this option, MindSpore's threads spin while they wait for each other, and a step takes much longer.
         context = {"mode": mindspore.PYNATIVE_MODE, "pynative_synchronize": True}
     before = {name: mindspore.get_context(name) for name in context}
     mindspore.set_context(**context)

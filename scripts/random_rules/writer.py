@@ -6,7 +6,7 @@ import re
 __all__ = ["write_rule"]
 
 _LARGEST = "3.4028234663852886e+38"
-# Constants in rules: Python and NumPy numbers, and attributes of the rule. Constants after the bar are rarer.
+# Constants in the random rules: Python and NumPy numbers, and attributes of the rule. Those after the bar are rarer.
 _NUMBERS = {
     "float32": "0 1 -1 2 0.0 1.0 -1.0 0.5 2.0 -2.5 0.1 3.3 1e6 7 self.share self.limit self.share*3 self.steps | "
     f"-0.0 {_LARGEST} -{_LARGEST} math.inf -math.inf 1e30 1e-3 1e-30 -2147483904.0 16777217.0 2.0**127 -3e38 "
@@ -22,16 +22,16 @@ _FIRST = {
     "float32": (0.0, -0.0, 1.5, -2.25, 1e6, 3e38, 0.1, float("inf"), float("nan"), 2.0**31, 5.0, 17.0),
 }
 
-# The parts of a rule's state, with their dtypes. Parts of a group, such as low, are scalars.
+# The parts of a random rule's state, with their dtypes. Parts of a group, such as low, are scalars.
 _FIELDS = {"few": "int32", "many": "int32", "mark": "int32", "yes": "int32", "no": "int32"}
 _FIELDS |= {"level": "float32", "last": "float32", "before_last": "float32", "kept": "float32"}
 _FIELDS |= {"low": "float32", "middle": "float32", "high": "float32"}
 _VECTORS = {"counts": "int32", "rates": "float32", "old_rates": "float32"}
 
-# Templates of expressions. x and y have the dtype of the result, and one of them may be a number; v and w have this
-# dtype; a and b are numbers; F, I and B are float32, int32 and bool; C is a flag; K an index; V a vector of this dtype;
-# P a position in V; M and N are vectors of bool and float32. Templates of vectors also have U, a stack of scalars; L, a
-# list of numbers; G, a list of flags; S and T, scalars of this dtype. Each S is a new scalar.
+# Templates of expressions in a rule's step. x and y have the dtype of the result, and one of them may be a number; v
+# and w have this dtype; a and b are numbers; F, I and B are float32, int32 and bool; C is a flag; K an index; V a
+# vector of this dtype; P a position in V; M and N are vectors of bool and float32. Templates of vectors also have U, a
+# stack of scalars; L, a list of numbers; G, a list of flags; S and T, scalars of this dtype. Each S is a new scalar.
 _COMMON = (
     "where(B, x, y); where(C, v, w); minimum(x, y); maximum(x, y); minimum(maximum(x, y), a); maximum(a, maximum(b, v))"
     "; v + v; v - v; v * a * b; b * (a * v); a - (v - b); v + a + b; -(-v); v * 0; v * -1; 0 - v; v + 0; v * a + v * b"
@@ -199,7 +199,7 @@ class _Writer:
         name = f"{dtype[0]}{self.made}"
         self.made += 1
         self.lines.append(f"{name} = {expression}")
-        # Add the name three times, so that new values are used more often than old ones.
+        # Add the new value's name three times, so that expressions use new values more often than old values.
         self.know(dtype, length, *[name] * 3)
 
     def keep_table(self):
@@ -260,7 +260,7 @@ class _Writer:
         flag = self.pick(("seen.overflow", "seen.overflow", self.value("bool", 0, 1)))
         after = self.pick((changed, *(f"where({flag}, {changed}, {side})" for side in (other, other, before))))
         if self.chance(0.25):
-            # Use the new state in a further expression, too.
+            # Also compute another expression from the new state, to test that a step may use the new state.
             self.lines.append(f"after = {after}")
             key = self.pick(("level", "last", "kept"))
             after = f"after.replace({key}=where(after.{self.pick(('kept', 'middle'))} < 1, after.low, after.{key}))"
@@ -285,7 +285,7 @@ class _Writer:
         return self.pick((rare if self.chance(0.15) else usual).split())
 
     def value(self, dtype, length, depth):
-        """Return an expression whose value has the given dtype and length."""
+        """Return a random expression whose value has the given dtype and length."""
         if depth and self.chance(0.5):
             return f"({self.expression(dtype, length, depth - 1)})"
         return self.pick(self.pools[dtype, length])
@@ -343,7 +343,7 @@ class _Operands(dict):
         return self[letter]
 
     def beside(self, dtype, is_number=False):
-        """Return the other operand: a Python number, a value of the same length, or a scalar."""
+        """Return the second operand of an operation: a Python number, a value of the same length, or a scalar."""
         writer = self.writer
         if writer.chance(0.35):
             return writer.number(dtype)

@@ -47,7 +47,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="the folder of the site, which is replaced")
     output = parser.parse_args().output
-    # Most objects live until the end, so garbage collection would only scan them again and again.
+    # Most objects of a build live until its end, so garbage collection would only scan the same objects again and
+    # again.
     gc.disable()
     # conf.py imports modules from this folder.
     sys.path.insert(0, str(DOCS / "site"))
@@ -63,7 +64,7 @@ def main():
         shutil.rmtree(output, ignore_errors=True)
         shutil.move(Path(folder, "site"), output)
     print(f"Written: {output / 'index.html'}")
-    # Do not scan the objects at exit, either.
+    # Do not let garbage collection scan the objects at exit, either.
     gc.freeze()
     return 0
 
@@ -105,7 +106,7 @@ def toctree(caption, names):
 
 
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
-# A row of a table on the first page, and a link in this row to a page without an anchor.
+# Patterns for a row of a table on the first page, and for a link in this row to a page without an anchor.
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _PAGE = re.compile(r"\]\((docs/\w+/[^)#]+)\)")
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)

@@ -73,7 +73,7 @@ def draw_scale_and_window(figure, trace):
 
 
 def draw_guided(figure, trace):
-    """Draw a panel for each rule; return the headline of the picture."""
+    """Draw the loss scale of each rule in a panel; return the headline of the picture."""
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     skipped = []
     for axes, rule in zip(panels, ("adaptive", "guided"), strict=True):

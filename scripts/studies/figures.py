@@ -111,7 +111,7 @@ def measure(figure, file):
 
 
 def kept(printed, begins):
-    """Return the printed lines from the first line that begins with ``begins``."""
+    """Return the printed lines of a command from the first line that begins with ``begins``."""
     lines = printed.rstrip().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(begins))
     # The demo numbers its output folders; always show the number 1.
@@ -119,7 +119,7 @@ def kept(printed, begins):
 
 
 def rendered(text, page):
-    """Return the text of a page with its tables made from the present data."""
+    """Return the text of a page with its tables made from the present data in docs/figures."""
     is_chinese = page.parent.parts[-2:] == ("docs", "zh") or page.name == "README_CN.md"
     words = json.loads((DATA / "chinese.json").read_text(encoding="utf-8")) if is_chinese else {}
 
@@ -128,7 +128,7 @@ def rendered(text, page):
         return "\n".join([block["begin"], *lines, block["end"]])
 
     begin, end = r"(?P<begin><!-- figures: (?P<name>\w+)/(?P<table>\w+) -->)", r"(?P<end><!-- end of figures -->)"
-    # A block without an end must not extend into the next block.
+    # A block of a table without an end mark must not extend into the next block.
     between = r"(?:(?!<!-- figures: ).)*?"
     return re.sub(rf"^{begin}${between}^{end}$", shown, text, flags=re.MULTILINE | re.DOTALL)
 

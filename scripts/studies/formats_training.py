@@ -57,7 +57,7 @@ COMPARED = {
     "guided": GUIDED.format(FOUND_START),
     FP32: FP32,
 }
-# The number of steps at the start of a training. A good initial scale skips hardly any of these steps.
+# The number of steps that count as the start of a training. A good initial loss scale skips hardly any of them.
 EARLY = 100
 DIGITS = 5
 
@@ -86,7 +86,7 @@ def main():
             for name in arguments.formats:
                 seeds = min(MORE_SEEDS.get((key, name), TASKS[key][0]), arguments.seeds or math.inf)
                 for _ in measure(result["tasks"], key, name, arguments.again, seeds):
-                    # Write the results after each method, because all trainings together take long.
+                    # Write the results to the file after each method, because all trainings together take hours.
                     reporting.write_json(arguments.json, result)
     for rows in tables(result).values():
         print("\n".join([*reporting.table(rows), ""]))
@@ -183,7 +183,7 @@ def tables(result):
         for name, of_format in task["formats"].items():
             runs, rows = of_format["runs"], [task["name"], name]
             if not of_format["found"]:
-                # Leave this format out, because not all of its trainings are done.
+                # Leave this number format out of the tables, because not all of its trainings are done.
                 continue
             less = {column: less_best_fixed(task, runs, method) for column, method in COMPARED.items()}
             each = [interval(mean_and_interval(values), 4) for values in less.values()]
@@ -197,7 +197,7 @@ def tables(result):
 
 
 def quality_table(task):
-    """Return the mean results of a task, with a row for each method and a column for each format."""
+    """Return the table of mean results of a task, with a row for each method and a column for each number format."""
     rows = [["loss scale", *task["formats"]]]
     of_formats = [of_format["runs"] for of_format in task["formats"].values()]
     digits = 3 if task["higher_is_better"] else 4
@@ -211,7 +211,7 @@ def most_skipped(runs):
 
 
 def verdict(founds, less):
-    """Return what is lost without scaling, how often find says that scaling is needed, and whether results suffer."""
+    """Return table cells: what is lost without scaling, how often find calls scaling needed, and if results suffer."""
     lost = [recommendation["lost"] for recommendation in founds if recommendation["lost"] is not None]
     ends = dict.fromkeys(f"{100 * share:.0f}" for share in (min(lost), max(lost)))
     shares = f"{' to '.join(ends)} %"
@@ -223,7 +223,7 @@ def verdict(founds, less):
 
 
 def draw(formats):
-    """Draw the result at each fixed loss scale, the formats side by side."""
+    """Draw the quality of training at each fixed loss scale, with a panel for each number format."""
     figure = new_figure(10, 3.9)
     headline(figure, "The format decides which loss scale is needed")
     panels = figure.subplots(1, len(formats), sharey=True)

@@ -20,7 +20,7 @@ RULES = ("guided", "adaptive")
 STARTS = (2**32, 2**10)
 STEPS, SEEDS = 400, 3
 LAST = 20
-# A test repeats only the beginning of a run, and compares the losses of these steps.
+# A test repeats only this many steps at the beginning of a run, and compares their losses.
 EARLY = slice(10, 20)
 
 
@@ -29,7 +29,7 @@ def main():
     reporting.add_json_option(parser)
     parser.add_argument("--picture", help="draw both rules' runs of the first seed from 2^32 to this PNG or SVG file")
     arguments = parser.parse_args()
-    # Keep the output of MindSpore and MindFormers out of the table.
+    # Keep the output of MindSpore and MindFormers out of the printed table.
     with reporting.output_to_stderr():
         runs = trainings()
     result = {"steps": STEPS, "seeds": SEEDS, "trainings": []}

@@ -32,7 +32,7 @@ UNFINISHED = ROOT / "output" / "long_training"
 PICTURE = "docs/images/long_training.svg"
 _COLOURS = (canvas.MUTED, canvas.WARNING, canvas.CONTEXT, canvas.SECOND, canvas.MAIN, "black")
 
-# The keys of the ways of scaling, and their names in the tables.
+# The keys of the ways of scaling the loss, and the names of these ways in the tables.
 WAYS = {
     "fp32": "FP32",
     "alone": "FP16, no scaling, one micro-batch",
@@ -84,7 +84,7 @@ def parse_arguments():
 
 
 def finish_run(way, seed, arguments):
-    """Train the remaining steps of a run, each piece in a separate process."""
+    """Train the remaining steps of a run, piece by piece, each in a separate process."""
     command = [sys.executable, "-m", "scripts.studies.long_training", "--piece-of", f"{way}:{seed}"]
     command += ["--steps", str(arguments.steps), "--piece", str(arguments.piece)]
     for name in ("results", "unfinished"):
@@ -231,7 +231,7 @@ def whole_runs(folder, steps):
 
 
 def summary(run):
-    """Return the values of a run that the tables show."""
+    """Return the values of a run that the table shows, such as skipped steps and the final loss."""
     at_start = skipped_at_the_start(run["skipped"], run["steps"])
     return {
         "seed": run["seed"],

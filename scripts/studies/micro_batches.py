@@ -32,7 +32,7 @@ WAYS = {
 START, SEEDS = 2.0**16, 3
 LLAMA = {"steps": 400, "seq_length": 32}
 LOOK_EVERY = 400
-# The picture has these ways only, so that it is readable when small.
+# The picture shows these ways of scaling only, so that it is readable when small.
 DRAWN = {"none": canvas.WARNING, "dynamic": canvas.SECOND, "adaptive": canvas.MAIN}
 
 
@@ -126,7 +126,7 @@ def draw(result):
         axes.set_xticks(range(len(counts)), [f"{int(count):,}" for count in counts])
         axes.set_title(task["name"], fontsize=12)
         canvas.style_axes(axes, x_label="micro-batches", y_label="loss on held-out text")
-    # In the last panel the upper left corner is free.
+    # The legend goes into the last panel, whose upper left corner is free.
     panels[-1].legend(fontsize=10, frameon=False, loc="upper left")
     return figure
 

@@ -21,7 +21,7 @@ _DTYPES = {"fp16": mstype.float16, "bf16": mstype.bfloat16, "fp32": mstype.float
 
 
 class _Rounding(nn.Cell):
-    """Rounds to a format, and returns float32."""
+    """A cell that rounds its input to a number format, and returns float32."""
 
     def __init__(self, target):
         super().__init__()

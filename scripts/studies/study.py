@@ -50,7 +50,7 @@ REGIME_POLICIES = {
     **ADAPTIVE_AND_FIXED,
 }
 
-# Groups of traces: kinds, by how many bits the ceiling that the gradients show is too high, and the spread in bits.
+# Groups of traces: the kinds, by how many bits the gradients imply a ceiling that is too high, and the spread in bits.
 EXACT = "show the ceiling"
 GROUPS = {
     EXACT: (KINDS, 0.0, 0.0),
@@ -62,8 +62,8 @@ GROUPS = {
 }
 OWN = "a ceiling of its own"
 
-# How the ceiling changes, and the kinds of regimes that change so. Kinds with spikes are left out: after a spike the
-# ceiling is the same as before.
+# How the ceiling changes between regimes, and the kinds of traces that change so. Kinds with spikes are left out,
+# because the ceiling after a spike is the same as before the spike.
 AT_ONCE, SLOWLY = ("one-off regime", "rare regimes", "alternating regimes", "levels"), ("ramped regimes",)
 CHANGES = {"at once": AT_ONCE, "over 20 steps": SLOWLY, "either way": AT_ONCE + SLOWLY}
 
@@ -105,7 +105,7 @@ def main():
 
 
 def traces_by_place(steps, seeds):
-    """Return the traces of all seeds, by group and kind."""
+    """Return the synthetic traces of all seeds, by group and kind."""
     traces = {}
     for group, (kinds, offset, spread) in GROUPS.items():
         for kind in kinds:
@@ -147,7 +147,7 @@ def study(policies, traces):
 
 
 def regime_study(steps, seeds):
-    """Measure how policies enter and leave regimes without spikes.
+    """Measure how policies follow the ceiling when a regime begins and ends, on traces without spikes.
 
     Returns:
         dict, by change of the ceiling and policy. ``recovery`` has the median and the 90th percentile of the steps
@@ -214,7 +214,7 @@ def figures_table(results):
 
 
 def price_table(results):
-    """Return a table of the costs of a lost bit at which the adaptive rule is cheapest, for traces with such costs."""
+    """Return a table of the costs of a lost bit of headroom at which the adaptive rule is cheapest."""
     rows = [["trace", "adaptive costs least from", "to"]]
     for kind in results[ADAPTIVE]:
         if rates := cheapest_rates({policy: row[kind] for policy, row in results.items()}):
@@ -263,7 +263,7 @@ def columns_of_rates(*names):
 
 
 def against_best(by_policy, kind, rate):
-    """Return cells for the guided rule, the best window and the ratio of their costs; and the ratio as a number."""
+    """Return table cells for the guided rule, the best window and the ratio of their costs, and the ratio itself."""
     guided = by_policy[f"guided {rate:g}"][kind]
     windows = {str(window): by_policy[str(window)][kind] for window in FIXED_WINDOWS}
     best = cheapest(windows, rate)
@@ -294,7 +294,7 @@ def regime_table(results):
 
 
 def draw(same):
-    """Draw a panel for each kind of trace and one for the mean, with a point for each policy."""
+    """Draw a panel for each kind of trace and one for the mean of all kinds, with a point for each policy."""
     figure = new_figure(9, 8.4)
     fixed = [f"dynamic {window}" for window in WINDOWS]
     mean = same[ADAPTIVE][MEAN]

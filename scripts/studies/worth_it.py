@@ -37,7 +37,7 @@ from scripts.studies.worth_report import (
 PICTURE = "docs/images/quality_by_loss_scale.svg"
 PICTURE_SEEDS = 3
 QUICK_STEPS, QUICK_EXPONENTS = 30, (0, 9)
-# The Llama tasks take long, so they have fewer seeds than other tasks, and shorter samples than the demo.
+# The Llama tasks take long, so these have fewer seeds than other tasks, and shorter samples than the demo.
 SEEDS = {"llama": 5, "lora": 5, "moving": 10, "damped": 10, "zero": 10, "auxiliary": 10, "digits": 10}
 LLAMA = {"steps": 200, "seq_length": 32}
 

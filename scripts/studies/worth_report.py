@@ -33,11 +33,11 @@ PAIRS = (
 
 # The start of a run ends with this many applied steps in a row: the smallest window of the adaptive rules.
 SETTLED = 20
-# Each run has to reach the result that FP32 has after this share of the steps.
+# The table shows when each run reaches the result that FP32 has after this share of the steps.
 REACHED_AT = 0.8
 
 EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
-# With this result or a lower one, a training has learned nothing.
+# A training with this result or a lower result has learned nothing.
 LOWEST = 0.0
 
 
@@ -67,7 +67,7 @@ def figures(runs, fp32, task):
 
 
 def skipped_at_the_start(skipped, steps):
-    """Return how many steps were skipped before ``SETTLED`` steps in a row were applied."""
+    """Return how many steps a run skipped before it applied ``SETTLED`` steps in a row."""
     gaps = np.diff([-1, *skipped, steps + SETTLED])
     return int(np.argmax(gaps > SETTLED))
 
@@ -80,7 +80,7 @@ def reached(run, fp32, higher_is_better):
 
 
 def over_looks(run, figure):
-    """Return the mean of a figure over the applied steps with a measurement, or None without such steps."""
+    """Return the mean of a measured value over the applied steps with a measurement, or None without such steps."""
     applied = [look for look in run["looks"] if look["step"] not in run["skipped"]]
     seen = [figure(look) for look in applied if look.get("underflow") is not None]
     return float(np.mean(seen)) if seen else None
@@ -142,7 +142,7 @@ def pairs_of(task):
 
 
 def who_wins(result):
-    """Return a table that lists, for each pair of methods, the tasks on which one method is better by the interval."""
+    """Return a table of the tasks on which one of two methods is better, beyond the confidence interval."""
     rows = [["of", "against", "better", "worse", "no difference shown"]]
     for first, second in PAIRS:
         won = {first: [], second: [], "-": []}
@@ -188,7 +188,7 @@ def winner(result, first, second, higher_is_better=False):
 
 
 def draw(swept):
-    """Draw the quality against the loss scale, and shade where gradients underflow or overflow."""
+    """Draw the quality against the loss scale, and shade loss scales at which gradients underflow or overflow."""
     figure = new_figure(9, 4.6)
     finding = "FP16 without loss scaling: R² {unscaled:.2f}. FP32: {fp32:.3f}. Adaptive scaling: {ours:.3f}"
     headline(figure, finding.format(**swept))

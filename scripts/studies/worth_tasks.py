@@ -28,7 +28,7 @@ WIDTH = 24
 
 @dataclass(frozen=True)
 class Data:
-    """The training data of one seed, and the held-out data.
+    """The training data of one seed, and held-out data to measure the result.
 
     Attributes:
         batch (Callable): returns the inputs of the network, a tuple of Tensors, for the number of a step, from 0.
@@ -42,7 +42,7 @@ class Data:
 
 
 def batches(samples, order, size):
-    """Return a function that gives the batch of a step: rows of all arrays in this order, which repeats at its end."""
+    """Return a function that gives the batch of a step: rows of all arrays in the given order, which then repeats."""
 
     def batch(step):
         rows = np.take(order, range(step * size, (step + 1) * size), mode="wrap")

@@ -23,7 +23,7 @@ from scripts.studies.simulated_formats import simulate_formats
 from scripts.studies.worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
 from scripts.studies.worth_tasks import Llama
 
-# The start of a method that begins at the scale that find_loss_scale() recommends for the seed.
+# The ``start`` of a method that begins at the loss scale that find_loss_scale() recommends for the seed.
 FOUND = "found"
 LARGEST_START = 2.0**32
 FIND_BATCHES = 2
@@ -48,7 +48,7 @@ class Method:
 
 
 def fixed(loss_scale):
-    """Return the method with a fixed scale that skips overflowed steps."""
+    """Return the method with a fixed loss scale that skips overflowed steps."""
     return Method(f"fixed 2^{math.log2(loss_scale):g}", nn.FixedLossScaleUpdateCell, loss_scale)
 
 
@@ -149,7 +149,7 @@ class CompiledTraining:
 
     @property
     def loss_scale(self):
-        """The loss scale of the next step."""
+        """Return the loss scale of the next step."""
         return float(self.train_step.scale_sense.asnumpy())
 
 

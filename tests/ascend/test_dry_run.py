@@ -1,4 +1,4 @@
-"""Cells and train steps compile for Ascend in MindSpore's dry run, with stand-ins for CANN."""
+"""MindSpore's dry run compiles cells and train steps for Ascend, with stand-ins for the libraries of CANN."""
 
 import ctypes
 import subprocess
@@ -13,14 +13,14 @@ from scripts.ascend.program import CACHE, HCCL, NOTHING, compile_cases, kernels_
 from tests.conftest import ROOT
 from tests.shared.pages import figure
 
-# Run these tests in one worker, because they share what is compiled.
+# Run these tests in one pytest worker, because they share the compiled cases.
 pytestmark = [
     pytest.mark.skipif(bool(stand_ins.missing()), reason=stand_ins.missing() or "nothing is missing"),
     pytest.mark.xdist_group("ascend dry run"),
 ]
 
-# Small cases that are not compiled here by themselves: parts of other cases, and one cell of MindFormers. The program
-# compiles them.
+# Small cases that these tests do not compile: each is part of another case, except one cell of MindFormers. The program
+# compile_for_ascend compiles them all.
 PART_OF = {
     "cell/adaptive": "cell/adaptive_hysteresis",
     "cell/guided": "cell/guided_history",
@@ -36,7 +36,7 @@ def results():
     return {result["case"]: result for result in compile_cases(SMALL)}
 
 
-# Controls: without a case that fails, a case that compiles would prove nothing
+# Control cases: if no case failed to compile, a compiled case would prove nothing
 
 
 def test_an_operator_that_an_ascend_has_compiles(results):
@@ -61,7 +61,7 @@ def test_a_level_that_selects_no_kernels_shows_nothing(results):
     assert seen == [("", "no kernel was selected")] * 2
 
 
-# Cases
+# Tests of cells and train steps
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -115,7 +115,7 @@ def test_every_case_is_on_the_pages_and_has_no_problem():
     assert [result for result in data["cases"] if result["case"] not in CONTROLS and problem(result)] == []
 
 
-# Stand-ins
+# Tests of the stand-ins for CANN
 
 
 def test_stand_in_without_an_answer_ends_the_process():
@@ -125,7 +125,7 @@ def test_stand_in_without_an_answer_ends_the_process():
     assert finished.returncode != 0
     said = program.why_ended(finished.returncode, finished.stderr)
     assert said == "the stand-ins need an update for this MindSpore: aclrtMalloc was called"
-    # A stand-in with an answer returns it.
+    # A stand-in function that has an answer returns this answer.
     assert ctypes.CDLL(library).aclnnAddGetWorkspaceSize() == 0
 
 
@@ -142,7 +142,7 @@ def test_stand_ins_are_made_once(tmp_path):
     assert list(tmp_path.iterdir()) == [first]
 
 
-# The program
+# Tests of the program compile_for_ascend
 
 
 def run(*arguments):

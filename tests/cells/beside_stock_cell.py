@@ -1,6 +1,6 @@
 """Trains one network twice: with this package's cells, and with MindFormers' own cells at the same loss scales.
 
-The stock cell gets its loss scale as a Tensor before each step. On a CPU it runs in its branch for Ascend 910B.
+MindFormers' cell gets its loss scale as a Tensor before each step. On a CPU, this cell runs its branch for Ascend 910B.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ BATCH, FEATURES, CLASSES = 8, 12, 4
 
 
 class Layers(nn.Cell):
-    """Two dense layers in FP16 and a mean loss in FP32."""
+    """A network of two dense layers in FP16, with a mean loss in FP32."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Layers(nn.Cell):
 
 
 class SumAndNumber(Layers):
-    """The same layers; their outputs are the sum of the losses and the number of losses."""
+    """The network ``Layers``, with the sum of the losses and the number of losses as outputs."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class SumAndNumber(Layers):
 
 
 class Vision(nn.Cell):
-    """A network for pictures, no language model: a convolution over 12 pixels, pooling and a dense layer, in FP16."""
+    """An image network in FP16: a convolution over 12 pixels, pooling and a dense layer."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def adamw(network):
 
 
 class Seen(NamedTuple):
-    """What this package's train-step cell did in a training, step by step."""
+    """What this package's train-step cell did in each step of a training."""
 
     overflows: list[bool]
     losses: list[float]
@@ -87,7 +87,7 @@ def rows(steps=STEPS, seed=0):
 
 
 def train_both(build, build_optimizer=adamw, batches=None, start=START, **arguments):
-    """Train with both cells; assert after each step that they agree and that a skipped step changed nothing.
+    """Train with MindFormers' cell and ours. Assert in each step that both agree, and that a skip changes nothing.
 
     Args:
         build (Callable): returns the network, the same each time.
@@ -115,7 +115,7 @@ def train_both(build, build_optimizer=adamw, batches=None, start=START, **argume
         overflow = bool(outputs[0][1])
         state = rule.step(state, overflow)
         assert float(outputs[0][2]) == state.loss_scale, number
-        # Compare all outputs but the loss scale, which the stock cell does not update.
+        # Compare all outputs except the loss scale, which MindFormers' cell does not update.
         for ours_output, other in zip(outputs[0], outputs[1], strict=True):
             if ours_output is not outputs[0][2]:
                 np.testing.assert_array_equal(ours_output, other, err_msg=f"step {number}")

@@ -1,4 +1,4 @@
-"""Find what an exported graph for Ascend must not contain, by the names in the graph."""
+"""Find, by name, the nodes and dtypes that an exported graph for Ascend must not contain."""
 
 import pydoc
 import re
@@ -36,7 +36,7 @@ def forbidden_plain_constants(graph):
 
 
 def plain_outputs(graph):
-    """Return values that reach the host: TensorToScalar is documented for Ascend, but it runs on the host there."""
+    """Return the outputs that the host computes, such as a TensorToScalar, which is documented for Ascend."""
     return graph.plain_outputs
 
 
@@ -48,7 +48,7 @@ CHECKS = (control_flow, forbidden_tensors, forbidden_plain_constants, plain_outp
 
 
 def _documented_platforms(primitive):
-    """Return the "Supported Platforms" from the primitive's docstring, or from the docstring that it refers to."""
+    """Return a primitive's "Supported Platforms" from its docstring, or from another docstring to which it refers."""
     for module in (ops, ops.operations, ops.auto_generate):
         text = getattr(getattr(module, primitive, None), "__doc__", None) or ""
         reference = re.search(r"Refer to :(?:func|class):`(mindspore\.[\w.]+)`", text)

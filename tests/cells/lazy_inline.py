@@ -1,4 +1,4 @@
-"""A script that trains a network with lazy inline for a step, without any loss scaling."""
+"""A script that trains a network with lazy inline for one step, without loss scaling."""
 
 import mindspore
 import numpy as np

@@ -1,4 +1,4 @@
-"""With adaptive scaling, features of MindFormers train step by step as with the stock cell at the same loss scales."""
+"""With adaptive scaling, each MindFormers feature takes the same steps as with MindFormers' train-step cell."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def one_hot(batches):
         yield features, np.eye(scores.shape[1], dtype=np.float32)[scores.argmax(axis=1)]
 
 
-# Arguments of train_both() for each feature.
+# The arguments of train_both() for each MindFormers feature.
 FEATURES = {
     "accumulation": {"build": lambda: MeanOverMicroBatches(Layers(), 2), "use_clip_grad": True},
     "loss per token": {"build": SumAndNumber, "calculate_per_token_loss": True, "use_clip_grad": True},
@@ -83,7 +83,7 @@ DROPPING = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global
 @pytest.mark.parametrize("feature", [*NAMES, "dropping by norm"])
 def test_the_same_holds_in_pynative_mode(feature):
     arguments = FEATURES.get(feature, {"build": Layers, **DROPPING})
-    # A loss per token overflows at a lower scale, so start lower.
+    # A per-token loss overflows at a lower loss scale, so start at a lower scale.
     start = 2.0**13 if feature == "loss per token" else 2.0**18
     with mindspore_mode("pynative"):
         seen = train_both(**{**arguments, "batches": list(rows(PYNATIVE_STEPS)), "start": start})
@@ -100,7 +100,7 @@ def test_steps_dropped_by_norm_equal_the_stock_cells(graph_mode):
 
 
 class Normalized(nn.Cell):
-    """The layers after a batch norm."""
+    """A batch norm, followed by the network ``Layers``."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""An update cell belongs to one train step, even if MindSpore builds or starts it again. A copy belongs to no step."""
+"""An update cell belongs to one train-step cell, even if MindSpore builds this again. A copy belongs to none."""
 
 import copy
 
@@ -50,7 +50,7 @@ def test_the_same_train_step_goes_on(graph_mode):
     dense, cell = Dense(), CELLS["adaptive"]()
     step = dense.train_step(cell)
     cell.bind_loss_scale(step.scale_sense)
-    # Build two models around the train step, and train each model twice.
+    # Build two models around the train-step cell, and train each model twice.
     for _ in range(2):
         model = Model(step)
         for _ in range(2):

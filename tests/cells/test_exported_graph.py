@@ -1,4 +1,4 @@
-"""The checks find what a graph for Ascend must not contain in an exported graph, and report it by name."""
+"""The checks of an exported graph find, by name, each node and dtype that a graph for Ascend must not contain."""
 
 import pytest
 from mindspore import dtype as mstype
@@ -25,7 +25,7 @@ def test_stock_cell_for_ascend_passes_the_check_of_primitives():
 
 
 class Forbidden(AdaptiveLossScaleUpdateCell):
-    """Has a branch, float64, a multiplication by a Python number, a transfer to the host, and Fmax."""
+    """A cell with a branch, float64, a multiplication by a Python number, a transfer to the host, and Fmax."""
 
     def construct(self, loss_scale, overflow):
         super().construct(loss_scale, overflow)

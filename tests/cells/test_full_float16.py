@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state in FP16: both rules train, resume, and skip steps that overflow."""
+"""With FP16 weights, gradients and optimizer state, the adaptive and the guided rule train, skip steps, and resume."""
 
 import mindspore
 import numpy as np
@@ -24,10 +24,10 @@ def data():
 def train_network(manager):
     mindspore.set_seed(0)
     layers = (nn.Dense(FEATURES, 16, activation="tanh", dtype=mstype.float16), nn.Dense(16, 1, dtype=mstype.float16))
-    # Level O3 does not change the dtype with which the layers were created.
+    # MindSpore's precision level O3 does not change the dtype with which the layers were created.
     network = nn.SequentialCell(*layers)
-    # A weight changes only if the update is larger than half a unit in its last place. The smallest second moment is
-    # 2^-24.
+    # A weight changes only if its update is larger than half a unit in the weight's last place. Adam's smallest second
+    # moment in FP16 is 2^-24.
     optimizer = nn.Adam(network.trainable_params(), learning_rate=1e-2, eps=1e-4)
     return build_train_network(network, optimizer, nn.MSELoss(), level="O3", loss_scale_manager=MANAGERS[manager]())
 

@@ -1,4 +1,4 @@
-"""FP16 trainings with gradient-guided loss scaling: their skipped steps, against other cells and against the rule."""
+"""Compare the skipped steps of FP16 trainings with guided scaling with other update cells and with the rule."""
 
 import math
 
@@ -58,7 +58,7 @@ class Adapted(nn.Cell):
 
 
 class AdaptedLayers(nn.Cell):
-    """Four ``Adapted`` layers; only the adapters learn, and the gradients of activations overflow first."""
+    """Four ``Adapted`` layers. Only adapters learn; gradients of activations overflow before weight gradients do."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class AdaptedLayers(nn.Cell):
 
 
 class Runs(CompiledTraining):
-    """Trainings of one network, from the same weights each time."""
+    """Trainings of one network, all from the same initial weights."""
 
     def __init__(self, make_network, make_cell, learning_rate=0.003):
         def make_train_step(network, update_cell):
@@ -87,12 +87,12 @@ class Runs(CompiledTraining):
         self.weights = weights_of(self.network)
 
     def train(self, start, batches):
-        """Return the record of a run: a dict for each step."""
+        """Train, and return the record of the run: a dict for each step."""
         return self.run(start, self.weights, (map(Tensor, batch) for batch in batches))
 
 
 def batches(steps, factor_of=lambda step: 1.0, outputs=1, batch=BATCH):
-    """Yield inputs, the targets that a fixed teacher computes from them, and the factor of the loss."""
+    """Yield inputs, the targets that a fixed teacher network computes from the inputs, and the factor of the loss."""
     random = np.random.default_rng(7)
     teacher = random.normal(size=(FEATURES, outputs)).astype(np.float32)
     for step in range(1, steps + 1):
@@ -118,7 +118,7 @@ def in_graph_mode():
 
 @pytest.fixture(scope="module")
 def layers():
-    """Return the runs of the dense layers, by rule."""
+    """Return the Runs of the dense layers, by update cell."""
     return {
         "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
         "adaptive": Runs(HalfPrecisionLayers, adaptive),
@@ -127,7 +127,7 @@ def layers():
 
 
 def surge(step):
-    """Return the factor of the loss: it makes gradients a thousand times larger from step 150 to step 199."""
+    """Return the factor of the loss at a step; it makes the gradients of steps 150 to 199 a thousand times larger."""
     return 2.0**10 if 150 <= step < 200 else 1.0
 
 
@@ -137,7 +137,8 @@ def test_a_surge_of_the_gradients_costs_a_few_steps(layers):
     assert_follows_the_rule(records["guided"])
     assert lost["guided"] <= 11
     assert 2 * lost["guided"] <= lost["dynamic"] < lost["adaptive"]
-    # After the surge, the guided scale recovers most of the way. Dynamic scaling does not in 100 steps.
+    # 100 steps after the surge of the gradients, the guided loss scale has almost recovered, and the dynamic scale has
+    # not.
     assert records["guided"][-1]["next_loss_scale"] >= records["guided"][148]["loss_scale"] / 2**3
     assert records["dynamic"][-1]["next_loss_scale"] <= records["dynamic"][148]["loss_scale"] / 2**8
     final = {name: np.mean([row["loss"] for row in record[-20:]]) for name, record in records.items()}
@@ -170,10 +171,10 @@ def test_adapters_of_frozen_layers_skip_hardly_more_steps():
     before = {name: [row["overflow"] for row in record].index(False) for name, record in records.items()}
     after = {name: len(skipped(record)) - before[name] for name, record in records.items()}
     assert before["guided"] <= 6 < before["dynamic"]
-    # The guided run may skip one step more while it climbs from its low start, but it skips far fewer in total.
+    # The guided run may skip one step more than the dynamic run after the start, but it skips far fewer steps in total.
     assert after["guided"] <= after["dynamic"] + 1
     assert len(skipped(guided)) <= 5 < len(skipped(dynamic))
-    # The adapters' gradients do not show these overflows: they allow the scale at which dynamic scaling overflowed.
+    # The adapters' gradients do not show these overflows: these gradients would fit at the loss scale that overflowed.
     late = [step for step in skipped(dynamic) if step > 1000]
     assert late
     for step in late:
@@ -182,7 +183,7 @@ def test_adapters_of_frozen_layers_skip_hardly_more_steps():
 
 @pytest.fixture(scope="module")
 def small_llama():
-    """Return small trainings like the demo's, by rule."""
+    """Return, for each rule, a small training like the demo's."""
     return {rule: LlamaTraining(rule, LLAMA_STEPS, seq_length=32, hidden_size=32, num_layers=1) for rule in RULES}
 
 
@@ -212,7 +213,7 @@ def test_the_script_prints_what_its_records_hold():
 
 
 def test_the_figures_of_the_page_begin_as_a_training_does_now():
-    """The first 20 steps of a training on the page are repeated, from the same start scale, which is far too high."""
+    """Repeat the first 20 steps of a training on the page, from the same initial loss scale, which is far too high."""
     held = figure("guided_training")
     training = held["trainings"][0]
     assert (training["rule"], training["from"]) == ("guided", 2**32)

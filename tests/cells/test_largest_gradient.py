@@ -35,7 +35,7 @@ def test_pass_over_the_gradients_is_one_for_ascend(graph_mode):
     gradients = Tensor(np.ones((3, 2), np.float16)), Tensor(np.ones(4, np.float32))
     graph = export_graph(Pass(cell), *gradients)
     assert control_flow(graph) == set()
-    # Only the gradient itself is FP16: it is cast before anything is computed.
+    # Only the gradient itself is FP16, because the graph casts the gradient before it computes anything.
     assert forbidden_tensors(graph) == {("FLOAT16", "first")}
     assert undocumented_on_ascend(graph) == set()
 
@@ -89,7 +89,7 @@ def test_overflowing_gradient_is_measured_with_a_loss_per_token(mode, clip):
 
 
 class WithItsOwnDetection(TrainOneStepWithLossScaleCell):
-    """A train step that keeps its own overflow detection, as all train steps do on Ascend."""
+    """A train-step cell that keeps its own overflow detection, as all train-step cells do on Ascend."""
 
     def get_overflow_status(self, status, compute_output):
         return self.get_overflow_status_on_cpu(status, compute_output)
@@ -105,13 +105,13 @@ def test_largest_gradient_is_measured_beside_its_own_detection(mode):
 
 
 class CheckedOnCpu(nn.TrainOneStepWithLossScaleCell):
-    """The stock cell with the overflow detection that a CPU needs, and nothing else of this package."""
+    """MindSpore's train-step cell with the overflow detection that a CPU needs, and nothing else of this package."""
 
     get_overflow_status = LossScaleTrainStep.get_overflow_status_on_cpu
 
 
 def kernels_of(train_step_class, update_cell):
-    """Return how often each kernel occurs in the graph of a whole train step."""
+    """Return how often each kernel occurs in the compiled graph of a train step."""
     step = Dense().train_step(update_cell, train_step_class).set_train()
     return collections.Counter(export_graph(step, *Dense.batch()).kernels)
 
@@ -124,12 +124,13 @@ def test_graph_with_another_cell_is_what_it_was(graph_mode):
     assert adaptive == kernels_of(CheckedOnCpu, AdaptiveLossScaleUpdateCell(2**8, 2, 20))
     of_the_pass = ("Abs", "ReduceMax", "AllGather", "AllReduce")
     assert [adaptive[name] for name in of_the_pass] == [0, 0, 0, 0]
-    # One Abs for each of the two gradients, and no other pass over them. The third Abs belongs to the rule.
+    # The graph has one Abs for each of the two gradients, and no other pass over the gradients. The third Abs belongs
+    # to the rule.
     assert (guided["Abs"], guided["IsFinite"], adaptive["IsFinite"]) == (2 + 1, 0, 0)
 
 
 class OwnDetection(TrainOneStepWithLossScaleCell):
-    """A train step that looks for overflows itself, as the train steps of some libraries do."""
+    """A train-step cell that looks for overflows itself, as the cells of some libraries do."""
 
     def construct(self, *inputs):
         loss = self.network(*inputs)
@@ -148,7 +149,7 @@ def test_a_train_step_that_never_measures_gets_one_warning(mode):
         step(*Dense.batch())
     with pytest.warns(UserWarning, match=r"still 0 after 5 steps.*OwnDetection, call self.get_overflow_status\("):
         step(*Dense.batch())
-    # Warnings are errors, so the warning must not be repeated.
+    # The tests turn warnings into errors, so these steps must not repeat the warning.
     for _ in range(6):
         step(*Dense.batch())
 
@@ -159,6 +160,6 @@ def test_a_train_step_that_never_measures_gets_one_warning(mode):
 def test_a_train_step_that_measures_or_need_not_gets_no_warning(graph_mode, cell):
     train_step_class = OwnDetection if isinstance(cell, AdaptiveLossScaleUpdateCell) else TrainOneStepWithLossScaleCell
     step = Dense().train_step(cell, train_step_class).set_train()
-    # Warnings are errors, so these steps must not warn.
+    # The tests turn warnings into errors, so these steps must not warn.
     for number in range(8):
         step(*Dense.batch(overflow=number < 6))

@@ -11,13 +11,13 @@ from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.update_cells import GradientGuidedLossScaleUpdateCell
 
 SHAPES = [(2, 3), (), (5,), (40, 70)]
-# Extreme values that are finite, and values that are not finite.
+# Gradients with extreme but finite values, and gradients that are not finite.
 FINITE = [0.0, -0.0, 1e-45, 3.4028235e38, -3.4028235e38]
 NOT_FINITE = [np.inf, -np.inf, np.nan, -np.nan]
 
 
 class Detection(nn.Cell):
-    """Returns what both detections of this package and MindSpore's own detection say of the same gradients."""
+    """Run this package's two overflow detections and MindSpore's overflow detection on the same gradients."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The loss scaler in functional training, compiled and not: steps of the rule, arithmetic, state in checkpoints."""
+"""The loss scaler in functional training, compiled or not: it follows the rule and keeps its state in checkpoints."""
 
 import mindspore
 import numpy as np
@@ -41,7 +41,7 @@ def test_overflows_are_skipped_and_other_steps_are_as_in_fp32(mode, compiled, na
         if overflow:
             np.testing.assert_array_equal(dense.weight(), before)
         else:
-            # Scales are powers of two, so that nothing is rounded.
+            # The loss scales are powers of two, so scaling rounds nothing.
             assert float(loss) == float(plain(*reference.batch())[0])
             np.testing.assert_array_equal(dense.weight(), reference.weight())
             assert not np.array_equal(dense.weight(), before)
@@ -51,7 +51,7 @@ def test_overflows_are_skipped_and_other_steps_are_as_in_fp32(mode, compiled, na
         assert np.isinf(now.get("largest_gradient", 0)) == (overflow and name != "adaptive")
 
 
-# Tensor(-3.0) has the shape (), so the search for the largest gradient cannot go through its rows.
+# Tensor(-3.0) has the shape () and therefore no rows, in which the largest gradient could be searched.
 @pytest.mark.parametrize(
     "grads", [Tensor(np.float16([-3.0])), Tensor(-3.0), (Tensor([1.0]), Tensor([[-3.0]])), [Tensor([-3.0])]]
 )

@@ -1,4 +1,4 @@
-"""The loss-scale managers: their defaults, and ``build_train_network`` and ``Model`` at every level of precision."""
+"""Defaults of the loss-scale managers, and training with them by ``build_train_network`` and ``Model``."""
 
 import mindspore.train.amp
 import numpy as np
@@ -18,11 +18,12 @@ from mindformers_adaptive import (
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from tests.shared.networks import Dense, batches
 
-# At 2**24 the float16 gradients of the small network overflow for real, until the scale has come down.
+# At a loss scale of 2**24, the float16 gradients of the small network really overflow, until the scale has fallen.
 START = 2**24
 
 
-# Each manager with the arguments of the rule that it follows. A ladder of one window is MindSpore's dynamic scaling.
+# Each loss-scale manager, with the arguments of AdaptiveRule that give the same steps. With a single scale window, the
+# adaptive rule is dynamic scaling.
 MANAGERS = {
     "fixed": (lambda: amp.FixedLossScaleManager(START), {"min_loss_scale": START, "max_loss_scale": START}),
     "dynamic": (lambda: amp.DynamicLossScaleManager(START, 2, 3), {"max_scale_window": 3, "min_scale_window": 3}),
@@ -158,7 +159,7 @@ def test_a_factor_that_looks_like_a_window_is_warned_of(factor):
     manager = amp.DynamicLossScaleManager(4, factor)
     with pytest.warns(UserWarning, match=message.format("DynamicLossScaleManager")):
         build_train_network(dense.network, dense.optimizer(), level="O0", loss_scale_manager=manager)
-    # Any other factor gives no warning; a warning would be an error.
+    # Any other scale factor gives no warning. The tests turn warnings into errors.
     AdaptiveLossScaleManager(4, 16)
     build_train_network(
         dense.network, dense.optimizer(), level="O0", loss_scale_manager=amp.DynamicLossScaleManager(4, 16)

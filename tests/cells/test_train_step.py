@@ -27,8 +27,8 @@ WINDOWS = {"max_scale_window": 4, "min_scale_window": 1}
 
 def build_step(train_step=TrainOneStepWithLossScaleCell, update_cell=None, **arguments):
     dense = Dense()
-    # Use a schedule: for a constant rate, MFTrainOneStepCell makes a second Parameter of the same name, and then
-    # MindSpore cannot load its checkpoint as a whole.
+    # Use a learning-rate schedule. For a constant rate, MFTrainOneStepCell makes a second Parameter of the same name,
+    # so MindSpore cannot load the whole checkpoint.
     learning_rate = nn.PolynomialDecayLR(0.01, 0.001, 100, 1.0)
     optimizer = nn.Adam(dense.layer.trainable_params(), learning_rate)
     if update_cell is None:
@@ -118,7 +118,7 @@ def test_mindformers_own_checkpoint_resumes_on_its_ladder(graph_mode):
 
 
 def test_mindformers_checkpoint_after_window_1_keeps_counters(graph_mode):
-    """By its values, this checkpoint could be from dynamic scaling, which would raise the scale only after 20 steps."""
+    """By its values, the checkpoint could be from dynamic scaling. Then the scale would rise only after 20 steps."""
     theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20)
     loss_scale = Parameter(Tensor(1024.0, mindspore.float32), name="loss_scale")
     for overflow in [False] * 60 + [True] * 3 + [False] * 15:
@@ -149,7 +149,7 @@ def test_checkpoint_without_a_window_starts_the_ladder_afresh(graph_mode, scalin
         resumed.set_train()
         train(resumed, [False, False])
     assert len([warning for warning in caught if "ladder" in str(warning.message)]) == 1
-    # Two clean steps after the start, in a window of two, give one raise from the scale of the checkpoint.
+    # The scale window is two steps, so two steps without overflow raise the loss scale of the checkpoint once.
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=2)
     state = rule.start(2048.0, 2)
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_a_fixed_scale_stays_whatever_a_checkpoint_has(graph_mode, train_step, s
         step.set_train()
     _, _, used = step(*Dense.batch())[:3]
     assert used.asnumpy().item() == step.scale_sense.asnumpy().item() == wanted
-    # A scale that was set by hand is not taken for the scale of a checkpoint.
+    # The train-step cell does not mistake a loss scale set by hand for the loss scale of a checkpoint.
     step.set_sense_scale(Tensor(np.full(step.scale_sense.shape, 16.0), mindspore.float32))
     step.set_train()
     assert step.scale_sense.asnumpy().item() == 16.0

@@ -1,4 +1,4 @@
-"""Gradients are divided by the loss scale in float32, for every dtype of the weights and every way of training."""
+"""The train-step cell divides gradients by the loss scale in float32, for every dtype of the weights."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLos
 
 SIZE = 8
 DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
-# Largest relative and absolute error of rounding to FP16, BF16 and float32.
+# The largest relative and the largest absolute error of rounding to FP16, BF16 and float32.
 ROUNDING = {mstype.float16: (2.0**-11, 2.0**-25), mstype.bfloat16: (2.0**-8, 0.0), mstype.float32: (2.0**-23, 0.0)}
 POWERS = [2.0**exponent for exponent in (-24, -17, -14, 0, 16, 24, 25, 26, 40)]
 OTHERS = [1.5 * 2.0**22, 1.5 * 2.0**23, 65535.0, *2.0 ** np.random.default_rng(7).uniform(-24, 40, 6)]
@@ -41,7 +41,7 @@ class Products(nn.Cell):
 
 
 class KeepGradients(nn.Optimizer):
-    """Stores the gradients in float32 and changes no weight, because no optimizer on a CPU takes BF16 weights."""
+    """An optimizer that only stores the gradients in float32, because no optimizer on a CPU takes BF16 weights."""
 
     def __init__(self, weights):
         super().__init__(1.0, weights)
@@ -87,7 +87,7 @@ WAYS = {
 
 
 def inputs_at(scale, random, dtype=np.float32):
-    """Return inputs that FP16 can represent, also after multiplication by the scale."""
+    """Return inputs that FP16 can represent exactly, also after multiplication by the loss scale."""
     most = min(2.0**15, 6e4 / scale)
     least = min(max(2.0**-24, 2.0**-14 / scale), most)
     return (np.exp(random.uniform(np.log(least), np.log(most), SIZE)) * random.choice([-1, 1], SIZE)).astype(dtype)
@@ -111,7 +111,8 @@ def test_gradients_are_those_of_float64_at_every_scale(mode, way):
             relative, absolute = ROUNDING[weight.dtype]
             used = np.float64(np.float32(scale))
             expected = rounded(x * np.float32(scale), weight.dtype).astype(np.float64) / used
-            # Accumulation also rounds the sum over micro-batches, and sums halves, which may be subnormal.
+            # Gradient accumulation also rounds the sum over micro-batches. It sums halves of gradients, which may be
+            # subnormal.
             relative = relative * (4 if way == "accumulation" else 1.01) + 2.0**-23
             np.testing.assert_allclose(copy.asnumpy(), expected, relative, absolute, err_msg=str(scale))
             if weight.dtype == mstype.float32 and way == "cell":
@@ -162,7 +163,7 @@ def test_float32_weights_keep_the_stock_unscaling():
 
 
 class WithMovingAverages(TrainOneStepWithLossScaleCell):
-    """Uses ``hyper_map`` for its weights too, and these must not be cast."""
+    """An optimizer that applies ``hyper_map`` to its weights too. The train-step cell must not cast the weights."""
 
     def construct(self, *inputs):
         self.hyper_map(ops.assign, self.averages, self.weights)

@@ -1,4 +1,4 @@
-"""The update cell as users meet it: arguments, Parameters, state, and use in MindSpore's own train-step cell."""
+"""The update cell's arguments, Parameters and state, and its use in MindSpore's own train-step cells."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_parameters_have_the_names_of_mindformers_own_cell(hysteresis):
 @pytest.mark.parametrize("stock", [nn.TrainOneStepWithLossScaleCell, mindformers.wrapper.MFTrainOneStepCell])
 @pytest.mark.parametrize("hysteresis", [1, 2])
 def test_works_in_the_stock_train_step_cells(mode, stock, hysteresis):
-    """A stock cell runs on a CPU if it is set to its IsFinite branch, which is the branch for Ascend 910B."""
+    """MindSpore's train-step cell runs on a CPU if it is set to the branch for Ascend 910B, which uses IsFinite."""
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20, hysteresis=hysteresis)
     step = Dense().train_step(update_cell, stock)
     step.ascend_910b_target, step.enable_allfinite = True, False
@@ -46,7 +46,7 @@ def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
     step = Dense().train_step(update_cell, nn.TrainOneStepWithLossScaleCell)
     assert update_cell.state_dict()["scale"] == 1024.0
     update_cell(step.scale_sense, Tensor(True))
-    # set_train() looks at the state, but the cell does not learn its loss scale from that.
+    # set_train() looks at the state, but does not tell the update cell its loss scale.
     step.set_train()
     with pytest.raises(RuntimeError, match=r"bind_loss_scale\(train_step.scale_sense\)"):
         update_cell.state_dict()
@@ -68,14 +68,14 @@ def test_the_number_of_a_run_goes_on_with_a_restored_state():
 
 
 def test_an_empty_window_warns_and_starts_at_the_smallest():
-    # An empty "scale_window:" in a YAML file gives None.
-    with pytest.warns(UserWarning, match=r"'scale_window' must be one of the ladder \(20, 30.* but is empty: .* 20"):
+    # An empty key "scale_window:" in a YAML file gives None.
+    with pytest.warns(UserWarning, match=r"'scale_window' must be a window of the ladder \(20, .* but is empty: .* 20"):
         cell = AdaptiveLossScaleUpdateCell(1024, 2, None)
     assert cell.state()["scale_window"] == 20
 
 
 def test_a_removed_temporary_folder_ends_no_training(mode):
-    """A cleaner of /tmp may remove the folders of generated source, from which MindSpore compiles functions."""
+    """A cleaner of /tmp may remove the folder with the source code generated for a rule, which MindSpore compiles."""
     scales = []
     for window in (3, 3, 5):
         rule = AdaptiveRule(max_scale_window=window, min_scale_window=window)

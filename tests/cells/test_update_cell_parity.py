@@ -1,4 +1,4 @@
-"""The update cell equals the plain-Python rule bit for bit, and MindSpore's and MindFormers' cells where it should."""
+"""The adaptive update cell takes the steps of the rule in Python and, with fitting settings, of MindSpore's cells."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.shared.every_rule import Owned
 
 INITIAL_SCALE = 2.0**16
 
-# Small ladders, so that a dozen steps are enough to climb them and fall back.
+# Short ladders of scale windows, so that a dozen steps are enough to climb to the top and fall back.
 SMALL = (
     {"max_scale_window": 3, "min_scale_window": 1},
     {"max_scale_window": 2, "min_scale_window": 1, "scale_factor": 3, "hysteresis": 2},
@@ -25,7 +25,7 @@ SMALL = (
 
 @pytest.mark.parametrize("arguments", SMALL)
 def test_every_sequence_of_length_12_in_graph_mode(graph_mode, arguments):
-    """The tree of sequences is searched level by level, and a state that was seen before is not stepped again."""
+    """Follow all sequences of overflows level by level; do not step a state of the rule a second time."""
     rule = AdaptiveRule(**arguments)
     sequences, seen = {rule.start(INITIAL_SCALE)}, set()
     owned = Owned(AdaptiveLossScaleUpdateCell.from_rule(rule, *sequences))
@@ -66,7 +66,7 @@ def test_equals_mindformers_own_cell_where_its_ladder_is_right(graph_mode, bound
     assert tuple(theirs.window_list_num) == window_ladder(largest, smallest)
     ours = AdaptiveLossScaleUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
     windows = {held[0] for held in steps_of_both(theirs, ours, ["scale_window"], steps)}
-    # The steps have reached every window of the ladder except 1000, and the hidden window 1.
+    # The steps have reached the hidden window 1 and every window of the ladder except 1000.
     assert windows >= {1, *window_ladder(largest, smallest)} - {1000}
 
 
@@ -113,7 +113,7 @@ def test_one_window_is_mindspores_dynamic_cell(graph_mode, window, factor):
 
 
 def steps_of_both(theirs, ours, names, steps):
-    """Step two cells under the same ceilings; assert that they agree, and yield the values of the named Parameters."""
+    """Step two update cells under the same ceilings, assert that both agree, and yield the values of Parameters."""
     cells, loss_scale = [Owned(theirs), Owned(ours)], INITIAL_SCALE
     for ceiling in random_ceilings(4000)[:steps]:
         for cell in cells:
@@ -125,7 +125,7 @@ def steps_of_both(theirs, ours, names, steps):
 
 
 def random_ceilings(steps):
-    """Return the largest scale without overflow at each step: a random walk with sudden falls."""
+    """Return the largest loss scale without overflow (the ceiling) at each step: a random walk with sudden falls."""
     random = np.random.default_rng(2)
     exponents = 14 + np.cumsum(random.normal(0, 0.2, steps))
     exponents[random.random(steps) < 0.005] -= 8

@@ -21,13 +21,13 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]")
 
 
 def answer(run_program, *arguments):
-    """Return the exit code and the message after the usage; assert that nothing has control characters."""
+    """Run a command; return its exit code and error message. Assert that it prints no control characters."""
     code, printed, errors = run_program(*arguments)
     assert not CONTROL.search(printed + errors)
     return code, errors.partition("error: ")[2]
 
 
-# Values of a policy's parameters, and the expected messages.
+# Wrong values of a policy's parameters, and the expected error messages.
 VALUES = [
     ("loss_scale_value=2^99999", "'2^99999' is too large"),
     ("loss_scale_value=-1", "'loss_scale_value' must be finite and above 0"),
@@ -38,7 +38,7 @@ VALUES = [
     (f"loss_scale_value={DIGITS}", "is not a value in YAML, Exceeds the limit"),
     ("loss_scale_value=[", "is not a value in YAML, while parsing"),
     ("loss_scale_value=" + "[" * 3000, "nested more than 500 levels"),
-    ("loss_scale_value=&a [*a]", "stands for more than 100,000 values"),
+    ("loss_scale_value=&a [*a]", "the YAML text expands to more than 100,000 values"),
     ("loss_scale_value=!!python/object:os.system", "could not determine a constructor"),
     ("loss_scale_value=!!bool x", "is not a value in YAML"),
     ("loss_scale_value=2020-99-99", "month must be in 1..12"),
@@ -97,8 +97,8 @@ USAGE = [
     ),
     (["compare", *SPIKES, "--policies", "a..b"], "on the path of Python, but got 'a..b'."),
     (["tune", *SPIKES, "--policy", "fixed"], "on the path of Python, but got 'fixed'."),
-    (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is there twice"),
-    (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is there twice"),
+    (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is given twice"),
+    (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is listed twice"),
     (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=0"], "loss_scale_value=4096.0, n=0 are refused: integer"),
     (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=x"], "n='x' are refused: invalid literal for int()"),
     (["compare", *SPIKES, "--policies", "every.Rule:n=0"], "'every.Rule:n=0': integer division or modulo by zero"),
@@ -140,7 +140,7 @@ def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, a
     for name in ("folder.html", "folder.png"):
         (tmp_path / name).mkdir()
     code, said = answer(run_program, *arguments)
-    # Errors that only the search can find have exit code 1, errors of usage have 2.
+    # An error that a command finds only during its search has exit code 1; wrong usage has exit code 2.
     assert code == (1 if "--exchange-rate" in arguments else 2)
     assert message in said
 
@@ -153,14 +153,14 @@ def sweep(**tried):
     return json.dumps({"step": 1, "batches": [{"loss_scales": [tried]}], "loss_scales": [{**tried, "overall": {}}]})
 
 
-# The content of each file, and the expected message of every command but plot.
+# The content of each bad log file, and the error message expected of every command except plot.
 FILES = {
     "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "must show what loss scale a step used"),
     "a_huge_integer": (line(1, 10**400) + line(2, 10**400), "there is none. The first line that nearly fits is"),
     "digits": ("9" * 5000, "there is none. Looked for"),
     "binary": (bytes(range(256)) * 400, "there is none. Looked for"),
     "deep": ("[" * 200_000, "there is none. Looked for"),
-    "deep_record": ('{"step": 1, "a": ' + "[" * 100_000 + "}\n", "it is no whole JSON object"),
+    "deep_record": ('{"step": 1, "a": ' + "[" * 100_000 + "}\n", "the line is no complete JSON object"),
     "empty": ("", "there is none. Looked for"),
     "sweep_of_a_huge_scale": (sweep(loss_scale=10**400, overflow=False), "no sweep of GradientRangeMonitor (Overflow"),
     "sweep_of_no_scale": (sweep(loss_scale=0, overflow=False), "no sweep of GradientRangeMonitor (KeyError"),
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         assert message in said
     for command in (["analyze", file], ["plot", file, tmp_path / "a.png"], ["inspect", file]):
         if (name, command[0]) == ("beyond_float32", "plot"):
-            # plot can draw the losses of this record.
+            # The plot command can draw the losses of this record.
             continue
         code, said = answer(run_program, *command)
         assert code == 1
@@ -374,7 +374,7 @@ def in_safetensors(header):
     return len(header).to_bytes(8, "little") + header
 
 
-# Files for which MindSpore's own reader raises errors about other arguments, NumPy or the system.
+# Broken checkpoints for which MindSpore's own reader raises errors about other arguments, NumPy or the system.
 NO_CHECKPOINTS = {
     "none.safetensors": in_safetensors(b"{}"),
     "odd.safetensors": in_safetensors(b'{"w":{"dtype":"F32","shape":["a"],"data_offsets":[0,4]}}') + bytes(4),
@@ -385,7 +385,7 @@ NO_CHECKPOINTS = {
 }
 
 
-# Ignore the warnings about open files, because MindSpore does not close files that it cannot read.
+# Ignore the warnings about open files, because MindSpore does not close checkpoint files that it cannot read.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", NO_CHECKPOINTS)
 def test_what_is_no_checkpoint_is_named_by_diff(run_program, tmp_path, name):

@@ -110,7 +110,7 @@ def test_wrong_usage_has_exit_code_2_and_says_why(run_program, arguments, messag
 @pytest.mark.parametrize("command", ["compare", "tune", "analyze"])
 def test_a_log_that_is_not_there_or_none_has_exit_code_1(run_program, command, tmp_path):
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night.\n")
-    # This JSON is nested too deeply.
+    # This JSON file is nested too deeply to be parsed.
     (tmp_path / "deep.jsonl").write_text("[" * 200_000)
     for file in ("nothere.log", str(tmp_path / "novel.txt"), str(tmp_path / "deep.jsonl")):
         code, printed, error = run_program(command, file)
@@ -123,8 +123,8 @@ def test_results_on_a_log_say_what_was_read_and_what_is_known(run_program):
     described = json.loads(run_program("compare", "--json", MINDFORMERS_LOG)[1])["sources"][0]
     assert described["format"] == "mindformers"
     assert (described["lines_read"], described["lines_used"], described["lines_ignored"]) == (32, 32, 0)
-    # By a count in the log, 11 of the 32 steps overflowed. Their ceilings have an upper bound, the other steps a lower
-    # bound.
+    # The log counts 11 overflows in its 32 steps. An overflow bounds the largest loss scale without overflow from
+    # above, any other step bounds it from below.
     assert described["bounds_known"]["upper_bound"] == 11 / 32
     assert described["bounds_known"]["lower_bound"] == 21 / 32
     text = run_program("compare", MINDFORMERS_LOG, "--details")[1]
@@ -144,7 +144,7 @@ def test_compare_of_a_folder_has_a_row_for_each_policy_and_log(run_program):
 def test_a_file_of_a_folder_that_is_no_log_is_named(run_program, tmp_path):
     (tmp_path / "a.log").write_text((LOGS / "mindformers_1_9_cpu.log").read_text())
     (tmp_path / "b.txt").write_text("no log\n")
-    # A record has a lock file like this in its folder.
+    # Beside the record of a run there is a lock file like this.
     (tmp_path / ".record.jsonl.lock").touch()
     code, printed, error = run_program("compare", str(tmp_path), "--policies", "torch", "--details")
     assert code == 0
@@ -187,7 +187,7 @@ def test_tune_tries_exchange_rates_of_the_guided_rule(run_program):
 
 @pytest.fixture
 def guided_record(request, tmp_path):
-    """Return the record of a run whose gradients imply ceilings of 2^16, 2^17 and 2^18 in turn."""
+    """Return the record of a run whose largest gradients allow loss scales up to 2^16, 2^17 and 2^18 in turn."""
     name, largest = getattr(request, "param", ("float16", 65504))
     scales = [2.0**20, 2.0**19, *[2.0**15] * 98]
     lines = [
@@ -247,7 +247,7 @@ def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_r
     arguments = ("tune", "--json", "--policy", "tests.shared.own_rules.Follow", "--grid", "margin=0,1")
     tuned = json.loads(run_program(*arguments, guided_record)[1])
     assert {row["configuration"].split()[0] for row in tuned["rows"]} == {"follow"}
-    # This record decides too few steps, so settings for the rule would be a guess.
+    # For too few replayed steps, this record decides whether they overflow. Recommended settings would be a guess.
     assert tuned["scale_sense"] is None
     tuned = json.loads(run_program(*arguments, "synthetic:spikes", "--steps=99")[1])
     assert "rule: tests.shared.own_rules.Follow" in tuned["scale_sense"]

@@ -1,4 +1,4 @@
-"""For every rule, the update can run on Ascend, according to its exported graph and MindSpore's documentation."""
+"""The update cell of every rule can run on Ascend, according to its exported graph and MindSpore's documentation."""
 
 import mindformers
 import mindspore
@@ -24,7 +24,8 @@ MOST_KERNELS = {"adaptive with hysteresis": 44, "guided": 145, "log_max": 57}
 
 def export_with_history(cell):
     holder = LossScaleHolder(cell, cell.get_loss_scale())
-    # Insert the history's Parameters for the export, which rejects Parameters that belong to no cell.
+    # Put the Parameters of the history of recent steps into a cell, because MindSpore's export rejects Parameters that
+    # belong to no cell.
     for parameter in (cell.history.scales, cell.history.counts, cell.history.place):
         holder.insert_param_to_cell(parameter.name, parameter, check_name_contain_dot=False)
     return export_graph(holder, Tensor(True))
@@ -32,7 +33,7 @@ def export_with_history(cell):
 
 @pytest.fixture(scope="module", params=CELLS)
 def graphs(request):
-    """Return the name of an update cell, and its graphs without and with a history."""
+    """Return the name of an update cell, and its exported graphs without and with a history of recent steps."""
     with mindspore_mode("graph"):
         cell = CELLS[request.param]
         return request.param, export_update_cell(cell()), export_with_history(cell(history_size=4))

@@ -1,4 +1,4 @@
-"""For every rule, settings that cannot work are rejected with a message that names settings that work."""
+"""Every rule rejects settings that cannot work, with a message that names settings that work."""
 
 from typing import ClassVar
 
@@ -99,7 +99,7 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
     ):
         with pytest.raises(error, match=message):
             kind.cell(**arguments)
-    # A launch that took its graph from this cache recorded only 14 of 20 steps, and recorded them wrongly.
+    # With MindSpore's cache of compiled graphs, a training recorded only 14 of 20 steps, and recorded these wrongly.
     monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
     with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
         kind.cell(history_size=3)
@@ -143,7 +143,7 @@ def test_what_is_no_rule_is_refused(rule, error, message):
 def test_arguments_that_the_rule_does_not_take_are_refused():
     with pytest.raises(TypeError, match=r"The rule 'log_max' has no argument 'margn'. Its arguments are margin, share"):
         RuleLossScaleUpdateCell(2**10, "log_max.LogMaxRule", margn=2)
-    with pytest.raises(TypeError, match="'rule' is made already, so that margin cannot be given"):
+    with pytest.raises(TypeError, match="'rule' exists already, so it cannot take margin"):
         RuleLossScaleUpdateCell(2**10, LogMaxRule(), margin=2)
     for rule in (LogMaxRule, LogMaxRule(margin=4.0), "log_max.LogMaxRule"):
         assert RuleLossScaleUpdateCell(2**10, rule).rule.margin == (4.0 if isinstance(rule, LogMaxRule) else 3.0)

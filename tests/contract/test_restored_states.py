@@ -1,4 +1,4 @@
-"""Only state from a checkpoint is repaired, and no number of a checkpoint is restored under another name."""
+"""Only a state from a checkpoint is repaired, and each number goes back into the state field from which it came."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode")
 
 
 class Smallest(Rule):
-    """Tracks the smallest loss scale that overflowed, which is inf until a step overflows."""
+    """A rule that keeps the smallest loss scale at which a step overflowed, at first inf."""
 
     name = "smallest"
     state: ClassVar = {"smallest": float32}
@@ -45,7 +45,7 @@ class Smallest(Rule):
 
 
 class Refusing(Rule):
-    """Rejects a restored state in which ``clean`` is not 0, although its own steps reach such states."""
+    """A rule that rejects a restored state in which ``clean`` is not 0, although its steps reach such states."""
 
     name = "refusing"
     state: ClassVar = {"clean": int32}
@@ -60,7 +60,7 @@ class Refusing(Rule):
 
 
 class MovedWindow(AdaptiveRule):
-    """Has windows that are on no ladder."""
+    """An adaptive rule whose scale windows are not on its ladder of windows."""
 
     name = "moved_window"
 
@@ -116,7 +116,7 @@ def test_a_cell_of_one_rule_takes_no_other():
 
 
 def rule_with(state, name="reshaped", first=None):
-    """Return a rule with these state fields; each step adds 1 to every number in them."""
+    """Return a rule with the given state fields; each step adds 1 to every number in these fields."""
 
     def next_state(self, before, seen):
         numbers = {key: getattr(before, key) + 1 for field in self.fields for key in field.keys}
@@ -148,7 +148,7 @@ FORMS = {
 
 
 def saved(rule, tmp_path, form, steps=5):
-    """Take steps and save the state; return a function that restores the state in another cell, and the state."""
+    """Take steps and save the state. Return a function that restores it in another update cell, and the state."""
     owned = Owned(RuleLossScaleUpdateCell(2.0**16, rule))
     owned.set_train()
     for number in range(steps):
@@ -250,7 +250,7 @@ LADDER = {"max_scale_window": 100, "min_scale_window": 20}
 
 @pytest.fixture(scope="module", params=["constant", "schedule"])
 def stock(request, tmp_path_factory):
-    """Train with MindFormers' own cells; return the checkpoint and the counters of the update cell."""
+    """Train with MindFormers' own cells; return the checkpoint and the counters of MindFormers' update cell."""
     with mindspore_mode("graph"):
         dense, rate = Dense(), 0.01 if request.param == "constant" else nn.ExponentialDecayLR(0.01, 0.9, 4)
         cell = mindformers.wrapper.AdaptiveLossScaleUpdateCell(2.0**16, 2, 20, **LADDER)
@@ -318,7 +318,7 @@ def test_dynamic_checkpoint_starts_another_rules_state_afresh(name, moment):
 
 
 def test_steps_that_a_graph_took_look_like_no_checkpoint():
-    """A state that a built-in rule reaches itself is not taken for a restored state, even if nobody saw the steps."""
+    """A state that a built-in rule reaches in its own steps is not mistaken for a state from a checkpoint."""
     for name in ("adaptive", "guided"):
         kind, owned = KINDS[name], Owned(KINDS[name].cell())
         for step in kind.path(25):

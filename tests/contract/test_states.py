@@ -1,4 +1,4 @@
-"""For every rule, the state is saved and loaded in every way, repaired if damaged, and shown by ``inspect``."""
+"""The state of every rule is saved and loaded in every format, repaired if damaged, and shown by ``inspect``."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ def kind(request):
 
 
 def in_a_state(kind, steps=30, **options):
-    """Return a cell and its loss scale in the state after ``steps`` steps of the path, without taking the steps."""
+    """Return an update cell with its loss scale, set to the state after ``steps`` steps without taking the steps."""
     owned = Owned(kind.cell(**options))
     write(owned, kind, kind.path(steps)[-1].state, steps)
     return owned
@@ -61,7 +61,7 @@ def assert_takes_the_next_steps(owned, kind, taken=30):
 
 
 class Owner:
-    """A cell, manager or scaler with a common ``step``; a manager cannot step a rule that needs gradients."""
+    """An update cell, manager or scaler, with a common ``step``. A manager cannot step a rule that needs gradients."""
 
     def __init__(self, kind, name):
         self.kind = kind
@@ -125,7 +125,7 @@ def test_a_manager_hands_on_a_state_that_counts_no_step_yet():
 
 
 def save(owned, folder, form):
-    """Save in the format ``form``; return a function that restores state and loss scale as MindFormers would."""
+    """Save a checkpoint in the format ``form``; return a function that restores it as MindFormers would."""
     if form != "sidecar":
         file = str(folder / f"saved.{form}")
         mindspore.save_checkpoint(owned, file, format=form)
@@ -216,7 +216,7 @@ def own_values(kind, state):
 
 
 def damages(kind):
-    """Yield state fields, each with an index and a value that no run can reach there."""
+    """Yield each state field with an index in it, and a value that no run can reach at this index."""
     for field in all_fields(kind.rule_class):
         if field.name == "largest_gradient" or (field.name == "hysteresis_budget" and kind.rule.hysteresis == 1):
             continue
@@ -301,7 +301,7 @@ def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
     refused = [
         ({"scale": 0.0}, ValueError, "'scale' 0.0; a loss scale must be finite and above 0"),
         ({"scale": math.nan}, ValueError, "'scale' nan; a loss scale must be finite and above 0"),
-        ({"scale": 10**400}, ValueError, "'scale' must be a number of float32"),
+        ({"scale": 10**400}, ValueError, "'scale' must be a number within float32"),
         ({"scale": np.array([1.0, 2.0])}, TypeError, r"'scale' must be a number, but got array\(\[1., 2.\]\)"),
     ]
     counts = [key for field in (*kind.rule.fields, *STEP_FIELDS) if field.dtype == "int32" for key in field.keys]

@@ -1,4 +1,4 @@
-"""For every rule, update cell, manager and scaler take the rule's steps bit for bit, and the history records them."""
+"""The update cell, manager and scaler of every rule take exactly the rule's steps; the history records the steps."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def kind(request):
 
 
 def assert_cell_takes(owned, path, rule, before):
-    """Step a cell along a path; assert that it equals the rule after every step, and that the history is right."""
+    """Step an update cell with the overflows of a path; assert that every state is the rule's, and the history too."""
     cell, expected, last_event = owned.update_cell, [], 0
     for number, (overflow, gradient, state) in enumerate(path, start=1):
         flag = owned.step(overflow, gradient)
@@ -63,12 +63,13 @@ def test_paths_move_all_that_the_rules_keep(kind):
     assert len({step.state.loss_scale for step in kind.path(400)}) > 10
 
 
-# Lower limit of the rates. Without this limit, the rates would be subnormal after 111 steps at the first exchange rate
-# of the test, and after 68,000 steps at the second. The second case starts with the rates after most of those steps.
+# Lower limit of the guided rule's overflow rates. Without this limit, the rates would be subnormal after 111 steps at
+# the test's first exchange rate, and after 68,000 steps at the second exchange rate. The test of the second exchange
+# rate starts with the rates after most of these 68,000 steps.
 SMALLEST_RATE = 2.0**-100
 
 
-@pytest.mark.filterwarnings("ignore:The rule 'guided' has computed a number nearer to 0")
+@pytest.mark.filterwarnings("ignore:The rule 'guided' computed a subnormal number")
 @pytest.mark.parametrize(("exchange_rate", "first_rate"), [(500.0, None), (1.0, 2.0**-125.9)])
 def test_guided_cell_equals_numpy_at_the_smallest_rates(graph_mode, exchange_rate, first_rate):
     arguments, steps = (
@@ -135,7 +136,7 @@ def test_manager_follows_the_model_and_the_record_has_its_steps(graph_mode, scal
     assert not all(entry["overflow"] for entry in expected)
     assert is_same([{name: entry[name] for name in expected[0]} for entry in read_record(record)], expected)
 
-    # A new cell continues from that state, and the old cell no longer belongs to the manager.
+    # A new update cell continues from the manager's state, and the old cell no longer belongs to the manager.
     state, old = manager.state_dict(), manager.update_cell
     cell = manager.get_update_cell()
     assert is_same(cell.state_dict(), state)
@@ -147,7 +148,7 @@ def test_manager_follows_the_model_and_the_record_has_its_steps(graph_mode, scal
 
 @pytest.mark.parametrize("mode", ["pynative", "asynchronous"])
 def test_operators_are_not_started_from_python_again(kind, mode):
-    """In PyNative mode too, an update runs as one compiled graph."""
+    """In PyNative mode too, an update of the loss scale runs as one compiled graph."""
     taken = []
 
     class Notes(type(kind.cell())):
@@ -233,8 +234,8 @@ def test_steps_that_were_undone_are_not_told(graph_mode, kind):
 def test_steps_before_a_leap_are_not_told(graph_mode, kind):
     owned = Owned(kind.cell(history_size=8))
     cell = owned.update_cell
-    # The step count goes back to 2 and then on to 8. So the row three before the last one is of step 6, but from before
-    # the count went back.
+    # The update cell counts steps up to 6, goes back, and later leaps to 9. The history still has a row of a step 6
+    # from before the count went back, which must not be returned.
     for steps, first in ((4, 3), (2, 3), (1, 9)):
         cell.load_state_dict({**cell.state_dict(), "cur_iter": first, "last_overflow_iter": 0})
         for _ in range(steps):

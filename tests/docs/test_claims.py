@@ -1,4 +1,4 @@
-"""Sentences of the pages agree with the data of the figures and with the package, in both languages."""
+"""Sentences of the documentation agree with the measured figures and with the package, in both languages."""
 
 import functools
 import importlib
@@ -20,13 +20,13 @@ ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the foun
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
 MEGATRON = "Megatron-LM's, window 1000, hysteresis 2"
 UNSCALED, FIXED = "FP16, no scaling", "fixed 2^16"
-# Tasks that lose nothing without loss scaling.
+# Training tasks that lose no quality without loss scaling.
 NEEDS_NONE = {"llama", "lora", "digits"}
 FP8 = "FP8, E4M3 and E5M2"
 
 
 def text(page):
-    """Return a page as one line of text; where a line ends or begins in Chinese, no space is added."""
+    """Return a page as one line of text, joined without a space where a line ends or begins in Chinese."""
     content = re.sub(r"\n +", "\n", page.read_text(encoding="utf-8"))
     return re.sub(r"(?<=[^\x00-\x7f])\n|\n(?=[^\x00-\x7f])", "", content).replace("\n", " ")
 
@@ -38,7 +38,7 @@ def page_of(language, name):
 
 
 def tasks_by_winner(first, second, measure=worth_report.quality_of):
-    """Return the tasks by winner, where the interval of the difference shows a winner; other tasks are under "-"."""
+    """Return the tasks by winning method. One wins if the confidence interval excludes 0; other tasks are under "-"."""
     won = {first: set(), second: set(), "-": set()}
     for name, task in figure("worth")["tasks"].items():
         higher = task["higher_is_better"] and measure is worth_report.quality_of
@@ -47,7 +47,7 @@ def tasks_by_winner(first, second, measure=worth_report.quality_of):
 
 
 def better_in(kind):
-    """Return for each measure whether a fixed window of 100 beats the adaptive rule, on a kind of trace or on all."""
+    """Return, by measure, whether a fixed window of 100 steps beats the adaptive rule on a kind of trace."""
     study = figure("study")["same"]
     fixed, adaptive = study["dynamic 100"][kind], study["adaptive 20-1000"][kind]
     return [fixed[what] < adaptive[what] for what in fixed]
@@ -70,7 +70,7 @@ def guided_is_worse_nowhere():
 
 
 def worse_without_scaling(key):
-    """Return the formats in which a task is clearly worse without loss scaling than at the best fixed scale."""
+    """Return the number formats in which a task is clearly worse without loss scaling than at the best fixed scale."""
     task = figure("formats")["tasks"][key]
     less = {
         name: worth_report.mean_and_interval(
@@ -83,7 +83,7 @@ def worse_without_scaling(key):
 
 @functools.cache
 def scales_of_the_guided_rule_at_its_ceiling():
-    """Return the loss scales of 300 steps that start at a constant ceiling."""
+    """Return the loss scales of 300 steps of the guided rule, which starts at a constant ceiling."""
     rule = GuidedRule()
     state, scales = rule.start(2.0**16), []
     for _ in range(300):
@@ -94,7 +94,7 @@ def scales_of_the_guided_rule_at_its_ceiling():
 
 def doublings():
     scales = scales_of_the_guided_rule_at_its_ceiling()
-    # Steps count from 1, and the scale falls at the second step.
+    # Steps count from 1, and the loss scale falls at the second step.
     return (np.flatnonzero(scales[1:] == 2 * scales[:-1]) + 2).tolist()
 
 
@@ -102,7 +102,7 @@ def start_and_next():
     return [int(scale) for scale in scales_of_the_guided_rule_at_its_ceiling()[:2]]
 
 
-# Each claim has a check of the data, and the pages that make the claim, with their English and Chinese words.
+# For each claim: a check of the data, and the pages that make the claim, with the English and the Chinese words.
 SAID = {
     "a window of 100 is better in both in the random walk": (
         lambda: window_of_100_is_better_in_both() - {"mean"} == {"random walk"},
@@ -199,7 +199,7 @@ def test_the_data_bear_out_what_the_pages_say_in_both_languages(claim):
 
 
 def numbers_in(language, name, pattern):
-    """Return the numbers in the only match of a pattern on a page."""
+    """Return the integers in the text on a page that matches a pattern; exactly one text may match."""
     [numbers] = re.findall(pattern, text(page_of(language, name)))
     return [int(number) for number in re.findall(r"\d+", " ".join(numbers) if isinstance(numbers, tuple) else numbers)]
 

@@ -1,4 +1,4 @@
-"""The pages are true: code runs, MindFormers builds the YAML, commands exist, scripts print the figures."""
+"""The pages of the documentation are true: code runs, MindFormers builds the YAML, and commands exist."""
 
 import ast
 import contextlib
@@ -61,13 +61,13 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
     file = tmp_path / "example.py"
     file.write_text("import mindformers_adaptive\nmindformers_adaptive.no_such_name", encoding="utf-8")
     assert "no attribute 'no_such_name'" in run_forked(file, expect_exit=1).stderr
-    # The page on a user's own rules assumes this file beside the program.
+    # The page on a user's own rules assumes that log_max.py is in the folder of the program.
     shutil.copy(ROOT / "scripts" / "examples" / "log_max.py", tmp_path)
     for code in codes:
         file.write_text(code, encoding="utf-8")
         printed = run_forked(file).stdout.splitlines()
         if ".state())" in code:
-            # The state is printed last.
+            # This code prints the state of the loss scaling last.
             assert re.search(r"\{.*'scale_window': 20, .*'skipped_steps': \d+", printed[-1]), code
         if "RunRecord(" in code:
             assert [line for line in printed if "2 of 40 steps were skipped (5.0%)" in line], code
@@ -76,7 +76,7 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
 
 
 def one_liners(page):
-    """Return the code in the table of situations, by row."""
+    """Return, for each row of the table of situations, the code in the row."""
     rows = re.findall(r"^\|.*`<br>.*\|$", prose(page), re.MULTILINE)
     return [re.findall("`([^`]+)`", row.rsplit(" | ", 1)[1]) for row in rows]
 
@@ -161,7 +161,7 @@ def read_yaml(text, tmp_path, monkeypatch):
 
 
 def sides(diff):
-    """Return the lines of a diff before the change, and the lines after it."""
+    """Return the lines before the change that a diff describes, and the lines after it."""
     return ["".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in f" {sign}\n") for sign in "-+"]
 
 
@@ -210,7 +210,7 @@ def commands(block):
             words.pop(0)
         if words:
             yield words
-        # The text in $( ) is a command too.
+        # The text inside $( ) is a command too.
         yield from (shlex.split(inner) for inner in re.findall(r"\$\(([^)]+)\)", line))
 
 
@@ -241,9 +241,9 @@ def options_in(text):
 
 
 def check_script(script, words):
-    """Assert that a script exists and has the options."""
+    """Assert that a script exists and has the options of a command."""
     if script == "run_mindformer.py":
-        # The script is MindFormers' own. Our launcher has the same options, with hyphens.
+        # run_mindformer.py is MindFormers' own script. Our launcher has the same options, with hyphens.
         assert "-" not in "".join(option[2:] for option in options_of(words))
         script = "scripts/launch/run_mindformer.py"
     assert (ROOT / script).is_file()
@@ -303,7 +303,7 @@ def test_bash_block_is_bash_and_its_commands_exist(name):
     checked = list(commands(block))
     assert checked
     for words in checked:
-        # A command that CHECKS does not have needs a check of its own.
+        # A command without a check in CHECKS fails here, and needs a check.
         CHECKS[words[0]](words[1:])
 
 
@@ -323,7 +323,7 @@ def test_badges_say_what_the_project_says():
     said |= {"mindspore": pinned["mindspore"], "mindformers": pinned["mindformers"], "license": "Apache 2.0"}
     for name, value in said.items():
         picture = (ROOT / "docs" / "images" / f"badge_{name}.svg").read_text()
-        # The title is read aloud, and the text is seen.
+        # Screen readers read the title of the badge, and others see the text.
         assert picture.partition("</title>")[0].endswith(f": {value}")
         assert f">{value}</text>" in picture
     assert re.search(r"Apache License\s+Version 2\.0", (ROOT / "LICENSE").read_text())

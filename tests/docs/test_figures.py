@@ -1,7 +1,7 @@
-"""The figures on the pages are the figures in docs/figures, and agree with what the present code does.
+"""The numbers in the documentation equal the files in docs/figures, and agree with the present code.
 
-Figures of trainings and compiled graphs are compared where these are run: in tests/cells/test_guided_training.py,
-tests/gradients/test_finder.py, and tests/scripts.
+Measurements of trainings and compiled graphs are compared where the trainings and graphs run: in
+tests/cells/test_guided_training.py, tests/gradients/test_finder.py, and tests/scripts.
 """
 
 import json
@@ -78,7 +78,7 @@ def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
     assert file.read_bytes() == before
 
 
-# Figures that are quick to repeat
+# Measurements that are quick to repeat
 
 
 def test_rows_of_what_was_timed_are_those_of_the_script():
@@ -96,7 +96,7 @@ def test_rows_of_what_was_timed_are_those_of_the_script():
 def test_sweep_skips_as_many_steps():
     data, configurations = figure("sweep"), benchmark_sweep.make_configurations()
     assert (data["configurations"], data["different_configurations"]) == (len(configurations), 0)
-    # Its long trace takes some seconds.
+    # Leave out the long trace of the sweep, which takes some seconds.
     trace = benchmark_sweep.make_trace(data["steps"][SWEEP])
     assert benchmark_sweep.skipped_share(configurations, trace) == pytest.approx(data["skipped_share"][SWEEP])
 
@@ -115,7 +115,7 @@ def assert_rule_gives_the_scales(rule, start, scales):
     for scale in scales:
         exponent, _, allowed = scale.rstrip("!").partition("/")
         assert state.loss_scale == 2.0 ** int(exponent)
-        # The largest gradient for which this scale is safe.
+        # The largest gradient of a step at which this loss scale does not overflow.
         gradient = FLOAT16.largest / 2.0 ** int(allowed) if allowed else None
         state = rule.step(state, scale.endswith("!"), gradient)
 

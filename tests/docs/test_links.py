@@ -1,4 +1,4 @@
-"""Links between the pages lead somewhere, and so do the paths that the pages name."""
+"""Links of the documentation lead to existing files and headings, and paths on its pages exist."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The page on a user's own rules: its example is the file, its tables are complete, its messages are real."""
+"""The documentation's page on a user's own rules has the code of the example file, full tables and true messages."""
 
 import math
 import re
@@ -31,7 +31,7 @@ PAGE = ENGLISH_DOCS / "own_rule.md"
 
 
 def table_of(heading):
-    """Return the rows of the table below a heading of the page; in code, a bar may be escaped."""
+    """Return the rows of the table whose first column has this heading; inside code, a bar | may be escaped."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     [first] = [number for number, line in enumerate(lines) if line.startswith(f"| {heading} |")]
     rows = []
@@ -66,13 +66,13 @@ def test_page_is_short():
     assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 145
 
 
-# How the code of a rule writes an operation, if not with the operation's name.
+# How a rule's code writes operations that it does not write with the operation's name.
 WRITTEN = {
     **{"add": "x + y", "sub": "x - y", "mul": "x * y", "div": "x / y", "floordiv": "x // y", "neg": "-x"},
     **{"less": "x < y", "less_equal": "x <= y", "equal": "x == y", "and": "x & y", "or": "x | y", "not": "~x"},
     **{"element": "v[0]", "lookup": "tabulate"},
 }
-# Operations that only the package itself uses.
+# Operations that only the package itself uses, not a user's rule.
 OWN = {"exponent", "power", "max_safe_exponent"}
 
 
@@ -106,7 +106,7 @@ def test_names_of_a_rule_and_of_its_step_are_complete():
 
 
 def step_of(change, **fields):
-    """Return the state after a step that applies ``change`` to a state with these fields."""
+    """Return the state after a step of a rule that applies ``change`` to a state with the given fields."""
 
     def kind_of(value):
         kind = float32 if isinstance(np.ravel(value).tolist()[0], float) else int32
@@ -167,12 +167,12 @@ def test_functions_of_vectors_give_what_the_table_says():
 
 
 def test_number_nearer_to_0_than_the_table_allows_warns():
-    with pytest.warns(UserWarning, match="nearer to 0 than 2\\^-126"):
+    with pytest.warns(UserWarning, match=r"subnormal number \(below 2\^-126\)"):
         step_of(lambda s: s.replace(x=s.x * 0.5), x=2.0**-126)
 
 
 def refused(code):
-    """Return the message for a rule with this code in its step."""
+    """Return the error message for a rule with the given code in its step."""
     lines = "def next_state(self, state, seen):\n    found = {}\n    return where(seen.overflow, state, state)\n"
     names = {"np": np, "where": where}
     exec(lines.format(code), names)

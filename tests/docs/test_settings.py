@@ -1,4 +1,4 @@
-"""The tables that translate the settings of torch and DeepSpeed: with them, both systems take the same steps."""
+"""With settings translated by the documentation's tables, adaptive scaling takes the steps of torch and DeepSpeed."""
 
 import random
 import re
@@ -10,7 +10,8 @@ from mindformers_adaptive.lab.presets import PRESETS
 from tests.shared.pages import ENGLISH_DOCS, tables
 
 WINDOWS = ("scale_window", "max_scale_window", "min_scale_window")
-# Settings of the preset, with windows short enough to fill, and our settings by the page, if not the default.
+# For torch and DeepSpeed: settings of their policy with windows short enough to fill, and the adaptive rule's settings
+# that the page on migrating gives for these.
 SHORT = {
     "torch": ({"growth_interval": 5}, dict.fromkeys(WINDOWS, 5) | {"min_loss_scale": 1e-30}),
     "deepspeed": ({"init_scale": 2.0**16, "scale_window": 5}, dict.fromkeys(WINDOWS, 5)),
@@ -21,7 +22,8 @@ def windows(value):
     return dict.fromkeys(WINDOWS, value)
 
 
-# For each row: the name in the preset, values to try, the preset's argument for a value, and our cell's arguments.
+# For each row of the page's tables: the argument of the torch or DeepSpeed policy, values to try, a function that
+# converts a value for this argument, and one that returns the adaptive rule's arguments.
 ROWS = {
     "torch": {
         "init_scale": ("init_scale", (2.0**16, 3.0, 2.0**-4), float, lambda value: {"loss_scale_value": value}),
@@ -29,7 +31,7 @@ ROWS = {
             "growth_factor",
             (2.0, 4.0, 1.5),
             float,
-            # A backoff_factor of 0.5 is not the reciprocal of the other two factors.
+            # The factors 4.0 and 1.5 need a backoff_factor, because 0.5 is not their reciprocal.
             lambda value: {"scale_factor": value, "backoff_factor": 0.5},
         ),
         "backoff_factor": ("backoff_factor", (0.5, 0.25, 0.75), float, lambda value: {"backoff_factor": value}),
@@ -46,11 +48,11 @@ CASES = [(system, row, value) for system, rows in ROWS.items() for row, it in ro
 
 
 def paths(system, its, ours, steps=800, seed=0):
-    """Yield the loss scales of both systems on random overflows, single overflows and several in a row."""
+    """Yield the loss scales of both systems on random overflows, some of them consecutive."""
     draw = random.Random(seed)
     policies = make_policy(system, **its), make_policy("adaptive", **{"loss_scale_value": 2.0**16} | ours)
     for _ in range(steps):
-        # Draw a random ceiling, so that the scale neither collapses nor grows without end.
+        # Overflow above a random ceiling, so that the loss scale neither collapses nor grows without end.
         overflow = policies[0].loss_scale > 2.0 ** draw.gauss(18, 4)
         yield tuple(policy.step(overflow) for policy in policies)
 
@@ -85,7 +87,7 @@ def test_consecutive_hysteresis_matters_from_2_on(hysteresis, same):
     assert all(first == second for first, second in scales) is same
 
 
-# Defaults of DeepSpeed's configuration that differ from the defaults of its class.
+# Defaults of DeepSpeed's configuration that differ from the defaults of its loss scaler's class.
 CONFIGURED = {"initial_scale_power": "16", "hysteresis": "2"}
 
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, its links lead somewhere, and a browser shows it."""
+"""The documentation's site builds without a warning, its links lead somewhere, and a browser shows its pages."""
 
 import ast
 import functools
@@ -28,10 +28,10 @@ from tests.shared.pages import blocks_in
 pytest.importorskip("sphinx", reason="There is no Sphinx for a Python before 3.11")
 build_site = importlib.import_module("scripts.site.build_site")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
-# The names in these modules are described on the page of their folder.
+# The API reference describes the names in these modules on the page of the module's folder.
 UTILITIES = ("mindformers_adaptive.rules.functions", "mindformers_adaptive.text.table")
 PUBLIC = [name for names in build_site.PUBLIC.values() for name in names]
-# Public classes, whose methods the pages show.
+# The public classes. Their pages in the API reference show the methods.
 CLASSES = [name for name in PUBLIC if build_site.described(name)[0].startswith(".. autoclass")]
 
 pytestmark = pytest.mark.xdist_group("site")
@@ -62,7 +62,7 @@ def described_by(name):
     return getattr(importlib.import_module(module), attribute)
 
 
-# Classes that only store their arguments, and functions whose arguments cannot be wrong.
+# Classes that only store their arguments, and functions whose arguments cannot be wrong, so they raise no error.
 RAISE_NOTHING = (
     "LossScaleState",
     "enable_loss_scale_on_cpu",
@@ -80,7 +80,7 @@ _ENTRY = re.compile(r"^ {4}([*\w, ]+?)(?: \((.*?)\))?: (.*(?:\n {8}.*)*)", re.MU
 
 
 def entries_of(text):
-    """Return, for each argument, its type and what the docstring says of it."""
+    """Return, for each argument of a function, its type and its description in the docstring."""
     sections = re.findall(_SECTION.format("Args|Attributes"), f"{text}\n", re.MULTILINE)
     entries = [entry for section in sections for entry in _ENTRY.findall(section)]
     return {name: (type_, said) for names, type_, said in entries for name in re.split(", ", names)}
@@ -90,7 +90,7 @@ def entries_of(text):
 class TestDocstring:
     def test_names_every_argument_and_has_an_example(self, name):
         text = inspect.getdoc(described_by(name))
-        # The example is run; see --doctest-modules in pyproject.toml.
+        # The example in the docstring is run as a test; see --doctest-modules in pyproject.toml.
         assert re.search(r"^Examples:\n.*>>> ", text, re.MULTILINE | re.DOTALL)
         named = [it.name for it in parameters_of(name) if it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)]
         left_out = [] if "**kwargs: all other" in text else [it for it in named if it not in entries_of(text)]
@@ -190,7 +190,7 @@ def test_page_shows_the_signature(site, name):
     shown = inspect.signature(eval(f"lambda {shown}: None", {"FLOAT16": FLOAT16, "nan": math.nan}))
     expected = parameters_of(name)
     if shown.parameters.keys() >= {"network", "kwargs"}:
-        # The docstring leaves further arguments to the documentation of the stock cell.
+        # For further arguments, the docstring refers to the documentation of MindFormers' cell.
         expected = expected[: len(shown.parameters) - 1] + expected[-1:]
     assert [str(it) for it in shown.parameters.values()] == [str(bare(it)) for it in expected]
 
@@ -243,7 +243,7 @@ PROPERTIES = (property, functools.cached_property)
 
 @pytest.mark.parametrize("name", CLASSES)
 class TestMethods:
-    """The checks of TestDocstring, for all methods and properties on the page of a class."""
+    """The checks of TestDocstring, for all methods and properties that a class's page in the API reference shows."""
 
     def test_name_every_argument_with_its_type_and_default(self, site, name):
         lacking = []
@@ -280,7 +280,7 @@ def methods_on_page(site, name):
 
 
 def members_on_page(site, name):
-    """Return the members of a class that its page shows, as pairs of name and member."""
+    """Return the members of a class that its page in the API reference shows, as pairs of name and member."""
     anchors = Page(site / "en" / "reference" / f"{build_site.short_name(name)}.html").anchors - {None}
     shown = [it.rpartition(".") for it in anchors]
     of_class = [member for owner, _, member in shown if owner == f"mindformers_adaptive.{name}"]
@@ -405,7 +405,7 @@ def test_browser_shows_a_page_without_errors(browse, language):
         assert text in shown
 
 
-# What a new user searches for in the first hour, and the page that answers.
+# What a new user searches for in the first hour, and the page that answers the question.
 SEARCHES = [
     ("en", "exchange_rate", "guided.html"),
     ("en", "AdaptiveLossScaleUpdateCell", "reference/AdaptiveLossScaleUpdateCell.html"),
@@ -420,7 +420,7 @@ SEARCHES = [
     ("zh", "断点续训", "resuming.html"),
     ("zh", "梯度引导", "guided.html"),
 ]
-# A search that matches guides and symbols, and a search for the name of a symbol.
+# A search that finds both guides and names of the API reference, and a search for the exact name of a class.
 SYMBOLS = ("history device", "GuidedRule")
 
 

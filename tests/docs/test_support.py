@@ -1,4 +1,4 @@
-"""The table of features names tests that exist, or says why there is no test."""
+"""The documentation's table of features names tests that exist, or says why there is no test of a feature."""
 
 import ast
 import re
@@ -37,7 +37,7 @@ def test_each_entry_is_a_test_or_says_that_there_is_none():
         assert len(row) == 4
         for cell in row[1:-1]:
             assert re.match(r"\d+|cannot|not tested|has no effect", cell), row
-        # A cell about something that a CPU cannot do gives a reason, or refers to a reason.
+        # A table cell about something that a CPU cannot do gives a reason, or refers to a reason.
         assert all("because" in cell or "as " in cell or ": 14" in cell for cell in row[1:] if "cannot" in cell), row
 
 

@@ -32,7 +32,7 @@ class TestBothLanguages:
 
 
 def facts_of_rows(table):
-    """Return, for each row, the number of cells, and all figures and code in the row."""
+    """Return, for each table row of a page, the number of cells, and all numbers and code in the row."""
     return [(len(row), sorted(re.findall(r"\d+(?:\.\d+)?|`[^`]+`", " | ".join(row)))) for row in table]
 
 
@@ -59,7 +59,7 @@ def test_bold_type_in_chinese_is_seen_as_such(page):
     assert re.findall(r"\*\*[^*\n]*[^\w\s*]\*\*\w", without_code) == []
 
 
-# Each term has a single word on the Chinese pages: not the first word of a pair, but the second.
+# The Chinese pages use a single word for each term: the second word of each pair, never the first word.
 WORDS = {
     "启动器": "启动脚本",
     "警告": "告警",

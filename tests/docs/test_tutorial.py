@@ -1,4 +1,4 @@
-"""The tutorial runs as it is and gives the output that it shows, in both languages."""
+"""The tutorial notebook runs as it is and gives the output that the page shows, in both languages."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def cells(notebook, kind="code"):
 
 
 def outputs(notebook):
-    """Return the output of each cell as one text, because a stream comes in chunks."""
+    """Return the output of each notebook cell as one text, because a stream comes in chunks."""
     return ["".join(map(shown, cell["outputs"])) for cell in cells(notebook)]
 
 
@@ -42,10 +42,10 @@ def test_tutorial_runs_and_gives_what_it_shows(tmp_path):
     assert run.returncode == 0, "\n".join([run.stderr[-2000:], (tmp_path / "train.log").read_text()[-2000:]])
     fresh, saved = outputs(copy), outputs(TUTORIAL)
     assert [bool(each) for each in fresh] == [bool(each) for each in saved]
-    # Losses differ between machines in their last digits, so only these cells must be equal.
+    # Losses differ between machines in their last digits, so only these notebook cells must give the same output.
     for number in (2, 4, 6):
         assert fresh[number] == saved[number]
-    # The keys of a line of the record, and the first words of the lines that `analyze` prints.
+    # The keys in a line of the run's record, and the first words of the lines that `analyze` prints.
     for number, words in ((3, r"'(\w+)'"), (5, r"(?m)^[A-Z]\w+")):
         assert re.findall(words, fresh[number]) == re.findall(words, saved[number])
     assert fresh[-1].endswith("True")

@@ -1,4 +1,4 @@
-"""Gradients of the outputs of layers: equal to calculus at each loss scale, and measured without side effects."""
+"""Measured gradients of layer outputs equal calculated ones at each loss scale, and measuring has no side effects."""
 
 import mindspore
 import numpy as np
@@ -22,7 +22,8 @@ def test_gradients_are_right_in_their_dtype_and_order(mode):
     ranges = sweep(
         [(Tensor(X),)], [2, 64], observe_output_gradients=lambda scale, arrays: seen.setdefault(scale, arrays)
     )
-    # The loss is the sum of pair(shared(shared(x))). Every weight is 1, so each product multiplies the gradient by 4.
+    # The loss is the sum of pair(shared(shared(x))). Every weight is 1, so each matrix product multiplies the gradient
+    # by 4.
     expected = {"shared": [16.0] * 4 + [4.0] * 4, "pair": [1.0] * 4, "pair.dense": [1.0] * 4}
     for scale in (2, 64):
         gradients_of = select(ranges, "activation_gradients").parameters(scale)
@@ -39,8 +40,8 @@ def test_what_fp16_loses_of_them_is_told_at_each_scale():
     x = np.array([[2.0**-20, 2.0**-3, 0.0]], np.float32)
     ranges = gradient_ranges(network, Tensor(x), [1, 2**8, 2**24], layers=["half"])
     of_outputs = select(ranges, "activation_gradients")
-    # The gradient of the output is x times 2^-8. At a scale of 1, 2^-28 is 0 in FP16. At a scale of 2^24, the factor
-    # 2^16 does not fit into FP16.
+    # The gradient of the output of ``half`` is x times 2^-8. At a loss scale of 1, its smallest value 2^-28 is 0 in
+    # FP16. At a loss scale of 2^24, the factor 2^24 * 2^-8 = 2^16 does not fit into FP16.
     lowest, middle, highest = (of_outputs.parameters(scale)["half"] for scale in (1, 2**8, 2**24))
     assert (lowest.underflowed, lowest.zeros, lowest.largest) == (1, 2, 2.0**-11)
     assert (middle.underflowed, middle.zeros, middle.smallest) == (0, 1, 2.0**-20)
@@ -114,10 +115,10 @@ def test_passes_leave_the_network_alone_and_are_told_of(mode):
     assert all(np.array_equal(a, b) for a, b in zip(random, mindspore.get_rng_state(), strict=True))
     assert nn.Cell.__call__ is call
     assert not any("construct" in vars(cell) for _, cell in network.cells_and_names())
-    # The passes run without dropout, so the gradients of ``dropout`` and ``norm`` are equal.
+    # The measurement runs without dropout, so the gradients of the layers ``dropout`` and ``norm`` are equal.
     [of_outputs] = select(ranges, "activation_gradients").batches
     assert of_outputs[0].parameters["dropout"] == of_outputs[0].parameters["norm"]
-    # A compiled graph rounds at other operations, so the two losses differ slightly.
+    # A compiled graph rounds at other operations than PyNative mode, so the losses of the two modes differ slightly.
     assert of_outputs[0].loss == pytest.approx(ranges.batches[0][0].loss, rel=1e-3)
 
 
@@ -139,7 +140,7 @@ def test_without_layers_it_is_said_how_to_measure_them(graph_mode):
     assert (ranges.activation_gradients, content.pop("activation_gradients")) == ((), [])
     # Also test a report that is read from an older file, without activation gradients.
     for old in (ranges, GradientRanges.from_dict(content)):
-        with pytest.raises(ValueError, match="no activation gradients to draw: name layers when you measure, 'layers'"):
+        with pytest.raises(ValueError, match="no activation gradients to draw: to measure them, give 'layers'"):
             select(old, "activation_gradients")
 
 

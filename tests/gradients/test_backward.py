@@ -1,4 +1,4 @@
-"""The sweep measures the backward pass of the training: both give the same norm of the gradients."""
+"""The gradient sweep measures the backward pass of a training: sweep and training give the same gradient norm."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def assert_norm_is_that_of_the_step(train_step, rel=1e-5):
 @NEEDS_LOSS_PER_TOKEN
 def test_norm_is_that_of_the_step_with_a_loss_per_token(mode):
     ranges = assert_norm_is_that_of_the_step(train_step_of(PerToken(), calculate_per_token_loss=True))
-    # FP16 has to hold the gradients before they are divided by the number of tokens.
+    # Gradients must fit into FP16 before the division by the number of tokens.
     assert ranges.batches[0][0].grad_scale_factor == TOKENS
     as_computed, unscaled = ranges.overall(LOSS_SCALE), ranges.overall(LOSS_SCALE, unscaled=True)
     assert as_computed.largest == pytest.approx(unscaled.largest * LOSS_SCALE * TOKENS)

@@ -1,4 +1,4 @@
-"""The error of each Parameter, and the command that compares two files."""
+"""The error of each Parameter between two files, and the command that compares two checkpoints or gradients."""
 
 import json
 import math
@@ -47,8 +47,8 @@ def test_what_is_not_finite_comes_first(number):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"other": np.ones(2)}, "none of the first .other. is in the second .model.layers.0.wq.weight, "),
-        ({"lm_head.weight": np.ones(2)}, r"'lm_head.weight' must have one shape, but has \(2,\) and \(3,\)"),
+        ({"other": np.ones(2)}, "no name of the first .other. is in the second .model.layers.0.wq.weight, "),
+        ({"lm_head.weight": np.ones(2)}, r"'lm_head.weight' must have the same shape .*, but has \(2,\) and \(3,\)"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(arrays, message):
@@ -58,7 +58,7 @@ def test_what_cannot_be_compared_is_refused(arrays, message):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Return two checkpoints in different formats, of steps 4 and 6; the first has an extra Parameter and a counter."""
+    """Return checkpoints of steps 4 and 6 in different formats; the first has an extra Parameter and a counter."""
     monkeypatch.chdir(tmp_path)
     more = {**OTHER, "bias": np.ones(1, np.float32), "scale_window": np.array(20, np.int32)}
     saved = [{"name": name, "data": Tensor(array)} for name, array in more.items()]
@@ -98,8 +98,8 @@ def test_a_file_is_equal_to_itself_also_in_bfloat16(files, run_program):
     ("arguments", "message"),
     [
         (["half.ckpt", "missing.ckpt"], "missing.ckpt"),
-        (["half.ckpt", "run-1_4.ckpt"], "none of the first (half) is in the second"),
-        (["half.ckpt", "half.ckpt", "--modules", "hal"], "'hal' is not. The nearest names are half"),
+        (["half.ckpt", "run-1_4.ckpt"], "no name of the first (half) is in the second"),
+        (["half.ckpt", "half.ckpt", "--modules", "hal"], "'hal' is not among them. The nearest names are half"),
     ],
 )
 def test_what_the_command_cannot_compare_is_said(files, run_program, arguments, message):

@@ -1,4 +1,4 @@
-"""Outputs of layers: measured correctly, selected by name or class, in both modes, and without side effects."""
+"""Layer outputs are measured correctly, selected by name or class, in graph and PyNative mode, without side effects."""
 
 import mindspore
 import numpy as np
@@ -44,7 +44,7 @@ def test_layers_are_chosen_by_name_or_class(layers, names):
     ranges = gradient_ranges(Twice(), [(Tensor(X),), (Tensor(2 * X),)], [1], layers=layers)
     assert ranges.outputs.keys() == ranges.to_dict()["outputs"].keys() == names
     if "shared" in names:
-        # The layer is called twice for each of the two batches.
+        # The network calls the layer twice for each of the two batches.
         assert ranges.outputs["shared"].size == 16
         assert ranges.output_table().splitlines()[1].split()[:2] == ["shared", "8.00e+00"]
 
@@ -86,7 +86,7 @@ def test_bad_layers_are_refused(layers, error, message):
 
 
 class Around(nn.Cell):
-    """A cell around a network, like a trainer's, which adds nothing to the names of the Parameters."""
+    """A cell around a network, as a trainer makes one, which adds no prefix to the names of Parameters."""
 
     def __init__(self, network):
         super().__init__(auto_prefix=False)
@@ -110,7 +110,7 @@ def test_layers_come_in_order_of_execution():
     network.listed = listed
     network.construct = lambda x: listed[1](listed[0](network[0](x)))
     outputs = LayerOutputs(network, ["*"])((Tensor(-np.ones((1, 2), np.float32)),))
-    # The list itself is never called, and a cell that is not called has no output.
+    # The CellList itself is never called, and a cell that is never called has no output.
     assert list(outputs) == ["0", "listed.0", "listed.1"]
     assert list(LayerOutputs(network, ["2", "0"])((Tensor(X),))) == ["0", "2"]
     nan = array_statistics(np.full(3, np.nan, np.float32))

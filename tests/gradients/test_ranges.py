@@ -1,4 +1,4 @@
-"""The sweep over loss scales: equal to FP16 element by element, and without side effects on the training."""
+"""The gradient sweep over loss scales agrees with FP16 for each element, and has no side effects on the training."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from tests.shared.networks import (
     seeded_train_step,
 )
 
-# Values over the whole range of FP16 and beyond both of its ends, and an exact 0.
+# Gradients over the whole range of FP16 and beyond both ends of the range, and an exact 0.
 SPREAD = np.array([0.0, *2.0 ** np.arange(-24, 2), 1.5], np.float32)
 FACTOR = 2.0**-6
 
@@ -58,7 +58,7 @@ def test_each_batch_has_its_own_reference():
     assert [sweep.overflowed_batches(scale) for scale in sweep.loss_scales] == [0, 0, 1]
     lowest = sweep.overall(2.0**-6)
     assert (lowest.size, lowest.underflowed, lowest.largest) == (4, 1, 0.0625)
-    # The root mean square of the norms of both batches, sqrt(1 + 1) and 4, times the scale.
+    # The root mean square of the gradient norms of both batches, sqrt(1 + 1) and 4, times the loss scale.
     assert lowest.norm == pytest.approx(2.0**-6 * np.sqrt((2 + 16) / 2))
 
 
@@ -163,7 +163,7 @@ def test_table_has_a_row_for_each_scale_or_each_parameter(report):
     lines = [line.split() for line in report.table().splitlines()]
     assert lines[0][:3] == ["loss", "scale", "overflowed"]
     assert [line[:2] for line in lines[1:]] == [["2^-6", "1/2"], ["1000", "1/2"], ["2^15", "1/2"]]
-    # These numbers are without the loss scale, and without the inf of the second batch.
+    # The expected numbers are divided by the loss scale, and leave out the inf of the second batch.
     assert lines[2][2:5] == ["1.00e+00", "9.54e-07", "1"]
     assert [line.split()[0] for line in report.table(1000).splitlines()] == ["at", "weight", "all"]
     with pytest.raises(ValueError, match=r"must be one of the sweep's, 2\^-6, 1000, 2\^15, but got 3"):

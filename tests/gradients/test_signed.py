@@ -1,4 +1,4 @@
-"""Histograms with signs count every value once, also for several arrays together."""
+"""Histograms that separate positive and negative values count each value once, also for several arrays together."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The statistics of an array: equal to a slow count of every element, also after merging and as JSON."""
+"""Statistics of an array equal a slow count of all elements, also merged from several arrays or read from JSON."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The share of updates that rounding to float16 undoes: equal to a count with NumPy, and reported by the finder."""
+"""The share of weight updates that rounding to float16 undoes equals a count in NumPy, and the finder reports it."""
 
 import argparse
 
@@ -22,7 +22,8 @@ def test_lost_updates_are_those_that_rounding_to_float16_undoes(update):
     size = (NUMBERS.normal(0, 1, 5000) * 2.0 ** NUMBERS.integers(-26, 4, 5000)).astype(np.float16)
     weights = {"all": size, "norm": np.ones(10, np.float16), "small": size[np.abs(size) < 1e-3]}
     lost = lost_updates({name: array_statistics(array) for name, array in weights.items()}, update)
-    # The updates point away from 0, where the next number is a full step away, also from a power of two.
+    # The weight updates point away from 0. In this direction the next float16 number is a full step away, also from a
+    # power of two.
     stays = {
         name: (np.abs(w).astype(np.float64) + update).astype(np.float16) == np.abs(w) for name, w in weights.items()
     }

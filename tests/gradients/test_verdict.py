@@ -1,4 +1,4 @@
-"""The share of the gradients' norms that FP16 loses without scaling, and the verdict that follows."""
+"""The share of each gradient norm that FP16 loses without loss scaling, and the verdict whether this does harm."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "l
 
 
 def sweep(*batches):
-    """Return a sweep over the scales 1 and 1024, from each gradient's norm and its share lost at 1, for each batch."""
+    """Return a sweep over the loss scales 1 and 1024. A batch gives each gradient's norm and the share lost at 1."""
     measured = []
     for lost in batches:
         at_1 = {name: ArrayStatistics(1, lost=share, reference_norm=norm) for name, (share, norm) in lost.items()}
@@ -63,7 +63,7 @@ def test_a_format_is_named_by_verdict_texts_and_records():
 
 @pytest.mark.parametrize(("lost", "is_harmful"), [(HARMLESS_SHARE, False), (HARMLESS_SHARE + 1e-9, True)])
 def test_harm_begins_above_the_limit(lost, is_harmful):
-    # The other Parameter has most of the norm, but does not hide the loss of the small one.
+    # The other Parameter has most of the gradient norm, but does not hide the loss of the small gradient.
     verdict = judge(sweep({ATTENTION: (lost, 1.0), OUTPUT: (0.0, 1e6)}), 1)
     assert verdict.is_harmful is is_harmful
 

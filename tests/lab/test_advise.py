@@ -1,4 +1,4 @@
-"""Advice is certain to help: start at a scale that held, use larger windows, or look for another cause."""
+"""Advice on a run is certain to help: start at a loss scale that held, use larger windows, or look for the cause."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ LOGS = ROOT / "tests" / "record" / "samples"
 
 
 def recorded(ceilings, name="dynamic", **params):
-    """Return the run of a policy on a trace with the given ceilings."""
+    """Return the run of a policy on a trace with given ceilings, the largest loss scales without overflow."""
     result = replay(make_policy(name, **params), Trace.exact("made", ceilings))
     return run_of(result.loss_scale, result.overflow, final_loss_scale=result.final_state["loss_scale"])
 
@@ -32,7 +32,7 @@ def rules(run):
 
 
 def demo_run():
-    """Return a run like the demo's: 16 steps skipped at the start, then 7 after raises with windows of 20 to 40."""
+    """Return a run like the demo's, which skips 16 steps at the start, and 7 after raises with windows of 20 to 40."""
     skipped = [*range(1, 16), 18, 94, 127, 137, 223, 284, 328, 399]
     policy, scales = make_policy("adaptive", loss_scale_value=2.0**32), [2.0**32]
     for step in range(1, 401):
@@ -87,7 +87,7 @@ def test_advice_never_costs_more_than_the_run(seed):
         advised = replay(make_policy("adaptive", **section), trace).measures
         assert cost(advised) < cost(measure(trace, used))
         assert advised.known_share >= 0.9
-    # The settings to paste agree with the table and with the advice.
+    # The YAML settings to paste agree with the table and with the advice.
     assert values["certainty"]["known_share"] == values["outcomes"][-1]["known_share"] >= 0.9
     starts = [advice.figures["scale"] for advice in analysis.advice if advice.rule == "start lower"]
     assert section["loss_scale_value"] == (starts or [run.loss_scale[0]])[0]
@@ -111,15 +111,17 @@ def test_a_start_is_a_power_of_two_that_held():
 @pytest.mark.parametrize(
     ("ceilings", "start", "window", "expected"),
     [
-        # A start that costs only two skipped steps gets no advice.
+        # An initial loss scale that costs only two skipped steps gets no advice.
         ([2.0**16] * 500, 2.0**18, 2000, []),
         ([2.0**16] * 500, 2.0**19, 2000, ["start lower"]),
-        # There is no advice that the log cannot decide: here a higher start, and smaller windows.
+        # The log does not show whether a higher initial loss scale or smaller windows would help, so there is no
+        # advice.
         ([2.0**20] * 1400, 2.0**8, 100, []),
         ([2.0**16] * 50 + [2.0**4] * 20 + [2.0**16] * 1200, 2.0**16, 100, []),
-        # Two failed raises get no advice either.
+        # Two raises of the loss scale that led to overflows get no advice either.
         ([2.0**16] * 1900, 2.0**16, 900, []),
-        # The scale follows the ceiling for 2000 steps with a window of 20; only its last raises fail.
+        # The loss scale follows the rising ceiling for 2000 steps with a window of 20, and overflows only after its
+        # last raises.
         (np.exp2(10.5 + np.minimum(np.arange(2100), 2000) / 25), 2.0**10, 20, []),
         ([2.0**16] * 3000, 2.0**16, 50, ["larger window"]),
         ([2.0**16] * 3000, 2.0**32, 50, ["start lower", "larger window"]),
@@ -165,7 +167,7 @@ def test_a_scale_is_no_start_where_its_steps_are_inferred(tmp_path):
 
 
 def test_a_scale_held_where_few_of_many_steps_are_inferred(tmp_path):
-    """Wherever the skipped step is among the 100 steps of the line, 20 steps in a row are clean."""
+    """Wherever the skipped step is among the 100 steps of a log line, 20 consecutive steps are without overflow."""
     log = tmp_path / "train.log"
     line = "iteration {:8d}/ 1000 | loss scale: {:.1f} | number of skipped iterations: {:3d} |\n"
     lines = [line.format(100, 2.0**17, 15), line.format(200, 2.0**17, 0), line.format(300, 2.0**16, 1)]
@@ -229,7 +231,7 @@ def test_a_run_at_a_scale_of_1_may_be_one_in_bf16():
 
 
 def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
-    """DeepSpeed prints these lines if the scale cannot fall any further. No line names its step."""
+    """DeepSpeed prints these lines if the loss scale cannot fall any further. No line says which step it is about."""
     line = "[stage2.py:1628:step] [deepscale] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1"
     log = tmp_path / "deepspeed.log"
     for overflows, rule in ((9, "scale of 1"), (22, "collapse")):
@@ -245,7 +247,7 @@ def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
     [(["0.752", "0.741", "nan"], 3, "not skipped"), (["nan"] * 3, 1, "not skipped"), (["inf"] * 3, 1, "not skipped")],
 )
 def test_nan_gradients_at_a_scale_of_1_lead_to_the_layer(tmp_path, norms, first_step, reason):
-    """Megatron-LM prints these lines for a run in BF16: a NaN loss is left out, and no step is skipped."""
+    """Megatron-LM prints these lines for a BF16 run, which skips no step; they leave out a NaN loss."""
     lines = [
         f" iteration {step:8}/ 8000 | elapsed time per iteration (ms): 7613.1 | learning rate: 6.680E-06 | loss scale: "
         f"1.0 | grad norm: {norm} | number of skipped iterations:   0 | number of nan iterations:   0 |"

@@ -1,4 +1,4 @@
-"""The analysis of a recorded run, and how other policies would have done: hand-made runs and the sample logs."""
+"""Analyze recorded runs, made by hand and read from the sample logs, and replay other policies on the runs."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ LOGS = ROOT / "tests" / "record" / "samples"
 
 
 def recorded(ceilings, name="dynamic", **params):
-    """Return the run of a policy on a trace with the given ceilings."""
+    """Return the run of a policy on a trace with given ceilings, the largest loss scales without overflow."""
     replayed = replay(make_policy(name, **params), Trace.exact("made", ceilings))
     return run_of(replayed.loss_scale, replayed.overflow)
 
@@ -66,7 +66,7 @@ def test_skipped_steps_in_the_first_hundred_are_counted():
 
 
 def test_steps_before_the_first_applied_one_are_bounded():
-    # The first line stands for four steps. At most two of them were skipped, among them surely the last.
+    # The first line of the log stands for four steps. At most two of these steps were skipped, surely the fourth.
     run = run_of([8.0] * 5, [0, 0, 0, 1, 0], known=np.arange(5) >= 3, lines=np.array([[4, 1, 2], [5, 1, 2]]))
     start_up = analyze(run).to_dict()["start_up"]
     assert (start_up["before_first_applied_at_least"], start_up["before_first_applied_at_most"]) == (0, 2)
@@ -93,7 +93,7 @@ def test_scales_that_a_log_has_rounded_do_not_jump():
 
 
 def path_of(tmp_path, rows):
-    """Return the path of the scale for rows of step, overflow, scale, next scale and, optionally, window."""
+    """Return the path of the loss scale, given rows of step, overflow, scale, next scale and, optionally, window."""
     fields = ("step", "overflow", "loss_scale", "next_loss_scale", "scale_window")
     lines = [json.dumps(dict(zip(fields, row, strict=False))) for row in rows]
     (tmp_path / "run.jsonl").write_text("\n".join(lines))
@@ -115,7 +115,7 @@ def test_the_path_of_a_record_has_its_windows(tmp_path):
 
 def test_steps_of_a_record_are_no_jump_whatever_the_rule(tmp_path):
     rows = [(1, True, 1024, 4), (2, False, 4, 64), (3, False, 64, 32), (4, True, 32, 64), (5, True, 64, 64)]
-    # The run restarts at another scale, and once more after steps that are missing in the record.
+    # The run restarts at another loss scale, and restarts again after steps that the record lacks.
     rows += [(6, False, 256, 256), (9, False, 256, 512), (10, False, 1024, 1024)]
     heading, *path = path_of(tmp_path, rows)
     assert heading == ["steps", "what the loss scale did", "loss scale"]
@@ -147,7 +147,7 @@ def test_the_window_of_a_raise_is_unknown_after_a_gap_or_a_jump():
 
 
 def test_window_of_a_raise_is_unknown_after_an_unknown_rise():
-    # The first line of the log stands for four steps, so the step of the first rise is unknown.
+    # The first line of the log stands for four steps, so the step at which the loss scale first rises is unknown.
     known, lines = np.arange(8) >= 3, np.array([[step, 0, 0] for step in (4, 5, 6, 7, 8)])
     changes = changes_of(run_of([4, 4, 4, 4, 8, 8, 8, 16], [0] * 8, known=known, lines=lines))
     assert [(change.kind, change.clean_steps) for change in changes] == [("rise", None), ("raise", None)]
@@ -226,7 +226,7 @@ def test_a_run_without_steps_or_scales_is_refused():
 
 
 def guided_run(gradient_format="float16", **attributes):
-    """Return the guided rule's run from a scale of 2^18, on a ceiling of 2^16 that its gradients imply."""
+    """Return the guided rule's run from a loss scale of 2^18, under a ceiling of 2^16 that the gradients imply."""
     trace = with_gradients(Trace.exact("made", [2.0**16] * 300), gradient_format=FORMATS[gradient_format])
     replayed = replay(make_policy("guided", loss_scale_value=2.0**18, gradient_format=gradient_format), trace)
     assert 0 < replayed.measures.skipped < 6
@@ -243,7 +243,7 @@ def test_run_with_gradients_is_judged_by_their_ceilings(gradient_format):
     expected = np.log2(trace.ceiling[applied] / run.loss_scale[applied]).mean()
     assert outcomes["as recorded"]["headroom_lost"] == pytest.approx(expected)
     assert outcomes["guided from 2^18"]["skipped"] == run.skipped_steps
-    # Without gradients it is not known that a higher scale was possible.
+    # Without gradients in the record, the analysis cannot know that a higher loss scale was possible.
     without = {row["policy"]: row for row in analyze(dataclasses.replace(run, largest_gradient=None)).outcomes}
     assert without["as recorded"]["headroom_lost"] < expected - 0.5
     assert not any(name.startswith("guided") for name in without)

@@ -1,4 +1,4 @@
-"""Ceilings implied by gradients: exact, too high, too low, or unknown; and ceilings measured by gradient sweeps."""
+"""Largest loss scales without overflow (ceilings), as gradients imply them and as gradient sweeps measure them."""
 
 import json
 
@@ -66,11 +66,11 @@ def test_sweep_bounds_the_ceiling(tmp_path):
     file = tmp_path / "gradient_ranges.jsonl"
     lines = [
         sweep_line(100, [(64, "."), (512, "."), (4096, "!")]),
-        # The ceiling is the lowest of all batches, here of the first one.
+        # The ceiling of a sweep is the lowest ceiling of all batches, here the first batch's ceiling.
         sweep_line(200, [(64, "."), (512, "!"), (4096, "!")], [(64, "."), (512, "."), (4096, ".")]),
         sweep_line(300, [(64, "!"), (512, "!")]),
         sweep_line(400, [(64, "."), (512, ".")]),
-        # A scale above an overflowing scale does not count, even if it did not overflow.
+        # A loss scale above one that overflows does not count, even if it does not overflow itself.
         sweep_line(500, [(64, "."), (512, "!"), (4096, ".")]),
     ]
     file.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""The measures of a replay: hand-made tables, edge cases, and an oracle that no policy can beat."""
+"""The measures of a replayed policy, such as skipped steps and lost headroom: hand-made tables and edge cases."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ INF = math.inf
     [
         ([8, 8, 8], [8, 8, 8, 8], {"skipped": 0, "headroom_lost": 0.0, "steps_to_first_applied": 0}),
         ([8, 8, 8], [4, 2, 1, 1], {"headroom_lost": 2.0, "headroom_regret": 2.0, "scale_changes": 2}),
-        # The change of the scale after the last step counts too.
+        # The change of the loss scale after the last step counts too.
         ([8, 8], [8, 8, 16], {"skipped": 0, "scale_changes": 1}),
         # Skipped steps lose no headroom; the mean headroom is taken over the applied steps only.
         ([8, 8, 8], [16, 4, 8, 8], {"skipped": 1, "skipped_regret": 1, "headroom_lost": 0.5, "scale_changes": 2}),
@@ -30,7 +30,7 @@ INF = math.inf
         # A ceiling above the largest float32 counts as infinity.
         ([1e39, 8], [4, 4, 4], {"headroom_lost": 1.0, "unbounded": 1}),
         ([3e38, 8], [3e38, 4, 4], {"headroom_lost": 0.5, "unbounded": 0}),
-        # If every scale overflows, the skipped step cannot be avoided.
+        # If every loss scale overflows at a step, skipping this step is unavoidable.
         ([0, 0, 4], [4, 2, 8, 8], {"skipped": 3, "unavoidable": 2, "skipped_regret": 1, "headroom_lost": math.nan}),
         ([1e-39, 2**-126], [1, 1, 1], {"skipped": 2, "unavoidable": 1, "skipped_regret": 1}),
         ([0, 0], [1, 1, 1], {"longest_skip_run": 2, "steps_to_first_applied": 2, "skipped_regret": 0}),
@@ -115,7 +115,7 @@ def test_recovery_counts_up_to_2_bits_below_the_largest_power():
     scales = np.exp2([10, 10, 3, 3, 3, 7, 7, 8, 9])
     assert recovery_steps(levels, scales).tolist() == [2.0]
     assert recovery_steps(levels[:7], scales[:7]).tolist() == [np.inf]
-    # The ceiling falls again before the scale has recovered.
+    # The ceiling falls again before the loss scale has recovered.
     assert recovery_steps([4.0, 10.9, 10.9, 4.0], np.exp2([3, 3, 7, 8])).tolist() == [np.inf]
     assert recovery_steps([8.0] * 3, [1.0] * 3).tolist() == []
 

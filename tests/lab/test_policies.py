@@ -1,4 +1,4 @@
-"""The policies: interface, defaults, boundaries of windows, tolerances, limits, arithmetic, and bad input."""
+"""The lab's policies, which move a loss scale: interface, defaults, windows, tolerated overflows, bounds, bad input."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from tests.shared.own_rules import Follow
 
-# The names of the loss scale and of the window in each system, to start every policy with the same values.
+# What each system calls the initial loss scale and the scale window, to start every policy with the same values.
 NAMES = {
     name: [
         next(name_here for name_here, parameter in preset.parameters.items() if parameter.sets == what)
@@ -72,7 +72,7 @@ def test_clean_steps_before_raises(name):
         ("megatron", {"hysteresis": 1}, ".v.vv.vvv.v"),
         ("deepspeed", {"delayed_shift": 2}, ".!.vv.vvv.v"),
         ("deepspeed", {"delayed_shift": 3}, ".!.!v.vvv.v"),
-        # Every clean step refills this budget too.
+        # Every step without overflow refills this budget of tolerated overflows too.
         ("deepspeed", {"delayed_shift": 2, "consecutive_hysteresis": True}, ".!.!v.!vv.!"),
     ],
 )
@@ -132,7 +132,7 @@ def test_apex_cuts_the_start_and_the_raise_to_its_maximum():
 
 
 def test_apex_takes_a_scale_factor_and_does_not_use_it():
-    with pytest.warns(UserWarning, match=r"'scale_factor' of the policy 'apex' has no effect: .* uses 2.0, and 4 came"):
+    with pytest.warns(UserWarning, match=r"'scale_factor' of the policy 'apex' has no effect: .* uses 2.0, but got 4"):
         policy = make_policy("apex", init_scale=1024.0, scale_factor=4)
     assert policy.step(True) == 512.0
 
@@ -148,7 +148,7 @@ def test_apex_takes_a_scale_factor_and_does_not_use_it():
     ],
 )
 def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, growth):
-    # The kernels take 0.8 as a double. As a float32 it would give other products.
+    # The original kernels take the factor 0.8 as a double. As a float32, 0.8 would give other products.
     window = {"max_scale_window": 1, "min_scale_window": 1, "loss_scale_value": 2.0**60}
     policy = make_policy(name, **window, **params) if name == "adaptive" else start(name, 2.0**60, 1, **params)
     expected = np.float32(2.0**60)
@@ -170,7 +170,7 @@ def test_replay_goes_on_where_deepspeed_would_stop():
     assert seen == [(1.0, False), (1.0, True), (1.0, True), (2.0, True)]
     policy = make_policy("deepspeed", init_scale=2.0, raise_error_at_min_scale=False)
     assert (replay(policy, "!!!"), policy.stopped) == ([1.0] * 3, False)
-    # A tolerated overflow at the smallest scale does not stop the training.
+    # A tolerated overflow at the smallest loss scale does not stop the training.
     policy = make_policy("deepspeed", init_scale=1.0, delayed_shift=2)
     assert [(policy.step(True), policy.stopped) for _ in "!!"] == [(1.0, False), (1.0, True)]
 
@@ -203,7 +203,7 @@ def test_a_rule_is_a_policy_by_its_name_or_its_class(policy, rule, start):
         assert policy.state() == state._asdict()
 
 
-# The settings are small, so that short sequences reach every branch.
+# Windows and tolerances are small, so that short sequences of overflows reach every branch.
 SMALL = {
     "adaptive": {"max_scale_window": 2, "min_scale_window": 1, "hysteresis": 2},
     "guided": {"loss_scale_value": 4.0, "exchange_rate": 300},
@@ -261,7 +261,12 @@ def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_fac
             r"'torch' has no parameter 'init_scal'. .*'init_scale'\? .* init_scale, ",
         ),
         ("adaptive", {"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
-        ("fixed", {"loss_scale": 2, "loss_scale_value": 2}, TypeError, r"'loss_scale_value' and 'loss_scale' .* once"),
+        (
+            "fixed",
+            {"loss_scale": 2, "loss_scale_value": 2},
+            TypeError,
+            r"'loss_scale_value' and 'loss_scale' .* only one",
+        ),
         ("dynamic", {"loss_scale_value": 0}, ValueError, r"'loss_scale_value' must be .* above 0 .* but got 0"),
         ("torch", {"init_scale": 1e39}, ValueError, r"'init_scale' must be a finite .* in float32, but got 1e\+39"),
         ("torch", {"init_scale": "2e16"}, TypeError, r"'init_scale' must be .* but got '2e16' of type str"),
@@ -284,14 +289,16 @@ def test_bad_arguments_are_refused(name, params, error, message):
 
 @pytest.mark.parametrize("name", REMOVED_PRESETS)
 def test_a_policy_that_is_gone_names_the_nearest_one(name):
-    with pytest.raises(ValueError, match=rf"'{name}' is gone since version 2.0.0\. .* left is ") as refusal:
+    with pytest.raises(
+        ValueError, match=rf"'{name}' was removed in version 2.0.0\. The most similar policy is "
+    ) as refusal:
         make_policy(name, init_scale=4.0)
     nearest = str(refusal.value).rpartition(" is ")[2].removesuffix(".")
     assert policy_maker(nearest)[1]().name in PRESETS
 
 
 def changes(policy, steps):
-    """Return the steps, with "v" for an overflow that lowered the scale and "^" for a clean step that raised it."""
+    """Return a character for each step: "v" if an overflow lowered the loss scale, "^" if a clean step raised it."""
     marks = ""
     for step in steps:
         before = policy.loss_scale

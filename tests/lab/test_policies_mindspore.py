@@ -1,4 +1,4 @@
-"""The policies named after MindSpore's classes equal these classes on random overflows."""
+"""The lab's policies named after MindSpore's classes take the same steps as these classes on random overflows."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ from mindspore import Tensor, amp, nn
 from mindformers_adaptive.lab.policies import make_policy
 from tests.shared.every_rule import Owned
 
-# Scale, factor and window: scales from the floor to inf, and factors for which dividing and multiplying by the
-# reciprocal round differently.
+# Initial loss scale, factor and window: scales from the smallest to inf, and factors for which division and
+# multiplication by the reciprocal round differently.
 SETTINGS = [(65536.0, 2, 3), (1024.0, 3, 2), (2.0, 3, 4), (10.0, 7, 1), (2.0**126, 2, 5)]
 
 
 def random_overflows(steps, rates=(0.02, 0.1, 0.3, 0.7)):
-    """Return overflows in stretches with different rates, from mostly clean steps to mostly overflows."""
+    """Return overflow flags in stretches with different rates, from few overflows to mostly overflows."""
     random = np.random.default_rng(0)
     return (random.random(steps) < np.repeat(rates, steps // len(rates))).tolist()
 
@@ -29,7 +29,7 @@ def test_dynamic_is_the_update_cell(graph_mode):
 
 @pytest.mark.parametrize("factor", [2, 4])
 def test_dynamic_is_the_rule_of_the_manager(factor):
-    # The manager computes with Python numbers, so it differs from the policy where float32 rounds or overflows.
+    # MindSpore's manager computes with Python numbers, so it differs from the policy where float32 rounds or overflows.
     for scale, _, window in SETTINGS[:3]:
         manager = amp.DynamicLossScaleManager(scale, factor, window)
         policy = make_policy("dynamic", init_loss_scale=scale, scale_factor=factor, scale_window=window)

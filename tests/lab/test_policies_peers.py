@@ -1,4 +1,4 @@
-"""The policies give the results that the test suites of the original systems state."""
+"""The lab's policies give the loss scales that the test suites of the original systems, such as DeepSpeed, expect."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 
-# In a case, "." is a clean step and "!" an overflow; each scale is the scale after a step.
+# In the events of a case, "." is a step without overflow and "!" an overflow. Each expected scale is the loss scale
+# after a step.
 PEER_CASES = json.loads(Path(__file__).with_name("peer_cases.json").read_text(encoding="utf-8"))
 
 
@@ -18,6 +19,6 @@ def test_case_comes_out_exactly(case):
 
 
 def test_every_policy_of_another_system_has_a_case_of_its_suite():
-    # DeepSpeed's suite does not test its ZeRO scaler class by itself.
+    # DeepSpeed's test suite does not test the loss scaler class of ZeRO by itself.
     covered = {case["policy"] for case in PEER_CASES}
     assert set(POLICY_NAMES) - covered == {"adaptive", "guided", "fixed", "deepspeed"}

@@ -1,4 +1,4 @@
-"""Replays and comparisons of policies: hand-made traces, means, and the Pareto front."""
+"""Policies are replayed on hand-made traces and compared, by means over traces and by their Pareto front."""
 
 import dataclasses
 import json
@@ -72,7 +72,8 @@ def test_comparison_side_by_side_equals_single_replays(lengths):
 def test_pareto_front_leaves_out_what_another_beats_in_both():
     trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
     comparison = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
-    # "one" loses more headroom than "four" with the same skipped steps; "five" skips as many steps as "sixteen".
+    # Policy "one" loses more headroom than policy "four" with the same skipped steps; "five" skips as many as
+    # "sixteen".
     assert comparison.pareto_front() == ["four", "sixteen"]
     assert [row["policy"] for row in comparison.rows() if row["on_front"]] == ["four", "sixteen"]
 
@@ -81,7 +82,7 @@ def test_comparison_as_text_is_sorted_and_marks_the_front():
     policies = {"thirty-two": fixed(32.0), "one": fixed(1.0), "sixteen": fixed(16.0)}
     comparison = compare(policies, [Trace.exact(name, [16.0] * 4) for name in "ab"])
     lines = comparison.text(each_trace=True).splitlines()
-    # Each row has the scale at which the policy starts, because results depend on it.
+    # Each row of the table has the policy's initial loss scale, because the results depend on this scale.
     assert [line.split()[:2] for line in lines[1:10]] == [
         [name, trace] for name in ("sixteen", "one", "thirty-two") for trace in ("a", "b", "(mean)")
     ]

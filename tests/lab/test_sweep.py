@@ -1,4 +1,4 @@
-"""A sweep equals stepping each rule separately: on random traces, across stretches of steps, for any kind of rule."""
+"""The lab's sweep over configurations of a rule gives the same results as stepping each configuration separately."""
 
 import dataclasses
 import importlib
@@ -18,7 +18,7 @@ from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.ladder import window_ladder
 from tests.shared.own_rules import Follow, Weigh
 
-# The sweep adds these up in another order, so the last digits may differ.
+# The sweep adds up these measures in another order than the replay, so the last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}
 STEPS = 150
 
@@ -47,9 +47,9 @@ CEILINGS = st.one_of(st.sampled_from([0.0, math.inf, 1e39]), st.floats(-3.0, 24.
 
 @st.composite
 def traces(draw):
-    """Draw traces with stretches of equal ceilings, so that a scale can fall to the floor and climb to the upper bound.
+    """Draw traces with stretches of equal ceilings, so that a loss scale can fall and climb to its bounds.
 
-    The bounds are powers of two, as in the log of a run with a factor of 2. Half of the bounds are unknown.
+    The bounds of the ceilings are powers of two, as in the log of a run with a factor of 2. Half of them are unknown.
     """
     runs = draw(st.lists(st.tuples(CEILINGS, st.sampled_from([1, 1, 2, 7, 60])), min_size=1, max_size=25))
     ceiling = np.repeat(*map(np.array, zip(*runs, strict=True)))
@@ -65,7 +65,7 @@ def traces(draw):
 @given(tried=st.lists(configurations(), min_size=1, max_size=6), trace=traces(), small=st.booleans())
 def test_sweep_equals_the_adaptive_rule(tried, trace, small):
     with pytest.MonkeyPatch.context() as patch:
-        if small:  # Divide the trace into many stretches.
+        if small:  # The sweep must divide the trace into many stretches.
             patch.setattr(importlib.import_module("mindformers_adaptive.lab.replay"), "_SCALES_AT_ONCE", 40)
         assert_swept(tried, trace)
 
@@ -103,7 +103,7 @@ def stepped(rule, state, trace):
 
 
 def traces_with_gradients():
-    """Return traces with gradients that imply the ceiling, imply a wrong one, or are unknown at many or all steps."""
+    """Return traces with gradients that imply the ceiling or a wrong ceiling, or are unknown at many or all steps."""
     synthetic = list(synthetic_traces(STEPS, seed=0).values())
     hidden = [with_gradients(trace, offset, 0.4, seed=1) for trace in synthetic for offset in (3.0, -2.0)]
     independent = [independent_ceiling(STEPS, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]

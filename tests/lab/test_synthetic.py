@@ -56,7 +56,7 @@ def test_a_random_walk_takes_small_steps_far_away():
 
 
 def stretches(levels):
-    """Return the lengths and the levels of the stretches between changes of the level."""
+    """Return lengths and levels of the stretches of a trace between changes of its level."""
     begins = np.flatnonzero(np.diff(levels, prepend=np.nan))
     return np.diff(begins, append=len(levels)), levels[begins]
 

@@ -1,4 +1,4 @@
-"""Tuning recommends the cheapest configuration, says how certain this is, and prints settings for the cell."""
+"""Tuning recommends the cheapest configuration of a rule, says how certain it is, and prints settings to paste."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def test_of_equals_the_first_is_recommended():
 def test_certainty_tells_how_much_the_trace_knows(lower_bound, upper_bound, known, verdict):
     steps = 1000
     trace = Trace("log", np.full(steps, 2.0**16), np.full(steps, lower_bound), np.full(steps, upper_bound))
-    # The scale is 2**16, except 2**17 in the step after each full window.
+    # The loss scale is 2**16, except 2**17 in the step after each full window.
     certainty = tune([trace], [Configuration.dynamic(9)]).certainty()
     assert (certainty["known_share"], certainty["verdict"]) == (pytest.approx(known), verdict)
     json.dumps(certainty, allow_nan=False)
@@ -112,7 +112,7 @@ def test_settings_are_pasted_only_where_they_beat_the_run():
 
 
 def test_what_the_traces_decide_comes_before_what_costs_less():
-    # The log does not decide whether the scale can climb to the assumed ceilings, only that the known scale holds.
+    # The log shows only that the used loss scale does not overflow, not whether it could climb to the assumed ceilings.
     trace = Trace("log", np.full(1000, 2.0**20), np.full(1000, 2.0**16), np.full(1000, np.inf))
     tuning = tune([trace], [Configuration.dynamic(250), Configuration.dynamic(2000)])
     assert tuning.costs[0, 0] < tuning.costs[1, 0]
@@ -123,7 +123,7 @@ def test_what_the_traces_decide_comes_before_what_costs_less():
 def test_text_shows_other_assumptions_where_they_matter():
     trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 1.5 * 2.0**15), np.full(1000, 2.0**20))
     text = tune([trace], [Configuration.dynamic(9)]).text(1)
-    # Settings that rest on a guess are not printed to paste.
+    # Tuning does not offer settings to paste if they rest on assumed ceilings.
     assert ("scale_sense:" in text, "No settings to paste: " in text) == (False, True)
     assert "With the lowest possible ceilings: " in text
     assert "With the highest possible ceilings: " in text
@@ -206,7 +206,7 @@ def test_bad_arguments_are_refused(make, error, message):
 
 
 def test_exchange_rate_that_is_asked_for_is_near_the_best():
-    """The tuned exchange rate of the rule is near the exchange rate that the tuning is asked for."""
+    """Tuning for an exchange rate (steps per lost bit) recommends a rule with about this exchange rate."""
     trace = with_gradients(synthetic_trace("random walk", 2500, seed=1))
     costs = {}
     for rate in (0.5, 20.0):

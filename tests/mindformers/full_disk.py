@@ -1,7 +1,8 @@
-"""Train with a checkpoint at every second step, while no file may grow beyond 128 KiB from step 5 to step 11.
+"""Save a checkpoint at every second step; from step 5 to step 11, no file may grow beyond 128 KiB, as on a full disk.
 
-``test_checkpoint_callback.py`` starts this script with a JSON list: whether to use the legacy format, and how to save
-asynchronously. The script writes what it saw after each step to rows.json, by the number of the step.
+``test_checkpoint_callback.py`` starts this script with a JSON list: whether to use MindFormers' legacy checkpoint
+format, and how to save asynchronously. The script writes the checkpoint files and warnings that it saw after each step
+to rows.json, by the number of the step.
 """
 
 import json
@@ -25,7 +26,7 @@ NOTES = ("saved/latest_checkpointed_iteration.txt", "saved/checkpoint/rank_0/met
 
 
 def main(legacy, async_save):
-    # In PyNative mode MindFormers 2 needs hyper-parallel for its `checkpoint:` format.
+    # With MindFormers 2, only graph mode can save the `checkpoint:` format without the package hyper-parallel.
     set_context(mode=0)
     network = nn.WithLossCell(nn.Dense(3000, 20), nn.MSELoss())
     optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
@@ -56,7 +57,7 @@ def main(legacy, async_save):
 
 
 def wait_until_saved(step):
-    """Wait at most a minute for a save in the background, because the next step leaves no room on the disk."""
+    """Wait at most a minute until a step is saved in the background, because later the disk has no room."""
     files = [f"saved/iteration_{step:08d}/a-{kind}-0000000-0000001.safetensors" for kind in ("model", "opt")]
     legacy, end = f"saved/checkpoint/rank_0/a_rank_0-1_{step}.safetensors", time.monotonic() + 60
     while not (is_whole(legacy) or all(map(is_whole, files))) and time.monotonic() < end:
@@ -64,7 +65,7 @@ def wait_until_saved(step):
 
 
 def is_whole(file):
-    # MindSpore makes a file read-only when the file is complete.
+    # MindSpore makes a checkpoint file read-only when the file is complete.
     return os.path.exists(file) and not os.stat(file).st_mode & stat.S_IWUSR
 
 

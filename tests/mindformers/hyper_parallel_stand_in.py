@@ -1,8 +1,8 @@
 """Stand-ins with which MindFormers' PyNative trainer runs on a CPU without hyper-parallel.
 
-They replace only what is missing: the names of hyper-parallel, as empty classes and functions; ``Tensor.backward`` and
-``Parameter.grad``, by means of MindSpore's own ``run_backward``; and three kernels that a CPU lacks, by other
-operations. Trainer, callbacks, checkpoints and optimizer are MindFormers' own.
+The stand-ins replace only what is missing: the names of hyper-parallel, as empty classes and functions;
+``Tensor.backward`` and ``Parameter.grad``, by means of MindSpore's own ``run_backward``; and three kernels that a CPU
+lacks, by other operations. Trainer, callbacks, checkpoints and optimizer are MindFormers' own.
 """
 
 import importlib.abc
@@ -52,7 +52,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install():
-    """Install the stand-ins in this process; call it before ``mindformers.pynative`` is imported."""
+    """Install the stand-ins for hyper-parallel in this process, before ``mindformers.pynative`` is imported."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
         _complete_mindspore()

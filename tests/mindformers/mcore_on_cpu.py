@@ -37,7 +37,7 @@ def embedding_on_cpu(ids, weight):
 
 
 class FlashAttentionScoreOnCpu(nn.Cell):
-    """Attention over (batch, heads, sequence, width) without dropout; a mask of 1 hides a key; softmax is in FP32."""
+    """Computes attention over (batch, heads, sequence, width): no dropout, a mask of 1 hides a key, FP32 softmax."""
 
     def __init__(self, head_num, scale_value, keep_prob, input_layout, **_):
         super().__init__()
@@ -54,7 +54,7 @@ class FlashAttentionScoreOnCpu(nn.Cell):
         return 0, 0, 0, self.matmul(self.cast(self.softmax(scores), query.dtype), value)
 
 
-# The operators that a CPU lacks, with their stand-ins.
+# The operators of mcore models that a CPU lacks, with their stand-ins.
 STAND_INS = (
     (norm, "FusedRMSNorm", norm.RMSNorm),
     (flash_attention, "FlashAttentionScore", FlashAttentionScoreOnCpu),
@@ -65,7 +65,7 @@ STAND_INS = (
 
 @contextlib.contextmanager
 def mcore_on_cpu(monkeypatch):
-    """Make MindFormers use its mcore classes, with the stand-ins for missing operators."""
+    """Make MindFormers use its mcore classes, with stand-ins for the operators that a CPU lacks."""
     for module, operator, stand_in in STAND_INS:
         monkeypatch.setattr(module, operator, stand_in)
     if MFContextOperator.get_mf_ctx_instance() is None:
@@ -77,22 +77,22 @@ def mcore_on_cpu(monkeypatch):
 
 
 def rows(steps):
-    """Return a batch for each step: sequences of numbers that count up from a random start."""
+    """Return a batch of token sequences for each step; each sequence counts up from a random token."""
     starts = np.random.default_rng(0).integers(VOCABULARY, size=(steps, BATCH, 1))
     tokens = ((starts + np.arange(SEQ_LENGTH + 1)) % VOCABULARY).astype(np.int32)
     return [(row[:, :-1], row[:, 1:], np.ones((BATCH, SEQ_LENGTH), np.float32)) for row in tokens]
 
 
 class FourLosses(nn.Cell):
-    """Returns outputs like mcore models; each loss is one FP16 weight times its own input, so it can overflow alone."""
+    """Returns four losses as mcore models do; each is one FP16 weight times one input, so each can overflow alone."""
 
     def __init__(self, per_token=False):
         super().__init__(auto_prefix=False)
         self.model = build_qwen3().network
         self.per_token = per_token
         for name in LOSSES:
-            # MindFormers has Parameters with the names of the losses, in which it stores the values that its callback
-            # prints.
+            # MindFormers stores the losses that its callback prints in Parameters with the names of the losses, so
+            # these weights need other names.
             setattr(self, name, Parameter(Tensor([0.5], mstype.float32), name=f"weight_of_{name}"))
         self.tokens = Tensor([4.0], mstype.float32)
         self.cast = ops.Cast()

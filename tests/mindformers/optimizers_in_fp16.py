@@ -1,4 +1,4 @@
-"""A script that takes a step with each of several optimizers of FP16 weights, and prints a JSON list for each.
+"""A script that takes one step with each of four optimizers on FP16 weights, and prints a JSON list per optimizer.
 
 The list has the name of the optimizer, the type of the second moments, whether the second moment of a gradient of 1e-4
 is 0, and whether a weight whose gradient is 0 has become NaN.

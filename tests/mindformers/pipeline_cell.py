@@ -1,8 +1,9 @@
-"""Take steps with the pipeline cell in one process on a CPU; ``test_pipeline_cell.py`` starts it with a folder.
+"""Take steps with the pipeline train-step cell on a CPU; ``test_pipeline_cell.py`` starts this script with a folder.
 
-The cell requires semi-automatic parallelism, whose compiler rejects a CPU, so this mode is left before the cell
-compiles. Unless the optimizer is sharded, that compiler would also sum the gradients of the micro-batches in
-``accu_grads``; here ``plain()`` sets them by hand. The script writes what it saw to FOLDER/seen.json.
+The pipeline cell requires semi-automatic parallelism, whose compiler rejects a CPU. So the script leaves this mode
+before the cell compiles. For an optimizer that is not sharded, that compiler would also sum the gradients of the
+micro-batches in ``accu_grads``; here ``plain()`` sets these sums by hand. The script writes its results to
+FOLDER/seen.json.
 """
 
 import json
@@ -20,8 +21,8 @@ from tests.shared.networks import HalfPrecisionSum
 
 SIZE, BATCH, SCALE = 4, 8, 2.0**12
 MAX_NORM = 0.25
-# For each step, the index of the sample or element that overflows, or None. A gradient of LARGE times the loss scale,
-# 2^6 * 2^12, is beyond FP16.
+# For each step, the index of the sample (or of the gradient element) that overflows, or None. LARGE times the loss
+# scale, 2^6 * 2^12, is too large for FP16.
 OVERFLOWS = [None, 0, None, None, -1, None]
 LARGE = 2.0**6
 
@@ -52,7 +53,7 @@ def build_pipeline(shard, micro_batches):
 
 
 def sharded(micro_batches):
-    """Return, for each step, what the pipeline cell did, and the weight by accumulation in MFTrainOneStepCell."""
+    """Return the results of each step of the pipeline cell, with the weight of an accumulating MFTrainOneStepCell."""
     step = build_pipeline(True, micro_batches)
     network = HalfPrecisionSum(SIZE, factor=1 / BATCH)
     control = build(MFTrainOneStepCell, MeanOverMicroBatches(network, micro_batches)).set_train()
@@ -60,7 +61,7 @@ def sharded(micro_batches):
     for index in OVERFLOWS:
         features = np.random.default_rng(0).uniform(0.5, 1.0, (BATCH, SIZE)).astype(np.float32)
         if index is not None:
-            # Change one sample of the first or the last micro-batch.
+            # Make one sample of the first or the last micro-batch overflow.
             features[index] = LARGE * 8
         record.append(take(step, features))
         control(Tensor(features))
@@ -81,7 +82,7 @@ def plain():
 
 
 def with_fp16_weights():
-    """Return the weight after a step at a loss scale whose reciprocal is 0 in FP16, and the weight by NumPy."""
+    """Take a step at a loss scale whose reciprocal is 0 in FP16; return the weight, and the weight by NumPy."""
     mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
     # With this small factor, the scaled gradients do not overflow FP16.
     network = HalfPrecisionSum(SIZE, factor=2.0**-20)

@@ -1,6 +1,6 @@
 """Trainings of a small model with MindFormers' PyNative trainer; tests start this script with a folder and a task.
 
-The script writes what it saw of each training to FOLDER/TASK.pickle: losses, weights, and the trainer's counts.
+The script writes the losses, the weights and the trainer's counts of each training to FOLDER/TASK.pickle.
 ``hyper_parallel_stand_in`` replaces what is not available on a CPU.
 """
 
@@ -82,7 +82,7 @@ class Model(PreTrainedModel):
         return ((output - target) ** 2).mean()
 
     def to_empty(self):
-        """Keep the weights, because they exist already."""
+        """Do nothing, because the weights of this model exist already."""
 
     init_states = to_empty
 
@@ -92,9 +92,10 @@ class Model(PreTrainedModel):
 
 
 def make_data(batch=BATCH):
-    """Return samples for all steps, always in the same order.
+    """Return a dataset with enough samples for all steps in one epoch, always in the same order.
 
-    After a resume, MindFormers would begin a second epoch at the sample where the first epoch was resumed.
+    If a second epoch were needed, MindFormers would begin it, in a resumed run, at the sample where the run was
+    resumed.
     """
     generator = np.random.default_rng(1)
     features = generator.normal(size=(SAMPLES, FEATURES)).astype(np.float32)
@@ -104,7 +105,7 @@ def make_data(batch=BATCH):
 
 
 def make_config(folder, section, accumulation=1, max_norm=1e9, steps=STEPS, **checkpoint):
-    """Return the keys and values of a YAML file."""
+    """Return the contents of a YAML file for the PyNative trainer, as a dictionary."""
     training = {"steps": steps, "global_batch_size": BATCH, "local_batch_size": BATCH // accumulation}
     training |= {"max_norm": max_norm} | ({} if section is None else {"loss_scale": section})
     return {
@@ -120,25 +121,25 @@ def make_config(folder, section, accumulation=1, max_norm=1e9, steps=STEPS, **ch
 
 
 class Seen(TrainerCallback):
-    """Keeps the loss, the gradient norm, the loss scale and the skipped steps after each step."""
+    """Keeps the loss, the gradient norm, the loss scale and the number of skipped steps after each step."""
 
     def __init__(self):
         self.steps = []
 
     def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
-        """Keep the values of a step."""
+        """Keep the loss, the gradient norm, the loss scale and the number of skipped steps."""
         scale, skipped = (getattr(state, name, 0) for name in ("loss_scale", "skipped_steps"))
         self.steps.append((float(loss), float(grad_norm), scale, skipped))
 
 
 def make_optimizer(model):
-    """Return MindFormers' AdamW with a learning rate that rises over the first updates, and its schedule."""
+    """Return MindFormers' AdamW, and its learning-rate schedule, which rises over the first updates."""
     schedule = ConstantWarmUpLR(learning_rate=0.01, warmup_steps=6, total_steps=STEPS)
     return AdamW(model.trainable_params(), schedule, betas=(0.9, 0.95), weight_decay=0.01), schedule
 
 
 def train(folder, section, dtype=mindspore.float16, auxiliary=False, callbacks=(), **config):
-    """Train, and return what was seen as arrays; without a section, train with MindFormers' own trainer."""
+    """Train; return losses, scales and weights as arrays. Without a section, MindFormers' own trainer trains."""
     folder.mkdir(parents=True, exist_ok=True)
     model, seen = Model(dtype, auxiliary), Seen()
     optimizer, schedule = make_optimizer(model)
@@ -166,18 +167,18 @@ def train(folder, section, dtype=mindspore.float16, auxiliary=False, callbacks=(
 
 
 def batches(config):
-    """Return the data in the form the trainer expects; the trainer of 2.0.0 cuts a batch into micro-batches itself."""
+    """Return the dataset, in micro-batches unless the trainer, as in MindFormers 2.0.0, cuts batches itself."""
     cuts_itself = hasattr(StockTrainer, "_split_micro_batch")
     return make_data(config["training"]["global_batch_size" if cuts_itself else "local_batch_size"])
 
 
 def weights_of(model):
-    """Return the weights by name."""
+    """Return the weights of the model by name, as arrays."""
     return {f"weight {name}": parameter.asnumpy().copy() for name, parameter in model.parameters_and_names()}
 
 
 def plain_loop(section, accumulation=1):
-    """Train in a plain loop of a dozen lines, with the same scaler, optimizer and data."""
+    """Train in a plain loop instead of MindFormers' trainer, with the same scaler, optimizer and data."""
     scaler, model = make_scaler(section), Model()
     optimizer, _ = make_optimizer(model)
     samples = itertools.cycle([*make_data(BATCH // accumulation).create_tuple_iterator()])
@@ -217,7 +218,7 @@ class Kill(TrainerCallback):
 
 
 def all_trainings(folder):
-    """Yield the name of each training that can share one process, and what was seen of the training."""
+    """Run the trainings that can share one process; yield the name and the results of each training."""
     float32 = {"dtype": mindspore.float32}
     for name, section in {"adaptive": ADAPTIVE, "guided": GUIDED, "own": OWN}.items():
         yield name, train(folder / name, section)
@@ -250,7 +251,7 @@ class Built(Model):
         super().__init__()
 
     def init_states(self):
-        """Create the weights."""
+        """Give the weights of the model their memory and values."""
         for parameter, other in zip(self.get_parameters(), Model().get_parameters(), strict=True):
             parameter.set_data(Tensor(other.asnumpy()))
 
@@ -275,7 +276,7 @@ def launch(folder):
 
 
 def main(folder, task):
-    """Run the trainings of a task, and write what was seen of them to a file with the name of the task."""
+    """Run the trainings of a task, and write their results to a file with the name of the task."""
     folder = Path(folder)
     if task == "killed":
         train(folder / "killed", ADAPTIVE, callbacks=[Kill(10)])

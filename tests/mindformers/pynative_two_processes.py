@@ -1,8 +1,9 @@
 """Train with MindFormers' PyNative trainer in two processes, started by ``msrun`` with a folder as the argument.
 
-Only the second process gets an inf, in step 3. There are two stand-ins beside the ones of ``pynative_runs``. The
-processes form a group on the CPU, which MindFormers does not ask for. Gradients are either summed by an all-reduce, as
-in the backward pass of the real library, or they stay in their process, like gradients of weights that are sharded.
+Only the second process gets an inf, in step 3. This script adds two stand-ins to ``hyper_parallel_stand_in``. First,
+the processes form a communication group on the CPU, which MindFormers does not ask for. Second, the gradients are
+either summed by an all-reduce, as in the backward pass of hyper-parallel, or stay in their process, like gradients of
+sharded weights.
 """
 
 import pickle
@@ -21,11 +22,11 @@ STEPS, LOCAL = 6, 4
 
 
 def make_trainer_class(adds_up):
-    """Return the trainer with loss scaling; ``adds_up`` says whether gradients are summed over the processes."""
+    """Return a trainer class with loss scaling; ``adds_up`` says whether gradients are summed over the processes."""
 
     class Trainer(trainer_class()):
         def _apply_parallelism(self, model, parallelism):
-            """Leave the model as it is."""
+            """Leave the model as it is, without parallelism."""
 
         def _create_built_in_callbacks(self):
             return []
@@ -39,7 +40,7 @@ def make_trainer_class(adds_up):
 
 
 def make_data():
-    """Return the samples of this process."""
+    """Return a dataset with the samples of this process."""
     generator = np.random.default_rng(get_rank())
     features = generator.normal(size=(STEPS * LOCAL, pynative_runs.FEATURES)).astype(np.float32)
     target = features[:, :1] * (2 + get_rank())
@@ -50,7 +51,7 @@ def make_data():
 
 
 def train(folder, section, adds_up):
-    """Train, and return what this process saw."""
+    """Train, and return the steps, the state of the scaler and the weights in this process."""
     folder.mkdir(exist_ok=True)
     model, seen = pynative_runs.Model(mindspore.float32), pynative_runs.Seen()
     optimizer, schedule = pynative_runs.make_optimizer(model)
@@ -69,7 +70,7 @@ def train(folder, section, adds_up):
 
 
 def main(folder):
-    """Run all trainings, and write what this process saw of them to FOLDER/rank_N.pickle."""
+    """Run all trainings, and write the results of this process to FOLDER/rank_N.pickle."""
     stock = stock_trainer()
     communication.init()
     stock.init_process_group = stock.destroy_process_group = lambda: None

@@ -11,7 +11,7 @@ from mindspore.train import Callback
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HoldAfter(Callback):
-    """Holds a run after ``steps`` steps, so that its length does not depend on how busy the machine is.
+    """Holds a training after ``steps`` steps, so that the training's length does not depend on how busy the machine is.
 
     Args:
         steps (int): the number of steps that the run takes.
@@ -22,7 +22,7 @@ class HoldAfter(Callback):
         self._left = steps
 
     def on_train_step_begin(self, _):
-        """Wait for a signal if the run has taken all its steps."""
+        """Wait for the signal that ends the run if the run has taken ``steps`` steps."""
         while self._left == 0:
             time.sleep(0.1)
         self._left -= 1

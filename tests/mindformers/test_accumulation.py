@@ -1,4 +1,4 @@
-"""Gradient accumulation on a CPU, in the launcher and in ``Trainer``: the same training as with the large batch."""
+"""Gradient accumulation on a CPU, by the launcher or by ``Trainer``, gives the same training as one large batch."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from tests.mindformers.training_runs import SMALL_MODEL, training_arguments
 
 SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 4
 STEPS = SAMPLES // BATCH
-# FP16 has 11 significant bits.
+# The expected relative accuracy: FP16 numbers have 11 significant bits.
 ACCURACY = 2.0**-10
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back", "in_a_folder_of_its_own")
@@ -61,7 +61,7 @@ def test_the_launcher_takes_the_steps_of_the_large_batch(corpus, per_token):
     assert {line["overflow"] for line in (*whole, *cut)} == {False}
     losses = [line["loss"] for line in whole]
     np.testing.assert_allclose([line["loss"] for line in cut], losses, rtol=ACCURACY)
-    # The loss falls by much more than this accuracy, so another training would not pass.
+    # The loss falls by much more than ACCURACY, so the losses of a different training would not pass as equal.
     assert losses[0] - losses[-1] > 20 * ACCURACY * losses[0]
 
 
@@ -92,14 +92,15 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
     optimizer = nn.SGD(model.trainable_params(), learning_rate=0.1)
     with_wrapper = trainer(2, wrapper=MFTrainOneStepCell(model, optimizer, scale_sense=update_cell))
-    # train() calls _init_model() before it builds anything.
+    # Trainer.train() calls _init_model() before it builds anything, so it is enough to call _init_model().
     with pytest.warns(UserWarning, match=r"must be 1 with 'wrapper'.*but got 2: nothing is accumulated"):
         with_wrapper._init_model(is_train=True)
     assert with_wrapper.config.runner_config.batch_size == 4
 
 
 def test_probe_divides_the_loss_as_the_training_does(corpus):
-    # The training sums the gradients of 4 micro-batches of 2 samples, so a probe of these micro-batches has their mean.
+    # A training adds up the gradients of 4 micro-batches of 2 samples, so `probe` of the training measures the mean
+    # over these micro-batches.
     changes, scales = options(corpus, MICRO_BATCHES), [2.0**8, 2.0**20, 2.0**21, 2.0**22]
     whole, parts = {}, {}
 
@@ -149,7 +150,7 @@ def test_who_divides_before_the_backward_pass(target, changes, micro_batches):
 
 
 def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
-    # A configuration with pipeline stages is measured in one process.
+    # `find` and `why` measure a configuration with pipeline stages in one process.
     changes = {**SMALL_MODEL, **STAGES, **SEMI_AUTO, "parallel_config.data_parallel": 1}
     for command in ("find", "why"):
         words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
@@ -172,7 +173,7 @@ def test_the_model_and_evaluation_see_micro_batches(corpus):
     base = BaseTrainer()
     accumulate(base, take_accumulation_steps(config))
     base.set_config(config, is_full_config=True)
-    # MindFormers calls this method once for each data set.
+    # MindFormers calls _reset_dataset_batch_size() once for each dataset, for training and for evaluation.
     for _ in range(2):
         base._reset_dataset_batch_size()
         assert (config.train_dataset.batch_size, config.eval_dataset.batch_size) == (BATCH, BATCH // MICRO_BATCHES)

@@ -1,4 +1,4 @@
-"""Features of MindFormers' trainer with adaptive scaling, from a YAML file: evaluation, monitors, recompute, LoRA."""
+"""Adaptive loss scaling works together with evaluation, monitors, recomputation and LoRA of MindFormers' trainer."""
 
 from typing import ClassVar
 
@@ -37,7 +37,7 @@ class Weights(Callback):
 
 @pytest.fixture
 def run(corpus, tmp_path, monkeypatch, graph_mode, registry_put_back):
-    """Return a function that trains with changed values of the YAML file, and returns the record and the weights."""
+    """Return a function that trains with changed values of the YAML file; it returns the record and the weights."""
     monkeypatch.chdir(tmp_path)
     MindFormerRegister.register_cls(Weights, module_type="callback", alias="Weights")
 
@@ -53,7 +53,7 @@ def run(corpus, tmp_path, monkeypatch, graph_mode, registry_put_back):
             "train_dataset.data_loader.dataset_dir": str(corpus),
             "train_dataset.data_loader.num_samples": 2 * STEPS,
             "lr_schedule.total_steps": STEPS,
-            # With a warm-up from 0, the first applied step would change nothing.
+            # If the learning rate rose from 0, the first applied step would change no weight.
             "lr_schedule.warmup_steps": 0,
             "callbacks": [
                 {"type": "MFLossMonitor"},
@@ -79,14 +79,14 @@ def assert_follows_the_rule(lines):
     BEFORE_1_7,
     reason="MindFormers before 1.7 writes dumps with its monitor, which MindSpore does not on a CPU",
 )
-# MindFormers' metric causes this warning.
+# MindFormers' perplexity metric causes this warning of NumPy.
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_evaluation_monitors_and_recompute_change_no_step(run, tmp_path, caplog):
     plain, plain_weights = run("plain.jsonl")
     assert_follows_the_rule(plain)
-    # Add the handler only now, because each launch creates MindFormers' log anew.
+    # Add this log handler only now, because each launch creates MindFormers' log anew.
     get_logger().addHandler(caplog.handler)
-    # In evaluation, a Llama takes as many tokens as its sequence length; in training it takes one token more.
+    # In evaluation, a Llama takes as many tokens as its sequence length; in training, it takes one token more.
     samples = write_corpus(tmp_path / "samples", samples=8, seq_length=31)
     dataset = {
         "data_loader": {"type": "MindDataset", "dataset_dir": str(samples), "shuffle": False, "num_samples": 8},
@@ -119,7 +119,7 @@ def test_evaluation_monitors_and_recompute_change_no_step(run, tmp_path, caplog)
     for before, after in zip(plain_weights, weights, strict=True):
         for name, value in before.items():
             np.testing.assert_array_equal(after[name], value)
-    # Each feature was really at work.
+    # The output shows that evaluation, local norms, monitor and TensorBoard were really at work.
     assert "PerplexityMetric" in caplog.text
     assert "local_norm" in caplog.text
     scalars = read_scalars(tmp_path / "board" / "rank_0")

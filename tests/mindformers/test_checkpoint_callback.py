@@ -47,7 +47,7 @@ def test_a_restored_scale_is_told_from_one_that_a_user_has_set(tmp_path):
 
 
 def load_nothing(checkpoint, network, optimizer=None):
-    """Restore nothing, like MindFormers' function for a checkpoint without optimizer state."""
+    """Restore nothing, like MindFormers' loading function if a checkpoint has no optimizer state."""
 
 
 def test_sidecar_does_not_replace_the_optimizers_state(graph_mode, step, tmp_path):
@@ -61,10 +61,12 @@ def test_sidecar_does_not_replace_the_optimizers_state(graph_mode, step, tmp_pat
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
     restored = {"scale_window": 30, "window_index": 1, "cur_iter": 40}
     assert step.loss_scaling_manager.state().items() >= restored.items()
-    # The run number is in no graph, so an optimizer's state does not always restore it. The sidecar does.
+    # No graph contains the run number, so restoring the optimizer's state does not always restore the run number. The
+    # sidecar file does.
     assert step.loss_scaling_manager.run_number == 7
     (tmp_path / FILE_NAME).write_text("torn")
-    # The torn sidecar is not needed here, so there is no warning; a warning would be an error.
+    # Here the optimizer restores the state of loss scaling, so the torn sidecar file is not needed. A warning about the
+    # torn file would be an error.
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
 
 
@@ -73,8 +75,8 @@ def test_several_processes_get_the_scale_from_the_sidecar(graph_mode, step, tmp_
     if not hasattr(layouts, "complete_optimizer_layout_index"):
         pytest.skip("this version of MindFormers leaves no state of an optimizer out")
     known = {each.name: [None, each.dtype, each.shape] for each in step.network.get_parameters()}
-    # If the compiled graph has no layout for a Parameter, MindFormers restores it only if its name ends in a weight's
-    # name.
+    # MindFormers restores a Parameter for which the compiled graph has no layout only if the Parameter's name ends in
+    # the name of a weight.
     completed, _ = layouts.complete_optimizer_layout_index(dict(known), {0: [*known]}, step.optimizer)
     assert completed.keys() >= {f"moments.{name}" for name in known}
     assert not completed.keys() & step.loss_scaling_manager.parameters_dict().keys()
@@ -103,13 +105,13 @@ def test_without_a_sidecar_or_an_adaptive_cell_nothing_changes(step, tmp_path):
 
 
 def rows_on_a_full_disk(run_forked, tmp_path, legacy, async_save):
-    """Save every second of 14 steps, where saving steps 6, 8 and 10 fails; return what was seen after each step."""
+    """Save after every second of 14 steps; saves 6, 8 and 10 fail. Return the files and warnings after each step."""
     run_forked(ROOT / "tests" / "mindformers" / "full_disk.py", json.dumps([legacy, async_save]))
     return {int(step): row for step, row in json.loads((tmp_path / "rows.json").read_text()).items()}
 
 
 def folders_of(row):
-    """Return the steps whose checkpoint folders have all their files."""
+    """Return the numbers of the steps whose checkpoint folders are complete."""
     complete = [name for name in row["files"] if name.endswith("a-opt-0000000-0000001.safetensors")]
     return [int(name[len("iteration_") :].split("/")[0]) for name in complete]
 
@@ -126,7 +128,7 @@ def test_failed_async_save_warns_and_complete_folders_stay(run_forked, tmp_path,
     for step in range(7, 12):
         assert {2, 4} <= set(folders_of(rows[step]))
         assert rows[step]["note"] == "4"
-    # The checkpoint of step 14 is finished after the row was taken, so leave it out.
+    # Leave out the checkpoint of step 14: it is complete only after the files of step 14 were listed.
     assert folders_of(rows[14])[:2] == [4, 12]
     assert rows[14]["note"] == "12"
 

@@ -1,4 +1,4 @@
-"""The state beside ``common.json`` is written completely or not at all, and never read from a torn file."""
+"""The sidecar file with the state of loss scaling is written completely or not at all; a torn file is never used."""
 
 import json
 

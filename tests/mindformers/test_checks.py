@@ -1,4 +1,4 @@
-"""Mistakes, and settings that a CPU cannot run, are reported with key and remedy before anything is built."""
+"""Mistakes in a YAML file, and settings that a CPU cannot run, are reported with key and remedy before training."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
 BY_RULE = {"type": RULE, "loss_scale_value": 1024}
 DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
 PER_TOKEN = "calculate_per_token_loss"
-# Changes of the YAML file, and the expected message.
+# Wrong changes of the demo's YAML file, and the expected error messages.
 WRONG_TYPES = [
     ({"runner_wrapper.use_clip_gard": True}, "MFTrainOneStepCell takes, but got 'use_clip_gard'.*'use_clip_g"),
     ({f"{SCALE_SENSE}.max_scale_windows": 5}, "Adaptive.* but got 'max_scale_windows'.*'max_scale_window'"),
@@ -135,7 +135,7 @@ def test_numeric_key_in_the_file_is_refused():
         {"runner_wrapper.max_grad_norm": 1},
         {"resume_training": "last.ckpt"},
         {"run_mode": "predict", f"{SCALE_SENSE}.loss_scale_value": 0},
-        # A batch of the demo has 8 * 128 tokens.
+        # A batch of the demo training has 8 * 128 tokens.
         {PER_TOKEN: True, f"{SCALE_SENSE}.loss_scale_value": 2**22},
         {PER_TOKEN: True, "resume_training": True},
         {PER_TOKEN: True, SCALE_SENSE: GUIDED},
@@ -178,7 +178,7 @@ def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
 
 
 def config_of(dtype, scale_sense):
-    """Return the demo's configuration with another compute dtype; loaded from a file, a CPU would reject bfloat16."""
+    """Return the demo's configuration with another compute type; on a CPU, loading a file with bfloat16 would fail."""
     scale_sense = {} if scale_sense is None else {"scale_sense": scale_sense}
     config = load({"runner_wrapper": {"type": "MFTrainOneStepCell", **scale_sense}})
     config.model.model_config.compute_dtype = dtype
@@ -225,7 +225,7 @@ def test_launcher_and_trainer_warn_of_unscaled_float16():
         Trainer(config)
     # The launcher's trainer does not repeat the first warning; a second warning would be an error.
     LaunchedTrainer(config)
-    # A cell that the user has built brings its own loss scale, so there is no warning.
+    # A train-step cell that the user has built brings its own loss scale, so there is no warning.
     model = build_model()
     Trainer(config, wrapper=MFTrainOneStepCell(model, nn.SGD(model.trainable_params()), scale_sense=Tensor(8.0)))
 
@@ -239,7 +239,7 @@ def test_launcher_and_trainer_warn_of_unscaled_float16():
             {"optimizer.type": "AdamWeightDecay"},
             "Its eps is 0 there, and weights with a gradient of 0 become NaN. AdamW",
         ),
-        # The largest eps that float16 rounds to 0.
+        # The largest eps of an optimizer that float16 rounds to 0.
         ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 2.0**-25}, "Its eps is 0 there"),
         ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 1e-6}, "second moments. AdamW keeps"),
     ],
@@ -332,7 +332,7 @@ def test_trainer_makes_the_same_checks(arguments, error, message):
         ({}, 20),
         ({"min_scale_window": 5, "max_scale_window": 300}, 5),
         ({"loss_scale_window": 50}, 50),
-        # The window of another cell is the window of the training arguments.
+        # Other update cells take their scale window from the training arguments.
         ({"scale_sense": "DynamicLossScaleUpdateCell"}, 1000),
     ],
 )
@@ -341,14 +341,14 @@ def test_training_starts_at_the_smallest_window_by_default(arguments, expected):
     section = dict(config.runner_wrapper.scale_sense)
     assert (section["scale_window"], section["loss_scale_value"]) == (expected, 2**24)
     if section.pop("type") == "AdaptiveLossScaleUpdateCell":
-        # The window is on the ladder, so the cell gives no warning.
+        # The scale window is on the cell's window ladder, so the cell gives no warning.
         assert AdaptiveLossScaleUpdateCell(**section).state()["scale_window"] == expected
 
 
 MODEL = "model.model_config"
 PARALLEL = {"use_parallel": True}
 DUMP = {"monitor_config": {"monitor_on": True, "dump_path": "./dump"}}
-# Changes of the YAML file, and the expected message about them.
+# Settings of the YAML file that a CPU cannot run, and the expected error messages.
 REFUSED_ON_CPU = [
     ({f"{MODEL}.use_flash_attention": True}, "use_flash_attention' must be False, but is True: .*FlashAttentionScore"),
     ({f"{MODEL}.fused_rms_norm": True}, "fused_rms_norm' must be False, but is True: .*RmsNorm"),

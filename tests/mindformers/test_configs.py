@@ -21,7 +21,7 @@ FILES = sorted(file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*.y
 DEFAULT_LADDER = (20, 30, 40, 50, 100, 200, 500, 1000)
 PRETRAIN = "ascend/pretrain_llama2_7b_fp16.yaml"
 CLUSTER = "ascend/cluster_llama2_7b_fp16.yaml"
-# file: (initial loss scale, ladder, hysteresis)
+# For each file: the initial loss scale, the window ladder and the hysteresis.
 PROMISED = {
     "tiny_llama_cpu_fp16.yaml": (2.0**32, DEFAULT_LADDER, 1),
     "tiny_llama_cpu_fp16_parallel.yaml": (2.0**32, DEFAULT_LADDER, 1),
@@ -43,10 +43,10 @@ def test_all_promised_files_are_there():
 
 @pytest.mark.parametrize("file", FILES)
 def test_mindformers_knows_every_key_and_every_class(file, mindformers_log):
-    # MindFormers raises a KeyError at a key that a section does not have.
+    # MindFormers raises a KeyError if a section of the YAML file has an unknown key.
     config = load(file)
     assert "useless" not in mindformers_log.text
-    # LlamaConfig accepts any other key silently, so compare the keys with its parameters.
+    # LlamaConfig accepts any other key silently, so compare the keys of the file with the parameters of LlamaConfig.
     keys = set(config.model.model_config) - {"type"}
     assert keys <= set(inspect.signature(LlamaConfig).parameters) - {"kwargs"}
     named = [
@@ -79,7 +79,7 @@ def test_mindformers_checks_of_the_parallel_sizes_of_a_cluster(devices, monkeypa
     ParallelOperator(config)
     assert config.parallel.pipeline_stages == 2
     build_parallel_config(config)
-    # MindFormers' Trainer turns the metric into a list before this check.
+    # MindFormers' Trainer turns the metric into a list before it calls check_rules().
     config.metric = [config.metric]
     mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     try:
@@ -107,7 +107,7 @@ def test_cells_are_this_packages_with_the_values_of_the_file(file):
     assert cell.rule.scale_factor == section.scale_factor
     assert cell.rule.hysteresis == section.get("hysteresis", 1)
     assert cell.rule.min_loss_scale == section.get("min_loss_scale", 1.0)
-    # The window is used as it is, and not replaced by the smallest window with a warning.
+    # The cell uses the scale window of the file; it does not replace it by the smallest window with a warning.
     assert cell.state()["scale_window"] == section.scale_window
     if file in PROMISED:
         assert (cell.get_loss_scale(), cell.rule.ladder, cell.rule.hysteresis) == PROMISED[file]

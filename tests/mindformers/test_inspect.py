@@ -1,4 +1,4 @@
-"""The ``inspect`` command shows the state in the newest checkpoint, for files of real cells and for test folders."""
+"""The ``inspect`` command shows the loss-scaling state of the newest checkpoint, of real cells or made for a test."""
 
 import functools
 import json
@@ -46,7 +46,8 @@ def inspect_json(inspect):
 
 
 def test_a_sidecar_alone_tells_which_rule_its_state_is_of(tmp_path):
-    # The states of both rules have a window, so the window alone does not tell which rule it is.
+    # The states of the adaptive and the guided rule both have a scale window, so the window does not tell which rule it
+    # is.
     for name, cell in (("adaptive", AdaptiveLossScaleUpdateCell), ("guided", GradientGuidedLossScaleUpdateCell)):
         state = cell(2.0**12, 2, 20).state() if name == "adaptive" else cell(2.0**12).state()
         (folder := tmp_path / name / "iteration_00000008").mkdir(parents=True)
@@ -97,7 +98,7 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
             {"net.loss_scaling_manager.scale_window": 50, "net.scale_sense": 64.0, "net.optimizer.global_step": 7},
             {"scale_window": 50, "loss_scale": 64.0, "global_step": 7},
         ),
-        # A name without a prefix takes precedence over a name with a prefix.
+        # A Parameter name without a prefix takes precedence over a name with a prefix.
         (
             {"a.scale_window": 20, "scale_window": 30, "z.scale_sense": 8.0, "loss_scale": 1.0},
             {"scale_window": 30, "loss_scale": 8.0, "notes": []},
@@ -106,7 +107,7 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
             {"b.list_index": 2, "a.list_index": 1},
             {"window_index": 1, "notes": ["a.list_index is 1 but b.list_index is 2; a.list_index is shown"]},
         ),
-        # A Parameter with another shape is not part of the state.
+        # A Parameter with another shape is not part of the state of loss scaling.
         ({"attention.loss_scale": np.ones((4,), np.float32), "attention.weight": 1.0}, None),
         (
             {"guided_counts": np.zeros(4), "guided_overflow_rate": np.zeros(3), "scale_sense": 8.0},
@@ -270,7 +271,7 @@ def test_weights_of_a_safetensors_file_are_not_read(tmp_path):
 
 
 def save(what, path, file_format):
-    """Save a cell, or values by Parameter name; return the file."""
+    """Save a cell, or values by Parameter name, as a checkpoint; return the file."""
     file = path.with_name(f"{path.name}.{file_format}")
     file.parent.mkdir(exist_ok=True)
     if isinstance(what, nn.Cell):

@@ -1,4 +1,4 @@
-"""The launcher: overrides of a YAML file, also from the command line, and whole runs of ``run_mindformer.py``."""
+"""The training launcher: overrides of a YAML file, also by command line, and runs of ``run_mindformer.py``."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("registry_put_back")
 
 
 def overrides(*arguments):
-    """Return what a command line of the launcher sets, by key of the YAML file."""
+    """Return the keys of the YAML file that command-line arguments of the launcher set, with their values."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     return train.read_overrides(parser.parse_args(["--config", str(CONFIG), *arguments]))
@@ -38,7 +38,8 @@ def load(*arguments):
     return load_config(CONFIG, overrides(*arguments), may_add=train.OPTION_KEYS)
 
 
-# Option, its text on the command line, the key that it sets, and the value, which differs from the YAML file's.
+# An option of the launcher, its text on the command line, the key of the YAML file that it sets, and the value, which
+# differs from the value in the file.
 OPTIONS = [
     ("run-mode", "finetune", "run_mode", "finetune"),
     ("mode", "1", "context.mode", 1),
@@ -215,7 +216,7 @@ def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeyp
     assert message in capsys.readouterr().err
 
 
-# The content of run.yaml, and the expected message.
+# Wrong contents of run.yaml, and the expected error messages.
 FILES = [
     ("", "run.yaml must hold keys of MindFormers, but holds 'None'. Write lines such as"),
     ("[1, 2]", "must hold keys of MindFormers, but holds '[1, 2]'"),
@@ -224,7 +225,7 @@ FILES = [
     ("a: [", "run.yaml must be a file in YAML and UTF-8, but: while parsing a flow node"),
     ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor for the tag"),
     ("a: !!bool x", "must be a file in YAML and UTF-8, but: 'x'"),
-    ("a: &a {b: *a}", "stands for more than 100,000 values"),
+    ("a: &a {b: *a}", "the YAML text expands to more than 100,000 values"),
     ("a: " + "[" * 20_000, "nested more than 500 levels deep"),
     ("a: " + "[" * 50, "must be a file in YAML"),
     (b"\xff\xfea: 1", "'utf-8' codec can't decode byte 0xff"),
@@ -246,7 +247,7 @@ def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp
         (tmp_path / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("nothing may be built"))
     code, printed, errors = run_program("train", "--config", "run.yaml")
-    # Leave out MindFormers' log: its handler keeps the stdout of the test that logged first.
+    # Leave out the lines of MindFormers' log: its handler keeps the stdout of the test that logged first.
     assert (code, re.sub(r".* - mindformers.* - (INFO|WARNING) - .*\n", "", printed)) == (1, "")
     assert message in errors.partition("adaptive-loss-scale train: error: ")[2]
 

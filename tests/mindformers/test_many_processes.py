@@ -1,4 +1,4 @@
-"""Data-parallel runs of the launcher in several processes on a CPU: if one process overflows, all skip the step."""
+"""Data-parallel runs of the launcher in several processes on a CPU: if one process overflows, all processes skip."""
 
 import json
 import os
@@ -25,7 +25,7 @@ FORM = LegacyFormat("ckpt")
 
 @pytest.fixture(scope="module")
 def four_processes(long_corpus, tmp_path_factory):
-    """Return the output folder of a finished run of four processes, the last of which overflows at ``PLANTED``."""
+    """Return the output folder of a finished run of four processes; the last process overflows in the steps PLANTED."""
     output = tmp_path_factory.mktemp("four") / "output"
     callbacks = [
         *callbacks_that_save(every=SAVED_EVERY),
@@ -64,7 +64,7 @@ def test_an_overflow_of_one_of_four_is_skipped_by_all(four_processes):
     assert_follows(rule, rule.start(2.0**20), first)
     for record in more:
         assert without_loss(record) == without_loss(first)
-        # Each process has its own data.
+        # The losses differ, because each process has its own data.
         assert [line["loss"] for line in record] != [line["loss"] for line in first]
 
 
@@ -80,12 +80,13 @@ def test_four_processes_hold_the_same_weights_and_state(four_processes):
 
 @pytest.fixture(scope="module")
 def two_processes(four_processes, long_corpus, tmp_path_factory):
-    """Return a finished run of two processes, 4 steps long, from a checkpoint of the four; and its output folder."""
+    """Resume 4 steps in two processes from a checkpoint of four processes; return the run and its output folder."""
     output = shutil.copytree(four_processes, tmp_path_factory.mktemp("two") / "output")
     ranges = {"type": "GradientRangeMonitor", "every_n_steps": 2, "all_ranks": True}
     options = {"callbacks": as_option([*callbacks_that_save(every=2 * STEPS), ranges])}
     options |= FORM.resume_options(output, resume_training=f"tiny_llama_rank_0-1_{SAVED_EVERY}.ckpt")
-    # A step of two processes has half as many samples, so MindFormers counts twice as many steps before the resume.
+    # A step of two processes has half as many samples as a step of four processes, so MindFormers counts twice as many
+    # steps before the resume.
     return TrainingRun(output, long_corpus, options, 2 * SAVED_EVERY + 4, processes=2).wait(), output
 
 
@@ -112,7 +113,7 @@ def test_each_process_records_the_ranges_of_its_own_gradients(two_processes):
         assert of_both[0]["weights"] == of_both[1]["weights"]
         assert of_both[0]["loss_scale"] == of_both[1]["loss_scale"]
         at_scale = [line["batches"][0]["loss_scales"][0] for line in of_both]
-        # Each process has its own data; a step is skipped if one of the two processes overflows.
+        # Each process has its own data, so the losses differ. A step is skipped if one of the two processes overflows.
         assert at_scale[0]["loss"] != at_scale[1]["loss"]
         assert resumed.steps()[step].overflow == (at_scale[0]["overflow"] or at_scale[1]["overflow"])
 

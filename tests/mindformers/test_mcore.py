@@ -1,4 +1,4 @@
-"""mcore models (``use_legacy: False``): a real tiny Qwen3 in FP16, and overflows in each of the four losses."""
+"""Loss scaling of MindFormers' mcore models: a real tiny Qwen3 in FP16, and overflows in each of four losses."""
 
 import mindspore
 import numpy as np
@@ -25,7 +25,7 @@ from tests.shared.records import assert_follows
 START, STEPS = 2.0**24, 30
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}
 
-# Run these tests in one worker, because they share a training.
+# Run these tests in one pytest worker, because they share a training.
 pytestmark = pytest.mark.xdist_group("mcore")
 
 
@@ -53,7 +53,7 @@ def build_train_step(network, loss_scale=START, **arguments):
 
 
 def train(train_step, batches, record):
-    """Train, and return all Parameters of the training before the first step and after each step."""
+    """Train, and return all Parameters of the train-step cell before the first step and after each step."""
     states = []
 
     def remember(_):
@@ -67,7 +67,7 @@ def train(train_step, batches, record):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Train the real Qwen3; return its train-step cell, its states and its record."""
+    """Train a real tiny Qwen3; return its train-step cell, its Parameters after each step, and the run record."""
     train_step = build_train_step(build_qwen3())
     record = tmp_path_factory.mktemp("qwen3") / "record.jsonl"
     states = train(train_step, rows(STEPS), record)
@@ -79,7 +79,7 @@ def test_qwen3_learns_in_fp16_by_the_rule(run):
     rule = AdaptiveRule(**WINDOWS)
     assert_follows(rule, rule.start(START, 2), lines)
     assert len(lines) == STEPS
-    # Steps are skipped at the start, and later after a raise of the scale.
+    # Steps overflow at the start, and again later, after a raise of the loss scale.
     assert lines[-1]["skipped_steps"] >= 6
     assert any(line["overflow"] for line in lines[15:])
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
@@ -98,7 +98,7 @@ def test_qwen3_resumes_as_if_it_had_never_stopped(run, tmp_path):
     _, states, lines = run
     resumed = build_train_step(build_qwen3())
     mindspore.load_param_into_net(resumed, {name: Parameter(value) for name, value in states[15].items()})
-    # The step count is restored with the cell.
+    # The update cell's count of steps is restored too, so the record continues with step 16.
     later = train(resumed, rows(STEPS)[15:], tmp_path / "record.jsonl")
     lines_after = [line for line in read_record(tmp_path / "record.jsonl") if "step" in line]
     assert lines_after == lines[15:]
@@ -108,7 +108,7 @@ def test_qwen3_resumes_as_if_it_had_never_stopped(run, tmp_path):
 
 def test_find_agrees_with_qwen3_and_tokens_lower_the_ceiling(run):
     _, _, lines = run
-    # All steps before this step were skipped, so it has the weights of the start.
+    # All steps before the first applied step were skipped, so that step uses the initial weights.
     first_applied = next(line for line in lines if not line["overflow"])
     batch = rows(STEPS)[first_applied["step"] - 1]
     mean, per_token = (
@@ -126,8 +126,8 @@ def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
     train_step = build_train_step(FourLosses(per_token), 2.0**10, **arguments).set_train()
     rule = AdaptiveRule(**WINDOWS)
     state = rule.start(2.0**10, 2)
-    # In FP16, the gradient of each weight is its factor times the scale: at 2^10, a factor of 2^7 overflows and 2^3
-    # does not.
+    # In FP16, the gradient of each weight is the factor of the weight times the loss scale: at 2^10, a factor of 2^7
+    # overflows and a factor of 2^3 does not.
     for number in range(9):
         factors = np.full(4, 8.0, np.float32)
         wrong = number // 2 if number % 2 else None
@@ -135,7 +135,7 @@ def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
             factors[wrong] = 2.0**17 / state.loss_scale
         before = [weight.asnumpy().copy() for weight in train_step.weights]
         loss, overflow, loss_scale, *_ = train_step(Tensor(factors))
-        # Only the gradient is too large. Each loss is finite, also as MindFormers prints it.
+        # Only the gradient is too large. Each loss is finite, and so are the losses that MindFormers prints.
         assert np.isfinite(loss.asnumpy()).all()
         assert np.isfinite([parameter_register.get(name).asnumpy().item() for name in LOSSES]).all()
         state = rule.step(state, wrong is not None)
@@ -153,7 +153,7 @@ def test_the_guided_cell_sees_the_gradient_that_overflows(per_token):
     arguments = {"use_clip_grad": True, "calculate_per_token_loss": per_token}
     train_step = MFTrainOneStepCell(network, optimizer, scale_sense=update_cell, **arguments).set_train()
     train_step(Tensor(np.float32([8, 4, 2, 1])))
-    # The largest gradient is measured before the division by the number of tokens.
+    # The largest gradient is measured before the gradients are divided by the number of tokens.
     assert update_cell.state()["largest_gradient"] == 8.0
 
 

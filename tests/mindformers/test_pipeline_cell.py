@@ -1,4 +1,4 @@
-"""The pipeline cell as far as a CPU allows: micro-batches, clipping, and both ways in which gradients reach it."""
+"""The pipeline train-step cell as far as a CPU allows: micro-batches, clipping, sharded and unsharded optimizers."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from tests.conftest import ROOT
 from tests.shared.launched import run_in_processes
 
-# Run these tests in one worker, because they share what was seen.
+# Run these tests in one pytest worker, because they share the results of one script.
 pytestmark = pytest.mark.xdist_group("two processes and the pipeline")
 
 
@@ -40,7 +40,7 @@ def test_overflow_in_one_micro_batch_skips_the_step(seen, kind):
 def test_clipping_comes_first_and_does_not_hide_an_inf(seen, kind):
     for step in seen[kind]:
         assert math.isfinite(step["norm"]) is not step["overflow"]
-        # The norm is measured before clipping, and is large enough that clipping has an effect.
+        # The gradient norm is measured before clipping. It is above MAX_NORM, so clipping has an effect.
         assert step["overflow"] or step["norm"] > MAX_NORM
         assert kind == "plain" or step["finite_loss"]
 

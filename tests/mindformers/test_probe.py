@@ -1,4 +1,4 @@
-"""``probe``: a YAML file of MindFormers and a checkpoint go in, gradient ranges come out."""
+"""``probe`` measures the gradient ranges of a training from MindFormers' YAML file and a checkpoint."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ HALVED += ["iteration_00000005/x-model-0000000-0000001.safetensors"]
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Make a new folder the current folder, where MindFormers writes its logs."""
+    """Change into a new folder, because MindFormers writes its logs into the current folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("probe"))
         yield
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def network(corpus):
-    """Return a model with the halved weights of a new model, which are also saved to a file of each format."""
+    """Return a new model with halved weights, and save these weights to a file of each checkpoint format."""
     with mindspore_mode("graph"):
         network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
     for weight in network.get_parameters():
@@ -153,11 +153,11 @@ def test_gradients_are_written_as_the_optimizer_takes_them(corpus, run_program):
     [*rows, _, equal] = run_program("diff", "12.safetensors", "14.safetensors")[1].splitlines()
     assert equal.endswith("Parameters are equal.")
     assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < {row.split()[0] for row in rows[1:]}
-    # The gradients differ only by the rounding of subnormal numbers at the lower scale; the loss scales are divided
-    # out.
+    # The loss scales 2^12 and 2^14 are divided out of the written gradients. So the gradients differ only by the
+    # rounding of subnormal numbers at the lower scale.
     assert 0 < float(rows[1].split()[-2]) < 0.01
     [at_scale] = json.loads(Path("ranges.json").read_text())["activation_gradients"]
-    # 2 batches of 8 samples of 32 tokens, and a hidden size of 32.
+    # The gradients belong to the outputs for 2 batches of 8 samples of 32 tokens, with a hidden size of 32.
     assert {name: each["size"] for name, each in at_scale["layers"].items()} == {
         "model.layers.0.feed_forward": 2 * 8 * 32 * 32
     }

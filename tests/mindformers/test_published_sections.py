@@ -1,4 +1,4 @@
-"""The ``runner_wrapper`` sections in MindFormers' own files and docs, from 72 branches and tags (0.1 to 2.0)."""
+"""The ``runner_wrapper`` sections in MindFormers' YAML files and docs, from 72 branches and tags (0.1 to 2.0)."""
 
 import copy
 import warnings
@@ -26,7 +26,8 @@ def fixed(loss_scale_value):
     return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": loss_scale_value}
 
 
-# Sections that are trained without a warning: scale_sense, and the other keys of MindFormers' train step.
+# Sections of YAML files with which training gives no warning: the value of scale_sense, and the other keys of
+# MindFormers' train step.
 TRAINED = [
     *((dynamic(2**exponent), CLIPPED) for exponent in (0, 6, 10, 11, 12, 13, 14, 16, 17, 32)),
     (dynamic(128, scale_window=100), CLIPPED),
@@ -48,7 +49,7 @@ TRAINED = [
     (1, {**CLIPPED, "local_norm": True}),
     ({**dynamic(2**32, scale_window=20), "type": "AdaptiveLossScaleUpdateCell"}, CLIPPED),
 ]
-# Sections that are trained with a warning, and the expected warning.
+# Sections of YAML files with which training gives a warning, and the expected warning.
 WARNED = [
     (dynamic(65535), CLIPPED, "got 65535.* near it is 65536"),
     (dynamic(2**32), {"enable_global_norm": True}, "'runner_wrapper.enable_global_norm' .*'use_clip_grad: True'"),
@@ -56,7 +57,7 @@ WARNED = [
     (1.0, {**CLIPPED, "enable_check_overflow": False}, "'runner_wrapper.enable_check_overflow' .*Take it out"),
     (1, {"local_norm": True, "loss_scale_value": 65536, **CLIPPED}, "'runner_wrapper.loss_scale_value' .*: 65536'"),
 ]
-# Sections that no MindFormers from 1.6 on can build, and the remedy in the message.
+# Sections of YAML files that no MindFormers from 1.6 on can build, and the remedy in the error message.
 REFUSED = [
     ({"type": "TrainOneStepCell", "sens": 1024}, "Use MFTrainOneStepCell.*'scale_sense: 1024' for 'sens'"),
     ({"type": "TrainOneStepCell"}, "Use MFTrainOneStepCell"),
@@ -105,7 +106,7 @@ def test_only_the_type_has_to_be_changed(scale_sense, keys):
         with pytest.raises(TypeError, match=r"lacks scale_factor, scale_window.*'scale_factor: 2'.*'scale_window: 20'"):
             load(section)
     elif scale_sense["scale_factor"] == 1:
-        # With a factor of 1 the scale never changes, so the adaptive cell is rejected.
+        # With a scale factor of 1 the loss scale never changes, so the adaptive cell is rejected.
         with pytest.raises(ValueError, match=r"'scale_factor' must be .* above 1.*FixedLossScaleUpdateCell"):
             load(section)
     else:

@@ -1,4 +1,4 @@
-"""Two processes of MindFormers' PyNative trainer agree on each step."""
+"""Two processes of MindFormers' PyNative trainer agree whether to skip or to apply each step."""
 
 import pickle
 import subprocess
@@ -17,7 +17,7 @@ SCRIPT = ROOT / "tests" / "mindformers" / "pynative_two_processes.py"
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """Return what each of two processes saw of each training."""
+    """Return the results of each training in each of two processes."""
     folder = tmp_path_factory.mktemp("two")
     command = ["msrun", "--worker_num=2", "--local_worker_num=2", f"--master_port={free_port()}", "--join=True"]
     subprocess.run(

@@ -19,7 +19,7 @@ STOCK = {
 SCALE_SENSE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
 
 
-# Run this in a separate process, in which nothing has been registered yet.
+# This code runs in a separate process, in which no class has been registered yet.
 WATCH_THE_REGISTRY = """
 import json
 import mindformers
@@ -62,7 +62,8 @@ def test_wrapper_is_a_subclass_with_the_same_arguments(name):
     ours, stock = getattr(wrapper, name), STOCK[name]
     assert issubclass(ours, stock)
     assert ours is not stock
-    # Further parameters, which differ between versions of MindFormers, are passed on.
+    # Compare only the named parameters. The cell passes on further parameters, which differ between versions of
+    # MindFormers.
     written = [
         it for it in inspect.signature(ours).parameters.values() if it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)
     ]
@@ -74,7 +75,7 @@ def test_wrapper_is_a_subclass_with_the_same_arguments(name):
 def test_update_cell_takes_the_stock_arguments_and_more():
     ours = list(inspect.signature(wrapper.AdaptiveLossScaleUpdateCell).parameters.values())
     stock = list(inspect.signature(STOCK["AdaptiveLossScaleUpdateCell"]).parameters.values())
-    # The stock cell has no type annotations.
+    # MindFormers' own cell has no type annotations, so leave the annotations out.
     assert [it.replace(annotation=it.empty) for it in ours[: len(stock)]] == stock
     for further in ours[len(stock) :]:
         assert further.kind is further.KEYWORD_ONLY

@@ -1,4 +1,4 @@
-"""Runs of the launcher that are saved, killed and resumed take the steps of a run that never stopped."""
+"""Launched runs that are saved, killed and resumed take the same steps as a run that never stopped."""
 
 import functools
 import random
@@ -21,26 +21,28 @@ from tests.shared.versions import NEEDS_SECTION
 
 pytestmark = pytest.mark.slow
 
-# Tests that share reference runs go to one worker.
+# Run tests that share reference runs in one pytest worker.
 ONE_PROCESS = pytest.mark.xdist_group("resume")
 TWO_PROCESSES = pytest.mark.xdist_group("two processes and the pipeline")
 
-# In this run only the second process is killed, which ends the first process too.
+# In the run with this checkpoint format and number of processes, only the second process is killed, which ends the
+# first process too.
 KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
 
-# At this step, the window index, both counters and the overflows in a row are above 0, so a lost counter is noticed.
+# At step SAVED_AT, the window index, all counters and the overflows in a row are above 0, so a counter lost in the
+# checkpoint is noticed.
 SAVED_AT, LAST = 14, 40
-# A run that is to be killed while it saves is held this many steps before the last step.
+# A run that is to be killed during a save is held this many steps before the last step.
 UNTAKEN = 2
 
-# The Parameters of the update cell in a checkpoint, the loss scale included.
+# The names of the update cell's Parameters in a checkpoint, the loss scale included.
 PARAMETER_OF = {"loss_scale": "scale_sense", **{field.name: field.parameter for field in all_fields(AdaptiveRule)}}
 CARRIED = {*PARAMETER_OF.values()} - {"hysteresis_budget"}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(long_corpus, compiled, tmp_path_factory):
-    """Return a function that returns an uninterrupted run, its output folder and its format; each run is made once."""
+    """Return a function that makes an uninterrupted run once; it returns the run, its output folder and format."""
 
     @functools.cache
     def run(steps, processes, optimizer_state):
@@ -86,7 +88,7 @@ def test_killed_and_resumed_run_takes_the_same_steps(
     output, ranks, resumed_from, complete = tmp_path / "output", range(processes), 0, set()
     expected = [reference.steps(rank) for rank in ranks]
     assert list(expected[0]) == list(range(1, last + 1))
-    # The log does not have the windows and counters, so replay the rule.
+    # The log does not show the windows and counters of the rule, so compute them by a replay.
     states = replay([step.overflow for step in expected[0].values()])
     assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in expected[0].values()]
 
@@ -96,10 +98,10 @@ def test_killed_and_resumed_run_takes_the_same_steps(
         in_this |= {"environment": {"MS_NODE_TIMEOUT": "8"}}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
-        # The run is killed during or after a save, so it is held before its last step.
+        # Hold the run before its last step, because it is to be killed during or after a save.
         held = last - UNTAKEN if in_a_save else SAVED_AT + 4
         how = in_this | {"hold_after": None if kill == kills else held - resumed_from}
-        # Start it with msrun, which ends the first process when the second is killed.
+        # Start this run with msrun, which ends the first process when the second process is killed.
         how |= {"by_msrun": (form, processes) == KILLED_IN_PART and kill < kills}
         with TrainingRun(output, long_corpus, options | resume, last, processes, **how) as run:
             if kill == kills:
@@ -118,13 +120,15 @@ def test_killed_and_resumed_run_takes_the_same_steps(
             steps = run.steps(rank)
             assert steps == {step: expected[rank][step] for step in range(resumed_from + 1, max(steps) + 1)}
             assert not kill or run.restored_state(rank) == states[resumed_from]
-        # The kill may have come just after MindFormers emptied its note of the last complete checkpoint.
+        # The kill may have come just after MindFormers emptied the file that names the last complete checkpoint. In
+        # this case, the checkpoint of the last step is complete.
         complete = {form.newest_complete(output) or max(steps)}
         if in_a_save:
             assert complete <= {max(steps) - 1, max(steps)}
             print(f"run {kill + 1} ended at step {max(steps)}; complete: {complete}; unfinished: {unfinished(output)}")
         if in_a_save and form == CheckpointSection() and kill < kills:
-            # Empty the note, as if the kill always came at that moment.
+            # Empty the file that names the last complete checkpoint, as if the kill always came just after MindFormers
+            # emptied it.
             form.note(output).write_text("")
             complete.add(max(steps))
     assert [max(run.steps(rank)) for rank in ranks] == [last] * processes
@@ -136,7 +140,7 @@ def test_killed_and_resumed_run_takes_the_same_steps(
     assert_one_record_has_every_step_once(output, expected[0])
     for rank in ranks[1:]:
         for step, first in run.steps(0).items():
-            # Each process prints the loss of its own data.
+            # Each process prints the loss of its own data, so only the losses differ.
             assert run.steps(rank)[step].loss != first.loss
             assert run.steps(rank)[step]._replace(loss=first.loss) == first
 
@@ -160,7 +164,7 @@ def test_two_processes_go_on_from_any_save_in_safetensors(uninterrupted, long_co
 
 
 def assert_last_save_is_that_of_the_reference(saved, saved_by_reference, state):
-    """Assert that two runs ended with equal Parameters, and with this state of the rule."""
+    """Assert that two runs saved equal Parameters at the end, and that the rule's saved state is ``state``."""
     assert_ends_with_the_parameters_of(saved, saved_by_reference, CARRIED)
     assert {name: saved[PARAMETER_OF[name]] for name in state} == state
 
@@ -179,7 +183,7 @@ def test_a_run_goes_on_at_the_fixed_scale_of_its_file(uninterrupted, long_corpus
 
 
 def replay(overflows, restored=None, **windows):
-    """Return the update cell's state at the start (or the restored state) and after each step, by the rule."""
+    """Return the update cell's state at the start (or the restored state) and after each step, by a replay."""
     windows = {"max_scale_window": 4, "min_scale_window": 1} | windows
     rule = AdaptiveRule(**windows)
     state, cur_iter = rule.start(2.0**20, scale_window=1), 1
@@ -201,7 +205,7 @@ def as_restored(state, cur_iter):
 
 
 def kill_while_saving(run, form, output, after, held, delays):
-    """Kill a run that saves at each step during a save after step ``after``, or at step ``held`` at the latest."""
+    """Kill a run, which saves at each step, in a save after step ``after``, or at step ``held`` at the latest."""
     run.wait_until(lambda: max(run.steps(), default=0) >= after)
     time.sleep(delays.uniform(0, 0.1))
     names = form.names(output)
@@ -239,7 +243,8 @@ def test_run_past_a_torn_checkpoint_takes_the_nearest_window(uninterrupted, long
     )
     assert resumed.text().count(warning) == 1
     assert (
-        f"{torn!r}, which is not a whole file: training resumes from the newest whole file, {whole}" in resumed.text()
+        f"{torn!r}, which is not a complete file: training resumes from the newest complete file, {whole}"
+        in resumed.text()
     )
     restored, steps = resumed.restored_state(), resumed.steps()
     assert restored == before | {"scale_window": window, "window_index": index}

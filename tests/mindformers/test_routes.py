@@ -1,4 +1,4 @@
-"""By every route, the README's YAML trains with this package's cell; without the package, it trains by no route."""
+"""However it is started, the README's YAML trains with this package's cell; without the package, it does not train."""
 
 import re
 
@@ -39,14 +39,14 @@ OURS = ["Loss scaling by AdaptiveLossScaleUpdateCell of mindformers_adaptive: lo
 
 @pytest.fixture
 def start(run_forked, tmp_path):
-    """Return a function that starts a training by a route with the README's YAML, and returns the finished process."""
+    """Return a function that trains with the README's YAML, started in a named way; it returns the finished process."""
     [diff] = [text for language, text in blocks(ROOT / "README.md") if language == "diff" and "runner_wrapper" in text]
     section = yaml.safe_load("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != "-"))
 
     def start(route, *left_out, expect_exit=0, **environment):
         for key in left_out:
             del section["runner_wrapper"]["scale_sense"][key]
-        # A key that the README's YAML leaves out would come from this base file, which has no loss scaling.
+        # A key that the README's YAML leaves out would come from base.yaml, which has no loss scaling.
         (tmp_path / "base.yaml").write_text(yaml.safe_dump(without_loss_scaling()))
         (tmp_path / "run.yaml").write_text(yaml.safe_dump({"base_config": "base.yaml", **section}))
         (tmp_path / "start.py").write_text(START)

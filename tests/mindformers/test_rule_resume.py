@@ -1,4 +1,4 @@
-"""Runs with the cells of other rules that are killed and resumed take the steps of a run that never stopped."""
+"""Runs with update cells of different rules, killed and resumed, take the same steps as a run that never stopped."""
 
 import functools
 import json
@@ -27,17 +27,18 @@ from tests.mindformers.training_runs import (
 from tests.shared.pages import ENGLISH_DOCS, blocks
 from tests.shared.versions import NEEDS_SECTION
 
-# Run these tests in one worker, because they share the runs that never stopped.
+# Run these tests in one pytest worker, because they share the runs that never stopped.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
 
 SAVED_AT, LAST = 8, 20
-# These arguments bring the scale so near to the ceiling that the runs overflow both before and after the save.
+# This exchange rate keeps the loss scale so near to the largest scale without overflow that the runs overflow both
+# before and after the save.
 GUIDED = (GuidedRule(exchange_rate=200), "type: GradientGuidedLossScaleUpdateCell, exchange_rate: 200")
 RULES = {
     "guided": GUIDED,
     "guided, weights in FP16": GUIDED,
     "adaptive, weights in FP16": (
-        # Hysteresis adds the last field to the state of the rule.
+        # With hysteresis, the state of the adaptive rule has one more field.
         AdaptiveRule(max_scale_window=4, min_scale_window=1, hysteresis=2),
         "type: AdaptiveLossScale, scale_factor: 2, scale_window: 1, max_scale_window: 4, min_scale_window: 1, "
         "hysteresis: 2",
@@ -45,7 +46,7 @@ RULES = {
     "log_max": (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
 }
 CKPT, WITHOUT_OPTIMIZER = LegacyFormat("ckpt"), CheckpointSection(optimizer_state=False)
-# Where Python finds the user's rule.
+# The folders in which Python finds this package and the user's rule.
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "examples")])}
 
 
@@ -58,7 +59,7 @@ def options_of(rule, form, output):
 
 @pytest.fixture(scope="module")
 def uninterrupted(long_corpus, compiled, tmp_path_factory):
-    """Return a function that returns an uninterrupted run and its output folder; each run is made once."""
+    """Return a function that makes an uninterrupted run once; it returns the run and its output folder."""
 
     @functools.cache
     def run(rule, form, processes):
@@ -71,7 +72,7 @@ def uninterrupted(long_corpus, compiled, tmp_path_factory):
 
 
 def cut_back(output, form, processes):
-    """Remove the checkpoints that a complete run saved after step ``SAVED_AT``, as if it had stopped there."""
+    """Remove the checkpoints that a complete run saved after step ``SAVED_AT``, as if it had stopped at this step."""
     for rank in range(processes):
         note = form.note(output, rank)
         if form == CKPT:
@@ -85,7 +86,7 @@ def cut_back(output, form, processes):
 
 
 def replay(rule, record):
-    """Return the states of the rule before the first step and after each step, by the gradients in the record."""
+    """Return the states of the rule at the start and after each step, by the overflows and gradients in the record."""
     states = [rule.start(2.0**20)]
     for line in record:
         states.append(rule.step(states[-1], line["overflow"], line.get("largest_gradient")))
@@ -115,8 +116,8 @@ def test_stopped_and_resumed_run_takes_the_same_steps(
     graph = {"compiled": compiled(name, form.optimizer_state, processes), "environment": ENVIRONMENT}
     expected, output = reference.steps(), tmp_path / "output"
     options = options_of(name, form, output)
-    # Kill a run for the user's rule, and for a format that the uninterrupted run does not have. Otherwise, resume from
-    # a copy of what the uninterrupted run had saved at this step.
+    # Kill and resume a run with the user's rule, and with a checkpoint format that the uninterrupted run does not have.
+    # Otherwise, resume from a copy of the checkpoints that the uninterrupted run had saved up to this step.
     if form is not shared or name == "log_max":
         with TrainingRun(output, long_corpus, options, LAST, hold_after=SAVED_AT + 4, **graph) as run:
             run.wait_until_saved(form, output)
@@ -135,11 +136,11 @@ def test_stopped_and_resumed_run_takes_the_same_steps(
         if name.endswith("FP16"):
             # The state of MindFormers' AdamW is float32, so it takes twice as many bytes as the FP16 weight.
             assert 2 * len(saved["lm_head.weight"]) == len(saved["adam_m.lm_head.weight"])
-    # Two processes overflow at the start only, so look at their whole run.
+    # Runs of two processes overflow only at the start, so look for overflows in the whole run.
     overflows = {expected[step].overflow for step in (resumed.steps() if processes == 1 else expected)}
     assert overflows == {True, False}
 
-    # The record has everything that the rule needs to reproduce its states.
+    # The run record has everything that a replay of the rule needs to reproduce the rule's states.
     assert_one_record_has_every_step_once(output, expected)
     record = read_record(output / "loss_scale_record.jsonl")
     assert record == read_record(reference_output / "loss_scale_record.jsonl")

@@ -1,4 +1,4 @@
-"""The section ``training.loss_scale``, and how a YAML file chooses between MindFormers' two trainers."""
+"""Test the YAML section ``training.loss_scale``, and how a YAML file chooses between MindFormers' two trainers."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The log of a broken training leads to the cause: the command that it prints works as pasted, and names the cause."""
+"""The log of a broken training prints a ``why`` command, which works as pasted and names the cause of the overflows."""
 
 import re
 import shlex
@@ -20,8 +20,8 @@ from tests.overflow.overflowing import Attention, Stack, values
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
 LORA = "{pet_type: lora, lora_rank: 2, lora_alpha: 2, target_modules: '.*wq|.*wv'}"
-# How each training is broken (factors of weights by parts of their names, and launcher options), and what the first
-# line of ``why`` must say.
+# Each broken training: factors that multiply weights, by parts of the weights' names; options of the launcher; and how
+# the first line that ``why`` prints must begin.
 BROKEN = {
     "weights": (
         {"feed_forward": 4000.0},
@@ -44,7 +44,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def weights(corpus, tmp_path_factory):
-    """Yield a function that saves new weights of the model, some of them multiplied by a factor."""
+    """Yield a function that saves a checkpoint of a new model, with some weights multiplied by a factor."""
     with pytest.MonkeyPatch.context() as patch, mindspore_mode("graph"):
         patch.chdir(tmp_path_factory.mktemp("weights"))
         network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
@@ -80,7 +80,7 @@ def test_a_yaml_file(case, corpus, weights, run_forked, run_program, tmp_path, m
     assert code == 0, errors[-2000:]
     assert re.match(expected, printed), printed
     if case == "frozen layer":
-        # Eight skipped steps do not count as a collapse, so there is no advice yet.
+        # Eight skipped steps do not count as a collapse of the loss scale, so analyze gives no advice yet.
         return
     advice = str(analyze(read_log("output/loss_scale_record.jsonl")))
     assert pasted(advice) == command

@@ -1,4 +1,4 @@
-"""MindFormers' Python API: the examples train a stock Llama by the rule, and Trainer trains the wrapper it is given."""
+"""MindFormers' Python API: the examples train a stock Llama by the rule, and Trainer uses the wrapper that it gets."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ COLUMNS = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", "scale_w
 
 
 def rows_of(printed):
-    """Return the table that an example prints, as lines of a record with the norm of all gradients."""
+    """Return the rows of the table that an example prints, as lines of a run record with the norm of all gradients."""
     number = r"(-?[\d.]+|nan|inf)"
     pattern = rf"^ *(\d+) +{number} +(True|False) +{number} +{number} +(\d+) +{number}$"
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in re.findall(pattern, printed, re.MULTILINE)]
@@ -87,7 +87,7 @@ def test_the_cell_itself_is_trained_with_optimizer_and_clipping():
         weights.append(np.concatenate([weight.asnumpy().ravel() for weight in train_step.weights]))
 
     remembering = LambdaCallback(on_train_begin=remember, on_train_step_end=remember)
-    # These arguments contradict the wrapper, and ask for sink mode, which a CPU does not have.
+    # These training arguments contradict the wrapper, and ask for sink mode, which a CPU does not have.
     arguments = training_arguments(optim="AdamW", learning_rate=5.0, max_grad_norm=100.0, sink_mode=True)
     trainer = Trainer(
         arguments,

@@ -1,4 +1,4 @@
-"""Pitfalls of MindFormers' own monitor, and of dropping steps by norm, in trainings that overflow at their start."""
+"""MindFormers' monitor, and dropping steps by gradient norm, have pitfalls in trainings that overflow at the start."""
 
 import math
 
@@ -22,8 +22,9 @@ from tests.shared.records import assert_follows
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 STOCK = mindformers.core.callback.TrainingStateMonitor
-# In FP16, the gradient of the weight is the value of the step times the scale. With the value SPIKE, scales from 2^32
-# to 2^14 overflow, and 2^13 does not. The norm of the gradient (4 for each of 4 elements) is then THRESHOLD.
+# In FP16, the gradient of the weight is the input value of the step times the loss scale. With the value SPIKE, loss
+# scales from 2^32 down to 2^14 overflow, and 2^13 does not. Without the scale, the 4 elements of this gradient are 4,
+# so the gradient norm is THRESHOLD.
 START, OVERFLOWS_AT_START = 2.0**32, 19
 THRESHOLD = 8.0
 SPIKE = 4.0
@@ -109,15 +110,15 @@ def test_steps_dropped_by_norm_leave_the_scale_alone():
     lines = read_record("record.jsonl")
     assert [line["step"] for line in lines if line["dropped_by_norm"]] == dropped
     assert {line["dropped_by_norm"] for line in lines} == {True, False}
-    # The gradient of each of 4 elements is the value of the step, so the norm is twice the value.
+    # Each of the 4 elements of the gradient is the input value of the step, so the gradient norm is twice this value.
     applied = [
         (line["gradient_norm"], value) for line, value in zip(lines, values, strict=True) if not line["overflow"]
     ]
     assert [norm for norm, _ in applied] == [2 * value for _, value in applied]
     assert not any(math.isfinite(line["gradient_norm"]) for line in lines if line["overflow"])
     assert [line["step"] for line in lines if line["overflow"]] == [*range(1, OVERFLOWS_AT_START + 1), overflowed_again]
-    # To the rule, a dropped step is a clean step. The 20th step since the overflows raises the scale, and then the
-    # spike overflows.
+    # The rule counts a dropped step as a clean step. The 20th step since the overflows raises the loss scale, and then
+    # the next SPIKE overflows.
     rule = AdaptiveRule()
     assert_follows(rule, rule.start(START), lines)
     for step in dropped:

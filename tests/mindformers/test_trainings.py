@@ -1,7 +1,7 @@
-"""Trainings with MindFormers' PyNative trainer, through overflows and kills.
+"""MindFormers' PyNative trainer with loss scaling trains through overflows, and continues after kills.
 
-``hyper_parallel_stand_in`` replaces hyper-parallel and what a CPU lacks. It changes MindSpore, so the trainings run in
-separate processes.
+``hyper_parallel_stand_in`` replaces hyper-parallel and the kernels that a CPU lacks. The stand-ins change MindSpore, so
+the trainings run in separate processes.
 """
 
 import pickle
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(folder):
-    """Return what was seen of all trainings in one process, and what the process printed."""
+    """Run all trainings that can share one process; return their results by name, and the printed text."""
     printed = run(folder, "all")
     return pickle.loads((folder / "all.pickle").read_bytes()) | {"printed": printed}
 
@@ -63,7 +63,7 @@ def assert_same_weights(first, other):
 
 
 def overflows_of(training):
-    """Return in which steps a training overflowed, according to its counts of skipped steps."""
+    """Return whether each step of a training overflowed, according to the counts of skipped steps."""
     return np.diff(training["steps"][:, 3], prepend=0) > 0
 
 
@@ -72,7 +72,7 @@ def test_losses_scales_and_weights_equal_a_plain_loop(seen, name):
     trained, loop = seen[name], seen[f"{name} loop"]
     np.testing.assert_array_equal(trained["steps"][:, [0, 2, 3]], loop["steps"][:, [0, 2, 3]])
     assert_same_weights(trained, loop)
-    # The guided rule may need only one overflow to come down from the start.
+    # The guided rule may need only one overflow to bring the initial loss scale down.
     assert (1 if name == "guided" else 5) <= overflows_of(trained).sum() <= STEPS - 4
 
 
@@ -81,7 +81,7 @@ def test_step_that_overflows_does_not_count_for_the_optimizer(seen, name):
     trained = seen[name]
     overflows = overflows_of(trained)
     assert trained["updates"] == STEPS - overflows.sum()
-    # The norm shows the overflows: only an overflow makes it inf or NaN.
+    # The gradient norm shows the overflows: only an overflow makes the norm inf or NaN.
     np.testing.assert_array_equal(np.isfinite(trained["steps"][:, 1]), ~overflows)
 
 
@@ -103,7 +103,7 @@ def test_unchanged_trainer_takes_the_same_steps_in_float32(seen, name):
 
 
 def test_gradients_are_clipped_by_their_norm_without_the_scale(seen):
-    """Clipping uses the norm without the scale, if ``Tensor.mul_`` works in place."""
+    """If ``Tensor.mul_`` works in place, MindFormers clips gradients by their norm without the loss scale."""
     stock, trained = seen["stock clipped in place"], seen["scaled clipped in place"]
     np.testing.assert_array_equal(trained["steps"][:, :2], stock["steps"][:, :2])
     assert_same_weights(trained, stock)
@@ -111,7 +111,7 @@ def test_gradients_are_clipped_by_their_norm_without_the_scale(seen):
 
 
 def test_on_a_cpu_the_clipping_of_mindformers_changes_nothing(seen):
-    """If this test fails, clipping works on a CPU, and the documentation need not mention it any more."""
+    """If this test fails, MindFormers clips gradients on a CPU, and the documentation must no longer deny this."""
     unclipped, clipped = seen["stock clipped"], seen["stock clipped in place"]
     assert any((unclipped[name] != clipped[name]).any() for name in clipped if name.startswith("weight "))
 

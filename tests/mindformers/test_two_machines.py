@@ -22,7 +22,7 @@ def ip(*words):
 
 @pytest.fixture(scope="module")
 def machines():
-    """Yield two namespaces with a cable between them."""
+    """Yield two network namespaces, which simulate machines, with a cable between them."""
     if shutil.which("ip") is None:
         pytest.skip("there is no command ip, which the package iproute2 has")
     names = [f"machine{number}-{os.getpid()}" for number in (0, 1)]
@@ -47,7 +47,7 @@ def machines():
 def training(machines, output, corpus, compiled, options, hold_after=None):
     """Train one process on each machine, with an output folder that both share; kill both processes in the end."""
     options = {**FORM.save_options(output, SAVED_EVERY, keep=2), **options}
-    # Give up an unreachable machine after 8 seconds. By default this takes half a minute or more.
+    # Let MindSpore give up an unreachable machine after 8 seconds. By default this takes half a minute or more.
     soon = {"MS_NODE_TIMEOUT": "8", "MS_HEARTBEAT_RETRY_TIMEOUT": "8"}
     how = {"processes": 2, "by_msrun": True, "environment": soon, "hold_after": hold_after}
     with contextlib.ExitStack() as stack:

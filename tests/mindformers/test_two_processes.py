@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """Return what each of two processes saw, by the kind of training."""
+    """Return the results of each of two processes, by the kind of training."""
     folder = tmp_path_factory.mktemp("two_processes")
     worker = ROOT / "tests" / "mindformers" / "two_processes.py"
     run_in_processes(2, folder, worker, folder)
@@ -35,7 +35,7 @@ def test_overflow_in_one_process_is_skipped_by_both(two_processes, kind):
     assert second["steps"] == expected
     assert first["state"] == second["state"]
     assert first["state"]["skipped_steps"] == 1
-    # The detection adds one float32, 4 bytes, to what the processes exchange.
+    # The overflow detection adds one float32, 4 bytes, to the data that the processes exchange.
     detection = ["AllReduce", "FLOAT", []]
     if kind == "data_parallel":
         assert first["weight"] == second["weight"]
@@ -69,6 +69,7 @@ def test_fixed_scale_gives_the_weights_of_unscaled_training(two_processes):
 
 @NEEDS_SECTION
 def test_mindformers_cannot_save_from_two_processes_on_cpu(two_processes):
-    # If this test fails, MindFormers can save from two processes, and the table of formats can say so.
+    # If this test fails, MindFormers can save from two processes on a CPU, and the documentation's table of checkpoint
+    # formats can say so.
     for seen in two_processes:
         assert seen["data_parallel"]["shards"].startswith("RuntimeError: `get_strategy_metadata` returns `None`")

@@ -1,4 +1,4 @@
-"""``why``: a YAML file of MindFormers goes in; the layer that overflows and the settings that help come out."""
+"""``why`` names the layer that overflows, and the settings that help, for a YAML file of MindFormers."""
 
 import json
 import os
@@ -25,7 +25,7 @@ MODEL = {**SMALL_MODEL, "model.model_config.softmax_compute_type": "float16"}
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Make a new folder the current folder, where MindFormers writes its logs."""
+    """Change into a new folder, because MindFormers writes its logs into the current folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("why"))
         yield
@@ -137,7 +137,7 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
     assert inputs.pop("failure") == "the loss of step 2 was nan in the training"
     expected = {"checkpoint": saved / "model-1_2.ckpt", "batch": other / "overflow_batch.npz", "config_path": written}
     assert inputs == {**{name: str(path) for name, path in expected.items()}, "loss_scale": 4.0}
-    # Files of an earlier training in the same folder do not belong to this training.
+    # Files that are older than the written YAML file belong to an earlier training in the same folder.
     os.utime(written, (later := written.stat().st_mtime + 60, later))
     assert read_run(run) == {"config_path": str(written)}
 

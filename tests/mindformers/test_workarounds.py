@@ -1,4 +1,4 @@
-"""Settings that are changed before MindFormers trains, on real configurations and files."""
+"""Settings of a YAML file that this package corrects before MindFormers trains, with real configurations and files."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def rank_folder(tmp_path):
 
 
 def resume(rank_folder, **changes):
-    """Prepare a run that resumes from the folder; return the file that the run is going to read."""
+    """Prepare a run that resumes from ``rank_folder``; return the checkpoint file that the run is going to read."""
     changes = {"load_ckpt_format": "safetensors", "output_dir": str(rank_folder.parent.parent / "output"), **changes}
     changes = {"load_checkpoint": str(rank_folder.parent), "resume_training": True, **changes}
     config = load_config(CONFIG, changes, may_add=changes)
@@ -56,7 +56,7 @@ def test_the_file_that_meta_json_names_is_read(rank_folder):
     ("meta", "problem"),
     [
         (b'{"last_ckpt_file": "gone-1_80.safetensors"}', "names 'gone-1_80.safetensors', which is not there"),
-        (b'{"last_ckpt_file": "a-1_60.safetensors"}', "names 'a-1_60.safetensors', which is not a whole file"),
+        (b'{"last_ckpt_file": "a-1_60.safetensors"}', "names 'a-1_60.safetensors', which is not a complete file"),
         (b'{"last_ckpt_file": ""}', "must name a file beside it, but names ''"),
         (b'{"last_ckpt_file": ".."}', "must name a file beside it, but names '..'|names '..', which is not there"),
         (b'{"last_ckpt_file": "../../other.safetensors"}', "must name a file beside it, but names '../../other"),
@@ -76,7 +76,7 @@ def test_newest_whole_file_is_read_without_meta_json(rank_folder, tmp_path, meta
     save_file({"weight": np.ones(8, np.float32)}, outside)
     if meta is not None:
         (rank_folder / "meta.json").write_bytes(meta.replace(b"%s", str(outside).encode()))
-    resumes = "training resumes from the newest whole file, a-1_40.safetensors"
+    resumes = "training resumes from the newest complete file, a-1_40.safetensors"
     with pytest.warns(UserWarning, match=f"meta.json ({problem}).*: {resumes}"):
         assert resume(rank_folder) == str(rank_folder / "a-1_40.safetensors")
 
@@ -84,13 +84,15 @@ def test_newest_whole_file_is_read_without_meta_json(rank_folder, tmp_path, meta
 def test_a_folder_without_a_whole_file_is_refused(rank_folder):
     for name in ("a-1_20", "a-1_40"):
         (rank_folder / f"{name}.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"meta.json names no complete .* none of the .safetensors files .* is whole"):
+    with pytest.raises(
+        ValueError, match=r"meta.json names no complete .* none of the .safetensors files .* is complete"
+    ):
         resume(rank_folder)
 
 
 @pytest.fixture
 def ckpt_folders(tmp_path):
-    """Create the folders of two processes, with three checkpoints each, the last of which ``meta.json`` names."""
+    """Create the checkpoint folders of two processes; ``meta.json`` names the last of three checkpoints in each."""
     folders = [tmp_path / "checkpoint" / f"rank_{rank}" for rank in range(2)]
     for rank, folder in enumerate(folders):
         folder.mkdir(parents=True)
@@ -105,7 +107,7 @@ def ckpt_folders(tmp_path):
 
 
 def chosen(folder, **changes):
-    """Prepare a run that resumes from ``.ckpt`` files; return the ``resume_training`` that MindFormers gets."""
+    """Prepare a run that resumes from ``.ckpt`` files; return the ``resume_training`` value that MindFormers gets."""
     changes = {"load_checkpoint": str(folder), "resume_training": True, "load_ckpt_format": "ckpt", **changes}
     config = load_config(CONFIG, changes, may_add=changes)
     apply_workarounds(config)
@@ -133,19 +135,19 @@ def test_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, dam
     newest = ckpt_folders[-1] / f"a_rank_{processes - 1}-1_60.ckpt"
     newest.write_bytes(DAMAGES[damage](newest.read_bytes()))
     message = (
-        "names 'a_rank_0-1_60.ckpt', which is not a whole file: training resumes from .* whole file, a_rank_0-1_40"
+        "names 'a_rank_0-1_60.ckpt', which is not a complete file: training resumes .* complete file, a_rank_0-1_40"
     )
     with pytest.warns(UserWarning, match=message):
         assert chosen(folder) == "a_rank_0-1_40.ckpt"
-    # Without meta.json, MindFormers would take the newest file of each process. A file that resume_training names is
-    # not checked.
+    # Without meta.json, MindFormers would take the newest checkpoint of each process. If resume_training names a file,
+    # this file is not checked.
     (ckpt_folders[0] / "meta.json").unlink()
-    with pytest.warns(UserWarning, match="names no complete checkpoint: .* whole file, a_rank_0-1_40"):
+    with pytest.warns(UserWarning, match="names no complete checkpoint: .* complete file, a_rank_0-1_40"):
         assert chosen(folder) == "a_rank_0-1_40.ckpt"
     assert chosen(folder, resume_training="a_rank_0-1_60.ckpt") == "a_rank_0-1_60.ckpt"
     for file in ckpt_folders[-1].glob("*.ckpt"):
         file.write_bytes(b"\n")
-    with pytest.raises(ValueError, match=r"meta.json names no complete .* none of the .ckpt files .* is whole"):
+    with pytest.raises(ValueError, match=r"meta.json names no complete .* none of the .ckpt files .* is complete"):
         chosen(folder)
 
 

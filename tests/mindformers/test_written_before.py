@@ -1,4 +1,4 @@
-"""Files of version 0.1.0, written before the update cells had one base class, are read and continued as they were then.
+"""Files of version 0.1.0 are still read, and trainings continue from these files as they did in version 0.1.0.
 
 The files are in ``written_before``; its README says how they were made.
 """
@@ -23,7 +23,7 @@ from tests.mindformers.training_runs import CheckpointSection, TrainingRun
 from tests.shared.every_rule import KINDS
 from tests.shared.versions import NEEDS_SECTION
 
-# The warning of a gradient-guided cell that continues from the older form of state in these files.
+# The warning of a gradient-guided update cell that continues from these files, whose state has an older form.
 OLDER_FORM_WARNING = "(older form of the|a) state of gradient-guided scaling.*: it starts afresh at loss scale"
 
 WRITTEN = Path(__file__).parent / "written_before"
@@ -68,7 +68,7 @@ def train_step_of(run, file):
     if file == "update_cell.json":
         cell.load_state_dict(json.loads(path.read_text()))
     elif file == SIDECAR:
-        # MindFormers restores the loss scale separately.
+        # MindFormers restores the loss scale separately from the sidecar file.
         step.scale_sense.set_data(Tensor(EXPECTED[run]["loss_scale"], mindspore.float32))
         restores_sidecar(lambda checkpoint, network, optimizer: None)(str(path), network, optimizer)
     else:
@@ -110,7 +110,7 @@ def test_guided_scaling_goes_on_at_its_loss_scale_and_step(graph_mode, run, file
     steps, skipped = expected["state"]["cur_iter"], expected["state"]["skipped_steps"]
     assert seen() == (expected["loss_scale"], steps, skipped)
     if file not in ("manager.json", "scaler.json"):
-        # The last step before this overflow was clean.
+        # The last step in the file was clean, so this overflow is the first in a row.
         take_step(True)
         assert seen() == (expected["loss_scale"] / 2**10, steps + 1, skipped + 1)
 
@@ -137,7 +137,7 @@ def printed_json(run_program):
 def test_inspect_shows_the_state(printed_json, run, file):
     expected = EXPECTED[run]
     shown = printed_json("inspect", WRITTEN / run / file)
-    # Of a gradient-guided state, compare only the counters that all cells have.
+    # For a gradient-guided cell, compare only the counters that the states of all cells have.
     names = expected["state"] if expected["kind"] == "adaptive" else STEP_COUNTERS
     assert (shown["kind"], shown["loss_scale"]) == (expected["kind"], expected["loss_scale"])
     assert {name: shown[name] for name in names} == {name: expected["state"][name] for name in names}
@@ -176,7 +176,7 @@ def with_infinities(line):
     return {name: float(value) if value in ("inf", "-inf", "nan") else value for name, value in line.items()}
 
 
-# Keys for the model of the launched runs, and a gradient-guided cell to replace the cell in the YAML file.
+# The YAML keys of the model of the launched runs, and a gradient-guided cell that replaces the cell in the YAML file.
 TINY = {"model.model_config.hidden_size": 8, "model.model_config.num_heads": 2, "model.model_config.multiple_of": 8}
 GUIDED_CELL = "{type: GradientGuidedLossScaleUpdateCell, loss_scale_value: 1048576, exchange_rate: 200}"
 LAST = 30
@@ -194,7 +194,7 @@ def resumed_run(run, corpus, output, scale_sense=None):
     resumed = TrainingRun(output, corpus, options, LAST).wait()
     assert list(resumed.steps()) == list(range(first, LAST + 1))
     assert form.newest_complete(output) == LAST
-    # Both runs write to one record.
+    # The earlier run and the resumed run write to one record.
     record = read_record(output / "loss_scale_record.jsonl")
     assert record[: first - 1] == read_record(WRITTEN / run / "loss_scale_record.jsonl")
     entries = {entry["step"]: entry["next_loss_scale"] for entry in record[first - 1 :]}
@@ -208,7 +208,8 @@ def test_a_launched_run_goes_on_by_the_rule(long_corpus, tmp_path):
     expected = EXPECTED["adaptive_launched"]
     resumed = resumed_run("adaptive_launched", long_corpus, tmp_path / "output")
     assert resumed.restored_state() == {"loss_scale": expected["loss_scale"], **expected["state"]}
-    # Replay the printed overflows, because they depend on the corpus, which is cut from the files of this Python.
+    # Replay the overflows that the run printed. They depend on the corpus, which is cut from the source files of the
+    # installed Python.
     manager = AdaptiveLossScaleManager(8.0, max_scale_window=4, min_scale_window=1)
     manager.load_state_dict({"scale": expected["loss_scale"], **expected["state"]})
     for number, step in resumed.steps().items():

@@ -31,7 +31,7 @@ SMALL_MODEL = {
     "model.model_config.hidden_size": 32,
     "model.model_config.num_layers": 1,
 }
-# With such small windows, the window, its index and every counter change within 40 steps. The overflows are real.
+# With such small scale windows, the window, its index and every counter change within 40 steps. The overflows are real.
 _SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
 _BATCH_SIZE = 8
 
@@ -43,7 +43,7 @@ def training_arguments(**changes):
 
 
 class Step(NamedTuple):
-    """The values that MindFormers prints for a step, as it prints them; the loss scale is the next step's."""
+    """The values that MindFormers prints for a step, as printed; the loss scale is the scale of the next step."""
 
     loss: str
     overflow: bool
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class LegacyFormat:
-    """The legacy format: a ``.ckpt`` or ``.safetensors`` file per step; ``meta.json`` names the last complete file."""
+    """MindFormers' legacy checkpoint format: a file per step; ``meta.json`` names the last complete file."""
 
     extension: str
     async_save: bool = False
@@ -79,7 +79,7 @@ class LegacyFormat:
         return output / "checkpoint" / f"rank_{rank}" / "meta.json"
 
     def names(self, output):
-        """Return the names in the folder of checkpoints; each save adds a name when it begins."""
+        """Return the file names in the folder of checkpoints; each save adds a name when it begins."""
         return set(os.listdir(output / "checkpoint" / "rank_0"))
 
     def newest_complete(self, output, rank=0):
@@ -87,7 +87,7 @@ class LegacyFormat:
         note = self.note(output, rank)
         if not note.exists():
             return None
-        # Do not use the step in the name of the file, which a resumed run counts from 1 again.
+        # Do not use the step in the file name: a resumed run counts this step from 1 again.
         return int(_load(note.parent / json.loads(note.read_text())["last_ckpt_file"])["step_num"])
 
     def last_saved(self, output, rank=0):
@@ -98,7 +98,7 @@ class LegacyFormat:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """The ``checkpoint:`` format: one folder per step; ``latest_checkpointed_iteration.txt`` has the last step."""
+    """MindFormers' ``checkpoint:`` format: a folder per step; ``latest_checkpointed_iteration.txt`` names the last."""
 
     async_save: bool = False
     optimizer_state: bool = True
@@ -125,7 +125,7 @@ class CheckpointSection:
         return output / "saved" / "latest_checkpointed_iteration.txt"
 
     def names(self, output):
-        """Return the names in the folder of checkpoints; each save adds a name when it begins."""
+        """Return the folder names in the folder of checkpoints; each save adds a name when it begins."""
         return set(os.listdir(output / "saved"))
 
     def newest_complete(self, output, rank=0):
@@ -149,7 +149,7 @@ class CheckpointSection:
 
 
 def _written_at(note):
-    """Return when a note of a checkpoint was last written, in nanoseconds, or None if it is missing or empty."""
+    """Return when ``note``, which names a checkpoint, was last written (nanoseconds); None if missing or empty."""
     status = note.stat() if note.exists() else None
     return status.st_mtime_ns if status and status.st_size > 0 else None
 
@@ -173,7 +173,7 @@ def _as_parameters(state):
 
 
 def assert_ends_with_the_parameters_of(saved, reference, carried):
-    """Assert that ``saved`` has the Parameters ``carried``, and equals ``reference`` in all Parameters of both."""
+    """Assert that ``saved`` has the Parameters ``carried``, and equals ``reference`` in all common Parameters."""
     assert saved.keys() >= carried
     both = saved.keys() & reference.keys() - {"global_batch_size", RUN}
     assert len(both) > 20
@@ -267,7 +267,7 @@ class TrainingRun:
             environment |= {"MACHINES": str(processes), "MACHINE": str(machine.number), "MASTER_PORT": "8118"}
             environment |= {"MASTER_ADDRESS": machine.first_address}
         if processes > 1:
-            # The base_config of this file is the demo's YAML file.
+            # The base_config of tiny_llama_cpu_fp16_parallel.yaml is the demo's YAML file.
             config = CONFIG.with_name("tiny_llama_cpu_fp16_parallel.yaml")
             options["parallel_config.data_parallel"] = processes
         if hold_after is not None:
@@ -300,7 +300,7 @@ class TrainingRun:
         return self
 
     def wait_until(self, happened, timeout=900):
-        """Wait until ``happened()`` is true; look as often as possible with at most a fifth of a core."""
+        """Wait until ``happened()`` is true; check as often as possible with at most a fifth of a processor core."""
         start = looked_at = time.monotonic()
         while not happened():
             assert self.process.poll() is None, "the run ended too early:\n" + self.text()[-5000:]
@@ -310,7 +310,8 @@ class TrainingRun:
 
     def wait_until_saved(self, form, output, processes=1):
         """Wait until the first checkpoint since the start of the run is complete in all ``processes`` processes."""
-        # Watch the notes, because loading a checkpoint takes as long as several steps, and on a busy machine longer.
+        # Watch the files that name complete checkpoints: loading a checkpoint takes as long as several steps, or
+        # longer.
         notes = [form.note(output, rank) for rank in range(processes)]
         before = [_written_at(note) for note in notes]
         self.wait_until(
@@ -358,7 +359,7 @@ class TrainingRun:
 def _with_hold(config, steps, folder):
     """Write a YAML file that adds a ``HoldAfter`` callback to the file ``config``; return the written file."""
     callbacks = yaml.safe_load(CONFIG.read_text())["callbacks"]
-    # MindFormers finds the class in its register_path, the folder of this module.
+    # MindFormers finds the class HoldAfter in its register_path, the folder of this module.
     hold = {"type": "HoldAfter", "auto_register": "run_callbacks.HoldAfter", "steps": steps}
     written = folder / config.name
     written.write_text(yaml.safe_dump({"base_config": str(config), "callbacks": [*callbacks, hold]}))
@@ -375,7 +376,7 @@ def _is_worker(process, rank):
 def build_train_step(config):
     """Return the train-step cell that MindFormers builds from a configuration around a dense layer."""
     dense = Dense()
-    # The arguments that MindFormers' trainer passes on. An ordinary wrapper would not take `parallel_config`.
+    # The arguments that MindFormers' trainer passes to a train-step cell. Other cells would not take `parallel_config`.
     default_args = {
         "network": dense.network,
         "optimizer": dense.optimizer(),
@@ -387,5 +388,5 @@ def build_train_step(config):
         "lr_scheduler": None,
         "grouped_lr_scheduler": None,
     }
-    # A copy, because MindFormers puts the cell it builds into the section.
+    # Pass a copy of the section, because MindFormers puts the update cell that it builds into it.
     return build_wrapper(copy.deepcopy(config.runner_wrapper), default_args=default_args).set_train()

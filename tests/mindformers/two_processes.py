@@ -1,7 +1,7 @@
 """Train in two processes on a CPU; ``test_two_processes.py`` starts this script with a folder as the argument.
 
-Only the second process gets an inf, at step 3; with a fixed scale, no process does. Each process writes what it saw of
-data-parallel, pipeline and fixed-scale training to FOLDER/rank_N.json.
+Only the second process gets an inf, at step 3; in fixed-scale training, no process gets an inf. Each process writes its
+results of data-parallel, pipeline and fixed-scale training to FOLDER/rank_N.json.
 """
 
 import json
@@ -53,7 +53,7 @@ def five_steps(step):
         if isinstance(update_cell, GradientGuidedLossScaleUpdateCell):
             record[-1]["largest"] = update_cell.state()["largest_gradient"]
     seen = {"steps": record, "state": update_cell.state(), "weight": weight_of(step).tolist()}
-    # MindSpore cannot export a Parameter that belongs to no cell, such as largest_per_parameter.
+    # MindSpore cannot export a graph with a Parameter that belongs to no cell, such as largest_per_parameter.
     if isinstance(update_cell, AdaptiveLossScaleUpdateCell):
         graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
         seen["collectives"] = graph.collectives
@@ -62,7 +62,7 @@ def five_steps(step):
 
 
 def fixed_scale():
-    """Return the weights after three steps with a fixed scale, and of the stock cell without a scale."""
+    """Return the weights after three steps with a fixed loss scale, and with MindSpore's cell without loss scaling."""
     mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     steps = [FixedScaleTrainOneStepCell(*network_and_optimizer(), loss_scale=1024)]
     steps.append(nn.TrainOneStepCell(*network_and_optimizer()))
@@ -75,13 +75,13 @@ def fixed_scale():
 
 
 def shards(step):
-    """Return the answer, or the error, when MindFormers' `checkpoint:` section asks how the weights are sharded."""
+    """Ask MindFormers how weights are sharded, as its `checkpoint:` section does; return the answer or the error."""
     if BEFORE_1_7:
         return None
     from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor
     from mindformers.core.context import set_context
 
-    # MindFormers 2 reads the mode from its own context, not from MindSpore's.
+    # MindFormers 2 reads the execution mode from its own context, not from MindSpore's context.
     set_context(mode=0)
     try:
         return str(get_all_sharded_tensor(step))
@@ -96,9 +96,10 @@ def data_parallel_step(update_cell):
 
 
 def pipeline_step(update_cell):
-    """Return a train step whose gradients stay local: a process learns of the other's overflow only by the detection.
+    """Return a train step with gradients that stay local; only overflow detection tells of another process's overflow.
 
-    The cell requires semi-automatic parallelism, whose compiler rejects a CPU, so this mode is left before it compiles.
+    The pipeline cell requires semi-automatic parallelism, whose compiler rejects a CPU, so this mode is left before the
+    cell compiles.
     """
     mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
     step = MFPipelineWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell)

@@ -14,18 +14,18 @@ def read_scalars(folder):
 
 
 def read_starts(folder):
-    """Return the steps from which TensorBoard hides the values that earlier runs have written."""
+    """Return the step numbers from which on TensorBoard hides the values that earlier runs wrote."""
     return [event.step for event in _events(folder) if event.HasField("session_log")]
 
 
 def _events(folder):
-    # Import here: MindSpore must be imported before protobuf, because it chooses the protobuf implementation.
+    # Import MindSpore here, before protobuf, because MindSpore chooses the protobuf implementation.
     import mindspore  # noqa: F401
     from tensorboardX.proto.event_pb2 import Event
 
     for file in folder.glob("events.*"):
         content, start = file.read_bytes(), 0
-        # A file is a sequence of events, each with its length and two checksums.
+        # An event file is a sequence of events, each with its length and two checksums.
         while start < len(content):
             (length,) = struct.unpack_from("<Q", content, start)
             yield Event.FromString(content[start + 12 : start + 12 + length])

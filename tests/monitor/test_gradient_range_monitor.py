@@ -1,4 +1,4 @@
-"""Test ``GradientRangeMonitor``: its values are right, and it does not change the training."""
+"""Test that ``GradientRangeMonitor`` records the right values, and does not change the training."""
 
 import json
 import re
@@ -25,8 +25,8 @@ from tests.monitor.event_files import read_scalars
 from tests.shared.networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
 from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
-# At most five steps: after five calls, MindSpore's dropout on a CPU chooses its number of threads by the time measured,
-# and the random numbers depend on that.
+# At most five steps: after five calls, MindSpore's dropout on a CPU chooses its number of threads by measured time, and
+# its random numbers depend on this number of threads.
 STEPS = 5
 
 
@@ -50,7 +50,7 @@ def train(*callbacks):
 
 
 def watch(tmp_path, network, data, *callbacks, every_n_steps=1, tensorboard_dir=None, **arguments):
-    """Train a train-step cell or a Model with the monitor, and return the lines of its record."""
+    """Train a train-step cell or a Model with GradientRangeMonitor; return the lines of the gradient record."""
     file = tmp_path / "record.jsonl"
     monitor = GradientRangeMonitor(every_n_steps, record_path=file, tensorboard_dir=tensorboard_dir, **arguments)
     model = network if isinstance(network, Model) else Model(network)
@@ -66,7 +66,7 @@ def test_training_takes_the_same_steps_with_it(mode, tmp_path):
 
 
 def sum_training(tmp_path, x, **arguments):
-    """Train a network with known gradients on the rows of x, at a loss scale of 2^10."""
+    """Train a network whose gradients are the rows of ``x``, one row per step, at a loss scale of 2^10."""
     network = HalfPrecisionSum(x.shape[1])
     update_cell = AdaptiveLossScaleUpdateCell(2**10, 2, 20)
     optimizer = nn.SGD(network.trainable_params(), 0.25)
@@ -83,10 +83,10 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
     assert [scale["overflowed_batches"] for scale in first["loss_scales"]] == [0, 0, 0]
     assert [scale["overflowed_batches"] for scale in second["loss_scales"]] == [0, 0, 1]
     assert second["loss_scales"][1]["overall"]["largest"] == 8 * 2**10
-    # The weights are 1, less a quarter (the learning rate) of the first gradients, 1 and 2.
+    # The weights were 1. The first step subtracts the learning rate, a quarter, times the gradients 1 and 2.
     assert second["weights"]["parameters"]["weight"]["largest"] == 0.75
     expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14], gradient_format="float8_e5m2").to_dict()
-    # JSON has lists for tuples.
+    # Convert the expected values through JSON, which turns tuples into lists.
     assert first == json.loads(json.dumps({"step": 1, "loss_scale": 2**10, **expected}))
 
 
@@ -117,7 +117,8 @@ def test_outputs_of_layers_are_named_as_their_parameters(graph_mode, tmp_path):
     model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
     data = dataset.NumpySlicesDataset((np.ones((8, 8), np.float32), np.zeros((8, 2), np.float32))).batch(4)
     [line] = watch(tmp_path, model, data, every_n_steps=2, tensorboard_dir=tmp_path, layers=["Dense"])
-    # MindSpore puts the network into a cell with its loss, under the name _backbone.
+    # MindSpore's Model wraps the network and its loss in a cell, as _backbone. The names in the record lack this
+    # prefix.
     weight = line["weights"]["parameters"]["0.weight"]["largest"]
     [(name, output)] = line["outputs"].items()
     assert name == "0"
@@ -155,7 +156,7 @@ def test_each_micro_batch_has_its_histogram(graph_mode, tmp_path, micro_batches)
 
 @pytest.mark.parametrize(("dtype", "large", "last"), [(mstype.float16, 6e4, 6e4), (mstype.float32, 5e19, 1e25)])
 def test_histograms_of_large_arrays_are_finite(graph_mode, tmp_path, caplog, dtype, large, last):
-    """A sum in FP16 and a sum of squares in FP32 would be inf, and a value above 1e20 has no bin."""
+    """A sum in FP16 or a sum of squares in FP32 would be inf; TensorBoard has no histogram bin above 1e20."""
     network = HalfPrecisionSum(101)
     network.weight = Parameter(Tensor([large] * 100 + [last], dtype), name="weight")
     step = TrainOneStepWithLossScaleCell(network, nn.SGD(network.trainable_params(), 0.0), Tensor(1.0, mstype.float32))
@@ -180,7 +181,7 @@ def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
     checkpoint = str(tmp_path / "3.ckpt")
 
     def save_and_fail(run_context):
-        """Save after step 3, and fail after step 5."""
+        """Save a checkpoint after step 3, and end the training by an error after step 5."""
         params = run_context.original_args()
         if params.cur_step_num == 3:
             mindspore.save_checkpoint(params.train_network, checkpoint)
@@ -193,7 +194,7 @@ def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
     resumed = seeded_train_step()
     mindspore.load_checkpoint(checkpoint, resumed)
     assert [line["step"] for line in watch(tmp_path, resumed, batches(5))] == [1, 2, 3, 4, 5, 6, 7, 8]
-    # A new run keeps the old record under another name.
+    # A new training keeps the old record under another file name.
     assert [line["step"] for line in watch(tmp_path, seeded_train_step(), batches(2))] == [1, 2]
     assert len(read_record(next(tmp_path.glob("record_*.jsonl")))) == 8
 
@@ -240,7 +241,7 @@ def test_a_loss_scale_of_inf_is_said_once(graph_mode, tmp_path, mindformers_log)
 
 
 def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
-    # Imitate data-sink mode, which does not run on a CPU: MindSpore then sets these parameters of a callback.
+    # Imitate data-sink mode, which does not run on a CPU. In this mode, MindSpore sets these parameters for callbacks.
     sink_mode = LambdaCallback(
         on_train_begin=lambda run: run.original_args().update(dataset_sink_mode=True),
         on_train_step_begin=lambda run: run.original_args().update(train_dataset_element=()),

@@ -17,14 +17,14 @@ from tests.shared.records import assert_follows
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
-# The largest gradient of a step: the sum of the last column of a batch.
+# The largest gradient of a step is the sum of the last column of its batch.
 LARGEST = (3 + 7 + 11) / 8
-# Two overflows in a row, a single overflow, and three in a row.
+# The steps that overflow: two steps in a row, a single step, and three steps in a row.
 OVERFLOWS = [bool(int(digit)) for digit in "00110001000111000"]
 
 
 class Products(nn.Cell):
-    """A network that returns the sum of a product, whose gradient overflows where x is inf."""
+    """A network that returns the sum of weight times x; the gradient of the weight overflows where x is inf."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def test_record_is_the_rule_with_the_gradients(path, tmp_path, every_n_steps):
 
 def test_the_window_of_the_rule_is_recorded_and_told(path, messages):
     network = build()
-    # With this state, an overflow that the gradients do not explain shortens the window.
+    # With this state, an overflow that the gradients do not explain shortens the scale window.
     cell = network.loss_scaling_manager
     cell.load_state_dict({**cell.state_dict(), "scale_window": 4000, "cur_iter": 2, "clean_steps": 1})
     monitor = LossScaleMonitor(path)

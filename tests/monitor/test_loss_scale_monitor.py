@@ -1,4 +1,4 @@
-"""Test ``LossScaleMonitor`` with ``mindspore.train.Model``: the record equals a replay of the rule."""
+"""Test ``LossScaleMonitor`` with ``mindspore.train.Model``: the run record equals a replay of the loss-scaling rule."""
 
 import functools
 import math
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode")
 
 INITIAL_SCALE = 2.0**10
 WINDOWS = {"max_scale_window": 3, "min_scale_window": 1}
-# With these overflows the window grows and shrinks.
+# With these overflow flags, the scale window grows and shrinks.
 OVERFLOWS = [bool(int(digit)) for digit in "1000000110001110100000000000"]
 
 
@@ -50,7 +50,7 @@ def adaptive(history_size=0, **arguments):
 
 def build(update_cell=None, train_step_class=TrainOneStepWithLossScaleCell):
     train_step = Dense().train_step(adaptive() if update_cell is None else update_cell, train_step_class)
-    # A stock cell only runs on a CPU if it takes the branch for Ascend 910B.
+    # MindFormers' own train-step cell only runs on a CPU if it takes the branch for Ascend 910B.
     train_step.ascend_910b_target, train_step.enable_allfinite = True, False
     return train_step
 
@@ -62,13 +62,13 @@ def compiled_once(history_size):
 
 
 def build_again(history_size=0):
-    """Return the train step with an adaptive cell that other tests have compiled, reset to its initial state.
+    """Return the compiled train step with an adaptive cell that tests share, reset to its initial state.
 
     A test that needs two train steps at a time, or loads a checkpoint, calls build() instead.
     """
     train_step, initial = compiled_once(history_size)
     for value, array in initial:
-        # A compiled graph does not see set_data() of the optimizer's Parameters.
+        # A compiled graph does not notice set_data() of the optimizer's Parameters.
         ops.assign(value, Tensor(array.copy(), value.dtype))
     return train_step
 
@@ -85,7 +85,7 @@ def train(network, callbacks, overflows=OVERFLOWS, epochs=1):
 
 
 def replay(overflows=OVERFLOWS, **arguments):
-    """Return the lines that the record should have by a replay of the rule, without losses."""
+    """Return the lines that the run record should have according to a replay of the rule, without losses."""
     rule = AdaptiveRule(**{**WINDOWS, **arguments})
     state, lines = rule.start(INITIAL_SCALE), []
     for step, overflow in enumerate(overflows, start=1):
@@ -163,13 +163,13 @@ def test_steps_beyond_the_history_are_counted_as_missing(path, history_size):
     ]
     if not history_size:
         for line in lines:
-            # Without a history, the loss scale that such a step used is unknown.
+            # Without a history in the update cell, the loss scale that a step after missing steps used is unknown.
             line |= {"loss_scale": None} if "step" in line else {}
     assert without_loss(read_record(path)) == lines
 
 
 class SevenSteps(nn.Cell):
-    """Takes seven steps in one call, as a graph that sinks its data does on Ascend."""
+    """Takes seven steps in one call, as a compiled graph does in data-sink mode on Ascend."""
 
     def __init__(self, train_step):
         super().__init__(auto_prefix=False)
@@ -210,7 +210,7 @@ def test_a_new_process_goes_on_from_a_checkpoint(path, tmp_path, messages):
 
 
 class RunsAnother(Callback):
-    """Runs another training from its first step to its end, after step 3 of this training."""
+    """Runs another training from its first step to its end, after step 3 of the training with this callback."""
 
     def __init__(self, run):
         self.run = run
@@ -263,7 +263,7 @@ def test_run_goes_on_in_a_record_that_was_put_aside(path, tmp_path):
 
 
 def beside(path):
-    """Return the only file beside a record whose name is the record's name with the number of a run."""
+    """Return the only file whose name is the name of the record ``path`` with the number of a run added."""
     [file] = path.parent.glob(f"{path.stem}_*{path.suffix}")
     return file
 
@@ -299,7 +299,7 @@ def test_steps_taken_again_replace_those_before(path, history_size):
     saved = {}
 
     def set_back(run_context):
-        """Keep the state after step 3 and put it back after step 6."""
+        """Keep the state of the update cell after step 3, and restore this state after step 6."""
         if run_context.original_args().cur_step_num == 3:
             saved.update(network.loss_scaling_manager.state_dict())
         if run_context.original_args().cur_step_num == 6:
@@ -309,7 +309,7 @@ def test_steps_taken_again_replace_those_before(path, history_size):
     train(network, [LossScaleMonitor(path), LambdaCallback(on_train_step_end=set_back)], flags)
     lines, expected = without_loss(read_record(path)), replay(flags[:3] + flags[6:])
     if not history_size:
-        # Without a history, the loss scale of the first step after the reset is unknown.
+        # Without a history in the update cell, the loss scale of the first step after the reset is unknown.
         expected[3]["loss_scale"] = None
     assert lines == expected
 
@@ -345,7 +345,7 @@ def test_all_of_mindformers_own_cells_is_recorded(path):
     lines, expected = without_loss(read_record(path)), replay(max_scale_window=1000, min_scale_window=20)
     assert lines[-1]["down_num"] == int(cell.window_down_count)
     for line in (*lines, *expected):
-        # MindFormers' counters of raises and drops also count where they have no effect.
+        # MindFormers' own cell counts raises and drops also where they have no effect, so leave both counters out.
         del line["growth_num"], line["down_num"]
     assert lines == expected
 
@@ -404,7 +404,7 @@ def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, cell)
 
 
 class SeesRecord(Callback):
-    """Notes the last step in the record at every save, where a killed run would resume."""
+    """Notes the last step in the run record at every save of a checkpoint, where a killed run would resume."""
 
     def __init__(self, path, saver):
         self.path, self.saver, self.ends = path, saver, []

@@ -18,7 +18,7 @@ from tests.shared.versions import BEFORE_1_7, NEEDS_SECTION
 pytestmark = pytest.mark.slow
 
 SAVED_EVERY, LAST = 10, 40
-# Runs are held at a step between one save and the next.
+# Hold runs at a step between two saved checkpoints.
 HELD_AFTER = SAVED_EVERY + 4
 # Fields of the record that have more than one value in these runs.
 MOVING = FIELDS[2 : FIELDS.index("skipped_steps") + 1]
@@ -60,8 +60,8 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     options |= {"runner_wrapper.scale_sense.history_size": 3}
 
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as killed:
-        # The monitor reads every third step, and before each save: after step 10, which is saved, next at step 12. It
-        # writes the lines of these steps one by one.
+        # The monitor reads the update cell at every third step, and before each save: at step 10, which is saved, and
+        # next at step 12. It writes the record lines of the steps since its last reading one by one.
         killed.wait_until(lambda: record.exists() and len(read_record(record)) >= 12)
     saved, before = form.newest_complete(output), read_record(record)
     assert (saved, [line["step"] for line in before]) == (SAVED_EVERY, list(range(1, 13)))
@@ -77,7 +77,7 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     lines = read_record(record)
     assert_is_what_happened(lines, killed.steps() | stopped.steps() | last.steps())
     assert read_log(record).resumed == (saved + 1, saved + SAVED_EVERY + 1)
-    # The event file has the scalars of MindFormers too.
+    # The event file of TensorBoard has the scalars of MindFormers too.
     written = read_scalars(scalars / "rank_0")
     assert written["loss"].keys() == last.steps().keys() == set(range(saved + SAVED_EVERY + 1, LAST + 1))
     windows = {line["step"]: line["scale_window"] for line in lines}

@@ -1,4 +1,4 @@
-"""Test ``LossScaleMonitor`` if its record cannot be written: training goes on, and later the record does too."""
+"""Test that training goes on if ``LossScaleMonitor`` cannot write its record, and that the record goes on later."""
 
 import resource
 
@@ -66,7 +66,7 @@ def test_the_record_goes_on_when_the_disk_has_room_again(path, messages, limit_f
     assert [message.partition(":")[0] for message in messages() if str(path) in message] == [
         f"Loss scaling is recorded in {path} from step 1.",
         f"The record {path} cannot be written",
-        f"The record {path} is written again, from step 6.",
+        f"The record {path} can be written again, and continues at step 6.",
     ]
 
 
@@ -79,7 +79,7 @@ def test_record_that_could_not_be_resumed_has_no_step_twice(path, limit_files):
     record.close()
 
     def make_room(run_context):
-        """Let the record be written from step 13 on, the third step of this training."""
+        """Free the disk at step 13, the third step of this training, so that the record can be written again."""
         if run_context.original_args().cur_step_num == 3:
             limit_files()
 

@@ -16,7 +16,8 @@ def step(consecutive_overflows, **entry):
         ([0, 1, 2, 3, 4, 5, 6, 7], [3, 6]),
         ([1, 2, 0, 1, 2, 0], []),
         ([2, 3, 0, 1, 2, 3], [3, 3]),
-        # A run is resumed within a row of overflows, and then overflows 3 to 6 are not seen.
+        # A run is resumed in the middle of a row of overflows, so the detector does not see overflows 3 to 6 of the
+        # row.
         ([2, 7, 8, 9], [7, 9]),
     ],
 )

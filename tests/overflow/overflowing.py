@@ -28,9 +28,9 @@ def tokens():
 
 @contextlib.contextmanager
 def planted(network, changes):
-    """Within the block, multiply Parameters whose names contain a text by a number, or set them to an array."""
+    """Change Parameters within the block: multiply those whose names contain a text, or set them to an array."""
     before = {}
-    # Leave out the Parameters by which a network is watched in graph mode; their names contain names of layers.
+    # Leave out the Parameters with which graph mode watches a network: their names contain names of layers too.
     weights = [weight for weight in network.get_parameters() if not weight.name.startswith(("sink_of", "watch_of"))]
     for weight in weights:
         for text, change in changes.items():
@@ -137,7 +137,7 @@ class Frozen(nn.Cell):
 
 
 class Shared(nn.Cell):
-    """A weight that two layers share. Its gradient from each layer fits into FP16, but their sum does not."""
+    """A weight that two layers share: the gradient from each layer fits into FP16, but the sum of both does not."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class LossInHalf(nn.Cell):
 
 
 class WithOwnGradient(nn.Cell):
-    """A layer with a custom gradient function, whose operators cannot be seen."""
+    """A layer with a custom gradient function, whose operators explain_overflow cannot see."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ class Attention(nn.Cell):
 
 
 class MaskedScores(nn.Cell):
-    """Attention whose scores are masked by a function before a softmax in float32; attributes hold what it needs."""
+    """Attention whose scores the function ``mask`` masks before a softmax in float32; attributes hold its data."""
 
     def __init__(self, mask, growth=1.0, after=1.0, **attributes):
         super().__init__()
@@ -303,7 +303,7 @@ class Stack(nn.Cell):
 
 
 class Calls(nn.Cell):
-    """A layer in FP16, and a function of its output."""
+    """A layer in FP16, followed by a function of the layer's output."""
 
     def __init__(self, function, growth=1.0, width=4):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The batch file: the monitor saves the batch of a collapse, and reading the file runs no code in it."""
+"""The monitor saves the batch at which a loss scale collapses; reading the batch file runs no code in this file."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 
 def train(steps, **arguments):
-    """Train a network whose squared error overflows in FP16, with a monitor."""
+    """Train a network whose squared error overflows in FP16, with LossScaleMonitor."""
     layers = [nn.Dense(4, 4, "ones").to_float(mstype.float16), nn.Dense(4, 1, "ones").to_float(mstype.float16)]
     network = nn.WithLossCell(nn.SequentialCell(*layers), nn.MSELoss())
     optimizer = nn.SGD(network.trainable_params(), 0.1)
@@ -32,7 +32,7 @@ def train(steps, **arguments):
 
 
 def test_columns_keep_their_order_however_many_they_are(tmp_path):
-    # Sorted as text, column_10 would come before column_2.
+    # Sorted as text, the batch's column_10 would come before column_2.
     save_batch(tmp_path / "batch.npz", [np.full(2, number) for number in range(12)])
     assert [column[0] for column in read_batch(tmp_path / "batch.npz")] == list(range(12))
 

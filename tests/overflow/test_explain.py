@@ -1,4 +1,4 @@
-"""``explain_overflow``: results besides the origin, no side effects, and rejected arguments."""
+"""``explain_overflow``: its results besides the origin of an overflow, no side effects, and rejected arguments."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def test_nothing_of_the_training_is_changed(mode):
         )
 
     before = state()
-    # The compared values include the moving averages, which a forward pass writes.
+    # The compared state includes the network's moving averages, which a forward pass changes.
     explain_overflow(train_step, [batch, batch], 2.0**30, settings={"again": seeded_train_step})
     assert state() == before
 
@@ -94,7 +94,7 @@ def test_gradients_that_are_watched_are_those_that_are_not():
     with watched_passes(network) as passes:
         [reading] = passes([tokens()], 2.0**10)
     assert {name: np.float32(weight.largest) for name, weight in reading.weights.items()} == plain
-    # The calls of the forward pass are in the order of execution too.
+    # The recorded calls of layers are in the order in which the forward pass executes the layers.
     layers = [call.layer for call in reading.calls if not call.operator]
     assert layers.index("model.layers.0.attention.wq") < layers.index("model.layers.1.attention_norm")
     assert layers.index("model.layers.1.feed_forward.w1") < layers.index("lm_head")
@@ -219,13 +219,14 @@ def test_network_without_overflow_gets_the_layers_next_to_it():
     explanation = explain_overflow(llama(), [tokens()], 2.0**4)
     assert explanation.headline.startswith("No overflow at a loss scale of 2^4, nor up to 2^")
     assert not explanation.tried
-    # The mask of -10000 and the sum with the mask are left out. Otherwise they would be listed as closest to overflow.
+    # The attention mask of -10000, and the sum of scores and mask, are left out. Otherwise both would be listed as
+    # closest to overflow.
     rows = explanation.details().splitlines()
     first = rows.index(next(line for line in rows if line.startswith("bits left forward")))
     bits = [float(line.split()[1]) for line in rows[first + 1 : first + 6]]
     assert bits == sorted(bits)
     assert bits[0] > 8
-    # The loss scale can grow by as many powers of two as bits are left in the backward pass.
+    # The loss scale can grow by as many powers of two as the backward pass has bits left before an overflow.
     left = min(layer.backward.headroom for layer in explanation.layers if layer.backward is not None)
     assert math.floor(left) == math.log2(explanation.safe_scale) - 4
 
@@ -257,7 +258,7 @@ def test_layers_in_float32_are_put_back():
     def attributes():
         return [{name: repr(value) for name, value in vars(cell).items()} for cell in network.cells()]
 
-    # Call the cell once before, because the first call sets attributes of the cell.
+    # Call this cell once beforehand, because its first call sets attributes of the cell.
     assert network[0](x).dtype == HALF
     before = attributes()
     with in_float32(network) as changed:
@@ -314,10 +315,10 @@ class _Failing(nn.Cell):
 
 @pytest.mark.parametrize("explained", [True, False], ids=["explained before", "trained before"])
 def test_a_pass_that_failed_before_leaves_nothing_behind(explained):
-    """After an exception MindSpore keeps recording, and then cannot record the backward pass of a LayerNorm."""
+    """After an exception MindSpore keeps recording operators, and then cannot record a LayerNorm's backward pass."""
     batch = (Tensor(values(2, 4)),)
     with mindspore_mode("pynative"):
-        # An explanation calls the network twice, and MindSpore records only the second call.
+        # explain_overflow calls the network twice, and MindSpore records only the second call.
         failing = _Failing(1 if explained else 0)
         if explained:
             with pytest.raises(PyNativeError, match="planted"):

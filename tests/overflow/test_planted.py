@@ -107,8 +107,8 @@ def lora():
         yield get_pet_model(llama(), MindFormerConfig(**LORA))
 
 
-# The inputs of the head are small, so that its product fits, but its weights are large. The head is not trained, so its
-# weight has no gradient that could show the overflow.
+# The output layer (head) has small inputs, so that its product fits into FP16, but its weights are large. The head is
+# not trained, so its weight has no gradient that could show the overflow.
 FROZEN_HEAD = {"lm_head": 3e5, "norm_out": 1e-6}
 
 
@@ -292,7 +292,7 @@ def test_a_healthy_mask_hides_no_overflow_and_is_none(mask, attributes):
     assert (backward.origin.phase, backward.origin.layer) == ("backward", "layers.0")
     assert "whatever the loss scale" not in backward.headline
     assert (healthy.overflow, healthy.swallowed, healthy.weights) == (False, "", None)
-    # Here the product of query and key overflows too, not only the mask has inf.
+    # Here the product of query and key overflows too, so inf does not come from the mask only.
     network = Stack(MaskedScores(mask, growth=300.0, **attributes))
     expected = ("forward", "layers.0", "MatMulExt")
     assert named(network, (Tensor(values(1, 6, 4, scale=2)),), 1) == expected
@@ -315,7 +315,7 @@ def masked_classes(x):
 
 
 def test_a_mask_that_is_multiplied_by_0_is_said_to():
-    """MindSpore's cross entropy multiplies the mean over all classes by the label smoothing, which is 0."""
+    """MindSpore's cross entropy multiplies the mean over all classes by the label smoothing, which is 0 here."""
     with mindspore_mode("pynative"):
         explanation = explain_overflow(Stack(Calls(masked_classes)), [(Tensor(ONES),)], 1.0)
     assert explanation.headline.startswith(
@@ -412,7 +412,7 @@ def test_values_that_overflow_with_a_finite_loss_are_named():
         without = explain_overflow(masked, [(Tensor(values(1, 6, 4)),)], 1.0)
     assert not explanation.overflow
     assert explanation.headline.endswith("layers.0 (Calls) computes inf or NaN, which the loss does not show")
-    # The -inf of a mask is intended.
+    # The -inf of an attention mask is intended, so it is no overflow.
     assert (without.overflow, without.swallowed) == (False, "")
 
 
@@ -444,7 +444,7 @@ def test_in_a_graph_the_same_is_measured_and_nothing_is_changed():
 
 @pytest.fixture(scope="module")
 def passes_in_a_graph(model):
-    """Return the function that runs watched passes of a Llama, which is compiled only once."""
+    """Return a function that runs watched passes of a Llama in graph mode; all tests share one compiled graph."""
     with mindspore_mode("graph"), watched_passes(model, graph=True) as passes:
         yield passes
 
@@ -460,7 +460,7 @@ def origin_of(passes, network, changes, batch, scale):
 @pytest.mark.parametrize("case", IN_LLAMA)
 def test_in_a_graph_of_llama(model, passes_in_a_graph, case):
     changes, scale, (phase, layer, _) = IN_LLAMA[case]
-    # At the highest scale other layers overflow too, earlier than the named layer, so use a lower scale.
+    # At the highest loss scale other layers overflow too, earlier than the expected layer, so use a lower loss scale.
     scale = {"head, backward": 2.0**19, "norm, backward": 2.0**17}.get(case, scale)
     assert origin_of(passes_in_a_graph, model, changes, tokens(), scale) == (phase, layer)
 
@@ -478,7 +478,7 @@ IN_QWEN3 = {
 }
 
 
-# Replacements for operators that a CPU lacks only in PyNative mode.
+# Replacements for operators that a CPU lacks in PyNative mode, but has in graph mode.
 ON_CPU = {
     "OneHotExt": lambda _, labels, classes, on, off: ops.one_hot(labels, classes, on, off),
     "ZerosLikeExt": lambda _, like, dtype=None: ops.ZerosLike()(like),

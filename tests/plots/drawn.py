@@ -2,18 +2,18 @@
 
 
 def artist(axes, gid):
-    """Return the only artist of a panel with a given gid."""
+    """Return the only artist of matplotlib in a panel that has a given gid."""
     [artist] = artists(axes, gid)
     return artist
 
 
 def artists(axes, gid):
-    """Return all artists of a panel with a given gid."""
+    """Return all artists of matplotlib in a panel that have a given gid."""
     return [artist for artist in axes.get_children() if artist.get_gid() == gid]
 
 
 def points(axes, gid):
-    """Return the x and y of a line or of marks, as lists."""
+    """Return the x and y coordinates of a line or of marks in a panel, as lists."""
     x, y = artist(axes, gid).get_data()
     return list(x), list(y)
 

@@ -1,7 +1,7 @@
-"""Makes small copies of runs of the demo's model to commit: ``python tests/plots/shrink_run.py RUN OUT``.
+"""Make small copies of runs of the demo's model for the repository: ``python tests/plots/shrink_run.py RUN OUT``.
 
-The figures of docs/en/monitoring.md are drawn from these copies, in tests/plots/test_figures_of_runs.py. They come from
-real runs of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32, but without some of their Parameters and steps.
+tests/plots/test_figures_of_runs.py draws the figures of docs/en/monitoring.md from such copies. The copied runs are
+real runs of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32; some of their Parameters and steps are left out.
 For gradient_ranges.jsonl, a sample has 32 tokens, and ``layers`` is ``["*.feed_forward"]``.
 """
 
@@ -28,7 +28,7 @@ def main(run, out):
 
 
 def text(sweep):
-    """Return a sweep as JSON, with only some of its Parameters."""
+    """Return a gradient sweep as JSON, with only some of its Parameters."""
     for part in sweep.get("activation_gradients", []):
         del part["overall"]
     for part in (sweep["weights"], *sweep["loss_scales"]):
@@ -46,7 +46,7 @@ def shrink_checkpoint(file, out):
 
     arrays, _ = read_arrays(str(file))
     out.parent.mkdir(exist_ok=True)
-    # This leaves out the moments of the optimizer, whose names begin with another prefix.
+    # The names of the optimizer's moments begin with another prefix, so the moments are left out.
     save_arrays(out, {name: array for name, array in arrays.items() if name.startswith("model.") and "norm" in name})
 
 

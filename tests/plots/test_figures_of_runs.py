@@ -1,4 +1,4 @@
-"""The commands on the page draw the figures that compare loss scales, iterations, checkpoints and devices.
+"""The commands on the monitoring page draw figures that compare loss scales, iterations, checkpoints and devices.
 
 The data come from real runs of the demo's model, see tests/plots/shrink_run.py.
 """
@@ -16,7 +16,7 @@ PAGES = {"en": "### Figures, one by one", "zh": "### 逐一画图"}
 
 
 def commands_of(language):
-    """Return the commands between a heading and the next heading."""
+    """Return the ``plot`` and ``diff`` commands in the section on figures of the monitoring page."""
     page = (ROOT / "docs" / language / "monitoring.md").read_text(encoding="utf-8")
     section = re.split("^##+ ", page.partition(PAGES[language])[2], maxsplit=1, flags=re.MULTILINE)[0]
     code = "".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL)).replace("\\\n", "")
@@ -28,7 +28,7 @@ COMMANDS = commands_of("en")
 
 
 def picture_of(command):
-    """Return the picture that a command writes, or its first word if it prints a table."""
+    """Return the name of the picture that a command writes, or the command's first word if it prints a table."""
     return next((word for word in command if word.endswith(".png")), command[0])
 
 

@@ -122,7 +122,7 @@ def test_blocks_have_the_extremes_and_medians_of_their_points(values, data):
     gathered = gather(np.arange(len(values)) * 2.0, values, blocks)
     start, sizes = 0, []
     for middle, *extremes in zip(*gathered, strict=True):
-        # Points are 2 apart, so the end of a block follows from its middle and its start.
+        # The x values of the points are 2 apart, so the end of a block of points follows from its middle and its start.
         end = round(middle) - start + 1
         block = [value for value in values[start:end] if math.isfinite(value)] or [math.nan]
         np.testing.assert_array_equal(extremes, (min(block), np.median(block), max(block)))

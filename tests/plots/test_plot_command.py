@@ -52,7 +52,7 @@ def test_record_of_gradients_is_drawn(plot, tmp_path, picture_of):
     code, picture, printed = plot("gradient_ranges.jsonl", "out.png")
     assert (code, printed) == (0, "written: out.png\n")
     assert picture == picture_of(draw_gradient_records({"gradient_ranges.jsonl": GRADIENTS["64"]}))
-    # A record of one line is valid JSON, like the file of a sweep.
+    # A gradient record of one line is valid JSON, like the file of a gradient sweep, but is still drawn as a record.
     write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"][:1])
     picture = plot("gradient_ranges.jsonl", "out.png")[1]
     assert picture == picture_of(draw_gradient_records({"x": GRADIENTS["64"][:1]}))
@@ -80,7 +80,8 @@ def test_runs_are_drawn_with_the_gradients_beside_them(plot, tmp_path, picture_o
     assert code == 0
     assert picture == picture_of(draw_runs(RUNS, GRADIENTS))
     beside = tmp_path / "runs" / "64" / "gradient_ranges.jsonl"
-    # A run that ends during its first measurement leaves half a line; if it ends earlier, there is no file.
+    # A run that ends during its first measurement of gradients leaves half a line in the record; a run that ends
+    # earlier leaves no file.
     for remove in (lambda: beside.write_text('{"step": 1, "loss_sca'), beside.unlink):
         remove()
         assert plot(*files, "out.png")[1] == picture_of(draw_runs(RUNS, {"512": GRADIENTS["512"]}))
@@ -92,7 +93,7 @@ def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path, pictur
         write(tmp_path / f"gradients_{name}.jsonl", GRADIENTS[name])
     runs = {f"{name}.jsonl": record for name, record in RUNS.items()}
     gradients = {f"{name}.jsonl": record for name, record in GRADIENTS.items()}
-    # A record of gradients in the folder of both runs belongs to neither of them.
+    # A record of gradients in a folder with two runs may belong to either run, so it is drawn for neither of them.
     write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"])
     assert plot("64.jsonl", "512.jsonl", "out.png")[1] == picture_of(draw_runs(runs))
     code, picture, _ = plot("64.jsonl", "512.jsonl", "gradients_64.jsonl", "gradients_512.jsonl", "out.png")
@@ -111,10 +112,10 @@ def test_sweep_is_drawn_alone(plot, tmp_path):
     for files in (["sweep.json", "64/loss_scale_record.jsonl"], ["64/loss_scale_record.jsonl", "sweep.json"]):
         code, picture, printed = plot(*files, "none.png")
         assert (code, picture) == (2, None)
-        assert "are drawn without others, but other files are given" in printed
+        assert "cannot be drawn with other files: draw the other files separately" in printed
     code, _, printed = plot("64/gradient_ranges.jsonl", "none.png", "--underflow")
     assert code == 2
-    assert "--loss-scales and --underflow are for what 'probe --output' wrote" in printed
+    assert "--loss-scales and --underflow need a file that 'probe --output' wrote" in printed
 
 
 def test_lines_without_scales_and_gradients_are_refused(plot, tmp_path):
@@ -151,4 +152,4 @@ def test_several_sweeps_are_one_picture_with_a_column_each(plot, tmp_path, pictu
     assert plot(*files, "all.png")[:2] == (0, picture_of(draw_sweeps(named)))
     code, picture, printed = plot(*files, "none.png", "--underflow")
     assert (code, picture) == (2, None)
-    assert "--underflow is for one file" in printed
+    assert "--underflow needs a single file" in printed

@@ -1,4 +1,4 @@
-"""The picture of gradients over the steps shows their magnitudes, and what FP16 loses at the training's scale."""
+"""The picture of gradients over the steps shows their magnitudes, and what FP16 loses at the training's loss scale."""
 
 import json
 import math
@@ -16,7 +16,7 @@ STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
 
 @pytest.fixture(scope="module")
 def record():
-    """Steps at a scale of 64, where some gradients underflow, and one at 2^30, which overflows; all also at 512."""
+    """Return steps at a loss scale of 64 (some gradients underflow) and 2^30 (overflow), also measured at 512."""
     return [{**gradient_line(step, scale, REFERENCE), "loss_scale": scale} for step, scale in STEPS.items()]
 
 
@@ -24,13 +24,14 @@ def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
     series = series_of_gradients(record, lambda name: name)
     for number, step in enumerate(STEPS):
         for name in NAMES:
-            # Bands show the gradients at the training's scale, or at 512 if that scale overflowed.
+            # The bands in the picture show the gradients at the training's loss scale, or at 512 if the training's
+            # scale overflowed.
             scale = 64.0 if STEPS[step] == 64.0 else REFERENCE
             gradients = np.abs(in_fp16(step, scale)[name].astype(np.float64)) / scale
             nonzero = gradients[gradients > 0]
             expected = np.log2(np.quantile(nonzero, [0.05, 0.25, 0.5, 0.75, 0.95]))
             # A histogram has one bin for each power of two, in which gradients are assumed to be spread evenly. For the
-            # smallest subnormal numbers this is coarse: a bin has only one or two of them.
+            # smallest subnormal numbers this assumption is coarse: a bin has only one or two of these numbers.
             few = expected < np.log2(2.0**-22 / scale)
             error = np.abs(series.groups[name].bands[:, number] - expected)
             assert (error <= np.where(few, 1.0, 0.25)).all(), (name, step, error)
@@ -68,7 +69,7 @@ def test_limits_of_the_format_move_with_the_loss_scale(record, name):
     [axes, _] = draw_gradient_records({"run": [{**line, "gradient_format": name} for line in record]}).axes
     low, high = axes.get_ylim()
     subnormal, normal, largest = {"float16": (-24, -14, math.log2(65504)), "hifloat8": (-22, -15, 15)}[name]
-    # The lower and the upper edge of each shade at a loss scale of 1.
+    # The lower and the upper edge of each shaded area in the picture, at a loss scale of 1.
     limits = {"underflows to 0": (-math.inf, subnormal), "subnormal": (subnormal, normal)}
     limits["overflows"] = largest, math.inf
     for gid, edges in limits.items():
@@ -128,7 +129,7 @@ def test_other_records_are_refused():
 
 
 def line_of(step, **kinds):
-    """Return a line of a record with the given weights and outputs; its gradients are as in ``gradient_line``."""
+    """Return a line of a gradient record with the given weights and outputs; the gradients equal the weights."""
     statistics = {
         kind: {name: array_statistics(array) for name, array in arrays.items()} for kind, arrays in kinds.items()
     }
@@ -154,7 +155,7 @@ def test_weights_and_outputs_are_drawn_without_a_scale(values):
     assert [axes.get_ylabel() for axes in figure.axes] == ["attention\nmagnitude", "output\nmagnitude"]
     first, second = points(figure.axes[0], "median")[1]
     assert second - first == pytest.approx(1.0)
-    # The band of weights that are all 1 does not go beyond 1.
+    # If all weights are 1, the band that shows their magnitudes does not go beyond 1.
     assert points(figure.axes[1], "median")[1] == [0, 0]
     assert artists(figure.axes[0], "overflows") == []
     both = {*NAMES[:2]}
@@ -199,10 +200,13 @@ def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"modules": ["layers.0.atention"]}, "'layers.0.atention' is not. The nearest names are layers.0.attention"),
-        ({"modules": ["*"] * 7}, "'modules' must be at most 6, one a row, but got 7"),
-        ({"kind": "outputs"}, "There are no outputs to draw: name layers when you measure"),
-        ({"kind": "activation_gradients"}, "There are no activation gradients to draw: name layers when you measure"),
+        (
+            {"modules": ["layers.0.atention"]},
+            "'layers.0.atention' is not among them. The nearest names are layers.0.at",
+        ),
+        ({"modules": ["*"] * 7}, "'modules' must have at most 6 names, one for each row, but got 7"),
+        ({"kind": "outputs"}, "There are no outputs to draw: to measure them, give 'layers'"),
+        ({"kind": "activation_gradients"}, "There are no activation gradients to draw: to measure them, give"),
     ],
 )
 def test_what_is_not_there_is_not_drawn(record, how, message):
@@ -236,5 +240,5 @@ def test_gradients_on_a_linear_axis_have_no_loss_scale(record):
 
 def test_a_linear_axis_needs_what_was_measured_with_signs(record):
     old = json.loads(json.dumps(record).replace('"signed"', '"unknown"'))
-    with pytest.raises(ValueError, match="'axis' must be 'log2' for what was measured without the signs"):
+    with pytest.raises(ValueError, match="'axis' must be 'log2' for values that were measured without signs"):
         draw_gradient_records({"run": old}, axis="linear")

@@ -1,4 +1,4 @@
-"""The pictures of a sweep show exactly how FP16 changes the gradients, for each group and scale."""
+"""The pictures of a gradient sweep show exactly how FP16 changes the gradients of each group at each loss scale."""
 
 import json
 
@@ -17,12 +17,12 @@ SCALES = (1.0, 64.0, 512.0, 2.0**30)
 
 @pytest.fixture(scope="module")
 def sweep():
-    """Return a sweep over ``SCALES`` with the content of its JSON file; a scale of 2^30 overflows."""
+    """Return a gradient sweep over the loss scales ``SCALES``, as loaded from JSON; a scale of 2^30 overflows."""
     return gradient_line(1, *SCALES)
 
 
 def at_scale(scale, names=NAMES):
-    """Return the gradients of the named Parameters at a scale, in one array."""
+    """Return the gradients of the named Parameters at a loss scale, in one array."""
     return np.concatenate([in_fp16(1, scale)[name] for name in names])
 
 
@@ -58,7 +58,7 @@ def test_grid_is_labelled_and_marks_the_limits_of_the_format(sweep, name, limits
     assert {axes.get_xlabel() for axes in grid[-1]} == {"magnitude of gradient times loss scale, log2"}
     for axes in grid.flat:
         assert [segment[0, 0] for segment in artist(axes, "limits").get_segments()] == pytest.approx(limits)
-        # All panels of a row have the same y axis, so that their bars can be compared.
+        # All panels in a row of the picture have the same y axis, so that their bars can be compared.
         assert axes.get_ylim() == grid[axes.get_subplotspec().rowspan.start, 0].get_ylim()
 
 
@@ -195,7 +195,7 @@ def test_weights_and_outputs_have_one_column_and_no_scale():
     sweep = GradientRanges(weights, ((ScaleRanges(64.0, 1.0, weights), ScaleRanges(128.0, 1.0, weights)),), outputs)
     figure = draw_histograms(sweep.to_dict(), kind="weights", modules=[NAMES[0]])
     [axes] = figure.axes
-    # The bar of the zeros is on the left, at -33.
+    # The bar that counts the zeros is at the left of the histogram, at -33.
     assert bars(axes) == {-33: 25, -20: 25, 0: 25, 3: 25}
     assert figure.legends[0].get_texts()[0].get_text() == "0"
     assert artist(axes, "lost").get_text() == "0: 25 %, subnormal or below 25 %"
@@ -223,9 +223,7 @@ def test_gradients_of_outputs_are_drawn_at_their_measured_scale(sweep):
     figure = draw_sweeps({"": measured}, kind="activation_gradients", axis="linear")
     assert artist(figure.axes[0], "range").get_text() == "-0.125 to 0.00391"
     assert title(figure) == "Activation gradients by value"
-    with pytest.raises(
-        ValueError, match="no activation gradients to draw: name layers when you measure, 'layers' or --la"
-    ):
+    with pytest.raises(ValueError, match="no activation gradients to draw: to measure them, give 'layers' or --la"):
         draw_histograms(sweep, kind="activation_gradients")
 
 

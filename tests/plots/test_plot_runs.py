@@ -1,4 +1,4 @@
-"""The picture of runs shows every skipped step and a true finding, and shows nothing that is not recorded."""
+"""The picture of runs shows every skipped step, has a true title, and shows nothing that is not recorded."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def draw_one(run, name=""):
 
 @pytest.fixture(scope="module")
 def adaptive():
-    """Return the monitor's record of adaptive loss scaling on a synthetic trace of 600 steps with a sudden drop."""
+    """Return a record of adaptive scaling on a 600-step trace whose largest scale without overflow suddenly drops."""
     rule, record = AdaptiveRule(), []
     state = rule.start(2.0**24)
     for step, ceiling in enumerate(synthetic_trace("sudden drop", 600, seed=0).ceiling, start=1):
@@ -51,13 +51,13 @@ def adaptive():
         ([2.0**20] * 30 + [8.0] * 41, [30], "1 of 70 steps skipped; loss scale settled at $2^{3}$"),
         ([2.0**20] * 30 + [8.0] * 8, [30], "1 of 37 steps skipped; loss scale fell from $2^{20}$ to $2^{3}$"),
         ([2.0**20] * 30 + [8.0, 64.0] * 20, [], "None of 69 steps skipped; loss scale fell from $2^{20}$ to $2^{6}$"),
-        # A scale with one far spike still counts as settled.
+        # A loss scale with one far spike still counts as settled.
         (
             [8.0] * 450 + [2.0**-5] + [4.0] * 50,
             [],
             "None of 500 steps skipped; loss scale settled at $2^{2}$ to $2^{3}$",
         ),
-        # A scale that rises every 20 steps has not settled, and neither has a scale that has just fallen.
+        # A loss scale that rises every 20 steps has not settled, and neither has a loss scale that has just fallen.
         (
             np.exp2(10 + np.arange(81) // 20).tolist(),
             [],
@@ -82,7 +82,7 @@ def test_lines_and_marks_are_the_records_on_axes_with_units(adaptive):
     assert (window.get_xlabel(), scale.get_yscale()) == ("step", "log")
     drawn = [entry["loss_scale"] for entry in adaptive] + [adaptive[-1]["next_loss_scale"]]
     assert points(scale, "loss scale") == (list(range(1, 602)), drawn)
-    # The loss scales at the start, from 2^24 down, are cut off.
+    # The picture cuts off the loss scales at the start, from 2^24 down.
     assert scale.get_ylim()[0] < min(drawn) < max(drawn[40:]) < scale.get_ylim()[1] < max(drawn)
     assert artist(scale, "start").get_text() == "the start, from $2^{24}$, is cut off"
     assert points(window, "scale window") == (list(range(1, 601)), [entry["scale_window"] for entry in adaptive])
@@ -205,7 +205,7 @@ def test_every_outlier_of_a_million_steps_is_seen():
     assert points(lower, "skipped steps")[0] == [6, 500_001, 1_000_000]
     assert legend(upper)[1] == "median of 10,000 steps"
     for axes, outliers, value, nothing in ((upper, peaks, 8.0, 9.5), (lower, dips, 2.0**4, 2.0**17)):
-        # Each outlier is visible: the white panel is darker within a pixel of the outlier.
+        # Each outlier is visible: the white panel of the picture is darker within a pixel of the outlier.
         assert darkest(axes, outliers + 1, value).max() < 0.9
         assert darkest(axes, outliers + 1, nothing).min() == 1.0
 
@@ -221,7 +221,7 @@ def test_run_of_a_log_is_named_and_drawn_without_window():
     run = run_of([8.0, 4.0, 4.0, 4.0], [True, False, False, False], loss=np.array([NAN, 3.0, NAN, 2.0]))
     figure = draw_one(run, run.name)
     assert title(figure) == "run: 1 of 4 steps skipped; loss scale fell from $2^{3}$ to $2^{2}$"
-    # The log has the loss of every other step. The line is not broken in between.
+    # The log has the loss of every other step only, and still the line of losses has no gaps.
     assert points(figure.axes[0], "loss") == ([2, 4], [3.0, 2.0])
     assert artists(figure.axes[0], "broken loss") == []
     assert len(figure.axes) == 2
@@ -255,7 +255,7 @@ def guided_record(gradients, **values):
 def test_ceilings_that_gradients_show_are_drawn_above_the_scale():
     gradients = ["inf", float("inf"), 57344.0 / 32, 57344.0 / 40]
     figure = draw_one(guided_record(gradients, gradient_format=["float8_e5m2"] * 4))
-    loss, scale = figure.axes  # A window that never changes has no panel.
+    loss, scale = figure.axes  # A scale window that never changes has no panel.
     assert points(scale, "ceiling") == ([3.0, 4.0], [32.0, 40.0])
     assert scale.get_ylim()[1] > 64.0
     assert legend(scale)[:2] == ["ceiling that gradients show", "overflows"]
@@ -290,7 +290,7 @@ def test_run_read_from_its_record_has_the_ceilings_too():
 
 @pytest.fixture
 def runs():
-    """Return a run at a scale of 64 with a loss of 3, and a run at 512 with two skipped steps and a loss of 2."""
+    """Return a run at a loss scale of 64 with a loss of 3, and a run at 512 with 2 skipped steps and a loss of 2."""
     return {
         "64": record_of([64.0] * 41, loss=[3.0] * 40),
         "512": record_of([512.0] * 41, [5, 6], loss=[2.0] * 40),
@@ -316,7 +316,7 @@ def test_each_run_has_its_lines_and_marks(runs):
 
 def test_title_compares_the_losses_at_the_end_and_the_skips(runs):
     assert title(draw_runs(runs)) == "Loss at the end: 2.00 (512), 3.00 (64); skipped steps: 2 (512), 0 (64)"
-    # The losses are compared at the last step of the shorter run. Later the longer run has a loss of 1.
+    # The losses of two runs are compared at the last step of the shorter run. Later the longer run has a loss of 1.
     longer = runs["64"] + [{**row, "step": row["step"] + 40, "loss": 1.0} for row in runs["64"]]
     said = "Loss at step 40: 2.00 (512), 3.00 (64); skipped steps: 2 (512), 0 (64)"
     assert title(draw_runs({"64": longer, "512": runs["512"]})) == said
@@ -450,7 +450,7 @@ def test_scale_skipped_to_the_end_at_its_floor_has_collapsed():
         finding
         == "44 of 46 steps skipped; loss scale collapsed at the floor, $2^{0}$: the last 44 steps were all skipped"
     )
-    # A run has not collapsed if an applied step follows at the lowest scale.
+    # A loss scale has not collapsed if a step is applied at the lowest scale.
     assert "settled at $2^{0}$" in title(draw_one(record_of(scales, range(3, 46))))
 
 

@@ -52,7 +52,8 @@ def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path)
     analysis = analyze(run_of_record(RECORD))
     for text in (*analysis.to_dict()["verdict"], analysis.advice[0].change, "skipped</dt><dd>12, 20.00%"):
         assert (text if "<" in text else html.escape(text)) in page
-    # There are two pictures, of the run and of the gradients in its folder. Each is there in a wide and a narrow form.
+    # There are two pictures: one of the run, and one of the gradients recorded in the run's folder. Each picture is in
+    # the page in a wide and a narrow version.
     assert page.count("data:image/svg+xml;base64,") == 4
     shown = draw_runs({"": RECORD})
     assert [axes.get_ylabel() for axes in shown.axes][:2] == ["loss, unscaled", "gradient norm"]
@@ -100,7 +101,7 @@ def test_names_of_rules_and_settings_are_text():
 
 
 def test_bounds_are_told_as_bounds_and_advice_may_lack_settings():
-    """The first line of the log stands for ten steps, and the last twenty steps overflow at the smallest scale."""
+    """The first line of the log stands for ten steps, and the last twenty steps overflow at the smallest loss scale."""
     overflow = np.arange(40) >= 20
     lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
     run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
@@ -150,7 +151,7 @@ def test_what_cannot_be_told_is_refused(tmp_path, monkeypatch, run_program, argu
     assert (tmp_path / "page.html").read_text() == "as it was"
 
 
-# In a browser
+# Tests of the page in a browser
 
 # A page that shows the report in a frame of the given width, and collects what is visible there.
 _FRAME = """<!DOCTYPE html><iframe id="page" src="report.html" width="{width}" height="900" style="border:0"></iframe>

@@ -10,7 +10,7 @@ MEGATRON_DEEPSPEED = " samples per second: 26.440 | TFLOPs: 59.10 |"
 
 
 class Run(NamedTuple):
-    """For each step from 1 on: whether it overflowed, its loss scale, and the loss scale after it."""
+    """A run: for each step from 1 on, its overflow flag, its loss scale, and the loss scale after the step."""
 
     flags: list[bool]
     used: list[float]
@@ -18,7 +18,7 @@ class Run(NamedTuple):
 
 
 def random_run(random, steps, smallest=2.0**-6):
-    """Return a run of a dynamic rule with random window, hysteresis and floor, on ceilings that wander and collapse."""
+    """Return a run of a dynamic rule with random window, hysteresis and smallest scale, on ceilings that collapse."""
     window, hysteresis = int(random.choice([1, 2, 5, 20])), int(random.integers(1, 4))
     floor = max(smallest, 2.0 ** random.choice([-6, 0, 10]))
     ceilings = random.choice([3, 12, 20]) + random.choice([0.3, 3]) * random.standard_normal(steps)
@@ -76,7 +76,7 @@ def megatron_line(step, scale, skipped=0, end="", prefix=" "):
 
 
 def megatron(run, every=1, first_line=False):
-    """Return the lines of Megatron-LM. Newer versions print the first step on a separate line."""
+    """Return the log lines of Megatron-LM for a run. Newer versions print the first step on a separate line."""
     lines = [megatron_line(1, run.after[0], run.flags[0])] if first_line and every > 1 else []
     for step in ends(run, every):
         lines.append(megatron_line(step, run.after[step - 1], sum(run.flags[step - every : step])))
@@ -96,7 +96,7 @@ def progress_line(step, skipped):
 
 
 def deepspeed(run, every=10, ranks=1, iterations=0, totals=True):
-    """Return the lines of DeepSpeed, with a line of Megatron-DeepSpeed after every few iterations."""
+    """Return the log lines of DeepSpeed for a run, with a Megatron-DeepSpeed line after every few iterations."""
     lines = []
     for step, (flag, used, after) in enumerate(zip(*run, strict=True), start=1):
         if flag:
@@ -114,7 +114,7 @@ def record_line(step, overflow=False, loss_scale=1024.0, **changes):
 
 
 def record(run, every=1, history=1, counted=True):
-    """Return a record for which the host reads the device every few steps, and the device keeps only the last steps."""
+    """Return the record of a run whose host reads the device every few steps. The device keeps only the last steps."""
     lines = []
     for last in ends(run, every):
         first = max(last - history, last - every) + 1

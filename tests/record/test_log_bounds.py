@@ -1,4 +1,4 @@
-"""Random runs are written as each program logs them and read back: the truth lies within the bounds."""
+"""Write random runs as each program logs them and read the logs: the true skips lie within the bounds read."""
 
 import itertools
 
@@ -25,7 +25,7 @@ WRITERS = {
     "record without counts": lambda run, every: record(run, every, counted=False),
 }
 
-# These formats count every skipped step, or state each, so the number of skipped steps is exact.
+# Logs in these formats count or state every skipped step, so the number of skipped steps is exact.
 EXACT = ("megatron", "megatron with its first step", "deepspeed", "deepspeed of three ranks", "record")
 
 
@@ -36,7 +36,7 @@ def read(folder, lines):
 
 
 def assert_within(run, truth):
-    """Assert that the bounds hold for the first steps of a log, however many, and that known flags are true."""
+    """Assert that the bounds of skipped steps hold for any number of first steps, and that known flags are right."""
     flags = np.array(truth.flags)[run.step - 1] if run.is_numbered else None
     fewest, most = run.skipped_bounds()
     if flags is None:
@@ -68,13 +68,13 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
         assert (run.skipped_bounds(), run.holds_if) == ((sum(truth.flags),) * 2, "")
     if every == 1 and name in ("mindformers", "mindspore", "megatron", "record"):
         assert run.overflow.tolist() == truth.flags
-        # Compare scales from 1 on, because Megatron prints 0.1 for both 0.125 and 0.0625.
+        # Compare loss scales from 1 on only, because Megatron-LM prints 0.1 for both 0.125 and 0.0625.
         used = np.array(truth.used)
         assert run.loss_scale[1:][used[1:] >= 1] == pytest.approx(used[1:][used[1:] >= 1])
 
 
 def damaged(random, lines):
-    """Drop, cut or double lines, as several ranks do; keep the first and the last lines with a number intact."""
+    """Drop, cut or double log lines, as several ranks do; keep the first and the last numbered lines intact."""
     start = next((number for number, line in enumerate(lines) if "OVERFLOW" not in line), 0) + 1
     result, lines, end = lines[:start], lines[start:-2], lines[-2:]
     for line in lines:

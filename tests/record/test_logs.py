@@ -1,4 +1,4 @@
-"""The reader of logs: the content of the lines in each format, and damaged, mixed and foreign lines."""
+"""The reader of training logs understands the lines of each format, and copes with damaged, mixed and foreign lines."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def assert_same(run, expected):
     assert run.skipped_bounds() == expected.skipped_bounds()
 
 
-# The line of step 3, an overflow with a scale of 32768 afterwards, in the format of each version.
+# MindFormers' log line of step 3, an overflow with a loss scale of 32768 afterwards, in each version's format.
 MINDFORMERS = {
     "0.3 to 0.7": "[INFO] 2023-07-11 10:47:36,427 [/root/mindformers/core/callback/callback.py:269] print_output_info: "
     "Epoch:[  1/  1], step:[    3/  125], loss:[2.500/2.244], time:507.205 ms, lr:[0.], overflow cond: True, "
@@ -71,7 +71,7 @@ def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
     assert (run.loss_scale[-1], run.final_loss_scale, run.loss[-1]) == (65536.0, 32768.0, 2.5)
-    # Until version 0.7 the logged time is the time of a whole call, which in sink mode takes several steps.
+    # Until version 0.7, the log has the time of a whole call of the network, which in sink mode takes several steps.
     assert run.seconds is None if "507.205" in MINDFORMERS[version] else run.seconds[-1] == 0.507
 
 
@@ -80,7 +80,7 @@ def test_mindformers_epochs_norms_and_losses_are_read(tmp_path):
     lines[2] = mindformers_line(1, False, 8.0, 2, 2, loss="nan", norm="[nan]")
     run = read(tmp_path, *lines)
     assert run.step.tolist() == [1, 2, 3, 4]
-    # A loss or norm of NaN is read as inf, not as unknown.
+    # A loss or gradient norm of NaN is read as inf, not as unknown.
     assert np.isinf(run.loss).tolist() == [False, False, True, False]
     np.testing.assert_array_equal(run.gradient_norm, [1.5, 1.5, np.inf, 1.5])
 
@@ -110,7 +110,7 @@ def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
         "per_step_time:    103ms, lr: 1.000000e-03, grad_norm:   1.500000, throughput:   0.10T }\n"
     )
     for text in (pynative, mindformers_line(1, False, "unavailable")):
-        with pytest.raises(ValueError, match=r"must show what loss scale .*, but the 1 line of steps in .*run\.log"):
+        with pytest.raises(ValueError, match=r"must show what loss scale .*, but 1 line of steps in .*run\.log"):
             read(tmp_path, text)
 
 
@@ -132,11 +132,11 @@ def test_lines_of_other_monitors_are_no_problems(tmp_path):
         megatron_line(1, 32768.0, 1, prefix=" [2024-09-03 16:02:57] "),
         megatron_line(1, 32768.0, 1, prefix="[default7]: "),
         megatron_line(1, 32768.0, 1, end=MEGATRON_DEEPSPEED),
-        # The format of GPT-NeoX.
+        # The log format of GPT-NeoX.
         " samples/sec: 16.5 | iteration        1/  320000 | elapsed time per iteration (ms): 1250.0 | learning rate: "
         "3.750E-07 | approx flops per GPU: 50.6TFLOPS | lm_loss: 2.5E+00 | loss scale: 32768.0 | number of skipped "
         "iterations:   1 | number of nan iterations:   0 |\n",
-        # The format before 2020, without colons and without the number of skipped iterations.
+        # The log format before 2020, without colons and without the number of skipped iterations.
         " iteration        1/  200000 | elapsed time per iteration (ms): 1250.0 | learning rate 1.500E-04 | "
         "lm loss 2.500000E+00 | loss scale 32768.0 |\n" + megatron_line(2, 16384.0, 1),
     ],
@@ -150,7 +150,7 @@ def test_each_variant_of_megatron_line_is_read(tmp_path, text):
 def test_a_falling_scale_outweighs_a_count_of_0(tmp_path):
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0), megatron_line(30, 256.0))
     assert (run.skipped_bounds(), run.skipped_steps, run.position_known.any()) == ((2, 30), 2, False)
-    assert [note for note in run.notes if "log:2: the scale fell although no skipped step is counted" in note]
+    assert [note for note in run.notes if "log:2: the scale fell although the line counts no skipped step" in note]
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0, 2), megatron_line(30, 256.0))
     assert run.position_known.tolist() == [True] * 10 + [False] * 10 + [True] * 10
 
@@ -179,7 +179,8 @@ def test_each_wording_of_an_overflow_is_read(tmp_path, start, end):
 
 
 def test_overflows_of_all_ranks_and_sources_count_once(tmp_path):
-    # Eight ranks at 2^32: the first overflow is tolerated and keeps the scale, the second halves it.
+    # Eight ranks at a loss scale of 2^32: the first overflow is tolerated and keeps the scale, the second halves the
+    # scale.
     ranks = [overflow_line(2**32, after, rank) for after in (2**32, 2**31) for rank in (4, 6, 7, 2, 5, 1, 0, 3)]
     sources = [overflow_line(2**32, after, 0, name) for after in (2**32, 2**31) for name in ("loss_scaler", "stage2")]
     for lines in (ranks, sources):
@@ -221,13 +222,13 @@ def test_samples_have_the_skips_of_their_flags_and_counts():
     assert run.loss_scale[:9].tolist() == [2.0**k for k in (24, 23, 22, 21, 20, 19, 19, 20, 19)]
     assert (run.lines_read, run.lines_used, run.problems, run.loss[0], run.seconds[0]) == (32, 32, (), 4.155150, 4.705)
     run = read_log(LOGS / "megatron_gpt2_n4.log")
-    # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. Nine drops lead from 2^32
-    # to 2^23, so the first skip was tolerated.
+    # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. Nine drops lead from a
+    # loss scale of 2^32 to 2^23, so the first of the 19 skipped steps was tolerated.
     assert [int(run.overflow[start : start + 10].sum()) for start in range(0, 200, 10)] == [10, 8, 1] + [0] * 17
     assert run.loss_scale[:10].tolist() == [2.0**k for k in (32, 32, 31, 30, 29, 28, 27, 26, 25, 24)]
     assert np.flatnonzero(~run.position_known).tolist() == list(range(10, 30))
     run = read_log(LOGS / "deepspeed_overflow.log")
-    # The log says "step=10, skipped=6", but only four of the skipped steps have lines.
+    # The log says "step=10, skipped=6", but has lines for only four of the six skipped steps.
     assert (len(run), run.skipped_bounds(), run.position_known.any()) == (10, (6, 6), False)
     assert run.loss_scale[run.overflow].tolist() == [65536, 65536, 32768, 16384, 8192, 4096]
     assert (run.loss_scale[~run.overflow] == 2048).all()
@@ -249,13 +250,13 @@ def test_a_restart_supersedes_the_steps_of_the_earlier_attempt(tmp_path):
     lines = SAMPLES["mindformers"]
     again = [line.replace("cond: True", "cond: False") for line in lines[16:20]]
     run = read(tmp_path, *lines, *again)
-    # Steps 1 to 16 have 8 skips. The skip at step 19 is superseded and no longer counts.
+    # Steps 1 to 16 have 8 skips. Later lines supersede the skip at step 19, so it no longer counts.
     assert (run.step.tolist(), run.skipped_steps, run.lines_superseded) == (list(range(1, 21)), 8, 16)
     assert [note for note in run.notes if "run.log:33: the run restarts at step 17 (it had reached 32)" in note]
     many = [line.replace("8388608.0", f"{2**k}.0") for k in range(30) for line in lines[:4]]
     run = read(tmp_path, *many)
     assert (len(run), run.lines_superseded, len(run.notes) < 9) == (4, 116, True)
-    assert "The run goes back 29 times in all." in run.notes
+    assert "The run restarts 29 times in all." in run.notes
 
 
 def test_long_log_is_restarted_where_lines_were_put_away(tmp_path):
@@ -375,13 +376,15 @@ def test_steps_that_are_missing_are_named(tmp_path):
 def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
     run = read(tmp_path, mindformers_line(1, False, 1024.0), mindformers_line(2, False, 64.0))
     assert run.loss_scale.tolist() == [1024.0, 64.0]
-    assert [note for note in run.notes if "log:2: 1 step(s) cannot lead to the scale 64" in note]
+    assert [
+        note for note in run.notes if "log:2: 1 step(s) cannot lead from the scale of the line before to 64" in note
+    ]
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
-    # With the scale of the previous line, no step of the last line could have been skipped.
+    # If the last line had the loss scale of the previous line, none of its steps could have been skipped.
     assert read(tmp_path, *lines).lines.tolist() == [[4, 0, 3], [8, 0, 6], [12, 0, 9]]
 
 
-# The record of this package.
+# The run record that this package writes.
 
 
 def test_what_the_package_writes_is_read(tmp_path):
@@ -392,7 +395,7 @@ def test_what_the_package_writes_is_read(tmp_path):
     run = read_log(written.path)
     assert (run.step.tolist(), run.without_line.tolist()) == ([1, 2, 3, 4], [False, True, True, False])
     assert (run.loss_scale[[0, 3]].tolist(), run.problems) == ([float("inf"), 8.0], ())
-    # No count tells whether the two steps in between were skipped.
+    # The record has no count of skipped steps, so it does not show whether the two missing steps were skipped.
     assert run.skipped_bounds() == (2, 4)
     assert run.loss[0] == np.inf
 
@@ -453,7 +456,7 @@ def test_a_flag_that_no_line_names_follows_from_the_counts(tmp_path):
 
 @pytest.mark.parametrize(
     ("counts", "bounds"),
-    # The counter decreases, exceeds the number of steps, lacks the last skip, or is right.
+    # The counter of skipped steps decreases, exceeds the number of steps, lacks the last skip, or is right.
     [((5, 2), (1, 5)), ((0, 9), (1, 5)), ((3, 3), (1, 5)), ((0, 3), (3, 3))],
 )
 def test_a_count_that_cannot_be_is_not_relied_on(tmp_path, counts, bounds):
@@ -508,7 +511,7 @@ PIECES = st.sampled_from(
 
 @st.composite
 def mutilated(draw, lines):
-    """Draw lines that are dropped, doubled, moved and cut, with parts replaced by random text or bytes."""
+    """Drop, double, move and cut log lines at random, and replace parts of the lines by random text or bytes."""
     result = []
     for line in draw(st.lists(st.sampled_from(lines), min_size=1, max_size=20)):
         line = line.strip("\n")

@@ -1,4 +1,4 @@
-"""Turning a recorded run into a trace: the formulas of the assumed ceilings, the bounds, and the known values."""
+"""Turn a recorded run into a trace: formulas of assumed ceilings, bounds of the ceilings, and known values."""
 
 import dataclasses
 
@@ -20,18 +20,20 @@ def exponents(ceiling):
 
 
 def test_interpolated_ceilings_lie_between_skipped_steps():
-    # Skipped steps at indices 0-1 (down from 16 to 8, then 4 is applied) and at index 6 (at 16, then 8 is applied).
+    # The run skips the steps at index 0 (scale 16) and 1 (scale 8), then applies scale 4. It skips index 6 at 16, then
+    # applies 8.
     run = run_of([16, 8, 4, 4, 4, 4, 16, 8], "!!....!.")
-    # In log2: (3 + 2) / 2 = 2.5 at index 1 and (4 + 3) / 2 = 3.5 at index 6; linear in between, constant outside.
+    # Log2 of the ceiling is (3 + 2) / 2 = 2.5 at index 1 and (4 + 3) / 2 = 3.5 at index 6; linear in between, constant
+    # outside.
     assert exponents(run.to_trace().ceiling) == [2.5, 2.5, 2.7, 2.9, 3.1, 3.3, 3.5, 3.5]
 
 
 def test_interpolated_ceilings_are_moved_into_the_bounds():
-    # The skip at index 1 gives (3 + 2) / 2; the step before was applied at 2^3, which is higher.
+    # The skip at index 1 gives log2 ceilings of (3 + 2) / 2, but the step before was applied at 2^3, which is higher.
     assert exponents(run_of([8, 8, 4], ".!.").to_trace().ceiling) == [3, 2.5, 2.5]
-    # After a tolerated overflow the next step has the same scale, so half of the scale replaces it.
+    # After a tolerated overflow the next step has the same loss scale, so half of that scale replaces the next scale.
     assert exponents(run_of([8, 8, 8], "!..").to_trace().ceiling) == [2.5, 3, 3]
-    # A skipped step at the end has no next step, so half of its scale replaces the next scale.
+    # A skipped step at the end has no next step, so half of the skipped step's loss scale replaces the next scale.
     assert exponents(run_of([4, 8], ".!").to_trace().ceiling) == [2.5, 2.5]
 
 
@@ -88,7 +90,7 @@ def test_every_assumption_agrees_with_every_step(steps):
     run = run_of([2.0**k for k in exponent], flags, known=known, largest_gradient=np.array(gradients))
     lower, upper = run.to_trace("lower_bound").ceiling, run.to_trace("upper_bound").ceiling
     for ceiling in (run.to_trace(assume).ceiling for assume in ASSUMPTIONS):
-        # Replayed at its own scales, the run overflows at the same steps.
+        # Replayed at its own loss scales, the run overflows at the same steps.
         assert ((run.loss_scale > ceiling) == run.overflow).all()
     assert (lower <= upper).all()
 
@@ -112,24 +114,27 @@ def test_an_unknown_assumption_is_refused():
 
 
 def shown(exponents):
-    """Return largest gradients that imply ceilings with these log2; None stands for an unknown gradient."""
+    """Return the largest gradients that imply ceilings, given as log2; None stands for an unknown gradient."""
     return np.array([np.nan if exponent is None else 65504.0 / 2.0**exponent for exponent in exponents])
 
 
 def test_known_gradients_show_the_ceilings():
     run = run_of([4, 4, 4, 16, 4, 4], "...!..", largest_gradient=shown([5, None, 3, None, 4, 1]))
-    # Index 1 is between 5 and 3. The skip is between 3 and 4, below its scale. The last step was applied at 2^2.
+    # Log2 of the ceiling at index 1 is between 5 and 3. At the skipped step it is between 3 and 4, below the loss
+    # scale. The last step was applied at a loss scale of 2^2.
     assert run.assumptions[0] == "gradients"
     assert exponents(run.to_trace().ceiling) == [5, 4, 3, 3.5, 4, 2]
     assert exponents(run.to_trace("interpolated").ceiling) == [3] * 6
 
 
 def test_gradients_above_an_overflow_are_lowered():
-    # Both skips are at 2^4, but the gradients of the next steps imply 2^7 and 2^8. So these are 3.5 bits too high.
+    # Both skipped steps have a loss scale of 2^4, but the gradients nearby imply ceilings of 2^7 and 2^8. So the
+    # implied ceilings are lowered by 3.5 bits.
     gradients = shown([7, None, 7, 7, None, 8])
     trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()
     assert exponents(trace.ceiling) == [3.5, 3.5, 3.5, 3.5, 4, 4.5]
-    # A single contradiction among three skips is a spike, so the gradients are not corrected.
+    # If only one of three skipped steps contradicts the gradients, it is a spike, so the implied ceilings are not
+    # lowered.
     trace = run_of([8, 16, 8, 16, 8, 16, 8], ".!.!.!.", largest_gradient=shown([3.5, None] * 2 + [9, None, 3.5]))
     assert exponents(trace.to_trace().ceiling)[4] == 9
 

@@ -1,4 +1,4 @@
-"""A trace: its ceilings lie within their bounds, and the bounds decide which loss scales overflow."""
+"""A trace's ceilings (largest loss scales without overflow) lie within bounds, which decide what surely overflows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The record has each step once, despite kills, resumes, torn lines and full disks, and has one writer at a time."""
+"""A run's record has each step once, despite kills, resumes, torn lines and full disks, and has a single writer."""
 
 import contextlib
 import errno
@@ -29,12 +29,12 @@ def entries(first, last):
 
 
 def beside(path):
-    """Return the files in the folder of a record whose names begin with the name of the record."""
+    """Return the files in a record's folder whose names begin with the record's name."""
     return sorted(path.parent.glob(f"{path.stem}_*{path.suffix}"))
 
 
 def write(path, *parts, last_step=0, run=0):
-    """Resume a record after a step, append the parts, and return the notes."""
+    """Resume a record after a step, append lines, and return the notes of the writer."""
     record = RunRecord(path)
     notes = record.resume(last_step, run)
     for part in parts:
@@ -70,14 +70,14 @@ def test_steps_that_are_taken_again_are_replaced(path, run):
     [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20, run=run)
     message = f"{path} went on to step 27: the steps after 20 are taken out, because the run takes them again."
     assert read_record(path) == [*entries(1, 20), {"step": 21, "loss": 0.5}]
-    # Without the number of the run, the later lines may belong to another run, so they are kept.
+    # Without the number of the run, the lines of later steps may belong to another run, so the writer keeps the lines.
     saved = beside(path)
     assert note == message + ("" if run else f" They are kept as {saved[0].name}.")
     assert [*map(read_record, saved)] == ([] if run else [entries(21, 27)])
 
 
 def test_steps_put_aside_are_whole_however_many(path):
-    # These lines are longer than the block that is copied at once.
+    # These record lines are longer than the block that the writer copies at once.
     later = [{"step": step, "note": "w" * 2**20} for step in (2, 3)]
     write(path, [{"step": 1}, *later])
     write(path, last_step=1)
@@ -104,7 +104,7 @@ def test_the_record_of_another_run_is_never_continued(path, run, other):
     [note] = write(path, entries(5, 7), last_step=4, run=run)
     [first] = beside(path)
     assert note == f"{path} is the record of another run: this run is recorded in {first.name}."
-    # Only a run with a number finds its file again.
+    # Only a run with a number finds its record file again.
     assert bool(write(path, entries(8, 8), last_step=7, run=run)) == (not run)
     assert read_record(path) == entries(1, 9)
     assert sorted(line["step"] for file in beside(path) for line in read_record(file)) == [5, 6, 7, 8]
@@ -158,7 +158,7 @@ def test_the_record_of_an_earlier_run_is_renamed(path, run):
     assert note == f"{path} has the steps of an earlier run: it is kept as {earlier.name}."
     assert (read_record(path), read_record(earlier)) == (entries(1, 2), entries(1, 5))
     if run:
-        # The earlier run finds its record again by its number.
+        # The earlier run finds its record again by the number of the run.
         assert write(path, entries(6, 6), last_step=5, run=run) == []
         assert (read_record(path), read_record(earlier)) == (entries(1, 2), entries(1, 6))
 

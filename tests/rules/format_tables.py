@@ -1,10 +1,10 @@
-"""The numbers of HiF8, computed from the definition of the format."""
+"""The numbers of the 8-bit format HiF8, computed from its definition."""
 
 OWN = {"name": "mine", "largest": 28.0, "smallest_normal": 0.25, "smallest_subnormal": 0.0625, "overflow": "saturate"}
 
 
 def numbers_of_hifloat8():
-    """Return all finite numbers above 0 of HiF8, code by code: a prefix gives the exponent's width; 0x6F is inf."""
+    """Return all finite numbers above 0 of HiF8. In a code, a prefix gives the exponent's width; code 0x6F is inf."""
     values = []
     for code in {*range(1, 0x80)} - {0x6F}:
         bits = f"{code:07b}"
@@ -15,7 +15,8 @@ def numbers_of_hifloat8():
             if width is None:
                 values.append(2.0 ** (int(bits_left, 2) - 23))
                 break
-            # The exponent has a sign and a magnitude, whose first bit is always 1 and not stored.
+            # The exponent of HiF8 has a sign and a magnitude. The first bit of the magnitude is always 1 and is not
+            # stored.
             magnitude = int("1" + bits_left[1:width], 2) if width else 0
             exponent = -magnitude if bits_left[:1] == "1" and width else magnitude
             fraction = bits_left[width:]

@@ -1,4 +1,4 @@
-"""The gradient-guided rule with branches, for one run in plain Python: the reference for the rule's traced step."""
+"""The gradient-guided rule in plain Python with branches, as a reference for the rule's traced step."""
 
 import math
 
@@ -21,12 +21,12 @@ def max_safe_exponent(largest_gradient):
     return int(exponent) if known else None
 
 
-# For each mode: whether a higher limit is being tried, and whether the limit has an anchor.
+# For each value of ``trial`` in the state: whether the rule tries a higher limit, and whether its limit has an anchor.
 TRIALS = {0: (False, False), 1: (True, False), -1: (True, True), -2: (False, True)}
 
 
 class ReadableGuided:
-    """The rule for an exchange rate, with scales from ``2**lowest`` to ``2**highest``."""
+    """The gradient-guided rule for an exchange rate, with loss scales from ``2**lowest`` to ``2**highest``."""
 
     def __init__(self, exchange_rate=1.0, lowest=0, highest=127):
         self.patience = max(round(1000 / exchange_rate), 1)
@@ -92,7 +92,7 @@ class ReadableGuided:
             limit -= after and explained
             if is_new:
                 trial = anchored = False
-        # Until a gradient has shown a ceiling, only the limit counts.
+        # Until a gradient has shown a ceiling (the largest loss scale without overflow), only the limit counts.
         cheapest = -1024 if unseen and shown is None else int(np.argmin(rates * np.float32(self.patience) + PLACES))
         following = min(max(base + 1 - max(cheapest, limit), self.lowest), self.highest)
         clean = 0 if after or following > exponent else min(state.clean_steps + 1, 64 * self.small)
@@ -103,5 +103,5 @@ class ReadableGuided:
 
 
 def bits_of(shown):
-    """Return the bits that a step shows, as float32; 0 becomes a number just above 0."""
+    """Return the exponent that a step's gradients allow as float32; 0 becomes a number just above 0."""
     return np.float32(shown) if shown else NEARLY_ZERO

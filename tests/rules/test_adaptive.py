@@ -1,4 +1,4 @@
-"""The adaptive rule in plain Python: a hand-made table for each branch, invariants, and bad input."""
+"""The adaptive rule in plain Python follows a hand-made table for each branch, and rejects bad input."""
 
 import math
 
@@ -73,7 +73,8 @@ def test_the_window_counts_at_the_bounds_as_without_them(events):
     states = [replay(rule, rule.start(1024.0), events) for rule in (bounded, AdaptiveRule(**LADDER_2_3_4))]
     counted = [(each.scale_window, each.window_index, each.growth_num, each.down_num) for each in states]
     assert counted[0] == counted[1]
-    # A raise beyond the upper bound does not change the scale, and a drop beyond the lower bound stops at this bound.
+    # A raise beyond the upper bound leaves the loss scale as it is, and a drop beyond the lower bound stops at the
+    # lower bound.
     assert states[0].loss_scale == (700.0 if "!" in events else 1024.0)
 
 

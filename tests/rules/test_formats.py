@@ -1,4 +1,4 @@
-"""Number formats: their numbers against ml_dtypes, and how they are written to files."""
+"""Number formats have the same numbers as in ml_dtypes, and are written to files and read back."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from tests.rules.format_tables import OWN, numbers_of_hifloat8
 
 
 def numbers_of(number_format):
-    """Return all numbers above 0 of a format, computed from its quantum at each exponent."""
+    """Return all numbers above 0 of a number format, computed from the step between neighbours at each exponent."""
     lowest, _, highest = map(math.floor, number_format.exponents)
     values = []
     for exponent in range(lowest, highest + 1):
@@ -94,7 +94,7 @@ def test_hifloat8_has_the_numbers_of_its_codes():
 def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
     assert find_format(json.loads(json.dumps(number_format.to_config()))) == find_format(number_format) == number_format
     assert (number_format.to_config() == number_format.name) is (number_format in FORMATS.values())
-    # The attribute ``given`` of version 1.0.0 has the same value.
+    # The attribute ``given``, which version 1.0.0 had instead of to_config(), has the same value.
     assert number_format.given == number_format.to_config()
 
 
@@ -102,7 +102,7 @@ def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
     ("value", "error", "message"),
     [
         ("fp8", ValueError, "'gradient_format' must be one of float16, .*hifloat8, but got 'fp8'"),
-        (8, TypeError, "the numbers of a format by name, but got 8 of type int. The default is float16."),
+        (8, TypeError, "a dict with a format's numbers, but got 8 of type int. The default is float16."),
         (
             {"name": "mine"},
             TypeError,
@@ -122,7 +122,7 @@ def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
         ({**OWN, "precision": [[0, 1], [0, 2]]}, ValueError, "'precision' must have increasing exponents"),
         ({**OWN, "smallest_normal": 0.3}, ValueError, "'smallest_normal' must be a power of two .* but got 0.3"),
         ({**OWN, "smallest_subnormal": 0.5}, ValueError, "'smallest_normal' must be .* of at least 0.5, but got 0.25"),
-        ({**OWN, "largest": 27.5}, ValueError, "'largest' must be a number of the format, but 27.5 is between two"),
+        ({**OWN, "largest": 27.5}, ValueError, "'largest' must be a number of the format, but 27.5 lies between two"),
         ({**OWN, "largest": "28"}, TypeError, "'largest' must be a number above 0"),
         ({**OWN, "overflow": "wrap"}, ValueError, r"'overflow' must be one of \('inf', 'nan', 'saturate'\)"),
     ],

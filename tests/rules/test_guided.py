@@ -1,4 +1,4 @@
-"""The gradient-guided rule: its step against code with branches, a hand-made table per branch, invariants, limits."""
+"""The gradient-guided rule takes the steps of a version with branches, and stays within its invariants and bounds."""
 
 import math
 from fractions import Fraction
@@ -15,17 +15,18 @@ from mindformers_adaptive.rules.operations import possible_exponents, safe_expon
 from mindformers_adaptive.rules.saved_state import to_values
 from tests.rules.readable_guided import ReadableGuided
 
-# A patience of 100 steps: an overflow counts as recent for 8 steps, and the windows are 50 and 1600 steps.
+# A rule with a patience of 100 steps: an overflow counts as recent for 8 steps, and the scale windows are 50 and 1600
+# steps.
 RULE = GuidedRule(exchange_rate=10)
 
 
 def gradient(bits):
-    """Return the largest gradient for which the ceiling is 2^bits, but at most 3e38."""
+    """Return the largest gradient of a step whose ceiling is 2^bits, but at most 3e38."""
     return min(65504 / 2.0**bits, 3e38)
 
 
 def run(rule, state, events):
-    """Take steps: an event is "!" for an overflow, None for a step without a gradient, or a ceiling in bits."""
+    """Step the rule with events: "!" is an overflow, None a step without a gradient, a number the ceiling in bits."""
     lanes = Lanes([rule], [state])
     for event in events:
         lanes.step(np.array([event == "!"]), np.array([math.nan if event in ("!", None) else gradient(event)]))
@@ -33,7 +34,7 @@ def run(rule, state, events):
 
 
 def train(rule, state, ceilings, shown=None):
-    """Take steps with known ceilings, in bits; return the last state and the overflow flags of the steps."""
+    """Step the rule under given ceilings, in bits; return the last state and the overflow flags of the steps."""
     lanes, overflow = Lanes([rule], [state]), []
     for ceiling, bits in zip(ceilings, ceilings if shown is None else shown, strict=True):
         overflow.append(bool(lanes.loss_scale[0] > 2.0**ceiling))
@@ -46,19 +47,19 @@ def bits_of(state):
 
 
 def settled(rule=RULE, bits=18, steps=400):
-    """Return the state after many steps with the same ceiling; the scale then equals the ceiling."""
+    """Return the state after many steps with the same ceiling, when the loss scale equals this ceiling."""
     state = run(rule, rule.start(2.0**10), [bits] * steps)
     assert (bits_of(state), state.limit, state.skipped_steps) == (bits, 0, 0)
     return state
 
 
 RATES = (0.001, 0.2, 1.0, 5.0, 50.0, 333.0, 1000.0)
-# Lowest and highest exponents of the scale.
+# Pairs of the lowest and the highest exponent of the loss scale.
 BOUNDS = ((0, 127), (4, 20), (-10, 40))
 
 
 def random_steps(random, steps):
-    """Return ceilings and gradients, a column per run: regimes, noise, hidden ceilings, steps without a gradient."""
+    """Return random ceilings and gradients with noise, regimes and hidden ceilings, in a column for each run."""
     lanes, step = len(RATES) * len(BOUNDS), np.arange(steps)[:, np.newaxis]
     low = random.integers(3, 20, lanes) * (step // random.integers(40, 400, lanes) % 2)
     ceiling = random.normal(17, 1, lanes) - low + random.normal(0, 0.6, (steps, lanes))
@@ -66,7 +67,7 @@ def random_steps(random, steps):
     gradients = 65504 / 2.0 ** (ceiling + hidden)
     gradients[random.random(gradients.shape) < 0.05] = np.nan
     gradients[random.random(gradients.shape) < 0.01] = 0.0
-    # Half of the runs start with steps without a gradient.
+    # Half of the runs start with 60 steps without a gradient.
     gradients[:60, ::2] = np.nan
     return ceiling, gradients
 
@@ -119,7 +120,7 @@ def test_float16_shows_what_it_always_did():
 
 @pytest.mark.parametrize("name", [*FORMATS])
 def test_a_format_moves_what_gradients_show_and_nothing_else(name):
-    """A gradient that is the same fraction of the largest number causes the same step in every format."""
+    """A gradient that is the same fraction of a format's largest number causes the same step in every format."""
     rule, steps = GuidedRule(exchange_rate=10, gradient_format=name), []
     for guided, largest in ((RULE, 65504.0), (rule, FORMATS[name].largest)):
         state = guided.start(2.0**20)
@@ -171,12 +172,12 @@ def test_a_lone_spike_costs_its_step_and_is_gone(after):
     assert bits_of(spiked) == bits_of(state) - 10
     back = run(RULE, spiked, [18])
     assert (back.loss_scale, back.limit, back.trial, back.clean_steps) == (state.loss_scale, 0, 0, 0)
-    # The step after an overflow is not counted in the statistics, because it is no surprise.
+    # The rule's statistics of gradients leave out the step after an overflow, because this step is no surprise.
     assert (back.overflow_rate, back.weight) == (state.overflow_rate, state.weight)
 
 
 def limited():
-    """Return the state after two unexplained overflows close together."""
+    """Return the state after two overflows close together that the gradients do not explain."""
     return run(RULE, settled(), ["!", 18, "!", 18])
 
 
@@ -186,7 +187,7 @@ def test_two_unexplained_overflows_set_a_limit_with_an_anchor():
     assert (state.scale_window, state.clean_steps) == (50, 0)
     apart = run(RULE, settled(), ["!", *[18] * 12, "!", 18])
     assert (bits_of(apart), apart.limit) == (18, 0)
-    # The limit falls by one bit for each overflow of the row, not by the drop of the scale.
+    # The limit falls by one bit for each of the consecutive overflows, not by the drop of the loss scale.
     row = run(RULE, settled(), ["!", 18, "!", "!", "!", 18])
     assert (bits_of(row), row.limit) == (15, row.base + 1 - 15)
 
@@ -199,7 +200,8 @@ def test_failed_trial_makes_the_window_32_times_larger():
         state = run(RULE, state, ["!", 18])
         assert (bits_of(state), state.trial, state.clean_steps) == (17, ANCHORED, 0)
         assert state.scale_window == 1600
-    # A fall outside a trial makes the window small again, and removes the anchor. The next fall sets the anchor again.
+    # A fall of the limit outside a trial makes the scale window small again and removes the limit's anchor. The next
+    # fall sets the anchor again.
     state = run(RULE, state, ["!", 18])
     assert (state.scale_window, state.trial) == (50, MOVING)
     assert run(RULE, state, ["!", 18]).trial == ANCHORED
@@ -212,7 +214,7 @@ def test_limit_moves_with_base_unless_it_has_an_anchor():
         after = run(RULE, state, [*[19] * 20, *[20] * 20])
         assert after.base == state.base + 1
         assert bits_of(after) == bits_of(state) + follows
-    # Gradients that are much smaller or larger than usual begin a new regime, and the limit moves.
+    # Gradients that are much smaller or larger than usual begin a new regime, so the limit moves with the base.
     after = run(RULE, anchored, [22] * 40)
     assert bits_of(after) >= bits_of(anchored) + 2
 
@@ -249,7 +251,7 @@ def test_without_gradients_it_is_adaptive_scaling():
     assert bits_of(state) == 13
     fallen = run(RULE, state, ["!", None])
     assert (bits_of(fallen), fallen.scale_window, fallen.trial) == (12, 1600, MOVING)
-    # As soon as a gradient shows a ceiling, the scale follows this ceiling.
+    # As soon as a gradient shows a ceiling, the loss scale follows this ceiling.
     shown = run(RULE, fallen, [20])
     assert (shown.limit, shown.base, shown.low) == (0, 20, 20.0)
 
@@ -284,9 +286,9 @@ def test_state_stays_within_its_bounds(rule, events):
         assert after.low == 1024 or abs(after.base - after.level) <= 1.25
         assert after.skipped_steps == state.skipped_steps + (event == "!")
         assert after.consecutive_overflows == (state.consecutive_overflows + 1 if event == "!" else 0)
-        # An overflow never raises the scale.
+        # An overflow never raises the loss scale.
         assert event != "!" or after.loss_scale <= state.loss_scale
-        # Every state that a run can reach must be accepted from a checkpoint.
+        # The rule must accept every state that a run can reach, if it is restored from a checkpoint.
         assert rule.find_state_problem(to_values(rule, after, number)) is None
         state = after
 

@@ -1,4 +1,4 @@
-"""The ladder of scale windows: its construction, its shape for every pair of bounds, and bad input."""
+"""The ladder of scale windows is built by the recipe and rises for every pair of bounds; bad bounds are rejected."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from mindformers_adaptive.rules.ladder import window_ladder
     ("bounds", "ladder"),
     [
         ((1000, 20), (20, 30, 40, 50, 100, 200, 500, 1000)),
-        # For these bounds, MindFormers' generator exceeds the bounds or repeats windows.
+        # For these bounds, the list of windows that MindFormers generates exceeds the bounds or repeats windows.
         ((150, 20), (20, 30, 40, 50, 100, 150)),
         ((1000, 30), (30, 35, 50, 100, 200, 500, 1000)),
         ((1000, 150), (150, 200, 500, 1000)),
@@ -32,18 +32,19 @@ def is_well_formed(ladder, largest, smallest):
 def test_ladder_is_well_formed_also_where_mindformers_is_not():
     same = compared = 0
     for smallest in range(1, 201):
-        # Every largest window near the smallest window, and some that are far from it, round numbers and others.
+        # Try every largest window near the smallest window, and some round and other numbers far from the smallest
+        # window.
         for largest in {*range(smallest, smallest + 120), *range(smallest + 120, 3001, 37), *range(500, 3001, 100)}:
             ours = window_ladder(largest, smallest)
             compared += 1
             assert is_well_formed(ours, largest, smallest), (largest, smallest, ours)
             assert all(type(window) is int for window in ours)
-            # MindFormers' own cell uses an interval of 100 and a factor of 2.
+            # MindFormers' own update cell calls the generator of windows with an interval of 100 and a factor of 2.
             theirs = tuple(_get_window_list(largest, smallest, 100, 2)[1])
             if is_well_formed(theirs, largest, smallest):
                 assert ours == theirs, (largest, smallest)
                 same += 1
-    # The page on compatibility has both of these numbers.
+    # The page on compatibility states both numbers: the compared ladders and the equal ladders.
     assert (compared, same) == (44184, 1534)
 
 

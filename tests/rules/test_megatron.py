@@ -1,4 +1,4 @@
-"""Migration from Megatron-LM: its arguments as a section of ours, its scaler step for step, its state in our cell."""
+"""Migration from Megatron-LM: our update cell gets its arguments and scaler state, and takes its scaler's steps."""
 
 import numpy as np
 import pytest
@@ -14,23 +14,23 @@ from mindformers_adaptive.wrapper import NoLossScaleUpdateCell
 
 CLEAN, OVERFLOW = False, True
 
-# Computed by hand from the description of DynamicGradScaler: an overflow lowers the hysteresis tracker by one and sets
-# the growth tracker to 0. At a hysteresis tracker of 0 or below, every overflow halves the scale. A full window doubles
-# the scale and resets the hysteresis tracker.
+# These scales were computed by hand from the description of Megatron-LM's DynamicGradScaler: an overflow lowers the
+# hysteresis tracker by one and sets the growth tracker to 0. At a hysteresis tracker of 0 or below, every overflow
+# halves the scale. A full window doubles the loss scale and resets the hysteresis tracker.
 BY_HAND = [
     # The default hysteresis: the first overflow is tolerated, every later overflow halves the scale until a raise.
     ("--hysteresis 2", 64, 3, [OVERFLOW, OVERFLOW, OVERFLOW], [64, 32, 16]),
     # Clean steps do not reset the hysteresis before the window is full: the tolerated overflows need not be
     # consecutive.
     ("--hysteresis 2", 64, 3, [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, OVERFLOW], [64, 64, 64, 32, 32, 16]),
-    # A raise resets the hysteresis.
+    # A raise of the loss scale resets the hysteresis.
     ("--hysteresis 2", 64, 2, [OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW, OVERFLOW], [64, 32, 32, 64, 64, 32]),
-    # A tolerated overflow also starts the window again.
+    # A tolerated overflow also restarts the window.
     ("--hysteresis 2", 64, 3, [CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, CLEAN], [64, 64, 64, 64, 64, 128]),
     ("--hysteresis 3", 64, 9, [OVERFLOW] * 5, [64, 64, 32, 16, 8]),
     ("--hysteresis 1", 64, 1, [CLEAN, CLEAN, OVERFLOW, CLEAN], [128, 256, 128, 256]),
     ("--min-loss-scale 16", 64, 4, [OVERFLOW] * 5, [64, 32, 16, 16, 16]),
-    # One factor is not the reciprocal of the other.
+    # The backoff factor is not the reciprocal of the growth factor.
     ("--growth-factor 4 --backoff-factor 0.5 --hysteresis 1", 64, 1, [OVERFLOW, CLEAN, OVERFLOW], [32, 128, 64]),
     ("--growth-factor 2 --backoff-factor 0.25", 64, 2, [OVERFLOW, OVERFLOW, CLEAN, CLEAN], [64, 16, 16, 32]),
 ]
@@ -55,7 +55,7 @@ def test_cell_takes_the_steps_of_the_description(graph_mode, options, initial, w
     assert list(path_of(cell_from(arguments), overflows)) == expected
 
 
-# A loss scale of 0 means dynamic loss scaling.
+# In Megatron-LM, a loss scale of 0 means dynamic loss scaling.
 @pytest.mark.parametrize("arguments", ["--fp16", "--fp16 --loss-scale 0"])
 def test_defaults_are_those_of_megatron(arguments):
     assert scale_sense_from_megatron(arguments) == {
@@ -114,7 +114,7 @@ def test_scalers_state_is_left_out_with_a_warning_where_missing(state):
     with pytest.warns(UserWarning, match="state of a gradient scaler, but NoLossScaleUpdateCell scales nothing"):
         cell.load_state_dict(state)
     assert cell.get_loss_scale() == 1.0
-    # Megatron-LM saves this state if it has no scaler.
+    # Megatron-LM saves None as the state if it has no scaler.
     cell.load_state_dict({"optimizer": {}, "grad_scaler": None})
     cell.load_state_dict(cell.state_dict())
 
@@ -167,7 +167,8 @@ def test_cell_goes_on_from_megatron_and_back(graph_mode, hysteresis):
             left = cell.state_dict()
             assert float(loss_scale) == left["scale"] == policy.step(bool(overflow)), steps
             assert left["growth_tracker"] == policy.state()["clean_steps"]
-            # At 1 and below, every overflow lowers the scale, but Megatron-LM keeps counting below 0.
+            # At a hysteresis tracker of 1 or below, every overflow lowers the loss scale, but Megatron-LM keeps
+            # counting below 0.
             assert max(left["hysteresis_tracker"], 1) == max(hysteresis - policy.state()["overflows"], 1)
 
 
@@ -190,7 +191,7 @@ def test_state_of_a_constant_scaler_is_refused():
 
 
 def test_a_tracker_below_zero_is_a_spent_budget(graph_mode):
-    # Megatron-LM keeps decreasing the tracker below 0 with every overflow after the budget is spent.
+    # After its budget of tolerated overflows is spent, Megatron-LM's hysteresis tracker falls below 0.
     cell = AdaptiveLossScaleUpdateCell(2.0**20, 2, 1, max_scale_window=4, min_scale_window=1, hysteresis=2)
     cell.load_state_dict({"scale": 64.0, "growth_tracker": 0, "hysteresis_tracker": -3})
     assert cell.state()["hysteresis_budget"] == 0
@@ -231,7 +232,7 @@ def test_factors_that_differ_scale_as_the_policy_does(growth, backoff):
     factors = {"growth_factor": growth, "backoff_factor": backoff}
     theirs = make_policy("megatron", growth_interval=4, **factors)
     ours = make_policy("adaptive", **section)
-    # With such factors, the path of the scale does not show which steps were skipped.
+    # If raises and drops have different factors, the loss scales alone do not show which steps were skipped.
     assert (ours.moves_by_one_factor, theirs.moves_by_one_factor) == (False, False)
     for overflow in np.random.default_rng(5).random(300) < 0.25:
         assert ours.step(bool(overflow)) == theirs.step(bool(overflow))

@@ -1,7 +1,7 @@
-"""NumPy, cells and plain Python agree on each operation of a step, at numbers on which implementations often differ.
+"""NumPy, update cells and Python agree on each operation of a rule, at numbers where implementations often differ.
 
-An expression is computed with traced values, and with the numbers of ``Plain``, which define what each operation means.
-A result below 2^-126 is undefined, and is not compared.
+Each expression is computed with traced values, and with numbers of the class ``Plain``, which define what each
+operation means. A result below 2^-126 is undefined, and is not compared.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ INTEGERS = (0, 1, -1, 7, -7, 2**31 - 1, -(2**31), -(2**31) + 1, 2**24 + 1, 46341
 
 
 class Plain:
-    """A number of a dtype, whose operations give the documented results."""
+    """A number with a dtype, whose operations give the results that the documentation states."""
 
     def __init__(self, number, dtype):
         self.number, self.dtype = self.fitting(number, dtype), dtype
@@ -117,7 +117,7 @@ def rounded(function):
         number = x.number
         if not math.isfinite(number):
             return x
-        # A result of 0 has the sign of the input.
+        # A result of 0 has the sign of the operation's input.
         return Plain(
             math.copysign(abs(function(number)), number) if function(number) == 0 else function(number), "float32"
         )
@@ -207,7 +207,7 @@ maximum(x, -2147483648); maximum(0, minimum(x, 3)); minimum(x, x); int32(float32
 int32(float32(x) * float32(y)); x < 2147483647; where(x < 0, -x, x); abs(x) - x; -x - y; x * x; x * y + x
 """
 
-# For each table: the dtype of the numbers, the dtype of the results, and the expressions.
+# For each table of expressions: the dtype of x and y, the dtype of the results, and the expressions.
 TABLES = {
     "floats_of_floats": ("float32", "float32", FLOATS_OF_FLOATS),
     "integers_of_floats": ("float32", "int32", INTEGERS_OF_FLOATS),
@@ -216,7 +216,7 @@ TABLES = {
 
 
 def results_of(table, x, y, of):
-    """Return the results of a table by expression; ``of`` has the functions for traced or for plain values."""
+    """Evaluate a table's expressions, and return the results by expression; ``of`` has the operations to use."""
     _, dtype, expressions = TABLES[table]
     results = {}
     for expression in expressions.strip().replace("\n", "; ").split("; "):
@@ -234,7 +234,7 @@ DTYPES = {"float32": float32, "int32": int32}
 
 
 class OfVectors(Rule):
-    """Computes all expressions on vectors of numbers."""
+    """A rule that computes all expressions on vectors of numbers."""
 
     name = "of_vectors"
 
@@ -247,7 +247,7 @@ class OfVectors(Rule):
             self.state |= dict.fromkeys(self.fields_of(name), DTYPES[dtype][len(pairs_of(taken))])
 
     def fields_of(self, table):
-        """Return the names of the state fields that store the results of a table."""
+        """Return the names of the state fields that store the results of a table of expressions."""
         number = Plain(1, TABLES[table][0])
         return [f"{table}_{n}" for n in range(len(results_of(table, number, number, PLAIN)))]
 
@@ -259,18 +259,18 @@ class OfVectors(Rule):
         return state.replace(**results)
 
     def starts(self):
-        """Return a list with a single start state, which has all pairs."""
+        """Return a list with a single start state, whose vectors hold all pairs of numbers."""
         columns = {dtype: list(zip(*pairs_of(dtype), strict=True)) for dtype in DTYPES}
         fields = {f"{side}_{dtype}": columns[dtype][n] for dtype in columns for n, side in enumerate("xy")}
         return [self.start(1.0)._replace(**fields)]
 
     def results(self, ends):
-        """Return, for each table, the results of its expressions for all pairs, from the states after the step."""
+        """Return, for each table of expressions, the results for all pairs of numbers, from the states after a step."""
         return {name: [getattr(ends[0], field) for field in self.fields_of(name)] for name in TABLES}
 
 
 class OfNumbers(OfVectors):
-    """Computes the same expressions on one pair of numbers at a time; a vector has the results of a table."""
+    """A rule that computes the expressions on one pair of numbers; a vector of the state has the results of a table."""
 
     name = "of_numbers"
 
@@ -287,7 +287,7 @@ class OfNumbers(OfVectors):
         return state.replace(**results)
 
     def starts(self):
-        """Return a start state for each pair of float32; the fewer pairs of int32 are repeated."""
+        """Return a start state for each pair of float32 numbers; the pairs of int32 are fewer and repeat."""
         states, integers = [], pairs_of("int32")
         for n, (x, y) in enumerate(pairs_of("float32")):
             whole = dict(zip(("x_int32", "y_int32"), integers[n % len(integers)], strict=True))
@@ -300,7 +300,7 @@ class OfNumbers(OfVectors):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Return the expected results by table and expression, for each pair."""
+    """Return the expected results by table and expression, for each pair of numbers."""
     by_name = {}
     for name, (taken, _, _) in TABLES.items():
         rows = [results_of(name, Plain(x, taken), Plain(y, taken), PLAIN) for x, y in pairs_of(taken)]
@@ -309,7 +309,7 @@ def expected():
 
 
 def assert_results(expected, results):
-    """Assert that results are equal bit for bit, and that NaN meets NaN."""
+    """Assert that results are as expected bit for bit, and NaN where NaN is expected."""
     wrong = []
     for name, expressions in expected.items():
         pairs = pairs_of(TABLES[name][0])
@@ -328,14 +328,14 @@ def is_equal(number, ours):
 
 
 def in_lanes(rule, states):
-    """Return the states of lanes after a step from these start states."""
+    """Return the states after a step of Lanes, which computes in NumPy, from given start states."""
     lanes = Lanes([rule] * len(states), states)
     lanes.step(np.zeros(len(states), bool), np.full(len(states), np.nan))
     return lanes.states()
 
 
 def in_cell(rule, states):
-    """Return the values of an update cell after a step from each of these states."""
+    """Return the values of an update cell after a step from each of the given states."""
     owned, ends = Owned(RuleLossScaleUpdateCell(1.0, rule)), []
     cell = owned.update_cell
     for state in states:
@@ -347,7 +347,7 @@ def in_cell(rule, states):
     return ends
 
 
-@pytest.mark.filterwarnings("ignore:The rule 'of_.*' has computed a number nearer to 0")
+@pytest.mark.filterwarnings("ignore:The rule 'of_.*' computed a subnormal number")
 @pytest.mark.parametrize("rule_class", [OfVectors, OfNumbers])
 def test_numpy_gives_what_the_operations_mean(expected, rule_class):
     rule = rule_class()
@@ -363,7 +363,7 @@ def test_cell_gives_what_the_operations_mean(expected, mode, rule_class):
     assert_results(expected, rule.results(in_cell(rule, rule.starts())))
 
 
-@pytest.mark.filterwarnings("ignore:The rule 'of_.*' has computed a number nearer to 0")
+@pytest.mark.filterwarnings("ignore:The rule 'of_.*' computed a subnormal number")
 def test_a_planted_difference_is_found(expected, monkeypatch):
     planted = operations.OPERATIONS["floor"]._replace(numpy="np.trunc({0})")
     monkeypatch.setitem(operations.OPERATIONS, "floor", planted)
@@ -372,7 +372,7 @@ def test_a_planted_difference_is_found(expected, monkeypatch):
         assert_results(expected, rule.results(in_lanes(rule, rule.starts())))
 
 
-# Vectors whose smallest element is searched, and whose elements are taken by index.
+# Vectors for argmin(), which searches the smallest element, and for take(), which takes an element by index.
 VECTORS = ((0.0, -0.0, 1.0, 0.0), (1.0, -0.0, 0.0, 2.0), (math.nan, 3.0, math.nan, 3.0), (math.nan,) * 4)
 VECTORS += (
     (math.inf, math.nan, math.inf, 1e38),
@@ -384,7 +384,7 @@ INDICES = (0, 1, 3, 4, -1, -4, 7, 2**31 - 1, -(2**31))
 
 
 def table(flag, number):
-    """Return two counters for a flag and a number; a function for ``tabulate``."""
+    """Return two int32 results for a flag and a number; this is a function for ``tabulate``."""
     if flag:
         return number * 3, -number
     return number // 2, 2**31 - 1 if number == 5 else 0
@@ -415,7 +415,7 @@ class OfPlaces(Rule):
 
 
 class Nested(Rule):
-    """Picks elements of a vector by one flag; the second result falls back to the first result."""
+    """A rule that picks elements of a vector by a flag; the second result falls back to the first result."""
 
     name = title = "nested"
     state = {"pair": int32[2], "first": int32, "second": int32}  # noqa: RUF012
@@ -429,7 +429,7 @@ class Nested(Rule):
 
 
 class Crossed(Nested):
-    """Picks the elements in another order than they have in the vector."""
+    """A rule that picks the elements of a vector in another order than they have in the vector."""
 
     name = title = "crossed"
 
@@ -487,7 +487,7 @@ def test_a_gradient_shows_the_largest_exponent_at_which_it_fits(graph_mode, grad
     rule = OfGradients(gradient_format=gradient_format)
     largest = rule.gradient_format.largest
     gradients = [0.0, math.inf, math.nan, 1e-40, 2.0**-127, 2.0**-126, 1.0, 3.25, 2.0**-10, LARGEST, -1.0, 2.0**100]
-    # Gradients that just fit at some exponent, and their neighbours.
+    # Gradients that just fit into the format at some exponent of the loss scale, and the neighbours of such gradients.
     for fits in (np.float32(largest * 2.0**-n) for n in (1, 5, 30, 100)):
         gradients += [float(np.nextafter(fits, np.float32(toward))) for toward in (0, fits, LARGEST)]
     owned = Owned(RuleLossScaleUpdateCell(1024.0, rule))

@@ -8,13 +8,13 @@ import numpy as np
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
-# Digests that adaptive_paths() gave with the hand-written version.
+# The digests that adaptive_paths() gave with the hand-written version of the adaptive rule.
 BEFORE = json.loads(Path(__file__).with_name("paths_before.json").read_text(encoding="utf-8"))
 STEPS = 500
 
 
 def adaptive_paths(random, count):
-    """Yield, for each of ``count`` random rules, a digest of all its states on random overflows."""
+    """Yield, for each of ``count`` random adaptive rules, a digest of its states in a run with random overflows."""
     for _ in range(count):
         smallest = int(random.integers(1, 30))
         rule = AdaptiveRule(

@@ -1,4 +1,4 @@
-"""A state from a checkpoint is repaired so that the rule can continue: other windows, damage, state of other cells."""
+"""A state from a checkpoint is repaired if it is damaged or if its scale window is not on the rule's ladder."""
 
 import re
 
@@ -20,7 +20,7 @@ GUIDED = GuidedRule(exchange_rate=10)
 
 
 def guided_values(steps=30):
-    """Return the values that a guided cell has after ``steps`` steps."""
+    """Return the state values that a guided update cell has after ``steps`` steps."""
     state = GUIDED.start(SCALE)
     for step in range(steps):
         overflow = step in (3, 4, 20)
@@ -39,7 +39,7 @@ def test_a_good_state_is_left_as_it_is():
 @pytest.mark.parametrize(
     ("bounds", "window", "index", "expected"),
     [
-        # The ladder for 2000 is the ladder for 1000 plus one window, so nothing has to change.
+        # The ladder up to a window of 2000 is the ladder up to 1000 plus one window, so no window has to change.
         *(((2000, 20), RULE.window_at(index), index, (RULE.window_at(index), index)) for index in range(-1, 8)),
         *(((100, 20), RULE.window_at(index), index, (RULE.window_at(index), index)) for index in range(-1, 5)),
         *(((100, 20), RULE.window_at(index), index, (100, 4)) for index in range(5, 8)),
@@ -81,7 +81,7 @@ NO_SKIPS = {"skipped_steps": 0, "consecutive_overflows": 0}
         ),
         ({"growth_num": 9}, {"growth_num": 3}, r"'scale_window_up_count' 9, which must lie between 0 and 3: 3 is used"),
         ({"down_num": -1}, {"down_num": 0}, r"'scale_window_down_count' -1, which .*: 0 is used"),
-        # Counters that every rule has, and the values to which they are repaired.
+        # Damaged counters that every rule has, and the values to which these counters are repaired.
         ({"cur_iter": 0}, NO_STEPS, r"'current_iterator_step' 0, which must lie between 1 and"),
         ({"cur_iter": 2**31 - 5}, NO_STEPS, r"'current_iterator_step' 2147483643, which"),
         ({"last_overflow_iter": 700}, {"last_overflow_iter": 699}, r"'last_overflow_iterator_step' 700, which .* 699"),
@@ -154,7 +154,7 @@ def test_other_exchange_rate_keeps_the_guided_record(exchange_rate, changes):
         f"The checkpoint has a state of gradient-guided scaling with another 'exchange_rate' than {exchange_rate:g}: "
         f"{changed}, and the overflow histogram is kept."
     ] * bool(changes)
-    # The rule continues at once from its restored statistics.
+    # The guided rule continues at once from its restored statistics of gradients.
     assert rule.step(from_values(rule, state.loss_scale, repaired), False, 2.0**-3).base == state.base
 
 
@@ -204,7 +204,7 @@ WHOLE_NUMBERS = st.integers(-(2**31), 2**31 - 1)
 
 
 def anything_like(value):
-    """Return a strategy for values of the same type as ``value``."""
+    """Return a Hypothesis strategy for values of the same type as ``value``."""
     if isinstance(value, tuple):
         return st.tuples(*map(anything_like, value))
     return st.integers(-2, 3300) | WHOLE_NUMBERS if isinstance(value, int) else st.floats(0, 1) | st.floats(width=32)

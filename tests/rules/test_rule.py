@@ -1,4 +1,4 @@
-"""How a user's own rule may be written, what the package adds to it, and that its update cell does what NumPy does."""
+"""A user's own rule: how it may be written, and that its update cell takes the same steps as NumPy."""
 
 import copy
 import dataclasses
@@ -48,7 +48,7 @@ FLAGS = [False, False, True, False, True, True, False, False]
 
 
 def rule_of(next_state, *, state=None, first=MappingProxyType({}), needs_gradients=False, **arguments):
-    """Return a rule with the given step and state."""
+    """Return a rule with the given step function and state fields."""
     names = {"name": "own", "state": state or {}, "needs_gradients": needs_gradients, "next_state": next_state}
     if first != {}:
         names["first_state"] = lambda self, loss_scale: first
@@ -59,7 +59,7 @@ def rule_of(next_state, *, state=None, first=MappingProxyType({}), needs_gradien
     ("package", "name", "said"),
     [
         ("mindformers_adaptive", "TextRule", "see mindformers_adaptive.Rule"),
-        ("mindformers_adaptive.rules", "TextRule", "its step as the method next_state. See docs/en/own_rule.md"),
+        ("mindformers_adaptive.rules", "TextRule", "its state and a method next_state. See docs/en/own_rule.md"),
         ("mindformers_adaptive.rules", "Field", "a dict as its state"),
     ],
 )
@@ -69,7 +69,7 @@ def test_a_name_of_before_says_what_is_there_instead(package, name, said):
 
 
 def run(rule, flags=FLAGS, loss_scale=2.0**16, gradients=(None,) * 99):
-    """Return the states after each step."""
+    """Step a rule, and return its state after each step."""
     states = [rule.start(loss_scale)]
     for overflow, gradient in zip(flags, gradients, strict=False):
         states.append(rule.step(states[-1], overflow, gradient))
@@ -87,7 +87,7 @@ def halved(self, state, seen):
 HALVED = [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**14, 2.0**13, 2.0**13, 2.0**13]
 
 
-# What the package does around a step.
+# What the package does before and after a rule's own step.
 
 
 def to_the_ends(self, state, seen):
@@ -155,16 +155,16 @@ MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bit
             ({name: 3}, f"'{name}', which only a rule of this package may have. Leave it out or rename it")
             for name in MADE
         ),
-        # Neither the update cell nor Lanes would use this step().
+        # Neither the update cell nor Lanes would call a step() that a rule defines.
         ({"step": lambda self, state, overflow: state}, "'step', which only a rule of this package may have"),
-        ({"title": 5}, "must have its title as text in a line, but has 5"),
-        ({"title": "two\nlines"}, "must have its title as text in a line"),
+        ({"title": 5}, "must have text in one line as its title, but has 5"),
+        ({"title": "two\nlines"}, "must have text in one line as its title"),
         (
             {"tried": {"margin": 2.0}},
             r"must have 'tried' as a dict of the values to try, such as .* has \{'margin': 2.0\}",
         ),
         ({"tried": [1.0]}, "must have 'tried' as a dict of the values to try"),
-        ({"state": {"ﬁne": int32}}, "has 'ﬁne' in its state, which Python spells in another way. Rename it"),
+        ({"state": {"ﬁne": int32}}, "has 'ﬁne' in its state, a name that Unicode NFKC would change. Rename it"),
     ],
 )
 def test_impossible_description_of_a_rule_is_refused(attributes, said):
@@ -239,11 +239,11 @@ def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
     assert scales(Follow(min_loss_scale=8.0, max_loss_scale=8.0), [True, False], loss_scale=8.0) == [8.0, 8.0]
 
 
-# How a step may be written.
+# How the step of a rule may be written.
 
 
 class Bounded(Rule):
-    """Has an argument of its own, and the bounds of Rule."""
+    """A rule with an argument ``factor``, and with the bounds of Rule."""
 
     name = "bounded"
     state: ClassVar = {"clean": int32}
@@ -265,7 +265,7 @@ class Bounded(Rule):
 
 
 class Further(Bounded):
-    """Has a further argument, and does the step of its parent first."""
+    """A rule with a further argument, which first takes the step of its parent class."""
 
     name = "further"
 
@@ -357,7 +357,7 @@ def test_pick_between_equal_numbers_by_a_vector_is_a_vector():
 
 @dataclasses.dataclass
 class Dated(Rule):
-    """A dataclass, which cannot be hashed, with another rule as an attribute."""
+    """A rule that is a dataclass, which cannot be hashed, with another rule as an attribute."""
 
     name: ClassVar = "dated"
     state: ClassVar = {"clean": int32, "rung": int32}
@@ -394,8 +394,10 @@ def test_rules_may_be_made_in_several_threads():
 
 def test_an_attribute_is_read_when_the_rule_is_made():
     rules = [Bounded(2), Bounded(8)]
-    # If an attribute could change, arguments and labels would not match the step that is taken.
-    with pytest.raises(AttributeError, match=r"The rule 'bounded' is made already, .* 'factor'. Make another rule"):
+    # If an attribute of a rule could change, the rule's arguments and labels would not match its compiled step.
+    with pytest.raises(
+        AttributeError, match=r"The rule 'bounded' cannot change its 'factor' after .*\. Make another rule"
+    ):
         rules[0].factor = 4
     assert scales(rules[0]) == HALVED != scales(rules[1])
 
@@ -430,7 +432,7 @@ def test_a_copy_of_a_state_is_the_state(rule, again):
 
 
 class Listed(Rule):
-    """Stores its argument as it is."""
+    """A rule that stores its argument as it is."""
 
     name = "listed"
 
@@ -474,7 +476,7 @@ EXCHANGED = [1.0, 2.0**-9, 70000.0, 1e-39, np.nan]
 
 
 class Counters(Rule):
-    """Has a table whose size is an argument."""
+    """A rule with a table whose size is an argument."""
 
     name = "counters"
     state: ClassVar = {"rung": int32, "wait": int32[2]}
@@ -525,7 +527,7 @@ def assert_lanes_equal_runs(rules):
 
 
 class Numbers(Rule):
-    """Has conditions, tables, vectors and reductions that depend on nothing but its arguments."""
+    """A rule with conditions, tables, vectors and reductions that depend on the rule's arguments only."""
 
     name = "numbers"
     state: ClassVar = {"n": int32, "v": float32[3], "places": int32[2]}
@@ -596,7 +598,7 @@ def test_lanes_go_on_from_states_that_are_put_into_them():
 
 
 def large_again(number):
-    """Return a number with an intermediate result below 2^-126, in enough operations to make a separate branch."""
+    """Compute a number with an intermediate result below 2^-126, by enough operations for a branch of the graph."""
     return abs(number * 2.0**-80 * 2.0**-64 * 2.0**100 * 2.0**10 - 2.0) + 1.0
 
 
@@ -605,7 +607,7 @@ def large_again(number):
     [
         lambda self, state, seen: state.replace(x=state.loss_scale * 1e-30 * 1e-20 * 1e30),
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64),
-        # No bits are lost, and the final result is large again.
+        # The intermediate result is subnormal. No bits are lost, and the final result is large again.
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64 * 2.0**100),
         lambda self, state, seen: state.replace(x=ceil(state.loss_scale * 2.0**-80 * 2.0**-64)),
         lambda self, state, seen: where(seen.overflow, state, state.replace(x=large_again(state.loss_scale))),
@@ -615,7 +617,7 @@ def large_again(number):
 )
 def test_numbers_nearer_to_zero_than_the_smallest_are_noticed(next_state):
     rule = rule_of(next_state, state=SCALAR)
-    with pytest.warns(UserWarning, match=r"'own' has computed a number nearer to 0 than 2\^-126.* by maximum"):
+    with pytest.warns(UserWarning, match=r"'own' computed a subnormal number \(below 2\^-126\).* by maximum"):
         rule.step(rule.start(2.0**16), False)
 
 
@@ -634,20 +636,20 @@ def test_numbers_that_no_device_flushes_are_not_noticed(next_state):
         rule.step(rule.start(2.0**16), False)
 
 
-# The first state.
+# The first state of a rule.
 
 
 @pytest.mark.parametrize(
     ("state", "first", "message"),
     [
-        (INTEGER, {"y": 1}, r"has 'y', and its state is x\. Correct one of the two"),
-        ({}, {"y": 1}, r"has 'y', and its state is empty\. Correct one of the two"),
-        (INTEGER, {"loss_scale": 1}, "has 'loss_scale', and its state is x"),
-        ({"x": {"a": float32}}, {"x": 1.0}, "has 'x', and its state is a"),
+        (INTEGER, {"y": 1}, r"has 'y', but the state of the rule declares x\. Correct one of the two"),
+        ({}, {"y": 1}, r"has 'y', but the state of the rule declares nothing\. Correct one of the two"),
+        (INTEGER, {"loss_scale": 1}, "has 'loss_scale', but the state of the rule declares x"),
+        ({"x": {"a": float32}}, {"x": 1.0}, "has 'x', but the state of the rule declares a"),
         (
             INTEGER,
             {"x": 2**40},
-            "has 'x' 1099511627776, which is no int32. Give a number of its range, or change the state",
+            "has 'x' 1099511627776, which is no int32. Give a number of that dtype or change the state",
         ),
         (INTEGER, {"x": 1.5}, "has 'x' 1.5, which is no int32"),
         (INTEGER, {"x": 1.0}, "has 'x' 1.0, which is no int32"),
@@ -704,7 +706,7 @@ def test_a_first_state_has_the_dtypes_of_its_fields(state, first, expected):
 
 
 def assert_cell_equals(rule, steps=100, loss_scale=2.0**16, gradients=None, seed=0):
-    """Step NumPy and the cell; assert that their states are equal after each step, and return the states."""
+    """Step a rule in NumPy and its update cell; assert that the states are equal after each step, and return these."""
     numbers, states, owned = (
         random.Random(seed),
         [rule.start(loss_scale)],
@@ -744,7 +746,7 @@ def test_a_value_that_is_handed_on_is_that_of_before_the_step(mode):
 
 
 class Watching(AdaptiveRule):
-    """Stores the number of clean steps in its own state."""
+    """An adaptive rule that stores the number of steps since the last overflow in a field of its own."""
 
     name = "watching"
     state: ClassVar = {**AdaptiveRule.state, "clean": int32}
@@ -768,7 +770,7 @@ def test_overflow_change_leaves_a_value_that_is_handed_on():
 
 
 def test_constants_of_the_compiler_leave_a_value_handed_on(graph_mode):
-    # In 32-bit arithmetic, the constants of each function multiply to 1.
+    # In 32-bit arithmetic, the constants in each of these functions multiply to 1.
     before = (lambda a: a * -1 * -1, lambda a: a * 3 * -1431655765, lambda a: 65537 * (-65535 * a))
     state = {"a": int32} | {f"before_{n}": int32 for n in range(len(before))}
 
@@ -799,7 +801,7 @@ def test_a_rule_may_call_anything_a_scale_factor(graph_mode):
 
 
 class FarGuided(GuidedRule):
-    """Moves the exponent beyond the bounds, and relies on the package to keep the scale within them."""
+    """A guided rule that moves the exponent beyond the bounds; the package keeps the loss scale within the bounds."""
 
     name = "far_guided"
 
@@ -809,7 +811,7 @@ class FarGuided(GuidedRule):
 
 
 class FarAdaptive(AdaptiveRule):
-    """Moves the loss scale beyond the bounds, and also counts the raises."""
+    """An adaptive rule that moves the loss scale beyond its bounds, and also counts the raises."""
 
     name = "far_adaptive"
     state: ClassVar = {**AdaptiveRule.state, "raises": float32}
@@ -830,7 +832,7 @@ def test_rule_made_from_ours_stays_within_its_bounds(graph_mode, rule_class, arg
 
 
 class SpendsMore(AdaptiveRule):
-    """Changes a field of the state that never changes in AdaptiveRule itself with a hysteresis of 1."""
+    """An adaptive rule that changes a state field that AdaptiveRule with a hysteresis of 1 never changes."""
 
     name = "spends_more"
 

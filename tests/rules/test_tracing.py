@@ -1,4 +1,4 @@
-"""Steps that cannot be computed everywhere are rejected when the rule is made, with name, file, line and remedy."""
+"""A step that cannot run on every device is rejected when the rule is made, with its name, file, line and a remedy."""
 
 import pickle
 import random
@@ -35,7 +35,7 @@ SIGNATURE = HEAD[: HEAD.index("    def next_state")].count("\n") + 1
 
 
 def made(folder, source):
-    """Return the rule of a module whose source is written to a file in the folder."""
+    """Write source code of a rule's module to a file in a folder, and return the rule."""
     file = folder / "strange_rule.py"
     file.write_text(source)
     names = {"__name__": "strange_rule"}
@@ -44,7 +44,7 @@ def made(folder, source):
 
 
 def refusal(folder, statement, after="return state"):
-    """Return the message for a rule with this statement in its step, the file, and the statement's first line."""
+    """Return the error message for a rule with a statement in its step, the file, and the statement's first line."""
     body = textwrap.indent(f"{statement}\n{after}\n", " " * 8)
     with pytest.raises(ValueError, match=r"^The step of the rule 'own' ") as refused:
         made(folder, HEAD + body)
@@ -60,15 +60,15 @@ def assert_says(message, problem, remedy, where_it_is):
 
 BRANCH = ("has an 'if', 'and', 'or', 'not' or 'while' on a value", r"Use where\(condition, a, b\), & \| and ~")
 OTHER = r"Use \+ - \* / //, comparisons, .*argmin, take and tabulate of mindformers_adaptive.rules"
-NUMBER = ("needs the number of a value, which is known in training only", OTHER)
+NUMBER = ("needs a value as a Python number, which is known only in training", OTHER)
 AROUND = r"Write int32\(...\) or float32\(...\) around"
 FOREIGN = ("has .* of type .*, which is no int, float or bool", "Convert it")
 KEEP = "Keep in the state what the next step needs"
 HAS = ", ".join(["loss_scale", "exponent", "clean", "mean", "vec", "a", "b", "skipped_steps", "consecutive_overflows"])
 REPLACED = ", ".join(HAS.split(", ")[:-2])
-TABULATE = r"(must return a tuple of as many int32 numbers each time|needs tabulate\()"
+TABULATE = r"(Return a tuple of int, in the range of int32 and always of the same length|calls tabulate\(\) with)"
 
-# The problem and the remedy in the message, with statements that cause the message, separated by ;;.
+# The problem and the remedy in each error message, with statements of a step that cause it, separated by ;;.
 REFUSED = {
     BRANCH: """
         if o: return state.replace(loss_scale=s / 2) ;; if s > 2: s = s / 2 ;; while s > 2: s = s / 2
@@ -91,27 +91,30 @@ REFUSED = {
     ("mixes (bool and|float32 and bool|int32 and bool)", AROUND): """
         x = o + n ;; x = s * o ;; x = n - o ;; x = o == n ;; x = where(o, o, s)
     """,
-    ("has (add|sub|mul|less|less_equal|minimum|maximum|neg|abs) of bool", AROUND): """
+    ("uses '(add|sub|mul|less|less_equal|minimum|maximum|neg|abs)' on bool", AROUND): """
         x = o + o ;; x = o - (s > 1) ;; x = o * True ;; x = o < (s > 1) ;; x = o >= (s > 1) ;; x = minimum(o, s > 1)
         x = -o ;; x = abs(o)
     """,
-    (r"has .* beside (a value of|an int32)", r"(Write|around)"): """
+    (r"uses .* with (a value of|an int32)", r"(Write|around)"): """
         x = n + 1.0 ;; x = n * 0.5 ;; x = 1.0 - n ;; x = n < 0.5 ;; x = where(o, n, 0.5) ;; x = n * DECAY
         x = int32(DECAY * (n + 1)) ;; x = n + math.pi ;; x = np.float64(0.5) * n ;; x = s * True ;; x = sum([o, o])
         x = n + True ;; x = o == 1 ;; x = where(o, True, 1.5) ;; x = where(o, 1, True)
         x = v * (1, 2.5, True) ;; state.replace(clean=1.0) ;; state.replace(clean=True)
         state.replace(loss_scale=False) ;; state.replace(clean=0.0 + 1)
     """,
-    ("has div of int32", r"Write float32\(...\), or // for integers"): """
+    ("uses 'div' on int32", r"Write float32\(...\), or // for integers"): """
         x = n / 2 ;; x = 1 / n ;; x = n / n ;; x = np.true_divide(n, 2) ;; x = (n + 1) / state.skipped_steps
     """,
-    ("has (floor|ceil) of int32", r"Write float32\(...\)"): """
+    ("uses '(floor|ceil)' on int32", r"Write float32\(...\)"): """
         x = floor(n) ;; x = ceil(n + 1)
     """,
-    ("has floordiv of float32", r"Write floor\(a / b\)"): """
+    ("uses 'floordiv' on float32", r"Write floor\(a / b\)"): """
         x = s // 2 ;; x = 2.0 // s ;; x = v // 2.0
     """,
-    ("(has (and|or|not) of (int32|float32|a number)|mixes .* in (and|or))", r"in parentheses, as in \(a > b\) & c"): """
+    (
+        "(uses '(and|or|not)' on (int32|float32|a number)|mixes .* in '(and|or)')",
+        r"in parentheses, as in \(a > b\) & c",
+    ): """
         x = ~n ;; x = n & 1 ;; x = s | s ;; x = n | n ;; x = ~v ;; x = o & 1 ;; x = o | 0.0
         x = o & n > 3 ;; x = n > 3 & o ;; x = n > 3 | o ;; x = o | s == 2.0
     """,
@@ -125,10 +128,10 @@ REFUSED = {
     ("has '@'", "Use products"): """
         x = v @ v ;; x = [1, 2, 3] @ v
     """,
-    ("shifts bits", "(Multiply|Divide by //) in its place"): """
+    ("shifts bits", "(Multiply|Divide by //) instead"): """
         x = n << 2 ;; x = 2 >> n ;; n >>= 1
     """,
-    (r"has '\^'", "Compare flags by != in its place"): """
+    (r"has '\^'", "Compare flags by != instead"): """
         x = o ^ (s > 2) ;; x = n ^ 1 ;; x = True ^ o
     """,
     ("calls (divmod|round)", OTHER): """
@@ -151,39 +154,42 @@ REFUSED = {
         x = np.dot(v, v) ;; x = np.add.reduce(v) ;; x = np.multiply.outer(v, v) ;; x = np.argmin(v) ;; x = np.round(s)
         x = np.add(s, 1, where=o) ;; x = np.add(s, 1, out=np.zeros(()))
     """,
-    ("has a computed index", r"Use take\(vector, index\)"): "x = v[n] ;; x = v[o] ;; x = v[v > 1]",
-    ("has the index .*, which is no integer", r"Take several by stack\(\[v\[0\], v\[1\]\]\)"): """
+    ("indexes a vector by a computed value", r"Use take\(vector, index\)"): "x = v[n] ;; x = v[o] ;; x = v[v > 1]",
+    ("uses the index .*, which is no integer", r"For more elements use stack\(\[v\[0\], v\[1\]\]\)"): """
         x = v[1.0] ;; x = v[0:2] ;; x = v[:] ;; x = v[None] ;; x = v[...] ;; x = v["a"] ;; x = v[True] ;; x = v[0, 1]
     """,
-    (r"takes the element -?\d+ of 3", "Its places are 0 to 2"): """
+    (r"uses index -?\d+ of a vector of length 3", "Use 0 to 2"): """
         x = v[3] ;; x = v[-4] ;; x = take(v, 5)
     """,
-    ("(takes an element of|takes apart) what is a number", "Only a vector has elements"): """
+    ("(indexes a number|uses a number as a vector)", "Only a vector has elements"): """
         x = s[0] ;; x, y = s ;; x = list(s) ;; x = len(s) ;; for x in s: pass ;; x = sum(s) ;; x = stack(s)
         x = [*n]
     """,
-    ("takes '(celan|pair|append|get|_replace)' of the state", rf"which has {HAS} and replace\(name=value\)"): """
+    ("reads '(celan|pair|append|get|_replace)'", rf"but a state has only {HAS} and replace\(name=value\)"): """
         x = state.celan ;; x = state.pair ;; state.append(1) ;; x = state.get("clean")
         state._replace(clean=1) ;; x = getattr(state, "celan", s) ;; x = hasattr(state, "celan")
     """,
-    ("takes '(overflows|loss_scale)'", "only overflow, gradient_known, largest_gradient, max_safe_exponent"): """
+    (
+        "reads '(overflows|loss_scale)'",
+        "'seen' has only overflow, gradient_known, largest_gradient, max_safe_exponent",
+    ): """
         x = seen.overflows ;; x = seen.loss_scale
     """,
     (r"assigns 'clean' to the state", r"Return state\.replace\(clean=\.\.\.\)"): """
         state.clean = 1 ;; state.clean += 1 ;; setattr(state, "clean", n)
     """,
-    ("assigns '(overflow|largest_gradient|own)' to what the step shows", "Use a variable of its own"): """
+    ("sets '(overflow|largest_gradient|own)' in 'seen', which cannot change", "Use a variable of your own"): """
         seen.overflow = True ;; seen.largest_gradient = 1.0 ;; seen.own = s ;; seen.overflow |= s > 2
     """,
     (
-        "replaces '(celan|skipped_steps|consecutive_overflows|overflow|pair|1)' of the state",
-        f"replace is {REPLACED}",
+        "replaces '(celan|skipped_steps|consecutive_overflows|overflow|pair|1)' in the state",
+        f"may replace only {REPLACED}",
     ): """
         state.replace(celan=n) ;; state.replace(skipped_steps=0) ;; state.replace(consecutive_overflows=n)
         state.replace(overflow=True) ;; state.replace(pair=v) ;; state.replace(**{"1": 2})
     """,
     (
-        r"returns '\w+' as \w+ of shape \(.*\), and it is \w+ of shape",
+        r"returns '\w+' as \w+ of shape \(.*\), but the state declares \w+ of shape",
         r"(Put \w+\(...\) around it|Give it the shape \(.*\)), or correct the state",
     ): """
         state.replace(clean=s) ;; state.replace(clean=o) ;; state.replace(loss_scale=n)
@@ -218,39 +224,42 @@ REFUSED = {
         x = s * 1e39 ;; x = s + 2**200 ;; x = s - 1e300 ;; x = v * [1, 1e300, 1] ;; x = s * 10**400
         state.replace(loss_scale=-1e39)
     """,
-    (r"has .*, and devices take numbers below 2\^-126 for 0", "Use a larger one"): """
+    (r"has .*, but devices flush numbers below 2\^-126 to 0", "Use a larger number"): """
         x = s * 1e-40 ;; x = s + 5e-324 ;; x = s - 1e-300 ;; x = s * (1e-30 * 1e-30) ;; x = maximum(s, -1e-39)
         state.replace(mean=2.0**-127)
     """,
-    ("has a constant that is NaN", "Compare with a number that cannot be in its place"): """
+    ("has a constant that is NaN", "Mark a missing value by a number that cannot occur, such as -1"): """
         x = s + math.nan ;; x = where(o, s, float("nan")) ;; state.replace(mean=math.nan) ;; x = maximum(s, np.nan)
     """,
     ("has (nan|inf|-inf), which is no int32", "Use a finite number"): """
         x = n + int32(math.nan) ;; x = int32(math.inf) ;; x = int32(-math.inf)
     """,
-    ("combines vectors of lengths", "Use vectors of one length"): """
+    ("combines vectors of lengths", "Use vectors of equal length"): """
         x = v + [1.0, 2.0] ;; x = v + stack([s, s]) ;; x = [1.0] * v ;; x = where(v > 1, stack([s, s]), 1.0)
         x = where(stack([o, o]), v, 1.0) ;; x = v < (1, 2) ;; x = np.ones(4) * v
     """,
-    ("(has an empty vector|has stack of nothing)", "Give it (an element|a number)"): """
+    ("(has an empty vector|calls stack without values)", "Give at least one (element|number)"): """
         x = v + [] ;; x = take([], n) ;; x = stack([]) ;; x = v * np.zeros(0)
     """,
-    ("stacks a vector", "A vector is made of numbers"): """
+    ("stacks a vector, but stack.. takes numbers only", r"Unpack the vector: stack\(\[\*v, x\]\)"): """
         x = stack([v, v]) ;; x = stack([v, 1.0])
     """,
-    (r"has count of bool of shape \(\)", "It is for a vector of bool"): """
+    (r"uses count on bool of shape \(\)", r"Give count\(\) a vector of bool"): """
         x = count(o) ;; x = count(s > 2) ;; x = count(True)
     """,
-    (r"has count of (float32|int32) of shape", "It is for a vector of bool"): """
+    (r"uses count on (float32|int32) of shape", r"Give count\(\) a vector of bool"): """
         x = count(v) ;; x = count([1, 2]) ;; x = count(n)
     """,
-    (r"has argmin of \w+ of shape", "It is for a vector of float32"): """
+    (r"uses argmin on \w+ of shape", r"Give argmin\(\) a vector of float32"): """
         x = argmin(s) ;; x = argmin(n) ;; x = argmin(v > 1) ;; x = argmin([1, 2])
     """,
-    (r"needs take\(vector, index\)", "with a vector and an int32 index"): """
+    (r"calls take\(vector, index\) without a vector or an int32 index", r"Write take\(v, int32\(i\)\)"): """
         x = take(s, n) ;; x = take(v, s) ;; x = take(v, o) ;; x = take(v, stack([n, n]))
     """,
-    (r"has a condition of where\(\) that is no flag", r"Compare it with something; of flags use stack\(\[...\]\)"): """
+    (
+        r"has a condition of where\(\) that is no flag",
+        r"Write a comparison such as a > b, or stack\(\[...\]\) of flags",
+    ): """
         x = where(s, s, 1.0) ;; x = where(n, s, 1.0) ;; x = where(v, v, 1.0) ;; x = where(1, s, 1.0)
         x = where(None, s, 1.0) ;; x = where([True, False, o], v, 1.0)
         x = where(np.array([True, False, True]), v, 1.0) ;; x = where(state, s, 1.0) ;; x = where(seen, s, 1.0)
@@ -258,14 +267,14 @@ REFUSED = {
     ("picks a state by a vector of flags", "Use one flag"): """
         x = where(v > 1, state, state.replace(loss_scale=1.0))
     """,
-    ("picks a state or something else", "two states, or two values"): """
+    ("chooses between a state and something else", "two states or values"): """
         x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, s, state)
     """,
     ("has a list or tuple with values in it", r"Use stack\(\[...\]\), or a single value"): """
         state.replace(vec=[s, s, 1.0]) ;; x = take([1.0, s], n) ;; x = v + (s, 1.0, 2.0) ;; x = count([o, True])
         state.replace(clean=tabulate(lambda n: (n, n), n=(n, 0, 3))) ;; x = argmin([s, s])
     """,
-    ("compares states|asks whether a step", r"(Compare their parts|Use seen.overflow)"): """
+    ("compares (states|'seen')", r"(Compare parts of the states|Use seen.overflow)"): """
         x = state == state ;; x = state != state.replace(loss_scale=1.0) ;; if state: s = s / 2 ;; if seen: s = s / 2
         x = state and s ;; x = not seen
     """,
@@ -284,7 +293,7 @@ REFUSED = {
         x = tabulate(lambda n: (1,), n=(n, -2**40, 1 - 2**40)) ;; x = tabulate(lambda: (1,)) ;; x = tabulate(3, n=o)
         x = tabulate(None, n=o)
     """,
-    (r"needs tabulate\(", r"(at most 65536 combinations|n=\(value of int32, lowest, highest\))"): """
+    (r"calls tabulate\(", r"(more than 65536 combinations|n=\(value, lowest, highest\) with an int32 value)"): """
         x = tabulate(lambda n: (1,), n=(n, 0, 2**16)) ;; x = tabulate(lambda n: (1,), n=(n, 3, 1))
         x = tabulate(lambda n: (1,), n=(n, n, 3))
         x = tabulate(lambda n, m: (1,), n=(n, 0, 300), m=(n, 0, 300))
@@ -324,24 +333,24 @@ REFUSED = {
         return state.replace(clean=tabulate(lambda o: (random.randint(0, 10**6),), o=o)[0])
         return state.replace(mean=take([random.random(), 1.0], n))
     """,
-    ("assigns 'dtype' to a value", "Compute another one"): """
+    ("sets the attribute 'dtype' of a value", "Compute a new value instead"): """
         s.dtype = 'int32'
     """,
-    ("has list .* where a number or a value is needed", r"Use stack\(\[...\]\)"): """
+    ("has list .* where one number is needed", r"For a vector use stack\(\[...\]\)"): """
         x = where(o, [1.0, 2.0], [2, 3]) ;; x = v + [[1.0, 2.0, 3.0]] ;; x = float32([1, 2]) ;; x = argmin([[s, s]])
     """,
-    ("takes '\\w+' of a value", r"Use \+ - \* / //, comparisons"): """
+    ("uses the attribute '\\w+', which a value does not have", r"Use \+ - \* / //, comparisons"): """
         x = s.astype(1) ;; x = v.sum() ;; x = v.T ;; x = s.item() ;; x = statistics.mean(v)
     """,
     ("assigns an element of a vector", r"Make another vector by stack\(\[...\]\)"): "v[0] = 1.0 ;; v[o] = s",
     ("looks a value up in a set or a dict", "Compare it by ==, or use tabulate"): """
         x = s in {1.0, 2.0} ;; x = {0: 1, 1: 2}.get(n, 3) ;; x = len({n, n + 0}) ;; x = {n: 1}
     """,
-    ("makes or runs a rule", "Do so in the constructor, and call its next_state"): """
+    ("creates a rule or calls its step", r"Create a rule in the constructor, and call next_state\(\)"): """
         x = Own() ;; x = Own().next_state(state, seen) ;; x = self.start(1.0) ;; x = self.step(None, False)
     """,
 }
-# Problems that are only found when the step has returned, so the message has the line of the function.
+# Problems found only when the rule's step has returned, so the error message names the line of the step function.
 OF_THE_STEP = ("moves loss_scale", "must return", "returns the state", "differs")
 
 CASES = [
@@ -386,7 +395,7 @@ def test_forbidden_parts_of_a_step_are_refused_with_their_line(tmp_path, problem
 )
 def test_an_error_in_a_step_is_told_with_the_line_of_the_rule(tmp_path, statement, error):
     message, file, line = refusal(tmp_path, statement)
-    # A recursion may be reported in any of its own lines.
+    # The error may name any line of a recursion.
     line = rf"({line}|{line - 1})" if "next_state" in statement else line
     where_it_is = rf", in line {line} of {re.escape(str(file))}\.$"
     assert re.search(rf"^The step of the rule 'own' raises {error}.*{where_it_is}", message), message
@@ -415,7 +424,7 @@ def test_a_signal_that_is_not_declared_is_refused(tmp_path):
         with pytest.raises(RuleError) as refused:
             made(tmp_path, source + f"        x = seen.{name}\n        return state\n")
         where_it_is = f", in line {HEAD.count(chr(10)) + 1} of {tmp_path / 'strange_rule.py'}"
-        assert_says(str(refused.value), f"takes '{name}'", "It needs needs_gradients = True", where_it_is)
+        assert_says(str(refused.value), f"reads '{name}'", "set needs_gradients = True", where_it_is)
 
 
 def test_values_work_within_a_step_only():
@@ -443,10 +452,12 @@ def test_values_work_within_a_step_only():
         lambda: float32(3),
         lambda: minimum(1, 2),
     ):
-        with pytest.raises(RuleError, match=r"within next_state only: this .*, in line \d+ of .*test_tracing\.py\.$"):
+        with pytest.raises(
+            RuleError, match=r"only inside next_state, but this code .*, in line \d+ of .*test_tracing\.py\.$"
+        ):
             use()
     with pytest.raises(
-        RuleError, match=r"makes a value by 'constant'\. Elsewhere write a number; in a state float32\[8\]"
+        RuleError, match=r"creates a value by 'constant'\. Write a plain number; in a state, float32\[8\]"
     ):
         float32(8)
 
@@ -455,7 +466,7 @@ def test_values_work_within_a_step_only():
 
 
 def described(**names):
-    """Return a rule whose class has these attributes."""
+    """Return a rule whose class has the given attributes."""
     return type("Own", (Rule,), {"name": "own", "next_state": lambda self, state, seen: state, **names})()
 
 
@@ -581,7 +592,7 @@ def test_field_named_like_the_cells_attribute_is_refused(name):
         RuleLossScaleUpdateCell(2.0, rule)
 
 
-# Strange code that is correct: names that the generated code uses too, and unusual statements.
+# Correct but strange code of rules: state fields with names that the generated code uses too, and unusual statements.
 
 NAMES = [
     "v0",
@@ -607,7 +618,7 @@ def mixed_up(self, state, seen):
     return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 3, v0=state.index), raised)
 
 
-# Expressions that are accepted as they are; each of them gives a float32.
+# Expressions that a rule's step accepts as they are; each expression gives a float32.
 ACCEPTED = """
 sum(v) / len(v)
 stack(list(reversed(list(v))))[0] * v[-1]

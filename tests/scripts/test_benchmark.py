@@ -1,4 +1,4 @@
-"""The benchmarks: their statistics on known times, and the form of their output. No test checks a measured time."""
+"""The benchmarks' statistics are right for known times, and their output has the right form."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ ROUNDS = (1.0, 2.0, 1.0, 4.0)
 
 
 def rounds(**copies):
-    """Return times of each way, whose copies take the given times in the first round."""
+    """Return times for each measured way. In the first round, the copies of a way take the given times."""
     return {name: [[first * factor for factor in ROUNDS] for first in each] for name, each in copies.items()}
 
 
@@ -63,7 +63,7 @@ def test_copies_take_turns_in_random_order():
 
     taken = take_turns(dict.fromkeys("abc", build), copies=2, rounds=20)
     assert {name: [len(copy) for copy in each] for name, each in taken.items()} == {name: [20, 20] for name in "abc"}
-    # Each copy is called twice before it is timed.
+    # The benchmark calls each copy of a way twice before it times the copy.
     rounds = [called[first : first + 6] for first in range(12, len(called), 6)]
     assert [{count for _, count in of_round} for of_round in rounds] == [{number} for number in range(20)]
     orders = [[copy for copy, _ in of_round] for of_round in rounds]
@@ -77,7 +77,7 @@ def test_a_look_every_100_steps_costs_a_hundredth_of_it():
 
 
 def lines_of(printed, columns):
-    """Return the rows of a Markdown table that has these columns."""
+    """Return the rows of the Markdown table with the given columns."""
     [rows] = re.findall(re.escape(columns) + r"\n\|[-|]+\n((?:\|.*\n)+)", printed)
     return [row.strip("| ").split(" | ") for row in rows.splitlines()]
 
@@ -119,7 +119,7 @@ def test_step_prints_ways_parts_and_updates(run_forked, tmp_path):
     scales = lines_of(printed, "| loss scale | time | subnormal gradients | gradients that are 0 |")
     assert [row[0] for row in scales] == [f"2^{exponent}" for exponent in benchmark_scales.EXPONENTS]
     assert {row[0]: row[1] for row in scales}["2^14"] == "1.00 ± 0.00"
-    # At a scale of 1, all gradients of this network are 0; at each larger scale, fewer gradients are 0.
+    # At a loss scale of 1, all gradients of this network are 0; at each larger loss scale, fewer gradients are 0.
     zero = [shares["zero"] for shares in result["scales"]["shares"].values()]
     assert zero[0] > 0.99
     assert zero == sorted(zero, reverse=True)
@@ -131,7 +131,7 @@ def test_detection_is_compared_with_a_plain_pass(run_forked, tmp_path):
     [row] = lines_of(printed, f"| Tensors | {' | '.join(ways)} |")
     assert len(row) == 5
     assert row[0] == "4"
-    # On a busy machine, a way may seem to take no longer than the empty call, so any time is allowed.
+    # On a busy machine, an overflow detection may seem as fast as the empty call, so the test allows any time.
     assert all(re.fullmatch(r"(-?\d+\.\d|-?inf|nan)( ± (\d+\.\d|inf))?", cell) for cell in row[1:]), row
     assert (list(result["times"]), len(result["times"]["4"])) == (["4"], 6)
 
@@ -155,7 +155,7 @@ def test_a_long_record_goes_through_every_command(run_forked, tmp_path):
     assert [row[0] for row in rows] == list(benchmark_long.commands("", "", 1))
     assert all(float(cell) > 0 for row in rows for cell in row[5:])
     assert json.loads(result.read_text())["steps"] == [300, 900]
-    # The benchmark measures a record like the monitor's, and the lab reads it as a run of the rule.
+    # The benchmark writes a record like the monitor's, and the lab reads this record as a run of the rule.
     benchmark_long.write_record(tmp_path / "record.jsonl", 300)
     run = read_log(tmp_path / "record.jsonl")
     assert (len(run), run.problems, run.notes) == (300, (), ())

@@ -1,4 +1,4 @@
-"""The check that users run on Ascend, run on a CPU."""
+"""The script check_on_ascend, with which users check this package on an Ascend, passes on a CPU."""
 
 import re
 

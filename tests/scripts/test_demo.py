@@ -13,7 +13,7 @@ from scripts.demo import demo
 from tests.conftest import ROOT, write_corpus
 from tests.shared.records import assert_follows
 
-# Enough steps for the two losses to differ, and for the scale to change. Short samples train as well.
+# Enough steps for the two losses to differ and for the loss scale to change.
 STEPS = 100
 
 
@@ -35,7 +35,7 @@ def test_demo_shows_what_scaling_is_worth(run_python, tmp_path):
     for name, loss in zip(records, losses, strict=True):
         last = [entry["loss"] for entry in records[name] if not entry["overflow"]][-demo.AVERAGED :]
         assert loss == pytest.approx(np.mean(last), abs=0.005)
-    # The whole demo shows a larger difference.
+    # The demo's full number of steps shows a larger difference of the losses.
     assert losses[0] > losses[1] + 0.1
     assert {entry["loss_scale"] for entry in records[demo.FP16_ALONE]} == {1 / demo.MICRO_BATCHES}
     skipped = int(re.search(r"and (\d+) of 100 steps were skipped", adaptive)[1])
@@ -47,7 +47,7 @@ def test_demo_shows_what_scaling_is_worth(run_python, tmp_path):
     }
     assert (saved["skipped_steps"], saved["global_step"]) == (skipped, STEPS - skipped)
     assert saved["scale_sense"] == records[demo.ADAPTIVE][-1]["next_loss_scale"]
-    # Until a window of 20 steps has passed, dynamic scaling changes the scale as adaptive scaling does.
+    # Until a window of 20 steps has passed, dynamic scaling changes the loss scale as adaptive scaling does.
     counts = dict(re.findall(r"(guided|dynamic 1000) (\d+)", replays))
     assert int(counts["guided"]) <= int(counts["dynamic 1000"]) <= skipped
     assert (tmp_path / picture.split()[-1]).read_bytes().startswith(b"\x89PNG")
@@ -64,7 +64,7 @@ def assert_record_is_what_the_rule_and_the_log_say(run):
     rule = AdaptiveRule(2, 1000, 20)
     assert_follows(rule, rule.start(2.0**32 / demo.MICRO_BATCHES, 20), record)
     assert [entry["overflow"] for entry in record] == log.overflow.tolist()
-    # MindFormers prints eight digits of the scale, and six decimals of the loss.
+    # MindFormers prints eight digits of the loss scale, and six decimals of the loss.
     np.testing.assert_allclose([entry["loss_scale"] for entry in record[1:]], log.loss_scale[1:], rtol=1e-6)
     np.testing.assert_allclose([entry["loss"] for entry in record], log.loss, rtol=0, atol=1e-6)
     return record

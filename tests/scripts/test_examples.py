@@ -1,4 +1,4 @@
-"""The examples: each way of scaling trains, and its scale follows the rule on the real overflows."""
+"""The example scripts train with each way of loss scaling, and the loss scale follows the rule on real overflows."""
 
 import ast
 import re
@@ -42,13 +42,13 @@ def test_scale_follows_the_rule(graph_mode, scaling_on_cpu, way):
         assert all(run.overflows)
         assert run.loss_scales == [2.0**24] * 64
     else:
-        # This way skips no step, so it returns no overflow flag.
+        # Without skipped steps, the train-step cell returns no overflow flag.
         assert run.overflows == []
     assert_row_of_the_page(way, run)
 
 
 def assert_row_of_the_page(way, run):
-    """Assert that a run agrees with the page, with losses as equal as they are between machines."""
+    """Assert that a run agrees with the documentation, with losses as equal as they are between machines."""
     lines = figure("lenet5")["printed"]
     [row] = [re.split(r"\s{2,}", line) for line in lines if line.startswith(way.__name__.replace("_", " ") + "  ")]
     counts = [str(len(run.losses)), str(sum(run.overflows)) if run.overflows else "never"]
@@ -63,7 +63,7 @@ def test_program_of_mindspores_guide_runs_after_the_one_line(graph_mode, scaling
     optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
     before = network.fc3.weight.asnumpy().copy()
     metrics = {"Accuracy": nn.Accuracy()}
-    # MindSpore's guide passes these by position: an initial scale of 4 and a factor of 3000.
+    # MindSpore's guide passes these arguments by position: an initial loss scale of 4 and a scale factor of 3000.
     manager = DynamicLossScaleManager(4, 3000)
     model = Model(network, loss, optimizer, metrics=metrics, amp_level="O0", loss_scale_manager=manager)
     model.train(epoch=1, train_dataset=create_dataset(samples=8, batch_size=4), callbacks=[LossMonitor()])
@@ -85,7 +85,8 @@ def test_block_of_mindformers_page_trains_by_the_rule(run_forked, tmp_path):
     finished = run_forked(EXAMPLES / "mindformers_trainer_from_wrapper.py")
     (tmp_path / "console.log").write_text(finished.stdout + finished.stderr)
     run = read_log(tmp_path / "console.log")
-    # Three epochs of 64 samples, in batches of 4. Nothing overflows at a scale that begins at 1.
+    # The example trains for three epochs of 64 samples, in batches of 4. No step overflows, because the loss scale
+    # starts at 1.
     assert (len(run), run.log_format) == (48, "mindformers")
     assert run.loss[-1] < run.loss[0]
     expected = [1.0, *(scale for scale, _ in path_of(AdaptiveRule(2, 1000, 20), 1.0, 20, run.overflow.tolist()))]
@@ -99,7 +100,7 @@ STEP = re.compile(r"^ *(\d+) +([\d.]+) +(True|False) +(\d+) +(\d+) +(\d+) +[\d.a
 
 
 def rows_of_trainings(printed):
-    """Return, for each training that printed a StepTable, its rows: loss, overflow, scale, next scale, window."""
+    """Return, for each training that printed a StepTable, the rows of loss, overflow, scale, next scale and window."""
     trainings = []
     for step, loss, overflow, *numbers in STEP.findall(printed):
         if step == "1":
@@ -134,7 +135,7 @@ def test_preferences_are_learned_with_the_guided_rule(run_forked):
     printed = run_forked(EXAMPLES / "preferences.py", "--rule", "guided", "--layers", 1).stdout
     [rows] = rows_of_trainings(printed)
     assert len(rows) == 16
-    # Before the training, neither answer has become more likely, so the loss is log 2.
+    # Before the training, neither of the two answers has become more likely, so the loss is log 2.
     assert rows[0][0] == pytest.approx(np.log(2), abs=1e-3)
     assert mean_of_applied(rows[-5:]) < 0.05
     overflows = [overflow for _, overflow, *_ in rows]
@@ -159,5 +160,5 @@ def test_a_policy_is_learned_although_its_rewards_spike(run_forked, rule):
     else:
         # Apart from the spikes, the rule skips few steps of a noisy training, and it recovers after each spike.
         assert sum(overflows.values()) <= len(spikes) + 8
-        # Two steps after a spike, the scale is at most one bit lower than before the spike.
+        # Two steps after a spike, the loss scale is at most one bit lower than before the spike.
         assert all(scales[step + 1] >= scales[step - 2] / 2 for step in spikes[:-1])

@@ -1,4 +1,4 @@
-"""Trainings in simulated 8-bit formats: the claims of the page hold, and the present code still gives the figures."""
+"""Trainings in simulated 8-bit formats give the documentation's numbers, and bear out what the page claims."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ WORSE_WITHOUT_SCALING = {
 
 
 def worse(key, method):
-    """Return the formats in which a method is clearly worse than the best fixed scale."""
+    """Return the number formats in which a method is clearly worse than the best fixed loss scale."""
     task = figure("formats")["tasks"][key]
     less = {
         name: mean_and_interval(script.less_best_fixed(task, of_format["runs"], method))
@@ -100,11 +100,11 @@ def test_each_raise_beyond_the_ceiling_costs_a_step(falls, margin, skipped):
 
 
 def test_the_best_scale_is_the_best_of_the_other_seeds():
-    # With the first seed, 2^0 is far ahead by chance.
+    # With the first seed, a fixed loss scale of 2^0 is far ahead by chance.
     qualities = {"2^0": [9.0, 1.0, 1.0], "2^8": [3.0, 4.0, 5.0], "rule": [3.0, 4.0, 5.5]}
     runs = {name: [{"quality": value} for value in values] for name, values in qualities.items()}
     task = {"higher_is_better": True}
-    # Without the first seed, 2^8 is best; without another seed, 2^0 is best.
+    # Averaged without the first seed, the loss scale 2^8 is best; without any other seed, 2^0 is best.
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "rule"), [0.0, 3.0, 4.5])
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "2^8"), [0.0, 3.0, 4.0])
     losses = {"higher_is_better": False}
@@ -119,7 +119,7 @@ def test_verdict_says_what_find_says_and_what_results_show():
 
 
 def test_runs_that_a_file_has_are_not_trained_again():
-    """Only missing runs and the runs of a named method are trained; new runs replace the old runs of the method."""
+    """The script trains only missing runs and the runs of a method named with --again, which replace old runs."""
     trained = []
 
     class Trainings:
@@ -145,7 +145,8 @@ def test_a_training_in_simulated_fp8_is_as_the_data_say():
         assert (run["start"], run["skipped_early"]) == tuple(
             measured[method][0][key] for key in ("start", "skipped_early")
         )
-        # Another machine or number of threads adds in another order, and a coarse format makes the difference visible.
+        # Another machine or number of threads adds numbers in another order, and a coarse format makes the difference
+        # visible.
         assert run["quality"] == pytest.approx(measured[method][0]["quality"], abs=0.03)
 
 

@@ -1,4 +1,4 @@
-"""The long training: a resumed run equals an uninterrupted run, and table and picture show the results of the runs."""
+"""The study of a long training: a resumed run equals an uninterrupted run, and table and picture show the results."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path):
     assert list(values) == list(expected)
     for name, value in expected.items():
         np.testing.assert_array_equal(values[name], value, err_msg=name)
-    # Only the last saved state is kept, and nothing is kept in the end.
+    # The run keeps only its last saved state, and removes this state at the end.
     assert sorted(file.name for file in (tmp_path / "stopped").iterdir()) == ["whole-10.ckpt", "whole.json"]
     resumed.forget()
     assert list((tmp_path / "stopped").iterdir()) == []
@@ -78,7 +78,7 @@ def test_what_is_whole_is_not_trained_again(tmp_path, monkeypatch):
 
     def train(command, **_):
         commands.append(command)
-        # The second part of the training is the last.
+        # The training has two parts, so the second part is the last.
         if len(commands) == 2:
             long_training.file_of(tmp_path, "fixed", 1).write_text("{}")
 

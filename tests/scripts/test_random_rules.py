@@ -1,4 +1,4 @@
-"""Randomly generated rules: NumPy, lanes and update cells take the same steps, bit for bit."""
+"""Randomly generated rules take the same steps, bit for bit, in NumPy (one run or many at once) and in update cells."""
 
 import math
 
@@ -8,7 +8,8 @@ from mindformers_adaptive.rules import operations
 from scripts.random_rules.compare import compare, make_rule, numpy_runs, states_of_cells
 
 STEPS = 40
-# The number of rules that share a graph, of graphs that are compiled, and of rules that run in NumPy alone.
+# The number of rules that share a graph, the number of compiled graphs, and the number of rules that run in NumPy
+# alone.
 TOGETHER, SHARED, IN_NUMPY = 5, 2, 40
 
 
@@ -20,11 +21,11 @@ def made(seeds, folder):
 def test_all_ways_take_the_same_steps(tmp_path, part):
     outcomes = compare(made(range(part * TOGETHER, (part + 1) * TOGETHER), tmp_path), STEPS)
     assert set(outcomes) <= {"same", "noticed"}, "\n".join(outcomes)
-    # With fewer equal outcomes, too few rules would be compared.
+    # With fewer outcomes "same", the test would compare too few rules.
     assert outcomes.count("same") >= TOGETHER - 3
 
 
-@pytest.mark.filterwarnings("ignore:The rule 'random_.*' has computed a number nearer to 0")
+@pytest.mark.filterwarnings("ignore:The rule 'random_.*' computed a subnormal number")
 def test_random_rules_reach_all_operations(tmp_path):
     reached, used = set(), set()
     for random_rule in made(range(IN_NUMPY), tmp_path):
@@ -46,7 +47,7 @@ def test_random_rules_reach_all_operations(tmp_path):
     assert of_tables - used == set()
 
 
-# For some operations, a wrong implementation. TELLING are the seeds of rules in which each difference shows.
+# For each of these operations, a wrong implementation. TELLING has seeds of rules in which each wrong operation shows.
 PLANTED = {
     "div": "{0} / {1}",
     "less": "{0} <= {1}",

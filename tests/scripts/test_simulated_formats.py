@@ -1,4 +1,4 @@
-"""Simulated formats round numbers as ml_dtypes does, and products see rounded inputs and gradients."""
+"""Simulated number formats round as ml_dtypes does, and a network's products get rounded inputs and gradients."""
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +29,7 @@ def rounded_to(name, x):
             return x.astype(getattr(ml_dtypes, name, name)).astype(np.float32)
         numbers = np.array([0.0, *numbers_of_hifloat8(), 1.5 * 2.0**15])
         size = np.abs(x).astype(np.float64)
-        # Ties are rounded away from 0.
+        # HiF8 rounds ties away from 0.
         nearest = numbers[np.searchsorted((numbers[1:] + numbers[:-1]) / 2, size, side="right")]
         nearest = np.copysign(np.where(nearest > 2.0**15, np.inf, nearest), x)
         return np.where(np.isnan(x), np.nan, nearest).astype(np.float32)
@@ -43,7 +43,7 @@ def test_numbers_are_rounded_as_the_format_has_them(mode, name):
 @pytest.mark.parametrize("in_fp16", [False, True])
 def test_products_see_rounded_inputs_and_gradients(mode, in_fp16):
     dtype = np.float16 if in_fp16 else np.float32
-    # In FP16, this weight is halfway between two numbers of the format; in float32 it is not.
+    # In FP16, this weight is halfway between two numbers of the simulated format; in float32 it is not.
     layer = nn.Dense(3, 4, weight_init=Tensor(np.full((4, 3), 0.13281262, np.float32)))
     assert simulate_formats(layer, "float8_e4m3fn", "float8_e5m2") == 1
     if in_fp16:

@@ -1,4 +1,4 @@
-"""The study of policies: its figures come from the lab, its verdicts follow from them, and it is reproducible."""
+"""The study of policies takes its numbers from the lab, draws verdicts that follow from these, and is reproducible."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from tests.shared.pages import figure
 
 
 def rows_of(printed, heading):
-    """The rows of the table below a heading, as lists of cells."""
+    """Return the rows of the table below a heading, as lists of table cells."""
     lines = printed[printed.index(heading) :].split("\n\n")[1].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
 
@@ -52,7 +52,8 @@ def on_kind(**points):
 
 
 def test_prices_at_which_adaptive_costs_least():
-    # If a skipped step costs 1 bit or more, adaptive is cheaper than "large"; up to 8 bits, it is cheaper than "small".
+    # If a skipped step costs 1 bit or more, the adaptive rule is cheaper than the policy "large"; up to 8 bits, it is
+    # cheaper than "small".
     between = on_kind(adaptive=(2.0, 2.0), large=(1.0, 3.0), small=(10.0, 1.0))
     assert study.cheapest_rates(between) == (1.0, 8.0)
     assert [study.cheapest(between, rate) for rate in (0.5, 2.0, 9.0)] == ["large", study.ADAPTIVE, "small"]
@@ -62,7 +63,7 @@ def test_prices_at_which_adaptive_costs_least():
     assert study.cheapest_rates(on_kind(adaptive=(5.0, 2.0), other=(4.0, 2.0))) is None
 
 
-# Kinds of traces on which the adaptive and the guided rule are compared with fixed windows again.
+# The kinds of traces on which this test compares the adaptive and the guided rule with fixed windows again.
 REPEATED = ("spikes", "alternating regimes")
 
 
@@ -145,7 +146,7 @@ def test_means_are_against_the_best_window_of_all_kinds(guided):
 def in_format(trace, number_format):
     """Return a trace with the same ceilings, whose gradients at the ceiling are rounded to an 8-bit format."""
     top = math.frexp(number_format.largest)[1] - 1
-    # Values above the largest number round down to it, up to halfway to the next number.
+    # Values above the format's largest number round down to this number, up to halfway to the next number.
     middle = number_format.largest + number_format.quantum(top) / 2
     mantissa, exponent = np.frexp(trace.largest_gradient * middle / number_format.largest * (1 - 1e-9))
     quantum = number_format.quantum(top) / 2.0 ** (top + 1)
@@ -165,7 +166,7 @@ def test_guided_rule_costs_no_more_than_the_best_8_bit_window(guided_in_float16,
     }
     [(group, of_format)] = study.study(guided, traces).items()
     of_float16 = guided_in_float16[0][group]
-    # The ceilings are the same, so the results of the windows are the same too.
+    # The ceilings are the same in every format, so the results of the fixed windows are the same too.
     windows = {policy: row for policy, row in of_float16.items() if policy not in guided}
     for rate in study.GUIDED_RATES:
         both = ({**windows, **rows} for rows in (of_format, of_float16))
@@ -220,8 +221,8 @@ def test_guided_costs_keep_within_what_was_aimed_at():
     assert all(share <= bound for name in aimed_at for share, bound in zip(shares[name], aimed_at[name], strict=True))
     exact = [study.against_best(data[study.EXACT], kind, 1.0)[1] for kind in KINDS]
     assert max(exact) <= 1.01
-    # Traces like LoRA and like trainings of one layer: each cost is at most a tenth above the best window, plus some
-    # noise.
+    # On traces like LoRA and like trainings of one layer, the guided rule costs at most a tenth more than the best
+    # fixed window, plus some noise.
     of_kinds = data[study.OWN]
     for kind in ("1.4 bits above, memory 0.95", "5.4 bits above, memory 0.3", "14.4 bits above, memory 0.5"):
         for rate in study.GUIDED_RATES:

@@ -1,4 +1,4 @@
-"""The comparison on real training: what it trains, what it counts, and what loss scaling is worth on one task."""
+"""The study worth_it: what it trains, what it counts, and what loss scaling is worth on one task."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ from scripts.studies.worth_training import METHODS, Trainings, fixed
 from tests.conftest import ROOT, mindspore_mode
 from tests.shared.pages import figure
 
-# At most this many of 400 steps are skipped. MindSpore 2.7 rounds differently.
+# At most this many of 400 steps may be skipped. MindSpore 2.7 rounds differently and skips one step more.
 MOST_SKIPPED = 4 if mindspore.__version__.startswith("2.7") else 3
 METHOD = {method.name: method for method in METHODS}
 
@@ -40,7 +40,7 @@ def trainings():
 
 @pytest.fixture(scope="module")
 def run_of_seed_0(trainings):
-    """Return a function that trains once with a method; all tests share the run."""
+    """Return a function that trains once with a method of loss scaling; all tests share the run."""
     return functools.cache(lambda name: trainings.run(METHOD[name], seed=0))
 
 
@@ -76,7 +76,7 @@ def test_figures_of_a_run_are_means_over_its_applied_looks():
     fp32 = {"start": 1.0, "steps": 100, "skipped": [], "quality": 0.9}
     fp32["looks"] = [{"step": step, "quality": step / 100, "skipped": False} for step in range(0, 100, 10)]
     fp16 = {"start": 4.0, "steps": 100, "skipped": [0, 50], "quality": 0.7}
-    # The scale of a skipped step does not count.
+    # The loss scale of a skipped step does not count.
     fp16["looks"] = [look(0, skipped=True, scale=2.0**20), look(10), look(20, scale=16.0, underflow=0.0)]
     [of_fp32], [of_fp16] = (worth.figures([run], [fp32], SMALL_TASKS["damped"]) for run in (fp32, fp16))
     counts = {"start": 4.0, "skipped_at_start": 1, "skipped_later": 1}
@@ -88,7 +88,7 @@ def test_figures_of_a_run_are_means_over_its_applied_looks():
         [FP32, "-", "0.0", "0.0", "-", "-", "0.9000", "80"],
         [UNSCALED, "2^2", "1.0", "1.0", "3.0", "25.00 %", "0.7000", "never"],
     ]
-    # With one seed there is no interval.
+    # With one seed there is no confidence interval.
     assert shown["one_pairs"][1:] == [[UNSCALED, FP32, "-0.2000 ± nan", "-", "+2.0 ± nan", "-"]]
     assert shown["who_wins"][1] == [UNSCALED, FP32, "-", "-", "one"]
 
@@ -172,7 +172,7 @@ def test_moving_ceiling_is_followed():
 
     assert mean(GUIDED, "skipped_later") <= 4
     assert mean(GUIDED, "headroom_lost") < mean(OURS, "headroom_lost")
-    # The first form of the rule lost this much quality.
+    # The first version of the guided rule lost this much quality.
     assert mean(GUIDED, "quality") - mean(FP32, "quality") > -0.011
 
 

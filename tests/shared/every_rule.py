@@ -29,7 +29,7 @@ from mindformers_adaptive.rules.saved_state import own_keys, to_values
 
 RULES = (AdaptiveRule, GuidedRule, LogMaxRule)
 
-# Largest gradients from which a rule can learn nothing, or hardly anything.
+# Values of the largest gradient from which a loss-scaling rule can learn nothing, or hardly anything.
 SILENT = (0.0, np.inf, np.nan, 1e-39, 2.0**-126, float(np.finfo(np.float32).max))
 
 
@@ -68,7 +68,7 @@ class Owned(nn.Cell):
 
 
 class Step(NamedTuple):
-    """A step of a path, and the state of the rule after the step."""
+    """A step of a random training path, and the state of the rule after the step."""
 
     overflow: bool
     largest_gradient: float
@@ -97,7 +97,7 @@ class Kind:
         return [key for key in own_keys(self.rule) if key in to_values(self.rule, self.start(), 0)]
 
     def start(self):
-        """Return the state before the first step."""
+        """Return the state of the rule before the first step."""
         return self.rule.start(self.loss_scale)
 
     def cell(self, loss_scale=None, **options):
@@ -111,7 +111,7 @@ class Kind:
         return self.scaler_class(scale_value=loss_scale or self.loss_scale, **self.arguments)
 
     def path(self, steps, seed=0):
-        """Return ``steps`` random steps: the ceiling drifts and jumps, and some gradients tell the rule nothing."""
+        """Return ``steps`` random steps: the largest scale without overflow moves, and some gradients tell nothing."""
         numbers, state, path, level = random.Random(seed), self.start(), [], 18.0
         for _ in range(steps):
             level = min(max(level + numbers.gauss(0, 0.4), -3.0), 60.0)

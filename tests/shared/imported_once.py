@@ -6,7 +6,8 @@ Run as a script, this module is the scheduler through which the processes of a `
 import sys
 from pathlib import Path
 
-# At import, MindSpore notes this script. The files that the script imports decide whether a cached graph is used.
+# At import, MindSpore notes this script, run_mindformer.py. The files that the noted script imports decide whether
+# MindSpore uses a cached graph.
 sys.argv = [str(Path(__file__).resolve().parents[2] / "scripts" / "launch" / "run_mindformer.py")]
 
 import mindformers  # noqa: E402, F401

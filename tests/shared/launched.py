@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Fork all processes from one server, because importing MindFormers takes half the time of a short training.
+# Fork all processes from one server process, because importing MindFormers takes half the time of a short training.
 _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["tests.shared.imported_once"])
 
@@ -49,7 +49,7 @@ class StartedRun(Killable, subprocess.Popen):
 class ForkedRun(Killable):
     """A Python script in a separate process, the leader of a session, that starts with MindFormers already imported.
 
-    It has the methods of ``subprocess.Popen`` that the tests use.
+    This class has the methods of ``subprocess.Popen`` that the tests use.
     """
 
     def __init__(self, command, cwd, environment, output, errors=None):
@@ -72,7 +72,7 @@ class ForkedRun(Killable):
 
 
 def _ensure_server():
-    # The server finds the modules to import only through its environment.
+    # The fork server finds the modules that it imports first only through its environment variable PYTHONPATH.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         forkserver.ensure_running()
@@ -92,14 +92,14 @@ def _run_script(command, cwd, environment, *files):
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
-        # A forked process does not run its exit handlers when it ends.
+        # A forked process does not run its exit handlers by itself when it ends.
         atexit._run_exitfuncs()
 
 
 class ForkedCluster:
     """A script in several processes that train together, as ``msrun`` would start them; used like :class:`ForkedRun`.
 
-    The processes find each other through a scheduler, which is killed when they have ended.
+    The processes find each other through a scheduler process, which is killed when all of them have ended.
     """
 
     def __init__(self, processes, command, cwd, environment, outputs):
@@ -141,12 +141,12 @@ def run_in_processes(processes, folder, script, *arguments):
 
 
 def with_this_python():
-    """Return an environment in which ``msrun`` starts this Python; it takes the first ``python`` of the PATH."""
+    """Return an environment in which ``msrun``, which takes the first ``python`` of the PATH, starts this Python."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def free_port():
-    """Return the number of a free port."""
+    """Return the number of a free network port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

@@ -52,7 +52,8 @@ def gradient_in_fp16(x, factor, loss_scale):
 class ListedDropout(nn.Cell):
     """Dropout that takes its masks from a fixed list, one after the other.
 
-    MindSpore's own dropout on a CPU depends on how many threads draw numbers, and so on how long earlier calls took.
+    MindSpore's own dropout on a CPU depends on how many threads draw random numbers, and so on how long earlier calls
+    took.
     """
 
     def __init__(self, size, masks=32, p=0.3):

@@ -31,7 +31,7 @@ class Follow(Rule):
 
 
 class Weigh(Rule):
-    """Has a vector whose length is an argument, and raises the scale if the first element is not the smallest."""
+    """A rule with a vector as state, which raises the loss scale if the first element is not the smallest."""
 
     name = "weigh"
 
@@ -51,7 +51,7 @@ class Weigh(Rule):
 
 
 class Plain(Rule):
-    """Dynamic loss scaling with a window."""
+    """A rule of dynamic loss scaling with a fixed scale window."""
 
     name = "plain"
     state: ClassVar = {"clean_steps": int32}
@@ -69,7 +69,7 @@ class Plain(Rule):
 
 
 class CappedGuided(GuidedRule):
-    """Extends the guided rule with an upper limit on the exponent, and does not take its arguments."""
+    """Extends the guided rule with an upper limit on the loss scale's exponent, without the guided rule's arguments."""
 
     name = "capped_guided"
 
@@ -97,7 +97,7 @@ class CappedAdaptive(AdaptiveRule):
 
 
 class Windows(Rule):
-    """Has a vector named ``scale_window``, which in other rules is the name of a single number."""
+    """A rule whose state is a vector named ``scale_window``, which in other rules is the name of a single number."""
 
     name = "windows"
     state: ClassVar = {"scale_window": int32[3]}

@@ -25,7 +25,7 @@ def in_fp16(step, scale):
 
 
 def gradient_line(step, scale, *scales):
-    """Return a step of a gradient record as loaded from JSON; scales up to ``REFERENCE`` also count underflows."""
+    """Return one step of a gradient record, as loaded from JSON; scales up to ``REFERENCE`` also count underflows."""
     ranges = []
     for tried in sorted({scale, *scales}):
         gradients, at_reference = in_fp16(step, tried), in_fp16(step, REFERENCE)
@@ -37,7 +37,7 @@ def gradient_line(step, scale, *scales):
 
 
 def record_of(scales, skipped=(), **values_by_name):
-    """Return the record of a run that starts at step 1; ``scales`` ends with the next scale after the last step."""
+    """Return the record of a run from step 1; the last of ``scales`` is the loss scale after the last step."""
     return [
         {"step": step, "loss": 5.0 - step / len(scales), "overflow": step in skipped, "scale_window": 20}
         | {"loss_scale": scales[step - 1], "next_loss_scale": scales[step]}
@@ -47,7 +47,7 @@ def record_of(scales, skipped=(), **values_by_name):
 
 
 def run_of(scale, overflow, known=True, first_step=1, **attributes):
-    """Return a run as read from a log: the scale and overflow of each step, and whether its overflow is certain."""
+    """Return a run as read from a log: each step's loss scale, overflow flag, and whether the flag is certain."""
     step = np.arange(first_step, first_step + len(scale))
     scale, overflow = np.array(scale, np.float64), np.array(overflow, bool)
     return RecordedRun(
@@ -56,7 +56,7 @@ def run_of(scale, overflow, known=True, first_step=1, **attributes):
 
 
 def assert_follows(rule, state, lines):
-    """Assert that the rule, from ``state`` on, reproduces the known fields of all lines; return the last state."""
+    """Assert that a replay of the rule from ``state`` on gives the known fields of all lines; return its last state."""
     for line in lines:
         assert line["loss_scale"] == state.loss_scale
         state = rule.step(state, line["overflow"], line.get("largest_gradient"))

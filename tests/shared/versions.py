@@ -1,4 +1,4 @@
-"""Which version of MindFormers is installed."""
+"""Constants that say which version of MindFormers is installed."""
 
 import importlib.metadata
 import importlib.util
