@@ -24,7 +24,7 @@ __all__ += ["MFTrainOneStepCell", "NoLossScaleUpdateCell", "RuleLossScaleUpdateC
 
 
 class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):
-    """``mindspore.nn.TrainOneStepWithLossScaleCell`` that detects overflow on CPU too.
+    """Train-step cell: ``mindspore.nn.TrainOneStepWithLossScaleCell`` that also detects overflow on CPU.
 
     Everything else is as in the stock cell. An overflowed step changes neither weights nor optimizer state.
 
@@ -67,13 +67,13 @@ class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossS
 
 
 class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCell):
-    """``mindformers.wrapper.MFTrainOneStepCell`` that detects overflow on CPU too.
+    """Train-step cell: ``mindformers.wrapper.MFTrainOneStepCell`` that also detects overflow on CPU.
 
     Everything else is as in the stock cell. An overflowed step changes neither weights nor optimizer state.
 
     Args:
         network (nn.Cell): the model, which returns its loss.
-        optimizer (nn.Optimizer): of the model's weights.
+        optimizer (nn.Optimizer): the optimizer of the model's weights.
         use_clip_grad (bool): whether the gradients are clipped by their global norm. Default: False.
         max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
@@ -119,7 +119,7 @@ class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCe
 
 
 class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipelineWithLossScaleCell):
-    """``mindformers.wrapper.MFPipelineWithLossScaleCell`` that detects overflow on CPU too.
+    """Train-step cell: ``mindformers.wrapper.MFPipelineWithLossScaleCell`` that also detects overflow on CPU.
 
     Everything else is as in the stock cell. It can be made only in semi-automatic or automatic parallel mode, which
     MindSpore does not compile for CPU. In a YAML file for several pipeline stages MindFormers' trainer takes it in
@@ -131,7 +131,7 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
 
     Args:
         network (nn.Cell): the model in an ``nn.PipelineCell``.
-        optimizer (nn.Optimizer): of the model's weights.
+        optimizer (nn.Optimizer): the optimizer of the model's weights.
         use_clip_grad (bool): whether the gradients are clipped by their global norm. Default: True.
         max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
@@ -144,11 +144,11 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
         - **\\*inputs** (Tensor) - what the model takes.
 
     Outputs:
-        tuple as of :class:`MFTrainOneStepCell`.
+        the same tuple as :class:`MFTrainOneStepCell` returns.
 
     Raises:
         TypeError: if ``scale_sense`` has another type.
-        ValueError: if the parallel mode is another; else as :class:`MFTrainOneStepCell`.
+        ValueError: if the parallel mode is not one of these two; otherwise as for :class:`MFTrainOneStepCell`.
 
     Supported Platforms:
         ``Ascend`` ``CPU``
@@ -176,7 +176,8 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
     of 1, unless the update cell returns False. This cell always returns False, so inf and NaN reach the optimizer.
 
     Args:
-        loss_scale_value (float): not used; MindFormers gives the restored one on resume. Default: 1.0.
+        loss_scale_value (float): not used; MindFormers passes the restored loss scale when a training resumes. Default:
+            1.0.
 
     Inputs:
         - **loss_scale** (Parameter) - not used.
@@ -203,7 +204,7 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         return self.no_overflow
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Ignore the state of a gradient scaler with a warning, as Megatron-LM does when it has no gradient scaler.
+        """Warn and ignore the saved state of a gradient scaler, as Megatron-LM does when it runs without a scaler.
 
         Args:
             state_dict (dict): the state of a scaler or of the optimizer around it, as ``load_state_dict`` of

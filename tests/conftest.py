@@ -1,4 +1,4 @@
-"""Fixtures that many tests share: MindSpore's modes, the corpus of the demo, and commands run as a user would."""
+"""Fixtures that many tests share: MindSpore's modes, the demo's corpus, and functions that run commands as a user."""
 
 import contextlib
 import functools
@@ -175,7 +175,7 @@ def mindformers_log(caplog):
 
 @pytest.fixture
 def messages(caplog):
-    """Return a function that returns the messages that the monitors have logged so far."""
+    """Return a function without arguments that returns the messages that the monitors have logged so far."""
     caplog.set_level("INFO")
     files = ("loss_scale_monitor.py", "recording_callback.py")
     return lambda: [record.getMessage() for record in caplog.records if record.filename in files]
@@ -235,7 +235,7 @@ def run_forked(tmp_path, tmp_path_factory):
 
 
 def as_installed(environment):
-    """Return an environment in which this checkout can be imported like an installed package."""
+    """Return environment variables with which this checkout can be imported like an installed package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # MindFormers stores a trainer's output folder in LOCAL_DEFAULT_PATH. A process that inherits this variable writes
     # its logs to that folder.

@@ -1,4 +1,4 @@
-"""Imports between the parts of the package go one way, and plain-Python modules do not import MindSpore."""
+"""Parts of the package import each other in one direction only, and plain-Python modules do not import MindSpore."""
 
 import ast
 import graphlib

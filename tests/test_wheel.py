@@ -1,4 +1,4 @@
-"""The source distribution, and the wheel built from it, used outside the checkout as a user would."""
+"""The source distribution and the wheel built from it work outside the checkout, as a user would use them."""
 
 import importlib.metadata
 import os
@@ -154,7 +154,7 @@ def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """Return the folder of programs of a virtual environment with this package, but without MindSpore.
+    """Return the program folder (bin) of a virtual environment with this package, but without MindSpore.
 
     The environment has the requirements of this package. pip may download nothing, so it fails if the package requires
     more.

@@ -173,7 +173,7 @@ def test_without_loss_scaling_no_step_is_skipped(mode):
 
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):
-    """Off CPU, the cell compiles MindSpore's overflow detection, whose Ascend primitive is named in the error here."""
+    """Off CPU, the cell compiles MindSpore's overflow detection; so here an error names its Ascend primitive."""
     monkeypatch.setattr(train_step, "context", types.SimpleNamespace(get_context=lambda name: "Ascend"))
     step = Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
     with pytest.raises(RuntimeError, match="NPUGetFloatStatusV2"):
@@ -181,6 +181,6 @@ def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch
 
 
 def weights_and_optimizer_state(step):
-    """Return weights and optimizer state by name, without the loss scale and the optimizer's update cell."""
+    """Return a train step's weights and optimizer state by name, without loss scale and update cell."""
     scaling = {"scale_sense", *step.loss_scaling_manager.parameters_dict()}
     return {name: value.asnumpy().copy() for name, value in step.parameters_dict().items() if name not in scaling}

@@ -1,4 +1,4 @@
-"""``CompiledUpdateCell`` keeps the state of any loss-scaling rule in Parameters; a compiled function updates it."""
+"""``CompiledUpdateCell`` keeps the state of any loss-scaling rule in Parameters; a compiled function updates them."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)
 
     def declare_signal(self) -> None:
-        """Declare that the train step assigns ``largest_gradient`` before each call, as this package's cells do."""
+        """Declare that the train-step cell assigns ``largest_gradient`` before each call of this update cell."""
         self.has_signal = True
 
     def recent_steps(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return the steps after ``since``, oldest first, at most the last ``history_size``.
+        """Return the recorded steps after step ``since``, oldest first, at most the last ``history_size`` steps.
 
         Args:
             since (int): the number of a step, counted from 1 as ``cur_iter`` is. Default: 0.

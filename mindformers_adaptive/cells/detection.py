@@ -73,9 +73,9 @@ class LargestGradient(nn.Cell):
 
     def keep_divisor(self, divisor: Any) -> None:
         """Remember the divisor of this step's gradients besides the loss scale, a Tensor of one element."""
-        # The Parameter largest_gradient holds the divisor of the gradients until the gradients are measured. A separate
-        # Parameter would belong to no cell, and a graph from MindSpore's compile cache does not write a Parameter
-        # without a cell.
+        # Until the gradients are measured, the Parameter largest_gradient holds their divisor. A separate Parameter for
+        # the divisor would not be registered with any cell, and a graph loaded from MindSpore's compile cache does not
+        # update such a Parameter.
         ops.assign(self.largest_gradient, ops.reshape(ops.cast(divisor, mstype.float32), ()))
 
 

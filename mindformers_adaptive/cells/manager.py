@@ -22,7 +22,7 @@ _LIKE_A_WINDOW = 100
 
 
 class RuleLossScaleManager(amp.LossScaleManager):
-    """Loss-scale manager of your own rule, for ``Model(..., loss_scale_manager=manager)``.
+    """Loss-scale manager for your own loss-scaling rule, for ``Model(..., loss_scale_manager=manager)``.
 
     ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. The manager has the
     state of the update cell that it gave away last. In a train-step cell of MindSpore itself, the update cell does not
@@ -57,8 +57,8 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
     def _follow(self, rule: Any, start: Any) -> None:
         self.rule = rule
-        # In _own_cell, the manager follows the steps on the host; update_cell is the cell that get_update_cell()
-        # returned last.
+        # _own_cell is the manager's own update cell, which repeats each step on the host; update_cell is the update
+        # cell that get_update_cell() returned last, which runs in the train-step cell.
         self._own_cell = self.cell_class._for_rule(rule, start)
         self.update_cell: Any = None
 
@@ -76,7 +76,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return float(self._present_cell.present_loss_scale)
 
     def get_drop_overflow_update(self) -> bool:
-        """Return whether a step that overflows leaves the weights as they are.
+        """Return True: a training step that overflows does not update the weights.
 
         Returns:
             bool, True.
@@ -84,10 +84,10 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return True
 
     def update_loss_scale(self, overflow: bool) -> None:
-        """Follow one step; ``Model`` calls this after each step that the host sees.
+        """Update the loss scale after one training step. ``Model`` calls this after each step that the host sees.
 
-        Where the update cell in the train-step cell knows its loss scale, it has taken the step already, and this does
-        nothing.
+        If the update cell in the train-step cell knows its loss scale, it has processed the step already, and this
+        method does nothing.
 
         Args:
             overflow (bool): whether the step overflowed.
@@ -117,7 +117,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         cell.write_rule_state(after, step, step if is_event else counted["last_overflow_iter"])
 
     def get_update_cell(self) -> Any:
-        """Return a new update cell that goes on from where this manager is, and follow it from then on.
+        """Return a new update cell that starts from this manager's state, and follow the new cell from then on.
 
         Returns:
             Cell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
@@ -147,7 +147,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return cell
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers.
+        """Return the state of the loss scaling as a dict of numbers.
 
         Returns:
             dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
@@ -155,7 +155,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return dict(self._present_cell.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Continue loss scaling from a saved state.
 
         Args:
             state_dict (dict): as ``load_state_dict()`` of the update cell takes it.

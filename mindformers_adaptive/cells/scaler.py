@@ -22,7 +22,7 @@ _map = ops.HyperMap()
 
 
 class RuleLossScaler(amp.LossScaler):
-    """Loss scaler of your own rule, for training with ``mindspore.value_and_grad``.
+    """Loss scaler for your own loss-scaling rule, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
     the Parameters of ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that
@@ -95,7 +95,7 @@ class RuleLossScaler(amp.LossScaler):
         return _map(ops.partial(multiply_in_float32, ops.reciprocal(self.scale_value)), inputs)
 
     def adjust(self, grads_finite: Any, grads: Any = ()) -> bool:
-        """Set the loss scale and the state for the next step.
+        """Update the loss scale and the state of the rule for the next training step.
 
         Args:
             grads_finite (Tensor): bool of shape (), False where the step overflowed.
@@ -127,7 +127,7 @@ class RuleLossScaler(amp.LossScaler):
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the state. Reading waits for the device.
+        """Return the state of the loss scaling. Reading the state waits for the device.
 
         Returns:
             dict[str, Union[int, float, tuple[float, ...]]], as ``state()`` of the update cell returns it.
@@ -135,7 +135,7 @@ class RuleLossScaler(amp.LossScaler):
         return self.update_cell.state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers.
+        """Return the state of the loss scaling as a dict of numbers.
 
         Returns:
             dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
@@ -143,7 +143,7 @@ class RuleLossScaler(amp.LossScaler):
         return dict(self.update_cell.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Continue loss scaling from a saved state.
 
         Args:
             state_dict (dict): as ``load_state_dict()`` of the update cell takes it.

@@ -25,7 +25,7 @@ _GRADIENT_ACCUMULATION = {"GradAccumulationCell", "GradAccumulation"}
 def build_train_network(
     network: Any, optimizer: Any, loss_fn: Any = None, level: str = "O0", boost_level: str = "O0", **kwargs: Any
 ) -> Any:
-    """``mindspore.amp.build_train_network`` that takes a loss-scale manager on CPU too.
+    """Build a train-step cell as ``mindspore.amp.build_train_network`` does; accept a loss-scale manager on CPU too.
 
     Arguments, result and errors are the same as of the stock function. With a manager that skips overflowed steps the
     result is :class:`mindformers_adaptive.wrapper.TrainOneStepWithLossScaleCell`, except with ``boost_level``, pipeline
@@ -163,7 +163,7 @@ _map = ops.HyperMap()
 
 
 class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
-    """Train-step cell with a fixed loss scale that divides the gradients itself.
+    """Train-step cell that uses a fixed loss scale, and itself divides the gradients by this scale.
 
     ``FixedLossScaleManager(loss_scale, drop_overflow_update=False)`` leaves that division to the optimizer, and some
     optimizers, such as ``nn.AdamWeightDecay``, do not divide. No step is skipped: an overflow reaches the optimizer.

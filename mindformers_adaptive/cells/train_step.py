@@ -160,7 +160,7 @@ class LossScaleTrainStep(_Base):
         return self.stock_overflow_status(status, compute_output)
 
     def get_own_overflow_status(self, status: Any, compute_output: tuple[Any, ...]) -> Any:
-        """Return what the detection of a user's subclass returns; the largest gradient is measured beside it.
+        """Return the result of a user subclass's own overflow detection, and also measure the largest gradient.
 
         Args:
             status (Tensor): what the stock detection needs, of any shape; not used on CPU.
@@ -185,7 +185,7 @@ class LossScaleTrainStep(_Base):
         return outputs
 
     def set_sense_scale(self, sens: Any) -> None:
-        """Set another fixed loss scale, as the stock cell does.
+        """Set a new fixed loss scale, as MindSpore's own train-step cell does.
 
         Args:
             sens (Tensor): the new loss scale, float32 of the same shape as the old one.
@@ -219,7 +219,7 @@ class LossScaleTrainStep(_Base):
 
 
 class PerTokenTrainStep(LossScaleTrainStep):
-    """Mixin for a subclass of a train-step cell of MindFormers, which may divide the loss by its number of tokens.
+    """Mixin for subclasses of MindFormers' train-step cells, which can divide the loss by the number of tokens.
 
     In that case the gradient of the sum over the tokens can overflow; it is divided by the number of tokens afterwards.
     If the rule needs the largest gradient, this number is kept, and a subclass that overrides ``grads_for_legacy`` or
@@ -240,7 +240,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
         return stock is not None and getattr(self, "calculate_per_token_loss", False)
 
     def grads_for_legacy(self, scaling_sens: Any, *inputs: Any) -> tuple[Any, Any, Any]:
-        """Call the stock cell's method, and remember the divisor of the gradients.
+        """Call this method of MindFormers' own train-step cell, and remember the divisor of the gradients.
 
         Args:
             scaling_sens (Tensor): the loss scale, float32 of shape ().
@@ -253,7 +253,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
         return self._keep_divisor(*self.stock_grads_for_legacy(scaling_sens, *inputs))
 
     def grads_for_mcore(self, scaling_sens: Any, *inputs: Any) -> tuple[Any, Any, Any]:
-        """As :meth:`grads_for_legacy`, for the other models of MindFormers.
+        """Do the same as :meth:`grads_for_legacy`, for the mcore models of MindFormers.
 
         Args:
             scaling_sens (Tensor): the loss scale, float32 of shape ().

@@ -62,11 +62,11 @@ class RuleUpdateCell(CompiledUpdateCell):
 
     @classmethod
     def from_rule(cls, rule: Rule, state: Any, steps: int = 0) -> RuleUpdateCell:
-        """Return a cell that follows a rule from the given state.
+        """Return an update cell that applies the given rule, starting from the given state.
 
         Args:
             rule (Rule): the rule.
-            state (NamedTuple): its state.
+            state (NamedTuple): a state of the rule.
             steps (int): how many steps led to it. Default: 0, it is the start.
 
         Returns:
@@ -98,7 +98,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return cls(state.loss_scale, **rule.arguments, **options)
 
     def state(self) -> dict[str, Any]:
-        """Return the state. Reading waits for the device.
+        """Return the state of the loss scaling. Reading the state waits for the device.
 
         Returns:
             dict[str, Union[int, float, tuple[float, ...]]], a tuple for a vector without named parts. It begins with
@@ -114,7 +114,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return values
 
     def rule_state(self) -> Any:
-        """Return the state as a state of the rule, with the loss scale for the next step.
+        """Return the state of this cell's rule as a NamedTuple, with the loss scale for the next step.
 
         Returns:
             NamedTuple, as ``rule.step()`` returns it.
@@ -125,7 +125,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return from_values(self.rule, self.known_loss_scale(), self._values())
 
     def write_rule_state(self, state: Any, steps: int, last_event: int | None = None) -> None:
-        """Go on from a state of the rule.
+        """Continue from the given state of this cell's rule.
 
         Args:
             state (NamedTuple): the state, with the loss scale for the next step.
@@ -177,7 +177,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return to_float32(1.0 / self.known_loss_scale())
 
     def bind_loss_scale(self, parameter: Any) -> None:
-        """Tell the cell which Parameter is its first input, for ``state_dict()`` and ``load_state_dict()``.
+        """Tell this update cell which Parameter holds the loss scale, for ``state_dict()`` and ``load_state_dict()``.
 
         The train-step cells of this package call this.
 
@@ -198,7 +198,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         object.__setattr__(self, "bound_loss_scale", parameter)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state as numbers, which ``mindspore.save_checkpoint(..., append_dict=)`` and JSON take.
+        """Return the state as a dict of numbers for ``mindspore.save_checkpoint(..., append_dict=)`` or for JSON.
 
         Megatron-LM's ``DynamicGradScaler`` loads it too, once ``scale`` is a tensor of one element.
 
@@ -219,7 +219,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return to_state_dict(self.rule, self.known_loss_scale(), self._values(), self.run_number)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state. With a train-step cell of another package, load it before that cell is made.
+        """Continue from a saved state. Load the state before you make a train-step cell of another package.
 
         Args:
             state_dict (dict): what ``state_dict()`` or ``mindspore.load_checkpoint`` returned, Megatron-LM's
@@ -283,7 +283,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return _warned(problems)
 
     def accept_former_names(self) -> None:
-        """Until training begins, also accept the counters of MindFormers' own cell under its attribute names.
+        """Until training starts, also load counters that are named like attributes of MindFormers' own update cell.
 
         With a constant learning rate, checkpoints of MindFormers' train steps have the counters under those names.
         """
@@ -292,7 +292,7 @@ class RuleUpdateCell(CompiledUpdateCell):
                 setattr(self, f"former_{name}", _new_parameter(name, -1))
 
     def check_state(self, *, at_first_step: bool = False) -> None:
-        """Repair restored values with which this cell cannot continue; values from training stay.
+        """Replace restored values with which this update cell cannot continue; keep values that training has set.
 
         A checkpoint may come from another cell, or from this one with other arguments. Each change gives a warning
         that names the Parameter, its value and the value used instead. The start of training calls this; call it
@@ -331,7 +331,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return super().__call__(*args, **kwargs)
 
     def add_flags_recursive(self, **flags: bool) -> RuleUpdateCell:
-        """As in ``nn.Cell``; the start of training also checks a restored state.
+        """Set flags as ``nn.Cell`` does. When training starts, also check a restored state.
 
         ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``.
 

@@ -19,7 +19,7 @@ __all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell", "
 
 
 class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
-    r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
+    r"""Update cell of adaptive loss scaling: overflows decide the loss scale, and its changes decide the scale window.
 
     The rule is :class:`mindformers_adaptive.rules.adaptive.AdaptiveRule`. Its state is in int32 scalar
     Parameters, which a checkpoint of the train-step cell contains:
@@ -28,7 +28,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
     Parameter in a checkpoint       attribute                 meaning
     =============================== ========================= ===================================================
     ``scale_window``                ``scale_window``          window in force, in steps
-    ``list_index``                  ``window_index``          its place on the ladder, -1 for the hidden window 1
+    ``list_index``                  ``window_index``          window's place on the ladder, -1 for the window 1
     ``scale_window_up_count``       ``growth_num``            raises since the window last changed
     ``scale_window_down_count``     ``down_num``              drops since the last raise or window change
     ``current_iterator_step``       ``cur_iter``              number of the next step, from 1
@@ -127,7 +127,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
 
 
 class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
-    r"""Update cell of gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
+    r"""Update cell of gradient-guided loss scaling, which sets the loss scale by the largest gradient of each step.
 
     The rule is :class:`mindformers_adaptive.rules.guided.GuidedRule`. It needs the largest absolute value of
     each step's gradients, which the train-step cells of :mod:`mindformers_adaptive.wrapper` assign to the Parameter
@@ -214,7 +214,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
 
 
 class RuleLossScaleUpdateCell(RuleUpdateCell):
-    """Update cell of your own rule, or of any rule.
+    """Update cell for any loss-scaling rule, such as your own.
 
     In a YAML file the rule is named by its module, which lies in the current folder or can be imported::
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Sweep over every power of two up to 2^32, and print the loss scale to start from.
+    """Try every power of two up to 2^32 as the loss scale, and print the loss scale to start from.
 
     Raises:
         RuntimeError: if no loss scale can be recommended.
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_learning_rate(options: argparse.Namespace) -> float | None:
-    """Return the learning rate, before any schedule, from ``--options`` or the YAML file; None if neither has one."""
+    """Return the learning rate, before any schedule, from ``--options`` or the YAML file; None if neither gives it."""
     config, overrides = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), read_options(options.options)
     for key in ("lr_schedule.learning_rate", "optimizer.learning_rate"):
         rate = overrides.get(key, value_at(config, key))

@@ -39,7 +39,7 @@ __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "re
 
 @dataclass(frozen=True)
 class Source:
-    """A trace, and where it came from.
+    """A trace to replay policies on, and the recorded run, if any, from which the trace was made.
 
     Attributes:
         trace (Trace): the trace, with the ceilings that ``--ceilings`` selects.
@@ -52,7 +52,7 @@ class Source:
     ceilings: str = "within bounds"
 
     def describe(self) -> dict[str, Any]:
-        """Return what was read, and how much is known of the trace's ceilings and gradients, for JSON."""
+        """Return, for JSON, the source of the trace, and how much is known of its ceilings and gradients."""
         run, gradients = self.run, self.trace.largest_gradient
         known = {
             "trace": self.trace.name,
@@ -95,7 +95,7 @@ class Source:
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments for traces, and for the ceilings to assume where a log leaves a ceiling unbounded."""
+    """Declare the arguments that select traces, and the ceilings to assume where a log gives no upper bound."""
     parser.add_argument(
         "traces",
         nargs="+",
@@ -160,7 +160,7 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
 def print_sources(
     options: argparse.Namespace, sources: Sequence[Source], content: Mapping[str, Any], text: str
 ) -> None:
-    """Print a result and, with ``--details``, where the traces came from."""
+    """Print the result of a subcommand and, with ``--details``, where the traces came from."""
     described = [source.describe() for source in sources]
     lines = [text, *(["", *(source.text() for source in sources)] if options.details else [])]
     for source in sources:

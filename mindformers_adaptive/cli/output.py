@@ -36,7 +36,7 @@ def wrong_usage(where: str = "") -> Iterator[None]:
 
 
 def read_value(text: str) -> Any:
-    """Return the value that a text has in YAML, where 1e-4 and 2^16 are also numbers, or raise UsageError."""
+    """Read a text as a YAML value, with 1e-4 and 2^16 as numbers. Raise UsageError if the text is not valid YAML."""
     power = re.fullmatch(r"\s*2(?:\^|\*\*)(-?\d+)\s*", text)
     try:
         return 2.0 ** int(power[1]) if power else parse_yaml(text, _ValueLoader)
@@ -48,7 +48,7 @@ def read_value(text: str) -> Any:
 
 
 def read_scale(text: str) -> float:
-    """Return the loss scale that a text stands for, or raise UsageError; a ``type`` for argparse."""
+    """Convert a text to a loss scale, or raise UsageError if it is not positive; a ``type`` for argparse."""
     with wrong_usage():
         return require_positive("SCALE", read_value(text))
 
@@ -73,7 +73,7 @@ def read_source(text: str) -> str:
 
 
 def read_picture(text: str) -> str:
-    """Return the name of a picture that can be written, or raise UsageError; a ``type`` for argparse."""
+    """Return a picture's file name, or raise UsageError if it cannot be used as such; a ``type`` for argparse."""
     with wrong_usage():
         return require_file(str(require_picture(text)))
 
@@ -86,7 +86,7 @@ def require_file(text: str) -> str:
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, picture: str = "") -> None:
-    """Declare ``--json`` and, if ``picture`` is given as the text of its help, ``--plot``."""
+    """Declare ``--json``; if ``picture``, the help text of ``--plot``, is given, also declare ``--plot``."""
     if picture:
         parser.add_argument("--plot", type=read_picture, metavar="FILE", help=picture)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")

@@ -168,7 +168,7 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
 
 
 def tell_apart(files: Iterable[str]) -> dict[str, str]:
-    """Return short names of files: their paths without the folders and the file name that all of them share.
+    """Return a short name for each file: the part of its path that the files do not have in common.
 
     Examples:
         >>> tell_apart(["runs/64/record.jsonl", "runs/512/record.jsonl"])

@@ -66,7 +66,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program.
+    """Run the program ``adaptive-loss-scale``, and return its exit code.
 
     Args:
         arguments (Sequence[str], optional): the command line without the program's name. Default: None, ``sys.argv``.
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command_list() -> str:
-    """Return a line for each subcommand. The first line of a group begins with the time when the group is needed."""
+    """Return a line of help for each subcommand. The first line of each group says when the group is needed."""
     return "\n".join(
         f"{when if index == 0 else '':<20}{name:<10}{purpose}"
         for when, commands in _GROUPS.items()

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the HTML page."""
+    """Write an HTML page about the given runs."""
     files = list(dict.fromkeys(options.runs))
     names = tell_apart(files)
     records = {names[source]: record_in(source) for source in files}

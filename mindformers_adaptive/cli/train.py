@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the overrides of the YAML file, by dotted key. Values of ``--options`` replace values of other options."""
+    """Return the values that override the YAML file, by dotted key. Values of ``--options`` override other options."""
     overrides = {key: getattr(options, key) for key in OPTION_KEYS if getattr(options, key) is not None}
     if launcher.NUM_SAMPLES in overrides:
         overrides[launcher.EVAL_NUM_SAMPLES] = overrides[launcher.NUM_SAMPLES]
@@ -79,7 +79,7 @@ def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> N
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
-    """Return the overrides, by dotted key, that are given after ``--options``.
+    """Return the values after ``--options``, which override the YAML file, by dotted key.
 
     Raises:
         UsageError: if a word is not of the form ``key.sub=value``.

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list[Configuration]:
-    """Return all combinations of arguments for each policy. An argument is tried only with policies that have it."""
+    """Return all combinations of arguments for each policy. An argument is tried only with policies that accept it."""
     with wrong_usage():
         known = {name: all_arguments(find_rule(name)) for name in policies}
         # Pass an argument that no policy has to all policies: grid() then raises the error.

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run forward and backward passes, and print which layer overflows and what helps."""
+    """Run forward and backward passes, and print which layer overflows and which change helps."""
     overrides = read_options(options.options)
     arguments = {} if options.run is None else read_run(options.run)
     named = {name: getattr(options, name) for name in _OF_RUN} | {"config_path": options.config}

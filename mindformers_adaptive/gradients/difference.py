@@ -39,7 +39,7 @@ class ArrayDifference(NamedTuple):
 def compare_arrays(
     arrays: Mapping[str, NDArray[np.floating[Any]]], reference: Mapping[str, NDArray[np.floating[Any]]]
 ) -> list[ArrayDifference]:
-    """Compare the arrays of two checkpoints or devices: each two arrays whose name is in both mappings.
+    """Compare the arrays that have the same name in two checkpoints or on two devices.
 
     Args:
         arrays (Mapping[str, ndarray]): the first arrays, by name.

@@ -22,7 +22,7 @@ class LayerOutputsError(RuntimeError):
 
 
 class LayerOutputs:
-    """Measures the outputs of layers, by a forward pass in PyNative mode, and their gradients, by a backward pass.
+    """Measures the outputs of layers in a PyNative forward pass, and the gradients of these outputs in a backward pass.
 
     In graph mode, too, these passes are in PyNative mode, where Python sees what a layer returns; the compiled graphs
     of the training stay as they are. The outputs do not depend on the loss scale. Layers are in the order of execution.
@@ -62,7 +62,7 @@ class LayerOutputs:
             self._named |= set() if "*" in wanted else chosen.keys()
 
     def __call__(self, batch, observe=None):
-        """Run the forward pass on a batch.
+        """Run a forward pass on a batch, and return the statistics of the layers' outputs.
 
         Args:
             batch (tuple[Tensor]): the inputs of the network.
@@ -91,10 +91,10 @@ class LayerOutputs:
         return {name: merge_statistics(parts.get(name, [])) for name in shown}
 
     def gradients(self, backward):
-        """Run a backward pass, and look at the gradients of the outputs.
+        """Run a backward pass, and return the gradients of the layers' outputs.
 
         Args:
-            backward (Callable): runs the pass, of the network that was given.
+            backward (Callable): runs the backward pass of ``network``.
 
         Returns:
             tuple[object, dict[str, NDArray]], what ``backward`` returned, and by layer the gradients of all its outputs

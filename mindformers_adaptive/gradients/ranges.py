@@ -39,7 +39,7 @@ def gradient_ranges(
     gradient_format="float16",
     micro_batches=1,
 ):
-    """Run the backward pass at each loss scale and return the ranges of the gradients.
+    """Run the backward pass of a network at each of the loss scales, and return the ranges of the gradients.
 
     Give the train-step cell, if there is one: then the gradients are as in the training, by the cell's own gradient
     function. That matters with ``calculate_per_token_loss``, and where the network returns several losses. A network
@@ -131,7 +131,7 @@ def find_loss_scale(
 
 
 class GradientSweep:
-    """:func:`gradient_ranges` for one network, any number of times, compiled once.
+    """Measures one network any number of times, as :func:`gradient_ranges` does, but compiles it only once.
 
     Args:
         network (Cell): as in :func:`gradient_ranges`.

@@ -1,4 +1,4 @@
-"""Judges whether a training needs loss scaling, and recommends an initial scale: the largest usable, less a margin."""
+"""Judges whether a training needs loss scaling, and recommends an initial scale, some powers of two below overflow."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ _ASK_WHY = "'adaptive-loss-scale why' names the layer, and what helps."
 
 @dataclass(frozen=True)
 class Verdict:
-    """How much of the gradients a loss scale loses, and whether that is too much.
+    """The share of the gradients that is lost at a loss scale, and whether this share is too large.
 
     A share is the norm of what is lost, by underflow and by the coarseness of subnormal numbers, divided by the norm
     of the gradient; see :attr:`mindformers_adaptive.gradients.statistics.ArrayStatistics.lost_share`.
 
     Attributes:
         loss_scale (float): the scale that is judged.
-        groups (dict[str, float]): the share by group of Parameters; without groups whose gradients are all 0.
+        groups (dict[str, float]): the share lost in each group of Parameters; without groups whose gradients are all 0.
         parameter (str, optional): the Parameter that loses the largest share; None if nothing is known.
-        parameter_share (float, optional): its share.
+        parameter_share (float, optional): the share that this Parameter loses.
         without_gradient (tuple[str, ...]): Parameters whose gradients are 0 at every scale, of which nothing is known.
         gradient_format (Format): the format of the gradients. Default: float16.
 
@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def is_harmful(self) -> bool | None:
-        """bool, optional: whether a Parameter loses more than ``HARMLESS_SHARE``; None if nothing is known."""
+        """bool, optional: whether a Parameter's gradient loses more than ``HARMLESS_SHARE``; None if not known."""
         return None if self.parameter_share is None else self.parameter_share > HARMLESS_SHARE
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Verdict:
         return text
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything as JSON can hold it.
+        """Return all fields of the verdict as a dict of values that JSON can hold.
 
         Returns:
             dict[str, object], by the names of the attributes, with ``is_harmful``.
@@ -161,7 +161,7 @@ def table_of_groups(verdicts: list[Verdict]) -> str:
 
 @dataclass(frozen=True)
 class LossScaleRecommendation:
-    """A recommended loss scale, and the reasons.
+    """A recommended initial loss scale, and the reasons for it.
 
     Attributes:
         loss_scale_value (float, optional): the scale to start from; None if even the lowest scale overflows, or all
@@ -222,12 +222,12 @@ class LossScaleRecommendation:
         )
 
     def __str__(self) -> str:
-        """Return the text: the verdict, the YAML section to paste, and at most three lines of evidence."""
+        """Return the recommendation as text: a verdict, the YAML section to paste, and up to 3 lines of evidence."""
         parts = [self._verdict(), self.yaml.rstrip(), "\n".join(self._evidence()[:_MOST_EVIDENCE])]
         return "\n\n".join(filter(None, parts))
 
     def details(self) -> str:
-        """Return the rest of the evidence, and a table of what is lost in each group of Parameters.
+        """Return further evidence for the recommendation, and a table of what each group of gradients loses.
 
         Returns:
             str, of several lines.
@@ -294,7 +294,7 @@ class LossScaleRecommendation:
         return [*lines, str(self.lost_updates)] if self.lost_updates is not None else lines
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything but the sweep as JSON can hold it.
+        """Return the recommendation without its sweep as a dict of values that JSON can hold.
 
         Returns:
             dict[str, object], by the names of the attributes, with ``yaml``, and ``gradient_format`` and ``measured``
@@ -364,7 +364,7 @@ def recommend_loss_scale(
 
 
 def default_margin(gradient_format: Format) -> int:
-    """Return the default margin below the ceiling, in powers of two: 2, or 4 with at most 3 bits of mantissa.
+    """Return the default margin below overflow, in powers of two: 2, or 4 for formats with at most 3 bits of mantissa.
 
     Examples:
         >>> from mindformers_adaptive.rules.formats import FORMATS

@@ -53,7 +53,7 @@ class ScaleRanges:
 
 @dataclass(frozen=True)
 class GradientRanges:
-    """The result of one sweep.
+    """The ranges of a network's gradients at several loss scales: the result of one sweep.
 
     Attributes:
         weights (dict[str, ArrayStatistics]): the weights, by Parameter name.
@@ -62,7 +62,7 @@ class GradientRanges:
             batches; they do not depend on the loss scale.
         gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
         float16_weights (tuple[str, ...]): the names of the weights that are kept in float16. Default: none.
-        measured (str): which weights these are, in words. Default: "", those that the network had.
+        measured (str): a description of the weights that were measured. Default: "", the weights that the network had.
         activation_gradients (tuple[tuple[ScaleRanges, ...], ...]): as ``batches``, the gradients of the outputs of
             these layers, by their names. Default: none.
         micro_batches (int): the number of micro-batches by which the loss was divided before the backward pass.
@@ -91,7 +91,7 @@ class GradientRanges:
         return tuple(ranges.loss_scale for ranges in self.batches[0])
 
     def parameters(self, loss_scale: float, unscaled: bool = False) -> dict[str, ArrayStatistics]:
-        """Return the statistics of each Parameter's gradient at a scale, over all batches.
+        """Return the statistics of each Parameter's gradient at a loss scale, over all batches.
 
         Counts are added up, magnitudes are the extremes, and the norm is the root mean square over the batches.
 
@@ -115,7 +115,7 @@ class GradientRanges:
         return {name: replace(each, norm=each.norm / math.sqrt(len(at_scale))) for name, each in merged.items()}
 
     def overall(self, loss_scale: float, unscaled: bool = False) -> ArrayStatistics:
-        """Return the statistics of all gradients together at a scale, over all batches, as :meth:`parameters` does.
+        """Return the statistics of all gradients together at a loss scale, over all batches, like :meth:`parameters`.
 
         Args:
             loss_scale (float): one of ``loss_scales``.
@@ -132,7 +132,7 @@ class GradientRanges:
     def groups(
         self, loss_scale: float, group: Callable[[str], str | None] = parameter_group
     ) -> dict[str, ArrayStatistics]:
-        """Return the statistics of each group of Parameters at a scale, over all batches, as :meth:`parameters` does.
+        """Return the statistics of the gradients of each Parameter group at a loss scale, as :meth:`parameters` does.
 
         Args:
             loss_scale (float): one of ``loss_scales``.
@@ -150,7 +150,7 @@ class GradientRanges:
         return {kind: merge_statistics(counts[name] for name in names) for kind, names in members.items()}
 
     def overflowed_batches(self, loss_scale: float) -> int:
-        """Return how many batches overflowed at a scale.
+        """Return in how many batches the gradients overflowed at a loss scale.
 
         Args:
             loss_scale (float): one of ``loss_scales``.
@@ -169,7 +169,7 @@ class GradientRanges:
         return tuple(scale for scale in self.loss_scales if not self.overflowed_batches(scale))
 
     def to_dict(self) -> dict[str, object]:
-        """Return the sweep as dicts, lists and numbers.
+        """Return the results of the sweep as dicts, lists and numbers.
 
         Returns:
             dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches``, ``outputs`` and
@@ -214,10 +214,10 @@ class GradientRanges:
 
     @classmethod
     def from_dict(cls, sweep: Mapping[str, Any]) -> GradientRanges:
-        """Return the sweep that :meth:`to_dict` returned, or its JSON file holds.
+        """Return the results of a sweep from the dict that :meth:`to_dict` returned, or that its JSON file holds.
 
         Args:
-            sweep (Mapping): only ``loss_scales`` must be there.
+            sweep (Mapping): the dict; only its key ``loss_scales`` is required.
 
         Returns:
             GradientRanges, with the batches as one. The loss is nan, and what is lost is not known.
@@ -247,7 +247,7 @@ class GradientRanges:
             ) from error
 
     def table(self, loss_scale: float | None = None) -> str:
-        """Return a table to print.
+        """Return a table of the sweep's statistics to print, by loss scale or by Parameter.
 
         Args:
             loss_scale (float, optional): a row for each Parameter at this scale. Default: None, a row for each scale.
@@ -270,7 +270,7 @@ class GradientRanges:
         return align(lines, to_the_left=[0])
 
     def output_table(self) -> str:
-        """Return a table of the outputs of layers to print.
+        """Return a table to print, with the statistics of each layer's outputs.
 
         Returns:
             str, with a row for each layer.
@@ -279,7 +279,7 @@ class GradientRanges:
         return align([line[:-1] for line in lines], to_the_left=[0])
 
     def save(self, file: str | Path) -> None:
-        """Write :meth:`to_dict` to a JSON file, which appears whole or not at all.
+        """Write the dict of :meth:`to_dict` to a JSON file. An interrupted write leaves no incomplete file.
 
         A loss that is not finite becomes the string "nan", "inf" or "-inf".
 
@@ -295,7 +295,7 @@ class GradientRanges:
     def _at(self, loss_scale: float) -> list[ScaleRanges]:
         if loss_scale not in self.loss_scales:
             listed = ", ".join(map(as_power_of_two, self.loss_scales))
-            raise ValueError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.")
+            raise ValueError(f"'loss_scale' must be one of the sweep's loss scales, {listed}, but got {loss_scale}.")
         index = self.loss_scales.index(loss_scale)
         return [batch[index] for batch in self.batches]
 

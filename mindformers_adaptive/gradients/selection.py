@@ -20,7 +20,7 @@ SCALED = ("gradients", "activation_gradients")
 
 
 def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[str] = ()) -> GradientRanges:
-    """Return a sweep with values of the given kind in place of the gradients, for all modules or for some.
+    """Return a copy of a sweep over loss scales with values of another kind, such as weights, in place of gradients.
 
     Weights and outputs do not depend on the loss scale, so the sweep returned for them has only the scale 1.
 

@@ -1,4 +1,4 @@
-"""Histograms of values with their signs: equal bins from the lowest value to the highest."""
+"""Histograms of signed values, with bins of equal width from the lowest value to the highest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BINS = 64
 
 
 class SignedHistogram(NamedTuple):
-    """Counts of values in bins of equal width, without inf and NaN.
+    """Histogram of signed values: the numbers of finite values in bins of equal width.
 
     Attributes:
         lowest (float), highest (float): the lower edge of the first bin and the upper edge of the last.
@@ -28,18 +28,18 @@ class SignedHistogram(NamedTuple):
 
     @property
     def edges(self) -> NDArray[np.float64]:
-        """The edges of the bins; values that are all the same lie in a bin of some width."""
+        """The edges of the bins, one more than bins. If all values are equal, the edges lie just around this value."""
         low, high = self.lowest, self.highest
         if not high > low:
             low, high = np.nextafter(low, -np.inf), np.nextafter(high, np.inf)
         return np.linspace(low, high, len(self.counts) + 1)
 
     def divided_by(self, divisor: float) -> SignedHistogram:
-        """Return the histogram of the values divided by a positive number."""
+        """Divide the values by a positive number, and return the histogram of the quotients."""
         return self._replace(lowest=self.lowest / divisor, highest=self.highest / divisor)
 
     def quantiles(self, shares: Sequence[float]) -> NDArray[np.float64]:
-        """Return the values below which these shares of all lie, taken to be spread evenly within each bin.
+        """Return the quantiles for the given shares, as if the values in each bin were evenly spread.
 
         Examples:
             >>> signed_histogram(np.linspace(-1.0, 3.0, 10001)).quantiles([0.25, 0.5]).round(2).tolist()
@@ -50,7 +50,7 @@ class SignedHistogram(NamedTuple):
 
 
 def signed_histogram(values: ArrayLike) -> SignedHistogram | None:
-    """Return the histogram of values; None where none is finite.
+    """Return the histogram of an array's values, or None if no value is finite.
 
     Args:
         values (ArrayLike): of any shape and any real dtype.
@@ -69,7 +69,7 @@ def signed_histogram(values: ArrayLike) -> SignedHistogram | None:
 
 
 def merge_signed(histograms: Iterable[SignedHistogram | None]) -> SignedHistogram | None:
-    """Return the histogram of several arrays together, to within the width of their bins; None where none has one.
+    """Merge the histograms of several arrays, exact to within the width of their bins; None without a histogram.
 
     Examples:
         >>> merge_signed([signed_histogram([-1.0]), None, signed_histogram([1.0, 1.0])]).counts[-1]
@@ -94,5 +94,5 @@ def merge_signed(histograms: Iterable[SignedHistogram | None]) -> SignedHistogra
 
 
 def read_signed(content: Any) -> SignedHistogram | None:
-    """Return the histogram that a JSON file holds, as a list of its fields; None where it has none."""
+    """Return the histogram from the list of its fields in a JSON file, or None if the file has no histogram."""
     return None if content is None else SignedHistogram(float(content[0]), float(content[1]), tuple(content[2]))

@@ -79,7 +79,7 @@ class ArrayStatistics:
         return count / self.size if self.size else 0.0
 
     def divided_by(self, divisor: float) -> ArrayStatistics:
-        """Return the statistics of the array divided by a positive number, without the histogram of magnitudes."""
+        """Divide the array by a positive number, and return its statistics without the histogram of magnitudes."""
         smallest = None if self.smallest is None else self.smallest / divisor
         divided = replace(self, largest=self.largest / divisor, smallest=smallest, norm=self.norm / divisor)
         signed = None if self.signed is None else self.signed.divided_by(divisor)
@@ -96,7 +96,7 @@ class ArrayStatistics:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ArrayStatistics:
-        """Return the statistics that a dict from :meth:`to_dict`, or the same dict from a JSON file, holds.
+        """Return the statistics from a dict that :meth:`to_dict` returned, or that its JSON file holds.
 
         Raises:
             KeyError: if there is no histogram.

@@ -1,4 +1,4 @@
-"""Counts the float16 weights that lose an update, because it is below half the distance to the next float16 number."""
+"""Counts the float16 weights that an update, smaller than half the distance to the next number, leaves unchanged."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Advice:
 
 
 class Settings(NamedTuple):
-    """Recommended settings, and their measures in a replay.
+    """Recommended loss-scaling settings, and the measures of a replay with these settings.
 
     Attributes:
         configuration (Configuration): the settings.

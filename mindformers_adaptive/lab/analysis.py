@@ -36,7 +36,7 @@ _COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_supersed
 
 @dataclass(frozen=True)
 class Analysis:
-    """The analysis of a recorded run, as :func:`analyze` returns it.
+    """The result of :func:`analyze`: what happened in a recorded run, and what to change.
 
     Attributes:
         run (RecordedRun): the analyzed run.
@@ -106,7 +106,7 @@ class Analysis:
 
 
 def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) -> Analysis:
-    """Analyze a recorded run.
+    """Analyze a recorded run: how the loss scale moved, what other policies would have done, and what to change.
 
     Policies are replayed from the run's first loss scale on. Advice never costs more than the run itself did, see
     :func:`~mindformers_adaptive.lab.advise.advise`. With advice come the settings to use, where the log decides at

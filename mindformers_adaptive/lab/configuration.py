@@ -231,7 +231,7 @@ def _short(value: Any) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """Return the text that stands for a value in YAML 1.1.
+    """Return a value as YAML 1.1 text.
 
     Examples:
         >>> yaml_value(65536.0), yaml_value(1e-05), yaml_value(True), yaml_value(None)

@@ -39,7 +39,7 @@ _OWN_SPREAD = 0.05
 def with_gradients(
     trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0, gradient_format: Format = FLOAT16
 ) -> Trace:
-    r"""Return the trace with largest gradients that imply its ceilings, or ceilings that are too high or too low.
+    r"""Return a copy of the trace with added gradients. They imply its ceilings, or too high or too low ceilings.
 
     :math:`largest\_gradient_t = largest / (c_t \cdot 2^{offset + spread \cdot n_t})`, where *largest* is the
     largest number of the format, :math:`c_t` the ceiling, and :math:`n_t` are independent standard normal numbers.
@@ -64,7 +64,7 @@ def with_gradients(
 
 
 def independent_ceiling(steps: int, seed: int, level: float, offset: float, spread: float, memory: float) -> Trace:
-    r"""Return a trace with a nearly constant ceiling that its gradients do not show, as other gradients overflow first.
+    r"""Return a trace with a nearly constant ceiling, below the ceilings that the largest gradients imply.
 
     :math:`\log_2 c_t = level + 0.05\,n_t`. The log2 of the ceilings that the gradients imply is
     :math:`level + offset + x_t` with :math:`x_t = memory \cdot x_{t-1} + \sqrt{1 - memory^2} \cdot spread \cdot n'_t`.

@@ -225,7 +225,7 @@ class MeasureAccumulator:
 
 
 def rows_of(traces: Sequence[Trace], name: str, start: int, stop: int) -> NDArray[np.float64]:
-    """Return an attribute of traces for some steps, float64 of shape (steps, traces); nan if a trace lacks it."""
+    """Return an attribute of several traces at some steps, float64 of shape (steps, traces); nan if it is missing."""
     columns = [getattr(trace, name) for trace in traces]
     missing = np.full(stop - start, math.nan)
     return np.stack([missing if column is None else column[start:stop] for column in columns], axis=1)

@@ -22,7 +22,7 @@ _STARTS = ("loss_scale", "scale_window", "clean_steps")
 
 
 def make_policy(name: str | type[Rule], **params: Any) -> Policy:
-    """Return a loss-scaling policy by name, with the parameters of the system that it comes from.
+    """Return the loss-scaling policy with the given name. It takes the parameters of the system it comes from.
 
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``: ``loss_scale_value``
     (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the smallest window) and all

@@ -251,7 +251,7 @@ class Comparison:
         return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each policy and trace and, with several traces, a row of means; ready for JSON.
+        """Return a row of measures for each policy and trace and, with several traces, a row of means; ready for JSON.
 
         Returns:
             list[dict], with ``policy``, ``start`` (the initial loss scale), ``trace`` (None in a row of means),
@@ -328,7 +328,7 @@ def compare(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> Comparison:
-    """Replay each policy on each trace.
+    """Replay each loss-scaling policy on each trace, and return the measures of all replays.
 
     Args:
         policies (Mapping): for each policy name, a function that makes the policy in its first state. It is called once

@@ -96,7 +96,7 @@ REGIMES = tuple(kind + spikes for spikes in ("", _WITH_SPIKES) for kind in _BETW
 
 
 def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> NDArray[np.float64]:
-    """Return log2 of the ceilings without noise and spikes, which shows where regimes begin and end.
+    """Return log2 of a synthetic trace's ceilings without noise and spikes, to show where regimes begin and end.
 
     Args:
         kind (str): one of ``REGIMES``.
@@ -134,7 +134,7 @@ def _next_depth(depth: float, random: np.random.Generator) -> float:
 
 
 def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> Trace:
-    """Return a synthetic trace, whose ceilings are known and whose gradients show them.
+    """Return a synthetic trace with known ceilings, and with gradients that imply these ceilings.
 
     Args:
         kind (str): one of the kinds in the tables of :mod:`mindformers_adaptive.lab.synthetic`, also the name of the
@@ -166,7 +166,7 @@ def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> 
 
 
 def synthetic_traces(steps: int, seed: int, kinds: Sequence[str] = KINDS) -> dict[str, Trace]:
-    """Return one trace of each kind by its name, as :func:`synthetic_trace` makes it.
+    """Return one synthetic trace of each kind, by the name of the kind. See :func:`synthetic_trace`.
 
     Args:
         steps (int): of each trace, at least 1.

@@ -50,7 +50,7 @@ _NOT_BETTER = "No settings to paste: the run itself did at least as well as the 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of a search for the cheapest configuration.
+    """The result of a search for the loss-scaling configuration that costs least.
 
     Attributes:
         traces (tuple[Trace, ...]): the traces of the search.
@@ -231,7 +231,7 @@ def tune(
     recorded: Sequence[Measures] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Tuning:
-    """Try configurations on traces and recommend the configuration with the smallest mean cost.
+    """Try loss-scaling configurations on traces, and recommend the configuration with the smallest mean cost.
 
     Of a trace with more than ``MOST_STEPS_SWEPT`` steps only the last ones are swept, and the notes say so.
 

@@ -1,4 +1,4 @@
-"""Read the arrays of a checkpoint; write arrays to a file that is read in the same way."""
+"""Read the floating-point arrays of a checkpoint, and write such arrays to a file."""
 
 import mindspore
 import numpy as np

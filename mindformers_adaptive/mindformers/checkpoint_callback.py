@@ -122,7 +122,7 @@ def _warn_of_failed_save(problem):
 
 
 class CommonInfoWithLossScale(_CommonInfo):
-    """The content of ``common.json``. MindFormers saves all attributes there; a slot keeps the train step out of it."""
+    """The content of ``common.json``. MindFormers saves all attributes in ``__dict__``; the train step is in a slot."""
 
     __slots__ = ("_train_step",)
 

@@ -47,7 +47,7 @@ _Fields = dict[str, Field]
 
 @dataclass(eq=False)
 class Checkpoint:
-    """The state of loss scaling in one file, or in one folder of MindFormers' ``checkpoint:`` format.
+    """The loss-scaling state in one checkpoint file, or in one folder of MindFormers' ``checkpoint:`` format.
 
     Attributes:
         path (Path): the file or folder.
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def rank(self) -> int | None:
-        """The rank N if the file lies in a folder ``rank_N``, else None."""
+        """The rank of the process that saved the checkpoint: N for a file in a folder ``rank_N``, else None."""
         match = re.fullmatch(r"rank_(\d+)", self.path.parent.name)
         return int(match[1]) if match else None
 

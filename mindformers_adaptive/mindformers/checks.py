@@ -36,7 +36,7 @@ OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
 
 def check_config(config: Any) -> None:
-    """Check what a configuration says about the train step, loss scaling, resuming, formats and callbacks.
+    """Check a configuration's settings of train step, loss scaling, resuming, number formats and callbacks.
 
     Keys are compared with the arguments of the class that ``type`` names. A class that ``auto_register`` is still to
     load is not checked, and for a user's class with ``**kwargs`` a doubtful key only gives a warning. Values

@@ -1,4 +1,4 @@
-"""The monitors of loss scaling as callbacks of MindFormers' PyNative trainer."""
+"""Connect the callbacks that monitor loss scaling to MindFormers' PyNative trainer."""
 
 import contextlib
 
@@ -12,15 +12,15 @@ __all__ = ["ConnectedMonitor", "connect", "release"]
 
 
 def connect(callbacks, train_step):
-    """Return the trainer's callbacks, with the monitors among them connected to the train step.
+    """Return the callbacks of MindFormers' PyNative trainer, with loss-scaling monitors connected to the train step.
 
     Args:
-        callbacks (list): of the trainer, :class:`LossScaleMonitor` among them.
+        callbacks (list): the trainer's callbacks, which may include :class:`LossScaleMonitor`.
         train_step (object): has the loss scale as ``scale_sense`` and the update cell as ``loss_scaling_manager``.
 
     Returns:
-        list, in the order of ``callbacks``, but the monitors before what saves checkpoints, so that no checkpoint is
-        ahead of a record; and a :class:`CollapseWatch`.
+        list, in the order of ``callbacks``, except that the monitors and a new :class:`CollapseWatch` come before
+        callbacks that save checkpoints, so that no checkpoint is ahead of a record.
     """
     savers = [callback for callback in callbacks if hasattr(callback, "save_path")]
     monitors = [callback for callback in callbacks if isinstance(callback, LossScaleMonitor)]
@@ -33,7 +33,7 @@ def connect(callbacks, train_step):
 
 
 def release(callbacks):
-    """Close the files of the connected monitors, also after a training that failed."""
+    """Close the files of all connected monitors, even if the training failed."""
     for callback in callbacks:
         if isinstance(callback, ConnectedMonitor):
             callback.close()
@@ -63,13 +63,13 @@ class ConnectedMonitor:
         self._params, self._context, self._open = params, RunContext(params), contextlib.ExitStack()
 
     def on_train_begin(self, args, state, **kwargs):
-        """Tell the monitor where the training begins."""
+        """Tell the monitor at which step the training begins."""
         self._params.update(cur_step_num=state.global_step, epoch_num=1, batch_num=state.max_steps)
         self._open.enter_context(self.monitor)
         self.monitor.on_train_begin(self._context)
 
     def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
-        """Tell the monitor of a step, and end the training if the monitor asks for it."""
+        """Tell the monitor that a step has ended, and end the training if the monitor requests that."""
         self._params.update(cur_step_num=state.global_step, net_outputs=(loss, None, None, None, grad_norm))
         self.monitor.on_train_step_end(self._context)
         if self._context.get_stop_requested():
@@ -80,10 +80,10 @@ class ConnectedMonitor:
         self.monitor.on_train_end(self._context)
 
     def close(self):
-        """Close what the monitor has opened; calling it again does nothing."""
+        """Close the files that the monitor has opened. Further calls do nothing."""
         self._open.close()
 
     def on_begin(self, args, state, **kwargs):
-        """Do nothing: the monitors do not use this event."""
+        """Do nothing: loss-scaling monitors do not use this event of the trainer."""
 
     on_end = on_epoch_begin = on_epoch_end = on_step_begin = on_begin

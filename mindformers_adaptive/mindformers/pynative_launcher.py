@@ -1,4 +1,4 @@
-"""The launcher for MindFormers' PyNative trainer, with loss scaling where the YAML file has ``training.loss_scale``."""
+"""Start MindFormers' PyNative trainer, with loss scaling if the YAML file has a section ``training.loss_scale``."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def load_config(
     register_path: str | None = None,
     may_add: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Load a YAML file of the PyNative trainer, override some of its keys, and check what it says of loss scaling.
+    """Load a YAML file for the PyNative trainer, override some of its keys, and check its loss-scaling settings.
 
     Args:
         path (str): the YAML file.
         overrides (Mapping, optional): values by dotted key, set in this order. Default: None.
         register_path (str, optional): folder of further classes, which can be imported from then on. Default: None.
-        may_add (Collection[str]): the keys of options for the graph-mode trainer, which this one has elsewhere.
-            Default: ().
+        may_add (Collection[str]): keys that options set for the graph-mode trainer; most of them are refused, because
+            the PyNative trainer has other keys. Default: ().
 
     Returns:
         dict, ready for :func:`launch`.

@@ -1,4 +1,4 @@
-"""The section ``training.loss_scale`` of YAML files for MindFormers' PyNative trainer, and which trainer one is for."""
+"""Read ``training.loss_scale`` from YAML files for MindFormers' PyNative trainer, and recognise such files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TYPES = f"{', '.join(rule.cell for rule in RULES.values())}, or RuleLossScaleUp
 
 
 def is_for_pynative_trainer(content: object, mode: int | None = None) -> bool:
-    """Return whether the content of a YAML file is for MindFormers' PyNative trainer, and not for its graph-mode one.
+    """Return whether a YAML file's content is for MindFormers' PyNative trainer, and not for the graph-mode trainer.
 
     Args:
         content (object): the content of the file.
@@ -58,16 +58,16 @@ def is_for_pynative_trainer(content: object, mode: int | None = None) -> bool:
 
 
 def read_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], Any]:
-    """Return a configuration without ``training.loss_scale``, which MindFormers would reject, and that section.
+    """Split a configuration into the section ``training.loss_scale``, which MindFormers would reject, and all else.
 
     Args:
         config (Union[str, Path, Mapping]): a YAML file, or its content; not changed.
 
     Returns:
-        tuple[dict, object], the section is None where there is none.
+        tuple[dict, object], the configuration without the section, and the section, or None if it is missing.
 
     Raises:
-        TypeError: if it is neither a file nor holds keys, or ``training`` is no section.
+        TypeError: if ``config`` is neither a file nor a dict of keys, or ``training`` is not a section.
         ValueError: if the file is not YAML.
 
     Examples:
@@ -86,7 +86,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str
 
 
 def read_section(section: object) -> dict[str, Any]:
-    """Check the section ``training.loss_scale``, and return it with the class of its rule as ``rule``.
+    """Check the section ``training.loss_scale``; return its arguments, and the class of the loss-scaling rule.
 
     Args:
         section (Union[float, Mapping]): a number for a fixed loss scale, or ``type`` and the arguments, as in the
@@ -96,7 +96,7 @@ def read_section(section: object) -> dict[str, Any]:
         dict, ``rule`` (type), ``loss_scale_value`` (float) and the other arguments.
 
     Raises:
-        TypeError: if it is neither a number nor a section, lacks the ``type``, or has a key or value of a wrong kind.
+        TypeError: if ``section`` is neither a number nor a dict, lacks ``type``, or has a key or value of a wrong kind.
         ValueError: if there is no such type, or a value is out of its range.
 
     Examples:

@@ -22,7 +22,7 @@ __all__ = ["LossScaledTraining", "make_scaler", "restore", "stock_trainer", "tra
 
 
 def make_scaler(section):
-    """Return the loss scaler of a section ``training.loss_scale``.
+    """Return the loss scaler that a section ``training.loss_scale`` describes.
 
     Args:
         section (Union[float, dict]): as :func:`~mindformers_adaptive.mindformers.pynative_section.read_section` takes
@@ -65,7 +65,7 @@ def stock_trainer():
 
 
 def trainer_class():
-    """Return MindFormers' PyNative trainer with loss scaling, a subclass of ``mindformers.pynative.trainer.Trainer``.
+    """Return a subclass of MindFormers' PyNative trainer ``mindformers.pynative.trainer.Trainer`` that scales the loss.
 
     Returns:
         type, :class:`LossScaledTraining` with MindFormers' trainer as its second base.
@@ -87,7 +87,7 @@ def restore(scaler, folder):
     """Restore a loss scaler from the ``loss_scale.json`` of a checkpoint, or warn if that is not possible.
 
     Args:
-        scaler (RuleLossScaler): changed, unless there is nothing to go on from.
+        scaler (RuleLossScaler): changed in place, if the checkpoint has a usable state.
         folder (str): the checkpoint folder of one step.
 
     Warns:
@@ -114,7 +114,7 @@ def restore(scaler, folder):
 
 
 class _Step:
-    """Stands for the network in which monitors look up loss scale and update cell; has those from a loss scaler."""
+    """Replaces the network in which monitors find the loss scale and the update cell; a loss scaler provides both."""
 
     def __init__(self, scaler):
         self.scale_sense, self.loss_scaling_manager = scaler.scale_value, scaler.update_cell
@@ -134,24 +134,25 @@ class _NoUpdate:
 
 
 class LossScaledTraining:
-    """Mixin with loss scaling, from which :func:`trainer_class` makes a subclass of MindFormers' PyNative trainer.
+    """Mixin that adds loss scaling to MindFormers' PyNative trainer, in the class that :func:`trainer_class` returns.
 
-    The loss scale multiplies the sense of the backward pass and of the auxiliary losses, so that the loss itself stays
-    as it is. Before the norm is computed and the gradients are clipped, the gradients are divided by the loss scale.
-    All micro-batches of a step and all processes share one decision: where any gradient has an inf or a NaN, the
-    optimizer is not called, and neither weights, its state nor its step, by which the learning rate goes, change. The
-    trainer's own ``global_step``, the place in the data, goes on. ``TrainerState.loss_scale`` is the loss scale of the
-    next step, ``skipped_steps`` counts the overflows, and checkpoints keep the state in ``loss_scale.json``.
+    The loss scale multiplies the initial gradients of the backward pass and of the auxiliary losses, so that the loss
+    itself stays as it is. The gradients are divided by the loss scale before their norm is computed and they are
+    clipped. All micro-batches of a step and all processes share one decision: if any gradient has an inf or a NaN, the
+    optimizer is not called, so the weights, the optimizer's state and its step count, which sets the learning rate, do
+    not change. The trainer's own ``global_step``, the position in the data, still increases.
+    ``TrainerState.loss_scale`` is the loss scale of the next step, ``skipped_steps`` counts the overflows, and
+    checkpoints keep the state in ``loss_scale.json``.
 
     Args:
         config (Union[str, dict]): the YAML file, or its content, with the section ``training.loss_scale``.
         *args (Any): arguments of MindFormers' trainer.
-        loss_scaler (RuleLossScaler, optional): in place of the section. Default: None.
+        loss_scaler (RuleLossScaler, optional): the loss scaler to use instead of the section. Default: None.
         **kwargs (Any): arguments of MindFormers' trainer.
 
     Raises:
-        TypeError: if the section, or what it has, is of the wrong type.
-        ValueError: if there is no section and no scaler, or both, or a value is out of its range.
+        TypeError: if the section, or a value in it, is of the wrong type.
+        ValueError: if neither or both of the section and ``loss_scaler`` are given, or a value is out of its range.
     """
 
     def __init__(self, config=None, *args, loss_scaler=None, **kwargs):
@@ -183,7 +184,7 @@ class LossScaledTraining:
         return handler
 
     def train(self, *args, **kwargs):
-        """Train, as MindFormers' trainer does, with its arguments."""
+        """Train as MindFormers' trainer does, with the same arguments; then close the files of the monitors."""
         try:
             super().train(*args, **kwargs)
         finally:
@@ -205,7 +206,7 @@ class LossScaledTraining:
             self._show_state()
 
     def training_step(self, *args, **kwargs):
-        """Take a step, as MindFormers' trainer does, with auxiliary losses at the scale of the loss."""
+        """Take a step as MindFormers' trainer does, with the auxiliary losses multiplied by the loss scale too."""
         from mindformers.pynative.transformers.experimental_attention_variant.indexer import _IndexerLossAutoScaler
         from mindformers.pynative.transformers.moe.moe_utils import _MoEAuxLossAutoScaler
         from mindformers.pynative.transformers.multi_token_prediction import _MTPLossAutoScaler

@@ -25,19 +25,18 @@ _ALIASES = {
 
 
 def register():
-    """Put this package's classes into MindFormers' registry under the stock names.
+    """Put this package's classes into MindFormers' registry under the names of MindFormers' own classes.
 
     From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
     ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
     ``CheckpointMonitor`` the one of :mod:`mindformers_adaptive.mindformers.checkpoint_callback`, and
     ``TrainingStateMonitor`` the one of :mod:`mindformers_adaptive.mindformers.training_state_monitor`. MindFormers'
     trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and
-    ``GradientRangeMonitor`` are
-    registered. Calling it again changes nothing.
+    ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
 
-    ``AdaptiveLossScale`` is a second name of the update cell. MindFormers has none of that name, so that training with
-    it fails where this package is missing. The line ``auto_register: adaptive_loss_scaling...`` in a YAML file is
-    accepted and has no effect.
+    ``AdaptiveLossScale`` is a second name for ``AdaptiveLossScaleUpdateCell``. MindFormers has no class of that name,
+    so a training that uses it fails if this package is missing. The line
+    ``auto_register: adaptive_loss_scaling...`` in a YAML file is accepted and has no effect.
 
     Examples:
         >>> from mindformers.tools.register import MindFormerRegister

@@ -107,7 +107,7 @@ def _present_key(key: str, value: Any) -> str:
 
 
 def warn_of_scaling(config: Any) -> None:
-    """Warn of number formats and initial loss scales that make a training lose updates or precision.
+    """Warn of number formats and initial loss scales with which a training loses weight updates or precision.
 
     Args:
         config (MindFormerConfig): the configuration of a training, with this package registered.

@@ -37,7 +37,7 @@ def probe(
     observe=None,
     gradient_format="float16",
 ):
-    """Sweep over loss scales with the model and the data of a MindFormers YAML file.
+    """Measure the gradients at several loss scales, with the model and the data of a MindFormers YAML file.
 
     The backward pass is made by the train-step cell that a training would use, in one process, with the weights that
     the training would start from; ``measured`` of the result says which weights. If a step of the training adds up
@@ -90,7 +90,7 @@ def probe(
 
 
 class Training(NamedTuple):
-    """The parts of a YAML file's training that are measured, built in one process.
+    """The parts of a YAML file's training that a measurement needs, built in one process.
 
     Attributes:
         train_step (Cell): the train-step cell, with the model as its ``network``. Its optimizer is a stand-in that has

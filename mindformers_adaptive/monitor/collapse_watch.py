@@ -36,10 +36,10 @@ class CollapseWatch(Callback):
         self.run_folder = run_folder
 
     def on_train_begin(self, run_context: Any) -> None:
-        """Look up the loss scaling.
+        """Find the train-step cell that scales the loss.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         params = run_context.original_args()
         callbacks = params.list_callback
@@ -59,7 +59,7 @@ class CollapseWatch(Callback):
         """Check the first step and every tenth step, or every step if the update cell counts no overflows.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         step = run_context.original_args().cur_step_num
         # A data sink takes several steps per call, and may pass over a multiple of self._every.
@@ -70,7 +70,7 @@ class CollapseWatch(Callback):
         """Check the last step, and warn if no step of the training was applied.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         if self._reader is None:
             return

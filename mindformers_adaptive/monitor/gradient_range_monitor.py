@@ -24,7 +24,7 @@ __all__ = ["GradientRangeMonitor"]
 
 
 class GradientRangeMonitor(RecordingCallback):
-    """Callback that measures the gradients every N steps, before the step is taken.
+    """Callback that measures the gradients of every N-th step of a training, before the step is taken.
 
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: GradientRangeMonitor`` in the
     ``callbacks`` of a MindFormers YAML file. For each loss scale it runs a forward and backward pass on the batch of
@@ -53,8 +53,8 @@ class GradientRangeMonitor(RecordingCallback):
     In data-sink mode the host does not see the batches: there the monitor warns once and does nothing.
 
     Args:
-        every_n_steps (int): measure at the steps whose number is a multiple of it. Default: 100, so that one more
-            backward pass takes less than 1% of the time.
+        every_n_steps (int): measure at the steps whose number is a multiple of this number. Default: 100, so that one
+            more backward pass takes less than 1% of the time.
         loss_scales (Iterable[float], optional): further loss scales to try. Default: None, only the loss scale of the
             training, which cannot tell an underflow from a gradient of 0.
         record_path (str, optional): the file. Default: None, ``gradient_ranges.jsonl`` in the output folder of
@@ -110,10 +110,10 @@ class GradientRangeMonitor(RecordingCallback):
         self._format = find_format(gradient_format)
 
     def on_train_begin(self, run_context: Any) -> None:
-        """Look up the network, and the step to go on from.
+        """Find the train-step cell and the step to resume from, and open the record.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
@@ -122,10 +122,10 @@ class GradientRangeMonitor(RecordingCallback):
         self._open(params, self._train_step)
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        """Measure the gradients, if it is the turn of this step.
+        """Measure the gradients if the number of the step is a multiple of ``every_n_steps``.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         params = run_context.original_args()
         self._last_step = step = self._ahead_of_model + params.cur_step_num

@@ -127,10 +127,10 @@ class LossScaleMonitor(RecordingCallback):
         self._savers: list[Any] = []
 
     def on_train_begin(self, run_context: Any) -> None:
-        """Look up the loss scaling, and the step to go on from.
+        """Find the train-step cell that scales the loss and the step to resume from, and open the record.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         params = run_context.original_args()
         train_step = find_train_step(params.get("train_network"), params.get("network"))
@@ -164,10 +164,10 @@ class LossScaleMonitor(RecordingCallback):
             logger.warning("%s", message)
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Record the steps since the last look, if it is the turn of this step.
+        """Every ``every_n_steps`` steps, record the steps that were taken since the last recording.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         if self._reader is None:
             return
@@ -178,10 +178,10 @@ class LossScaleMonitor(RecordingCallback):
             self._look(run_context)
 
     def on_train_end(self, run_context: Any) -> None:
-        """Record the steps since the last look.
+        """Record the last steps of the run that are not recorded yet, and close the record.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         if self._reader is not None and self._seen:
             self._look(run_context)

@@ -35,7 +35,7 @@ _LARGEST_BIN = 9e19
 
 
 class RecordingCallback(Callback):
-    """Callback with a record and a TensorBoard writer, which are closed even if the training fails.
+    """Callback with a record file and a TensorBoard writer. Both are closed even if the training fails.
 
     A subclass calls ``_open`` when a training begins, and sets ``subject``, the recorded quantity, for messages;
     ``file_name``, the record's name in MindFormers' output folder; and ``every_step``, whether the record has a line
@@ -88,7 +88,7 @@ class RecordingCallback(Callback):
         """Close the record and the TensorBoard writer.
 
         Args:
-            run_context (RunContext): what MindSpore knows of the training.
+            run_context (RunContext): MindSpore's information about the training.
         """
         self._release()
 

@@ -1,4 +1,4 @@
-"""Read what loss scaling did in the last steps from a train-step cell."""
+"""Read from a train-step cell what loss scaling did in the last steps."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class StepReader:
         self._skipped_by_others = max((skipped_steps or 0) - self._state().get("skipped_steps", 0), 0)
 
     def read(self, step: int, count: int, outputs: Any) -> list[dict[str, Any]]:
-        """Return the steps since the last call, as far as they are known.
+        """Return what is known of each step since the last call.
 
         Args:
             step (int): the number of the last step.
@@ -151,7 +151,7 @@ class StepReader:
         return entries
 
     def gradient_norm(self, outputs: Any) -> float | None:
-        """Return the norm of the gradients, unscaled and before clipping; None if the cell does not return it.
+        """Return the norm of a step's unscaled gradients before clipping, or None if the train-step cell has no norm.
 
         Waits for the device.
 
@@ -170,7 +170,7 @@ class StepReader:
         return None
 
     def dropped_by_norm(self, overflow: bool | None, norm: float | None) -> bool | None:
-        """Return whether MindFormers dropped a step for the size of its gradients; None if unknown.
+        """Return whether MindFormers dropped a step because its gradient norm was too large; None if unknown.
 
         Args:
             overflow (bool, optional): whether the step overflowed, and was skipped for that.

@@ -87,7 +87,7 @@ def explain_overflow(
     Raises:
         TypeError: if an argument is not of its type.
         ValueError: if there is no batch or no Parameter to train, or the loss scale is not finite and above 0.
-        PyNativeError: if the network cannot run in the mode, or in neither.
+        PyNativeError: if the network cannot run in the requested mode or, if ``graph`` is None, in neither mode.
 
     Examples:
         >>> class Squares(nn.Cell):
@@ -166,7 +166,7 @@ def _overflow_mode():
 def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
     """Yield a function that runs batches at a loss scale and returns the recorded passes.
 
-    Everything is restored afterwards.
+    Weights, random states and MindSpore's mode are restored afterwards.
 
     Args:
         network (Cell): as in :func:`explain_overflow`.
@@ -225,7 +225,7 @@ def _reason(error):
 
 
 class _Seen:
-    """The results of the first passes: which loss scales overflow, where it begins, and how close layers are to it."""
+    """The results of the first passes: which loss scales overflow, in which layer, and how close layers are."""
 
     def __init__(self, loss_scale, passes):
         self.loss_scale, self.scales, self._first_overflow = loss_scale, {}, None
@@ -306,7 +306,7 @@ def _limit(passes):
 
 
 def _try_scale(passes, batches, seen):
-    """Try the largest lower loss scale that the recorded gradients allow, and return the result in a list."""
+    """Try the largest lower loss scale that the recorded gradients allow. Return a list with one result."""
     if seen.forward:
         return [Tried("a lower loss_scale_value", None, None, note="it overflows before the loss is scaled")]
     if not seen.safe:
@@ -319,7 +319,7 @@ def _try_scale(passes, batches, seen):
 
 
 def _try_layer(network, batches, seen, watched):
-    """Try the overflowing layer in float32, and return the result, which names the changed attributes, in a list."""
+    """Try the overflowing layer in float32. Return a list with the result; an empty list if nothing can be changed."""
     layer = seen.origin.layer
     cell = named_cells(_inner(network)).get(layer or "")
     if cell is None:
@@ -370,7 +370,7 @@ def _try_setting(name, build, batches, seen, watched):
 
 
 def _outcome(name, network, batches, seen, watched):
-    """Run the overflowing batch in a changed network, at a loss scale of 1 and at the largest that should fit then."""
+    """Run the overflowing batch in a changed network, at loss scale 1, then at the largest scale that should fit."""
     batch = [batches[seen.worst]]
     with watched(network) as passes:
         changed = _Seen(1.0, passes(batch, 1.0))
@@ -384,7 +384,7 @@ def _outcome(name, network, batches, seen, watched):
 
 
 def _weights_beyond(network, in_half):
-    """Return the weights that FP16 cannot hold, or without ``in_half`` the weights with inf or NaN, or None."""
+    """Return the weights too large for FP16 or, without ``in_half``, the weights with inf or NaN; None if all fit."""
     limit = _BEYOND_FP16 if in_half else np.inf
     beyond = []
     for weight in filter(Tensor.is_floating_point, _inner(network).get_parameters()):

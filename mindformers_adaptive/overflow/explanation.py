@@ -53,7 +53,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The results of some forward and backward passes.
+    """The findings of ``explain_overflow``: where forward and backward passes overflow, and which changes help.
 
     Attributes:
         loss_scale (float): the loss scale of the training.
@@ -65,10 +65,10 @@ class Explanation:
         layers (tuple[LayerRange, ...]): the largest values of each layer, in the order of execution.
         layers_scale (float): the loss scale at which ``layers`` were measured: the training's or 1. Default: 1.
         weights (WeightsBeyond, optional): weights that FP16 cannot hold. None if all fit.
-        tried (tuple[Tried, ...]): what happened with other settings.
+        tried (tuple[Tried, ...]): the results of trying other settings.
         measured (str): which weights were measured. Default: "", those that the network has.
-        overflow_mode (str): what the device makes of an overflow: "inf", or "saturation", where it becomes the largest
-            number and nobody sees it. Default: "inf".
+        overflow_mode (str): what the device makes of an overflow: "inf", or "saturation" (the largest finite number,
+            so that the overflow is not seen). Default: "inf".
         graph (bool): whether the passes were run in graph mode, which shows layers and no operators. Default: False.
         why_graph (str): why the network does not run in PyNative mode. Default: "", not tried.
         failure (str): which steps of the training had a loss that is inf or NaN, in words. Default: "", not known.
@@ -95,7 +95,7 @@ class Explanation:
 
     @property
     def safe_scale(self) -> float | None:
-        """float: the largest loss scale tried below which, and at which, nothing overflowed; None if there is none."""
+        """float: the largest tried loss scale such that neither it nor a lower one overflowed; None without one."""
         bad = self.overflowing_scale or math.inf
         return max((scale for scale, overflow in self.scales.items() if not overflow and scale < bad), default=None)
 
@@ -129,7 +129,7 @@ class Explanation:
 
     @property
     def headline(self) -> str:
-        """str: the first line of the text."""
+        """str: the first line of the text, which says whether and where the network overflows."""
         if not self.explains_failure:
             return f"This is not the cause: {self.failure}, but it is finite in these passes"
         safe, bad = self.safe_scale, self.overflowing_scale
@@ -165,7 +165,7 @@ class Explanation:
         return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *self._weight_lines(), self._how()])])
 
     def details(self) -> str:
-        """Return details that the text omits: the layers closest to overflow, and the trials that did not help.
+        """Return what the short text omits: the layers closest to overflow, and the changes that did not help.
 
         Returns:
             str, of several lines.
@@ -238,7 +238,7 @@ class Explanation:
         return align(lines, to_the_left=[0, 2]).splitlines()
 
     def to_dict(self) -> dict[str, object]:
-        """Return the explanation as dicts, lists and numbers.
+        """Return the explanation of the overflow as a dict of numbers, texts, lists and further dicts.
 
         Returns:
             dict[str, object], by the names of the attributes, with ``headline``, ``overflow``, ``safe_scale`` and
@@ -276,7 +276,7 @@ def _place(origin: Origin) -> str:
 
 
 def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:
-    """Return table rows of the layers closest to overflow; only of narrow formats such as FP16, if there are any."""
+    """Return table rows of the layers closest to overflow. Prefer layers in narrow formats such as FP16, if any."""
     narrow = {name for name, each in FORMATS.items() if each.largest < 1e30}
     readings = [(getattr(layer, phase), layer.layer or "(the network)") for layer in layers]
     known = [pair for pair in readings if pair[0] is not None and math.isfinite(pair[0].headroom)]

@@ -68,7 +68,7 @@ class GraphWatch:
             yield
 
     def take(self, loss, weights, gradients_of_sinks):
-        """Return the record of the last pass, and forget that pass.
+        """Return what was recorded in the last pass of the network, and discard that record.
 
         Args:
             loss (Tensor): the loss that the pass returned.
@@ -100,7 +100,7 @@ class GraphWatch:
 
 
 def _parents(network, names):
-    """Return, by the name of each cell, the name of the cell around it.
+    """Return the name of the surrounding cell for each cell, by the name of the cell.
 
     Compare paths, because names omit the cells that a trainer puts around the network.
     """
@@ -183,7 +183,7 @@ class _Watched(nn.Cell):
         return value
 
     def read(self, measured, index, parent):
-        """Return the record of the last call of this cell, made of the measurements of all sinks; reset its time."""
+        """Return this cell's last call, as measured by its sinks (extra Parameters), and reset the cell's time."""
         name = self.began.name.removeprefix("watch_of_").removesuffix(".began")
         call = Call(index, name, type(self.layer).__name__, parent=parent)
         for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):

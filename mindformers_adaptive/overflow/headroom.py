@@ -19,7 +19,7 @@ class LayerRange:
 
     Attributes:
         layer (str): the name of the layer; "" is the whole network.
-        layer_class (str): its class.
+        layer_class (str): the class of the layer.
         forward (Reading, optional): the reading with the least headroom among the values that the layer computes; None
             if no floating-point value was seen.
         backward (Reading, optional): the reading with the least headroom among the gradients of the layer's values.

@@ -21,7 +21,7 @@ _MULTIPLIED = ("Mul", "Rmul", "Imul", "MatMul", "BatchMatMul", "Bmm")
 
 @dataclass(frozen=True)
 class Origin:
-    """The first cell or operator of a pass whose inputs are finite, but whose output or gradient is inf or NaN.
+    """The place where an overflow begins: the cell or operator that first makes inf or NaN from finite values.
 
     Attributes:
         phase (str): "forward" or "backward".
@@ -152,7 +152,7 @@ def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
 
 
 def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
-    """Return the calls from which a bad input of unknown source may come.
+    """Return the calls that may have computed an input with inf or NaN whose source is unknown.
 
     These are the earlier calls in the same cell, or else the sources of the bad inputs of that cell.
     """
@@ -169,7 +169,7 @@ def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
 
 
 def _made_by(seen: Pass, call: Call) -> Origin:
-    """Return the origin if a call makes inf or NaN from finite inputs: an operator, or a cell in which none does."""
+    """Return the origin if an operator, or a cell without such an operator, makes inf or NaN from finite inputs."""
     bad = next(reading for reading in call.outputs if not reading.finite)
     weights = [value.weight for value in call.inputs if value.weight]
     inputs = [value.reading for value in call.inputs if not value.weight]
@@ -195,7 +195,7 @@ def _source_of(seen: Pass, call: Call) -> str:
 
 
 def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
-    """Return the origin if no recorded call computed a bad input: it is a weight, a buffer, the batch or unknown."""
+    """Return the origin of an inf or NaN that no recorded call computed: a weight, buffer, batch or unseen operator."""
     reading = value.reading
     if value.weight or value.buffer:
         what = "weight" if value.weight else "buffer"

@@ -117,7 +117,7 @@ class Operand:
     """An input tensor of a recorded call of a cell or operator.
 
     Attributes:
-        reading (Reading): its magnitudes.
+        reading (Reading): the magnitudes in the tensor.
         source (int, optional): the index of the call that computed the tensor, or ``BATCH``; None if it is not known.
         weight (str, optional): the name of the Parameter, if the tensor is a Parameter.
         buffer (str, optional): the layer and its attribute, if the tensor is a constant Tensor that a layer holds.
@@ -142,7 +142,7 @@ class Gradient:
         of_output (bool): whether the tensor is an output of the call; otherwise it is an input. The gradient of an
             output is the sum over all its uses; the gradient of an input is the contribution of this call.
         index (int): the index of the output or input.
-        reading (Reading): its magnitudes.
+        reading (Reading): the magnitudes in the gradient.
     """
 
     of_output: bool
@@ -152,7 +152,7 @@ class Gradient:
 
 @dataclass(slots=True)
 class Call:
-    """One call of a cell or of an operator.
+    """The record of one call of a cell or operator in a pass.
 
     Attributes:
         index (int): the position of the call in the order in which calls begin.
@@ -188,11 +188,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass of a batch at a loss scale.
+    """The record of one forward and backward pass of a batch at one loss scale.
 
     Attributes:
-        loss_scale (float): the scale.
-        loss (float): the loss, without the scale.
+        loss_scale (float): the loss scale of the pass.
+        loss (float): the loss, not multiplied by the loss scale.
         calls (list[Call]): the calls, in the order in which they begin.
         backward (list[tuple[int, Gradient]]): the gradients in the order of the backward pass, each after the index of
             its call.

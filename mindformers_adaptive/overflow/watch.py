@@ -1,4 +1,4 @@
-"""Looks at every cell and operator of a network while it runs in PyNative mode, forward and backward."""
+"""Records the values at every cell and operator of a network that runs in PyNative mode, forward and backward."""
 
 import contextlib
 import dataclasses

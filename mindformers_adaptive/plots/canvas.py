@@ -83,7 +83,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 @contextmanager
 def narrower(factor: float) -> Iterator[None]:
-    """Make figures created in the block narrower, with text of the same size."""
+    """Within a ``with`` block, make new figures narrower, but keep the size of their text."""
     token = _width_factor.set(factor)
     try:
         yield
@@ -101,7 +101,7 @@ def write_svg(figure: Figure, file: IO[bytes], transparent: bool = True) -> None
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a picture to a file, whole or not at all.
+    """Write a picture to a file. If writing fails, no partial file is left.
 
     Args:
         figure (Figure): the picture.
@@ -141,7 +141,7 @@ def require_picture(path: str | os.PathLike[str]) -> Path:
 
 
 def headline(figure: Figure, finding: str) -> None:
-    """Put the finding above the picture, as a title wrapped to the width of the picture."""
+    """Write a finding above a picture, as a title that is wrapped to the width of the picture."""
     figure.suptitle(finding, x=0.008, ha="left", fontsize=14, wrap=True)
 
 
@@ -216,7 +216,7 @@ def use_percent_axis(axes: Axes) -> None:
 
 
 def say_instead(axes: Axes, text: str) -> None:
-    """Write the reason into a panel that has nothing to draw."""
+    """Write into a panel why it shows no data."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", fontsize=11, color=MUTED)
     axes.set_yticks([])
 
@@ -237,7 +237,7 @@ def draw_steps(axes: Axes, step: Floats, values: Floats, opacity: float = 0.25, 
 
 
 def draw_ceiling(axes: Axes, step: Floats, ceiling: Floats, label: str) -> None:
-    """Draw each step's ceiling, and shade the area above it. Call this after the limits of the y axis are set."""
+    """Draw each step's ceiling, and shade the loss scales above it. The limits of the y axis must be set before."""
     bottom, top = axes.get_ylim()
     style: dict[str, Any] = {"label": label, "gid": "ceiling", "color": _CEILING, "linewidth": 0.8, "zorder": 1.5}
     x, edge = draw_steps(axes, step, np.clip(ceiling, bottom, top), opacity=0.15, **style)
@@ -257,7 +257,7 @@ def power_of_two(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as a percentage of two significant digits; only a share of 0 reads 0, and only 1 reads 100.
+    """Return a share as a percentage of two significant digits. Only a share of exactly 0 reads 0; only 1 reads 100.
 
     A share of None is "not known".
 

@@ -44,7 +44,7 @@ _WARNING, _PALE_WARNING = "#f2b48f", "#fae3d6"
 
 
 class GroupSeries(NamedTuple):
-    """The gradients of a group of Parameters; all arrays are float64.
+    """The gradients of one group of Parameters over the steps of a run, as float64 arrays.
 
     Attributes:
         bands (NDArray): of shape (5, steps), the 5, 25, 50, 75 and 95 % quantiles of nonzero magnitudes, as exponents
@@ -84,7 +84,7 @@ class GradientSeries(NamedTuple):
 
 
 def is_gradient_record(record: Iterable[Mapping[str, object]]) -> bool:
-    """Return whether lines come from a record of ``GradientRangeMonitor``."""
+    """Return whether ``GradientRangeMonitor`` wrote the given lines of a record."""
     return any("loss_scales" in line for line in record)
 
 
@@ -95,7 +95,7 @@ def draw_gradient_records(
     modules: Sequence[str] = (),
     axis: str = "log2",
 ) -> Figure:
-    """Draw where the gradients lie over the steps of a run: a row for each group of Parameters, a column for each run.
+    """Draw the magnitudes of gradients over the steps: a row for each group of Parameters, a column for each run.
 
     Magnitudes are without the loss scale. Bands hold 50 and 90 % of the gradients that are not 0, as the training had
     them at its loss scale, and in a step that overflowed there, at the highest scale that did not. Shades show what the
@@ -156,7 +156,7 @@ def draw_gradient_records(
 
 
 def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
-    """Return the ends of the y axis, which holds all magnitudes, and those limits of their formats that are near."""
+    """Return the lower and upper end of the y axis, for all magnitudes and for nearby limits of the number formats."""
     groups = [group for run in runs for group in run.groups.values()]
     magnitudes = np.concatenate([np.append(group.bands, group.largest) for group in groups])
     magnitudes = magnitudes[np.isfinite(magnitudes)]
@@ -211,7 +211,7 @@ def series_of_gradients(
     modules: Sequence[str] = (),
     axis: str = "log2",
 ) -> GradientSeries:
-    """Return the arrays to draw for a record of gradients.
+    """Return the record of a run's gradients as arrays to draw.
 
     Args:
         record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.record.writer.read_record` returns them.

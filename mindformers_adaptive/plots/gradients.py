@@ -48,7 +48,7 @@ def draw_histograms(
     kind: str = "gradients",
     modules: Sequence[str] = (),
 ) -> Figure:
-    """Draw histograms of the magnitudes of gradients: a row for each group of Parameters, a column for each scale.
+    """Draw histograms of the magnitudes of gradients: a row for each group of Parameters, a column for each loss scale.
 
     Weights or outputs of layers have only one column, because the loss scale does not change them.
 
@@ -102,7 +102,7 @@ def draw_sweeps(
     modules: Sequence[str] = (),
     axis: str = "log2",
 ) -> Figure:
-    """Draw several sweeps side by side as :func:`draw_histograms` draws one: checkpoints, runs or devices.
+    """Draw histograms of several sweeps over loss scales side by side, to compare checkpoints, runs or devices.
 
     Args:
         sweeps (Mapping[str, Union[GradientRanges, Mapping]]): the sweeps by name; a single one may have the name "".
@@ -247,7 +247,7 @@ def wrapped(name: str) -> str:
 
 
 def group_for(modules: Sequence[str], ranges: GradientRanges) -> Callable[[str], str | None] | None:
-    """Return a function from a Parameter's name in the sweep to the module to draw, or None if no modules are named."""
+    """Return a function that maps a Parameter's name to the module to draw, or None if no modules are given."""
     return group_of_modules(modules, ranges.batches[0][0].parameters) if modules else None
 
 

@@ -31,7 +31,7 @@ _SAME_BITS, _FEW = 0.05, 0.05
 
 
 def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
-    """Draw replays of policies on a trace: its ceiling, the loss scale of each policy, and the skipped steps of each.
+    """Draw replays of policies on a trace: the ceiling of the trace, and each policy's loss scale and skipped steps.
 
     On a long trace each line becomes a line of medians, within a band from the lowest to the highest value. If the
     trace has largest gradients, the ceiling that they imply has a line too, unless it equals the ceiling of the trace.
@@ -133,7 +133,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
 
 
 def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Sequence[str], where: str) -> Figure:
-    """Draw skipped steps against headroom lost; a line joins the policies that no other policy beats in both.
+    """Draw skipped steps against headroom lost. A line joins the Pareto front: policies that no other beats in both.
 
     Args:
         skipped (ArrayLike): skipped steps of each policy, shape (policies,).

@@ -1,4 +1,4 @@
-"""One self-contained HTML page for runs: findings as text, pictures embedded as data."""
+"""Makes one self-contained HTML page about training runs: findings as text, and embedded pictures."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _ROWS = 20
 
 @dataclass(frozen=True)
 class RunTold:
-    """The content of the page about one run. All its texts are untrusted.
+    """The texts of the HTML page about one run. The texts are untrusted, so the page escapes them.
 
     Attributes:
-        name (str): what the run is called.
-        source (str): where it was read from.
+        name (str): the name of the run on the page.
+        source (str): the file from which the run was read.
         analysis (Mapping): what :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict` returns.
-        text (str): what its ``text`` returns.
+        text (str): the analysis as text, as its method ``text`` returns it.
         losses (str): the first and last loss, in words.
     """
 
@@ -47,12 +47,12 @@ class RunTold:
 
 
 def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, versions: str) -> str:
-    """Return the HTML page of some runs.
+    """Return one HTML page about the given training runs.
 
     Args:
         runs (Sequence[RunTold]): at least one.
         figures (Iterable[str]): what :func:`picture` returned.
-        written (str): when and by what it was written.
+        written (str): a phrase that says when the page was written.
         versions (str): the versions of the packages.
 
     Returns:
@@ -70,7 +70,7 @@ def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, ver
 
 
 def picture(draw: Callable[[], Figure], heading: str) -> str:
-    """Return a figure of the page, with its title as text and a narrower picture for narrow screens.
+    """Return the HTML of a figure: the title as text, the picture, and a narrower picture for narrow screens.
 
     Args:
         draw (Callable): returns the picture, drawn anew at each call.

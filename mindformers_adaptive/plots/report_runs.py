@@ -1,4 +1,4 @@
-"""Write the HTML page of run folders: read, analyze and draw their records."""
+"""Writes an HTML page about training runs: reads, analyzes and draws the records in the runs' folders."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def record_in(source: str | os.PathLike[str]) -> Path:
 
 
 def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os.PathLike[str], versions: str) -> Path:
-    """Write the page of some runs, whole or not at all.
+    """Write an HTML page about the given runs. If writing fails, no partial file is left.
 
     Args:
-        records (Mapping): by the name of each run its record or log; at least one. The gradients whose record lies
-            beside it are drawn too.
+        records (Mapping): the path of each run's record or log, by the name of the run; at least one. Records of
+            gradients in the same folders are drawn too.
         output (str): the file.
         versions (str): text about the versions of the packages.
 

@@ -70,7 +70,7 @@ class RunSeries(NamedTuple):
 
     @property
     def span(self) -> int:
-        """The number of steps from the first to the last, missing steps included."""
+        """The number of steps from the first to the last step of the run, missing steps included."""
         return self.last_step - self.first_step + 1
 
     @property
@@ -141,7 +141,7 @@ def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
 
 
 def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
-    """Return the arrays to draw for a run.
+    """Return the recorded steps of a run as arrays to draw.
 
     Args:
         run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.record.logs.read_log` returns it,

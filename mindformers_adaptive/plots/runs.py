@@ -1,4 +1,4 @@
-"""The picture of one or several runs: loss, gradient norm, loss scale with skipped steps, window, underflow."""
+"""Draws one or several training runs: loss, gradient norm, loss scale, skipped steps, scale window, underflow."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def draw_runs(
     runs: Mapping[str, RecordedRun | Sequence[Mapping[str, object]]],
     gradients: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Figure:
-    """Draw runs over the same steps: loss, norm of the gradients, loss scale with the skipped steps marked, underflow.
+    """Draw one or several runs over the same steps: loss, gradient norm, loss scale with skipped steps, underflow.
 
     The gradient norm has a panel if it is recorded. Two runs have a panel with the difference of their losses, if both
     recorded the loss of the same step. A single run without gradients is drawn in more detail: with the loss of each

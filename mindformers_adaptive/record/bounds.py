@@ -121,7 +121,7 @@ class LogRows:
             self.notes.append(all_of_them.format(len(texts)))
 
     def find_gaps(self) -> None:
-        """Find how many steps each row is about, and whether the row follows the row before without a gap."""
+        """Find how many steps each row of the log covers, and whether the row follows the row before without a gap."""
         before, restarts = np.append(0, self.step[:-1]), np.zeros(len(self.step), bool)
         restarts[[row - self._first for row in self._lines.after_restart if row >= self._first]] = True
         stated, apart = self.columns["steps"], self.step - before
@@ -155,7 +155,7 @@ class LogRows:
         self._note(texts, "{} times, steps are not in the log.")
 
     def _strides(self, rows: Integers) -> Integers:
-        """Return how many steps each of the given rows is about: usually the commonest distance between two rows."""
+        """Return how many steps each of the given log rows covers: usually the commonest distance between two rows."""
         step = self.step[rows]
         if len(step) < 2:
             return np.minimum(step, _LONGEST_INTERVAL)
@@ -197,7 +197,7 @@ class LogRows:
                 yield before + 1, last, count
 
     def find_bounds(self) -> None:
-        """Find bounds on the skipped steps of each row, and the factor by which the loss scale moves."""
+        """Find bounds on the number of skipped steps in each log row, and the factor by which the loss scale moves."""
         if self._format.every_step:
             # If a line does not name the loss scale after its step, take the scale that the step of the next line used.
             is_next = self.follows[1:] & (self.steps[1:] == 1)
@@ -309,7 +309,7 @@ class LogRows:
         self.stated_after = np.where(wide, self.after, self.stated_after)
 
     def _moves(self, bits: float) -> tuple[Integers, Integers, Integers]:
-        """Return for each row the fewest drops and raises of the loss scale, and the number of overflow lines."""
+        """Return for each log row the fewest drops and raises of the loss scale, and the number of overflow lines."""
         at_start = math.log2(self.scale_at_start)
         low, high = (np.append(at_start, bound[:-1]) for bound in (self.low, self.high))
         low, high = (np.where(self.follows, bound, np.nan) for bound in (low, high))
@@ -326,7 +326,7 @@ class LogRows:
         return drops, raises, listed
 
     def prefix_bounds(self) -> Integers:
-        """Return how many steps there are up to the end of each line, and the fewest and most of them skipped."""
+        """Return for each log line the number of steps up to its end, and bounds on how many of them were skipped."""
         ends, (fewest, most) = np.cumsum(self.steps), map(np.cumsum, self._before)
         bounds = np.column_stack([ends, fewest, most])
         if self.has_tail:
@@ -356,7 +356,7 @@ def _valid(scale: Floats) -> Floats:
 
 
 def _factors(difference: Any, bits: float) -> Any:
-    """Return how often the loss scale must at least move for a difference in bits; 0 if the difference is unknown."""
+    """Return how many moves of ``bits`` the loss scale needs to change by ``difference``; 0 if that is unknown."""
     return np.maximum(np.ceil(np.nan_to_num(difference) / bits - _NEAR_BITS), 0).astype(np.int64)
 
 

@@ -160,7 +160,7 @@ class LogLines:
         self._append(line, where)
 
     def finish(self) -> None:
-        """Move the remaining lines into the columns, and add notes on merged and superseded lines."""
+        """Move the remaining log lines into the columns, and add notes on merged and superseded lines."""
         self._flush(len(self._pending))
         self.notes += self._restarts[:_RESTARTS_NAMED]
         if len(self._restarts) > _RESTARTS_NAMED:
@@ -178,5 +178,5 @@ class LogLines:
             )
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return a column as an array, with nan or -1 for values that a log line does not state."""
+        """Return a column of log data as an array, with nan or -1 for values that a log line does not state."""
         return np.asarray(self.columns[name])

@@ -21,37 +21,38 @@ ASSUMPTIONS = ("interpolated", "lower_bound", "upper_bound", "gradients")
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """The steps of a run that was read from its log.
+    """A training run as its log shows it: the data of each step, and what was inferred.
 
     Attributes:
         name (str): what the run is called in tables and pictures.
-        files (tuple[str, ...]): the files it was read from.
-        log_format (str): their format.
+        files (tuple[str, ...]): the log files from which the run was read.
+        log_format (str): the format of the log files.
         step (NDArray): int64 of shape (steps,), the numbers of the steps, increasing; without those that are not in the
             log.
         loss_scale (NDArray): float64 of shape (steps,), the scale used in the step; nan where nothing is known of it.
-        overflow (NDArray): bool of shape (steps,), whether the step overflowed and was skipped. Where lines stand for
-            several steps, a guess that agrees with them.
+        overflow (NDArray): bool of shape (steps,), whether the step overflowed and was skipped. Where a line stands for
+            several steps, a guess that agrees with the line.
         position_known (NDArray): bool of shape (steps,), whether the log states for this very step that it overflowed
             or was applied. False if the log only counts the skipped steps of an interval, and the step was inferred.
         loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say; inf for a NaN in a record.
         seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
-        scale_factor (float): what the scale is divided by at an overflow, as the log shows it, or 2.
+        scale_factor (float): the factor by which an overflow divides the loss scale, as the log shows; 2 if the log
+            does not show it.
         lines_read (int): how many lines the files have.
         lines_used (int): how many of them something was read from.
         notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
-        problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as ``file:line: why``.
+        problems (tuple[str, ...]): lines that seem to be about a step but cannot be read, each as ``file:line: why``.
         lines (NDArray, optional): int64 of shape (lines, 3), for each line of the log the number of steps up to its
             last one, and the fewest and the most of them that may have been skipped. Default: None, a line for each
             step, and ``overflow`` is exact.
         final_loss_scale (float): the scale after the last step, nan where nothing is known of it.
-        lines_superseded (int): used lines that speak of steps that later lines speak of otherwise.
+        lines_superseded (int): how many used lines are superseded by later lines about the same steps.
         largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute gradient of the step,
             unscaled, nan where the log does not say; None where it never does.
         gradient_norm (NDArray, optional): float64 of shape (steps,), the norm of all gradients of the step, unscaled,
             nan where the log does not say, inf for a NaN in a record; None where it never does.
-        dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
-            the size of their gradients, as far as the log says.
+        dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow but were dropped because their
+            gradients were too large, as far as the log says.
         next_loss_scale (NDArray, optional): float64 of shape (steps,), the scale after the step, nan where the log does
             not name it beside the one that the step used; None where it never does.
         scale_window (NDArray, optional): float64 of shape (steps,), the scale window after the step, in steps, nan
@@ -124,11 +125,11 @@ class RecordedRun:
 
     @property
     def skipped_steps(self) -> int:
-        """int: how many steps ``overflow`` names; :meth:`skipped_bounds` says how many it may have been."""
+        """int: how many steps ``overflow`` marks as skipped; :meth:`skipped_bounds` gives bounds on the true number."""
         return int(self.overflow.sum())
 
     def line_ends(self) -> NDArray[np.int64]:
-        """Return the number of steps up to the last one of each line.
+        """Return for each line of the log how many steps the run has up to the line's last step.
 
         Returns:
             NDArray, int64 of shape (lines,).
@@ -136,7 +137,7 @@ class RecordedRun:
         return np.asarray(self.lines, np.int64)[:, 0]
 
     def skipped_bounds(self, steps: int | None = None) -> tuple[int, int]:
-        """Return how many of the first steps may have been skipped.
+        """Return the least and the greatest number of skipped steps that the run's first steps may have.
 
         Args:
             steps (int, optional): the number of these first steps. Default: None, all.
@@ -162,7 +163,7 @@ class RecordedRun:
         return fewest, most
 
     def applied_gradients(self) -> Floats | None:
-        """Return the largest gradients of the applied steps.
+        """Return for each step of the run its largest gradient, if the step was applied.
 
         Returns:
             NDArray, optional: float64 of shape (steps,), unscaled, nan where they are not known; None if none shows
@@ -175,11 +176,11 @@ class RecordedRun:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """tuple[str, ...]: what :meth:`to_trace` can assume of this run, the default first."""
+        """tuple[str, ...]: the ways in which :meth:`to_trace` can assume ceilings, the default first."""
         return ASSUMPTIONS[:-1] if self.applied_gradients() is None else (ASSUMPTIONS[-1], *ASSUMPTIONS[:-1])
 
     def to_trace(self, assume: str | None = None) -> Trace:
-        r"""Return the trace of ceilings that this run is evidence of.
+        r"""Return the trace of ceilings (largest loss scales without overflow) that follows from this run.
 
         Bounds come from steps whose position and scale are known: a step that was applied at scale s has a ceiling of
         at least s, one that was skipped has one below s. Of other steps nothing is known (0 and inf). Where only the

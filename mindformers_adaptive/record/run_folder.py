@@ -14,7 +14,7 @@ CONFIG_FILE, BATCH_FILE = "loss_scale_config.yaml", "overflow_batch.npz"
 
 
 def run_folder_of(*files: str | os.PathLike[str]) -> Path | None:
-    """Return the output folder of the training that wrote the files, or None if no folder has a configuration."""
+    """Return the output folder of the training that wrote the given files; None if no folder has a configuration."""
     folders = (folder for file in files for folder in Path(os.path.abspath(file)).parents[:4])
     return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
 

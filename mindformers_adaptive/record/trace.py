@@ -16,7 +16,7 @@ __all__ = ["Trace", "consecutive_runs", "implied_ceilings", "just_below", "requi
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Steps of a training, each with its *ceiling*: the largest loss scale at which it would not have overflowed.
+    """The steps of a training, each with its *ceiling*: the largest loss scale at which the step does not overflow.
 
     A step at loss scale s overflows where s is above the ceiling. A log shows the ceiling within bounds only: a step
     that was applied at s has a ceiling of at least s, one that was skipped at s has a ceiling below s. So a trace
@@ -67,7 +67,7 @@ class Trace:
 
     @classmethod
     def exact(cls, name: str, ceiling: ArrayLike) -> Trace:
-        """Return a trace whose ceilings are known.
+        """Return a trace of steps whose ceilings are known exactly.
 
         Args:
             name (str): what it is called.
@@ -86,7 +86,7 @@ class Trace:
         return len(self.ceiling)
 
     def last(self, steps: int) -> Trace:
-        """Return the last steps of the trace, or all of a shorter one.
+        """Return the last ``steps`` steps of the trace, or the whole trace if it is shorter.
 
         Args:
             steps (int): the number of steps.
@@ -99,7 +99,7 @@ class Trace:
         return replace(self, **columns)
 
     def known(self, loss_scale: ArrayLike) -> NDArray[np.bool_]:
-        """Return for each step whether it is known, and not assumed, what happens at a loss scale.
+        """Return for each step whether its outcome at a loss scale (overflow or not) is known, not only assumed.
 
         Args:
             loss_scale (ArrayLike): shape (steps,) or one that broadcasts to it.
@@ -147,7 +147,7 @@ def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
 
 
 def just_below(scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for each loss scale the next smaller number, the largest ceiling at which it overflows; inf for inf."""
+    """Return for each loss scale the largest ceiling below it, which is the next smaller number; inf for inf."""
     return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
 
 

@@ -41,7 +41,7 @@ _LINE = msgspec.json.Decoder(_Line)
 
 
 class RunRecord:
-    """Writes the record of one run.
+    """Writer of the record of one run: a file with one JSON line per step.
 
     A line is a JSON object with an int ``step``. Missing steps leave one line for all of them:
     ``{"missing_steps": 3, "first_step": 8, "last_step": 10}``. A number that is not finite is the string ``"nan"``,
@@ -87,7 +87,7 @@ class RunRecord:
         self._lock: FileLock | None = None
 
     def resume(self, last_step: int, run: int = 0) -> list[str]:
-        """Prepare the file to be continued after a step.
+        """Prepare the record file so that the run can continue it after the step ``last_step``.
 
         Later steps are removed, because the run takes them again, and so is a last line that a kill left unfinished.
         Without a number they may be steps of another run, and are kept in a file of their own.
@@ -164,7 +164,7 @@ class RunRecord:
                 f"the run takes them again.{aside}"
             )
         if content.kept_until < self.path.stat().st_size:
-            # Cut the record now, so that the file is right even if the process is killed later or the disk is full.
+            # Truncate now, so that the record file is right even if the process is killed later or the disk is full.
             os.truncate(self.path, content.kept_until)
         if content.last_kept:
             self.last_step = _LINE.decode(content.last_kept).span()[1]
@@ -173,7 +173,7 @@ class RunRecord:
         return notes
 
     def append(self, entries: Iterable[Mapping[str, object]]) -> None:
-        """Write a line for each entry, and one for the steps that are missing before it.
+        """Write a record line for each entry, and a line for the steps that are missing before the entry.
 
         Args:
             entries (Iterable[Mapping]): by increasing step, each with an int ``step``.
@@ -205,7 +205,7 @@ class RunRecord:
             os.close(file)
 
     def close(self) -> None:
-        """Let other processes resume the record."""
+        """Release the lock on the record file, so that other processes can continue the record."""
         # A forked process does not hold the locks of its parent.
         if self._lock is not None and self._lock.is_locked:
             # Delete the lock file before releasing the lock. A process that has just opened the lock file then notices

@@ -39,18 +39,18 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, Guide
 
 
 def is_rule_name(name: object) -> bool:
-    """Return whether a value is the name of a rule of this package, or looks like a user's rule, ``module.Class``."""
+    """Return whether a value names a rule of this package, or has the form ``module.Class`` of a user's rule."""
     return isinstance(name, str) and (name in RULES or "." in name)
 
 
 def rule_of_cell(cell: object) -> type[Rule] | None:
-    """Return the rule of this package for an update cell, given as class name or ``type`` in YAML, or None."""
+    """Return this package's rule for an update cell's class name or YAML ``type``; None if there is no such rule."""
     cell_rules = [rule for rule in RULES.values() if rule.cell != Rule.cell]
     return next((rule for rule in cell_rules if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
 
 
 def find_rule(rule: str | type[Rule]) -> type[Rule]:
-    """Return the class of a rule.
+    """Return the class of a loss-scaling rule, which is given by its name or as a class.
 
     Args:
         rule (Union[str, type]): the name of one of ``RULES``; ``module.Class`` of your own rule, where the module
@@ -60,7 +60,7 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
         type, a subclass of :class:`Rule`.
 
     Raises:
-        TypeError: if it is neither a string nor the class of a rule.
+        TypeError: if ``rule`` is neither a string nor the class of a rule.
         ValueError: if there is no such rule.
 
     Examples:
@@ -79,10 +79,10 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
 
 
 def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
-    """Return a rule made from keyword arguments; an existing rule is returned unchanged.
+    """Create a loss-scaling rule from keyword arguments; return an existing rule unchanged.
 
     Args:
-        rule (Union[str, type, Rule]): as :func:`find_rule` takes it, or a rule.
+        rule (Union[str, type, Rule]): a rule, or a name or class as :func:`find_rule` takes it.
         **arguments: arguments of the rule.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Adaptive loss scaling: raises and drops move the loss scale, and the third of either also moves the scale window."""
+"""The adaptive rule changes the loss scale in raises and drops, and the scale window after three raises or drops."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["COUNTER_LIMIT", "HIDDEN_INDEX", "HIDDEN_WINDOW", "AdaptiveRule", "Lo
 # three raises the window moves up", "three drops in a row lead to window 1".
 COUNTER_LIMIT = 3
 
-# The hidden scale window of 1 step is not on the ladder of windows. The hidden window has the index -1, as in
-# checkpoints of MindFormers' own adaptive cell.
+# The adaptive rule can also use a scale window of 1 step, the hidden window, which is not in its list of windows (the
+# ladder). The index of the hidden window is -1, as in checkpoints of MindFormers' own adaptive cell.
 HIDDEN_WINDOW, HIDDEN_INDEX = 1, -1
 
 # Kinds of training step: a clean step within a scale window, the clean step that completes the window (a raise), an
@@ -37,11 +37,11 @@ NOTHING, RAISE, DROP, TOLERATE = range(4)
 
 
 class LossScaleState(NamedTuple):
-    """The state of the rule between two steps.
+    """The state of the adaptive rule between two training steps: the loss scale, the scale window and counters.
 
     Attributes:
         loss_scale (float): the scale for the next step, a float32 value.
-        scale_window (int): the window in force, in steps.
+        scale_window (int): the present scale window, in steps.
         window_index (int): the window's position on the ladder, -1 for the hidden window.
         growth_num (int): raises since the window last changed, 0 to 3.
         down_num (int): drops since the last raise or window change, 0 to 3.
@@ -69,7 +69,7 @@ class LossScaleState(NamedTuple):
 
 
 class AdaptiveRule(Rule):
-    r"""Adaptive loss scaling: what one step, overflowed or clean, does to the scale and to its window.
+    r"""The adaptive rule: how an overflow or a step without overflow changes the loss scale and the scale window.
 
     With the scale :math:`s`, the window :math:`W = ladder[i]`, and float32 arithmetic throughout:
 
@@ -191,7 +191,7 @@ class AdaptiveRule(Rule):
     def start(
         self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"
     ) -> LossScaleState:
-        """Return the state before the first step.
+        """Return the state of the rule before the first training step.
 
         Args:
             loss_scale_value (float): the initial scale, within ``[min_loss_scale, max_loss_scale]``.
@@ -237,7 +237,7 @@ class AdaptiveRule(Rule):
         )
 
     def window_at(self, window_index: int) -> int:
-        """Return a window of the ladder, or the hidden window.
+        """Return the scale window at a position on the ladder of windows, or the hidden window.
 
         Args:
             window_index (int): the window's position on the ladder, from 0, or -1 for the hidden window.
@@ -291,7 +291,7 @@ class AdaptiveRule(Rule):
         return bool(happened)
 
     def _place_on_the_ladder(self, window: int, index: int) -> tuple[int, str | None]:
-        """Return the index of the scale window to continue with, and a sentence if the restored window does not fit."""
+        """Return the index of the scale window to use, and a sentence if the restored scale window was replaced."""
         ladder = self.ladder
         on_the_ladder = HIDDEN_INDEX <= index < len(ladder)
         # A subclass of AdaptiveRule with its own next_state() may use scale windows that are not on the ladder.

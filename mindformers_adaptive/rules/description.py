@@ -77,7 +77,7 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
 
 
 def all_arguments(rule_class: Any) -> dict[str, Any]:
-    """Return by name the default of each argument of a rule's constructor and start(), and of ``loss_scale_value``.
+    """Return by name the defaults of ``loss_scale_value`` and of all arguments of a rule's constructor and start().
 
     Args:
         rule_class (type): the class of the rule.
@@ -181,7 +181,7 @@ def _check_names(of: str, rule: Any) -> None:
 
 
 def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any:
-    """Return a value of a rule's first state as an int, float or tuple; raise ValueError if it is no ``dtype``.
+    """Return a value of a rule's first state as an int, float or tuple; raise ValueError if it does not fit ``dtype``.
 
     Args:
         rule (Rule): the rule.

@@ -11,7 +11,7 @@ __all__ = ["Emitted", "emit", "needed_by"]
 
 
 class Emitted(NamedTuple):
-    """The body of a generated function.
+    """The source lines of a generated function's body, and the variables in these lines.
 
     Attributes:
         lines (list[str]): the assignments, in order.
@@ -25,7 +25,7 @@ class Emitted(NamedTuple):
 
 
 def emit(results: Iterable[Value], expression_of: Callable[[Value, Sequence[str]], str]) -> Emitted:
-    """Return the body of a function that computes the results. Values with equal expressions share an assignment.
+    """Return source lines that compute the results of a rule's step. Equal expressions share one assignment.
 
     Args:
         results (Iterable[Value]): the values that the generated function returns.
@@ -57,5 +57,5 @@ def needed_by(results: Iterable[Value]) -> list[Value]:
 
 
 def changed_by(outputs: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the outputs that a step changes. An output that is just the input of the same name is left out."""
+    """Return the outputs of a rule's step, except each output that is just the input of the same name."""
     return {name: value for name, value in outputs.items() if value.op != "input" or value.extra != name}

@@ -1,4 +1,4 @@
-"""Floating-point formats such as FP16: the range, the rounding, and what an overflowing number becomes."""
+"""Floating-point formats such as FP16: their range, their rounding, and what a number that overflows becomes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _pairs_of(precision: Any) -> tuple[tuple[int, int], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A floating-point format of at most the range of float32.
+    """A floating-point format, such as FP16, whose range is at most the range of float32.
 
     Attributes:
         name (str): as MindSpore calls the dtype, or a name of your own.
@@ -113,7 +113,7 @@ class Format:
 
     @property
     def exponents(self) -> tuple[float, float, float]:
-        """tuple[float, float, float]: log2 of the smallest subnormal number, the smallest normal one and the largest.
+        """tuple[float, float, float]: log2 of the format's smallest subnormal, smallest normal and largest number.
 
         Below the smallest normal number, precision is lower; below half the smallest subnormal, numbers become 0;
         beyond the largest, they overflow.
@@ -124,7 +124,7 @@ class Format:
     def from_bits(
         cls, exponent: int, mantissa: int, overflow: str = "inf", rounding: str = "even", name: str | None = None
     ) -> Format:
-        """Return the format with a sign bit and the given numbers of exponent bits and mantissa bits.
+        """Return the floating-point format with a sign bit and the given numbers of exponent and mantissa bits.
 
         The exponent is biased as in IEEE 754.
 
@@ -135,7 +135,7 @@ class Format:
                 as in IEEE 754; "nan", for numbers and one NaN, as in E4M3 of OCP; "saturate", for numbers only, as in
                 E2M1, E2M3 and E3M2 of OCP. The last two need an exponent of at most 7 bits. Default: "inf".
             rounding (str): as in :class:`Format`. Default: "even".
-            name (str, optional): its name. Default: None, such as "e5m2".
+            name (str, optional): the name of the format. Default: None, for a name such as "e5m2".
 
         Returns:
             Format.
@@ -161,7 +161,7 @@ class Format:
         return cls(title, largest, normal, normal * 2.0**-mantissa, overflow, rounding)
 
     def to_config(self) -> str | dict[str, Any]:
-        """Return the format's name, or its numbers in a dict, as :func:`find_format` accepts and JSON can store.
+        """Return the format's name, or a dict of its numbers, which JSON can store and :func:`find_format` accepts.
 
         Returns:
             Union[str, dict].
@@ -173,7 +173,7 @@ class Format:
     given = property(lambda self: self.to_config())
 
     def quantum(self, exponent: int) -> float:
-        """Return the distance between neighbouring numbers of the format.
+        """Return the distance between neighbouring numbers of the format at a given exponent of 2.
 
         Args:
             exponent (int): the numbers lie from ``2**exponent`` to ``2**(exponent + 1)``.
@@ -209,7 +209,7 @@ FORMATS = {
 
 
 def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradient_format") -> Format:
-    """Return a format, given by name or by its numbers.
+    """Return the floating-point format with the given name, or the format that a dict of numbers describes.
 
     Args:
         value (Union[str, Mapping, Format]): one of ``FORMATS`` by name, numbers by the names of :class:`Format`, or the

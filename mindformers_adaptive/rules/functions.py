@@ -1,4 +1,4 @@
-"""What next_state() of a loss-scaling rule can use besides Python's operators: dtypes, functions and class State."""
+"""Dtypes, functions and the class State, for use in next_state() of a loss-scaling rule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DType:
         return DType(self.name, (length,))
 
     def __call__(self, value: Any) -> Any:
-        """Return a value of the step, or a plain number, converted to this dtype.
+        """Convert a value of the rule's step, or a plain number, to this dtype.
 
         The conversion from float32 to int32 drops the fraction. A number beyond the range of int32 becomes the nearest
         integer in this range that float32 can represent, and NaN becomes the smallest int32.
@@ -99,7 +99,7 @@ class State:
         return self
 
     def replace(self, **values: Any) -> State:
-        """Return a copy of the state in which the named parts have new values."""
+        """Return a copy of the rule's state in which the named fields have new values."""
         checked = {}
         for name, value in values.items():
             if name not in self._dtypes:
@@ -183,7 +183,7 @@ def _are_whole_vector(parts: Sequence[Value]) -> bool:
 
 
 def count(flags: Any) -> Any:
-    """Return the number of true flags in a vector, as int32."""
+    """Return how many elements of a bool vector are true, as int32."""
     return _reduce("count", flags, "bool")
 
 

@@ -1,4 +1,4 @@
-"""Create functions from generated source. Tracebacks and MindSpore's compiler find the source lines in a file."""
+"""Create functions from generated source code. A file holds that code for tracebacks and MindSpore's compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _folders: list[Path] = []
 def make_function(
     rule: str, arguments: Iterable[str], lines: Iterable[str], results: Iterable[str], names: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return a generated function named ``step`` that has the given lines.
+    """Create a function named ``step`` whose body is the given source lines.
 
     Args:
         rule (str): the name of the rule, which becomes a part of the file's name.

@@ -1,4 +1,4 @@
-"""Gradient-guided loss scaling: the loss scale follows the ceiling that the largest gradient shows."""
+"""Gradient-guided loss scaling: the largest gradient shows how high the loss scale can be without overflow."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ NOTHING_SHOWN = -1024
 # Until a step has a known largest gradient, ``low`` is UNSEEN and ``level`` is -UNSEEN, in bits.
 UNSEEN = 1024.0
 
-# The smallest overflow rate, and an offset for the exponents that gradients show. Without this number, running means
-# that approach 0 would become subnormal, and some devices flush subnormal numbers to 0.
+# The lower limit of the overflow rates, also added to exponents measured from the gradients. Without this number,
+# running means that approach 0 would become subnormal, and some devices flush subnormal numbers to 0.
 NEARLY_ZERO = 2.0**-100
 
 # The smallest and the largest exchange rate of the guided rule. The patience is then 1 to 1,000,000 steps, so that all
@@ -91,7 +91,7 @@ _LARGEST_EXPONENT = 512
 
 
 class GuidedRule(Rule):
-    r"""Gradient-guided loss scaling: the scale follows the ceiling that the largest gradient shows.
+    r"""The guided rule: the largest gradient of each step shows how high the loss scale can be without overflow.
 
     The *ceiling* of a step is the largest scale at which nothing in it overflows. A step that was applied shows it:
     its largest gradient, unscaled, times the scale must not pass the largest number of the gradients' format, in FP16

@@ -1,4 +1,4 @@
-"""The ladder: the increasing list of scale windows that adaptive loss scaling climbs."""
+"""The ladder of windows: the increasing list of scale windows that the adaptive rule uses."""
 
 import warnings
 
@@ -17,7 +17,7 @@ _FIRST_FINE_WINDOW = 50
 
 
 def window_ladder(max_scale_window: int, min_scale_window: int = DEFAULT_MIN_SCALE_WINDOW) -> tuple[int, ...]:
-    """Return the strictly increasing scale windows from ``min_scale_window`` to ``max_scale_window``.
+    """Return the ladder: the strictly increasing scale windows from ``min_scale_window`` to ``max_scale_window``.
 
     Going down from the maximum, a window above 100 is halved and rounded down to a multiple of 100 (from 101 to 199
     that is 100), after 100 comes 50, and below 100 the windows fall in steps of half the minimum. The recipe is
@@ -59,7 +59,7 @@ def window_ladder(max_scale_window: int, min_scale_window: int = DEFAULT_MIN_SCA
 
 
 def _next_below(window: float, smallest: int) -> float:
-    """Return the window after ``window`` on the way down the ladder; the result may be below ``smallest``."""
+    """Return the next smaller scale window after ``window`` on the ladder; the result may be below ``smallest``."""
     if window > _COARSE_STEP:
         return max(int(window / 2) // _COARSE_STEP * _COARSE_STEP, _COARSE_STEP)
     if window == _COARSE_STEP:

@@ -19,7 +19,7 @@ _ONE = np.int32(1)
 
 
 class Lanes:
-    """Side-by-side runs of rules whose steps have the same operations and may differ in constants.
+    """Runs of loss-scaling rules, computed side by side in NumPy. The rules may differ only in constants.
 
     Args:
         rules (Sequence[Rule]): the rule of each lane; all of one class, with equal ``rule.traced.shape``.
@@ -58,7 +58,7 @@ class Lanes:
         return {**arrays, "loss_scale": np.array([row["loss_scale"] for row in rows], np.float32)}
 
     def put(self, states: Sequence[Any], places: NDArray[np.int64]) -> None:
-        """Replace the rule states of the lanes (runs) with the indices ``places``."""
+        """Set new rule states in the lanes (runs) at the indices ``places``."""
         for name, array in self._arrays(states).items():
             whole = self._values[name] = self._values[name].copy()
             whole[..., places] = array
@@ -77,11 +77,11 @@ class Lanes:
         return window if window.ndim == 1 else window[part]
 
     def watching(self) -> Any:
-        """Return a context manager that turns off the warnings of NumPy, and warns of subnormal numbers instead."""
+        """Return a context manager that turns off NumPy's own warnings and warns of subnormal numbers."""
         return np.errstate(all="ignore", under="call", call=self._notice)
 
     def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Take a step of the rule in every lane (run).
+        """Take one step of the loss-scaling rule in every lane (run).
 
         Args:
             overflow (NDArray): whether the step of each lane overflowed, bool of shape (lanes,).
@@ -91,7 +91,7 @@ class Lanes:
             self.advance(overflow, largest_gradient)
 
     def advance(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Do the same as :meth:`step`, but without the context of :meth:`watching`, which the caller has entered."""
+        """Take one step of the rule in every lane (run). The caller must be in a context of :meth:`watching`."""
         values = self._values
         values["overflow"] = overflow
         if self._shows:
@@ -107,7 +107,7 @@ class Lanes:
         values["consecutive_overflows"] = (values["consecutive_overflows"] + _ONE) * overflow
 
     def states(self, places: NDArray[np.int64] | None = None) -> list[Any]:
-        """Return the rule states of the lanes (runs) with the indices ``places``, or of all lanes, as NamedTuples."""
+        """Return as NamedTuples the rule states of all lanes (runs), or of the lanes at the indices ``places``."""
         columns, lanes = {}, slice(None) if places is None else places
         for name in ("loss_scale", "skipped_steps", "consecutive_overflows", "clean_steps"):
             if name in self._values:

@@ -1,4 +1,4 @@
-"""Translate Megatron-LM's loss-scaling arguments into a ``scale_sense`` section."""
+"""Translate Megatron-LM's loss-scaling arguments into a ``scale_sense`` section of a YAML file."""
 
 import argparse
 import shlex
@@ -23,7 +23,7 @@ _MISSPELLED = 0.85
 
 
 def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
-    """Return the ``scale_sense`` section that scales as Megatron-LM does with these arguments.
+    """Return the YAML section ``scale_sense`` for the same loss scaling as a Megatron-LM command line.
 
     =========================== ============ ==========================================================
     Megatron-LM                 default      ``scale_sense``

@@ -37,7 +37,7 @@ class NumpyStep(NamedTuple):
 
 
 def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = False) -> NumpyStep:
-    """Generate one function for the steps of rules that differ only in their constants.
+    """Generate one NumPy function for the steps of several loss-scaling rules that differ only in constants.
 
     Args:
         rule (str): the name of the rule, which becomes part of the generated file's name.
@@ -73,7 +73,7 @@ def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = Fa
 
 
 def _result(value: Value, variable: str) -> str:
-    """Return an expression that gives a result for every lane (run); repeat a result that depends on no input."""
+    """Return an expression for a step's result in every lane (run); repeat a result that depends on no input."""
     has_inputs = any(taken.op == "input" for taken in needed_by([value]))
     return variable if has_inputs else f"in_all_lanes({variable}, lanes)"
 

@@ -211,13 +211,13 @@ _ROWS: dict[str, list[str]] = {}
 for _name in OPERATIONS:
     _ROWS.setdefault(_name.partition(" ")[0], []).append(_name)
 
-# Operations that fold() does not compute: inputs and constants, and operations that can differ between rules in more
-# than their numbers.
+# Nodes that fold() does not evaluate: inputs, constants, and operations whose form, not only whose constants, can
+# differ between rules.
 _UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_exponent")
 
 
 def operation_of(values: Sequence[Any]) -> Operation:
-    """Return the first row of OPERATIONS whose guard holds for all ``values``, one value in several traces."""
+    """Return the first row of OPERATIONS whose guard holds for ``values``: one value, as several rules traced it."""
     rows = [OPERATIONS[name] for name in _ROWS[values[0].op]]
     return next(row for row in rows if row.guard is None or all(map(row.guard, values)))
 
@@ -251,7 +251,7 @@ def stacked(*parts: Array) -> Array:
 
 
 def taken(vector: Array, index: Array) -> Array:
-    """Return one element of the vector of each lane (run), at ``index``; beyond an end, the element at that end."""
+    """Return the element at ``index`` of each lane's (run's) vector; an index out of range means the first or last."""
     places = np.clip(index, 0, len(vector) - 1)[np.newaxis]
     lanes = max(vector.shape[-1], places.shape[-1])
     vector = np.broadcast_to(vector, (len(vector), lanes))
@@ -301,7 +301,7 @@ def shown(largest_gradient: Array, overflow: Array, largest: Array) -> Array:
 
 
 class Table:
-    """The tables of all lanes (runs) for one call of ``tabulate``, end to end. Lanes can share the same table.
+    """The tables of all lanes (runs) for one call of ``tabulate``, joined end to end. Lanes can share a table.
 
     Args:
         tables (Sequence[tuple[NDArray, NDArray]]): the table of each lane, or one for all lanes: the rows, with an axis
@@ -328,7 +328,7 @@ class Table:
 
 
 def merged(each: Array) -> Array:
-    """Return the constants of several rules, with the axis of rules moved to the end; length 1 if all are equal."""
+    """Stack constants of several rules. The last axis is the rule; it has length 1 if all constants are equal."""
     # Compare the bits of the constants, because -0.0 is equal to 0.0.
     is_one = len({array.tobytes() for array in each}) == 1
     return np.ascontiguousarray(np.moveaxis(each[:1] if is_one else each, 0, -1))

@@ -43,7 +43,7 @@ class _CheckedOnCreation(type):
 
 
 class Rule(metaclass=_CheckedOnCreation):
-    """A rule of loss scaling: a state, and an ordinary function that says what a step does to it.
+    """A loss-scaling rule: a state, and a Python function that computes the state after each training step.
 
     A subclass has :meth:`next_state`, which is called once when the rule is made, with values that record what is done
     to them. From that come one NumPy function and the graph of the update cell. It may have :meth:`first_state`,
@@ -132,27 +132,28 @@ class Rule(metaclass=_CheckedOnCreation):
 
     @property
     def min_exponent(self) -> int:
-        """int: log2 of the smallest power of two within the bounds."""
+        """int: log2 of the smallest power of two within the bounds of the loss scale."""
         return math.ceil(math.log2(self.min_loss_scale))
 
     @property
     def max_exponent(self) -> int:
-        """int: log2 of the largest power of two within the bounds."""
+        """int: log2 of the largest power of two within the bounds of the loss scale."""
         return math.frexp(self.max_loss_scale)[1] - 1
 
     def first_state(self, loss_scale: float) -> Mapping[str, Any]:
-        """Return the state before the first step. A subclass may override this method.
+        """Return the initial values of the rule's own state fields. A subclass may override this method.
 
         Args:
             loss_scale (float): the initial scale; a power of two where the rule moves the exponent.
 
         Returns:
-            Mapping[str, Any], numbers by the names of the state and its parts; what is left out starts at 0.
+            Mapping[str, Any], numbers by the names of the state fields and their parts; a field that is left out
+            starts at 0.
         """
         return {}
 
     def next_state(self, state: Any, seen: Any) -> Any:
-        """Return the state after a step. Every subclass must define this method.
+        """Return the state of the rule after a training step. Every subclass must define this method.
 
         Args:
             state (State): before the step: the state by its names; ``loss_scale``, float32, or ``exponent``, int32,
@@ -162,21 +163,24 @@ class Rule(metaclass=_CheckedOnCreation):
                 ``gradient_known``, bool; ``max_safe_exponent``, int32.
 
         Returns:
-            State: ``state.replace(...)``. A scale beyond the bounds is moved to the nearer one, and NaN leaves it.
+            State: ``state.replace(...)``. A loss scale beyond its bounds becomes the nearer bound; NaN keeps the old
+            loss scale.
         """
         raise NotImplementedError
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
-        """Return why this rule cannot go on from a restored state, or None if it can; a subclass may check its fields.
+        """Return why the rule cannot continue from a restored state, or None. A subclass may check its own fields.
 
-        Called only for a state from a checkpoint or ``load_state_dict()``, never for one that training left.
+        Called only for a state from a checkpoint or ``load_state_dict()``, never for a state that training steps
+        computed.
 
         Args:
             values (Mapping[str, Any]): as ``state()`` of the update cell returns it; all numbers are finite that are
                 finite in the first state.
 
         Returns:
-            str, optional: the reason, for a sentence; then the rule's own state starts afresh. None if it can go on.
+            str, optional: the reason, as part of a message; the rule's own state then starts afresh. None if there is
+            no problem.
         """
         return None
 
@@ -195,7 +199,7 @@ class Rule(metaclass=_CheckedOnCreation):
         return []
 
     def start(self, loss_scale_value: float, *, argument: str = "loss_scale_value") -> Any:
-        """Return the state before the first step.
+        """Return the state of the rule before the first training step.
 
         Args:
             loss_scale_value (float): the initial scale, within the bounds. Where the scale is a power of two, another
@@ -243,10 +247,10 @@ class Rule(metaclass=_CheckedOnCreation):
         return self.State(**{**dict.fromkeys(self.State._fields, 0), **values, "loss_scale": power})
 
     def step(self, state: Any, overflow: bool, largest_gradient: float | None = None) -> Any:
-        """Return the state after a step; ``state`` itself is not changed.
+        """Return the state of the rule after a training step; ``state`` itself is not changed.
 
         Args:
-            state (NamedTuple): before the step.
+            state (NamedTuple): the state before the step.
             overflow (bool): whether the step overflowed and was skipped.
             largest_gradient (float, optional): the largest absolute value of its gradients, unscaled and before
                 clipping, if it was applied. Ignored by a rule that needs no gradients. Default: None, not known.
@@ -272,7 +276,7 @@ class Rule(metaclass=_CheckedOnCreation):
 
     @functools.cached_property
     def fields(self) -> tuple[Field, ...]:
-        """tuple[Field, ...]: the state, as arrays in NumPy and as Parameters of the update cell."""
+        """tuple[Field, ...]: the fields of the rule's state, which the update cell keeps as Parameters."""
         return fields_of(self)
 
     @functools.cached_property
@@ -285,27 +289,27 @@ class Rule(metaclass=_CheckedOnCreation):
 
     @functools.cached_property
     def traced(self) -> TracedStep:
-        """TracedStep: what the step does."""
+        """TracedStep: the operations of the rule's step, recorded by calling the step once."""
         return trace_step(self)
 
     @property
     def moves_by_bits(self) -> bool:
-        """bool: whether the scale is always a power of two, because the step uses ``state.exponent``."""
+        """bool: whether the loss scale is always a power of two, because the rule's step uses ``state.exponent``."""
         return self.traced.moves_by_bits
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """dict: the constructor's arguments, by name."""
+        """dict: the arguments of the rule's constructor, by name."""
         return {name: getattr(self, name) for name in arguments_of(type(self))}
 
     def nearest_scale(self, loss_scale: float) -> float:
-        """Return the loss scale, rounded to a value within the bounds that the rule can use.
+        """Return a loss scale that the rule can use, within the bounds: the given loss scale or a power of two near it.
 
         Args:
-            loss_scale (float): within the bounds.
+            loss_scale (float): the loss scale, which must lie within the bounds.
 
         Returns:
-            float: the same, or the nearest power of two below for a rule whose scale is always one.
+            float: the given loss scale; if the rule needs a power of two, the nearest one that is not larger.
         """
         if not self.moves_by_bits:
             return loss_scale

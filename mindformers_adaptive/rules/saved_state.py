@@ -122,7 +122,7 @@ def repair_loss_scale(rule: Any, loss_scale: float, name: str) -> float:
         float, within the bounds; where the rule needs a power of two, the nearest one below.
 
     Raises:
-        ValueError: if it is not finite and above 0.
+        ValueError: if the restored loss scale is not finite and above 0.
     """
     if not (math.isfinite(loss_scale) and loss_scale > 0):
         raise ValueError(

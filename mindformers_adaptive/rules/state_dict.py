@@ -1,4 +1,4 @@
-"""The state of loss scaling as numbers by name, as in ``state_dict()``, in other cells and in Megatron-LM."""
+"""Convert a loss-scaling state to and from numbers by name, as in ``state_dict()``, other cells and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class RestoredState(NamedTuple):
 
 
 def to_state_dict(rule: Any, loss_scale: float, values: Mapping[str, Any], run: int) -> dict[str, Any]:
-    """Return a state as numbers, with the names that Megatron-LM's ``DynamicGradScaler`` loads too.
+    """Return a loss-scaling state as numbers by name; Megatron-LM's ``DynamicGradScaler`` can load them too.
 
     Args:
         rule (Rule): the rule.
-        loss_scale (float): for the next step.
+        loss_scale (float): the loss scale for the next step.
         values (Mapping[str, Any]): as ``state()`` of the update cell returns it.
         run (int): the number of the run.
     """
@@ -69,7 +69,7 @@ def to_state_dict(rule: Any, loss_scale: float, values: Mapping[str, Any], run: 
 
 
 def grad_scaler_in(state_dict: Any) -> dict[str, Any] | None:
-    """Return the state of a gradient scaler: a dict itself, or its entry ``grad_scaler`` as in Megatron-LM, or None."""
+    """Return a gradient scaler's state: the given dict, or its entry ``grad_scaler`` as in Megatron-LM, or None."""
     state = _require_dict("state_dict", state_dict)
     if "grad_scaler" not in state and "optimizer" not in state:
         return state

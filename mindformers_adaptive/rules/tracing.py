@@ -17,7 +17,7 @@ _COUNTS = ("skipped_steps", "consecutive_overflows")
 
 
 class TracedStep(NamedTuple):
-    """The result of tracing the step of a rule.
+    """The operations and results of a loss-scaling rule's step, recorded by calling the step once.
 
     Attributes:
         outputs (Mapping[str, Value]): the values after the step: ``loss_scale``, the fields of the rule, and
@@ -90,7 +90,7 @@ def trace_step(rule: Any) -> TracedStep:
 
 
 def trace_for_cell(rule: Any) -> TracedStep:
-    """Return the step traced for the update cell: fields that never change with this rule's arguments are constants."""
+    """Trace a rule's step for the update cell. State fields that the rule's arguments keep unchanged are constants."""
     return _traced_once(rule, rule.fixed_state) if rule.fixed_state else rule.traced
 
 
@@ -199,7 +199,7 @@ def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Valu
 
 
 def _keeps_bounds(rule: Any) -> bool:
-    """Return ``keeps_bounds`` of the class that defines next_state(); other classes cannot vouch for the step."""
+    """Return ``keeps_bounds`` of the class that defines next_state(): only that class knows what its step does."""
     owner = next(owner for owner in (rule, *type(rule).__mro__) if "next_state" in vars(owner))
     return bool(vars(owner).get("keeps_bounds", False))
 

@@ -90,7 +90,7 @@ _present = _Present()
 
 
 def is_traced_now(rule: Any) -> bool:
-    """Return whether the step of this rule is being traced at the moment."""
+    """Return whether the step of the given rule is being traced at the moment."""
     return _present.trace is not None and _present.trace.rule is rule
 
 

@@ -18,7 +18,7 @@ _DEEPEST, _MOST_VALUES = 500, 100_000
 
 
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return the value that a text in YAML stands for.
+    """Parse YAML text, and return its content as Python values.
 
     Args:
         text (str): the text.
@@ -51,7 +51,7 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
 
 def read_yaml(file: str | os.PathLike[str]) -> Any:
-    """Return the value that a YAML file stands for.
+    """Parse a YAML file, and return its content as Python values.
 
     Args:
         file (str): the file.

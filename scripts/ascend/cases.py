@@ -15,7 +15,7 @@ class World:
         rank (int): the rank of the process that compiles. Default: 0.
         mode (str): MindSpore's parallel mode. Default: "stand_alone".
         stages (int): pipeline stages. Default: 1.
-        shards_optimizer (bool): whether optimizer state is divided among data-parallel processes. Default: False.
+        shards_optimizer (bool): whether the optimizer's state is divided among data-parallel processes. Default: False.
     """
 
     ranks: int = 1
@@ -35,8 +35,8 @@ class Case:
     """A cell, train step or model to compile for an Ascend.
 
     Attributes:
-        name (str): ``setting/way`` for a train step that is compiled in several ways of scaling.
-        function (str): the name of the function in steps.py that compiles it.
+        name (str): ``setting/way`` for a train step that is compiled with several ways of scaling the loss.
+        function (str): the name of the function in steps.py that compiles the case.
         arguments (Mapping): the arguments of the function.
         chip (str): a key of ``CHIPS``. Default: "910B".
         world (World): the processes of the training. Default: ``ALONE``.

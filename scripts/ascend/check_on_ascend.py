@@ -58,7 +58,7 @@ def main():
 
 
 def about(arguments):
-    """Yield the lines of the report about the versions and the device."""
+    """Yield the lines of the report that name the versions and the device."""
     from mindspore._c_expression import MSContext
 
     named = {**versions(), "Python": sys.version.split()[0], "device": arguments.device}
@@ -70,7 +70,7 @@ def about(arguments):
 
 
 def verdict(check):
-    """Run a check. Return "as it should be", or the error in one line; the traceback goes to standard error."""
+    """Run a check. Return "as it should be" or, in one line, the error, whose traceback goes to standard error."""
     try:
         check()
     except Exception as error:
@@ -117,13 +117,13 @@ def train_step(name):
 
 
 def inputs():
-    """Return powers of two as inputs, whose largest loss scale without overflow wanders and jumps."""
+    """Return inputs, powers of two, at which the largest loss scale without overflow wanders and jumps."""
     walk = np.cumsum(np.random.default_rng(0).choice([-1, 0, 1], STEPS)) + 6 * (np.arange(STEPS) // 10 % 2)
     return [2.0 ** float(level) for level in np.clip(walk, -4, 8)]
 
 
 def take(step, values):
-    """Train a step with each value; return each step's overflow flag, next loss scale, rule state and first weight."""
+    """Train a step on each value; return for each step the overflow flag, next loss scale, state and first weight."""
     seen = []
     for value in values:
         overflow = bool(step(Tensor(np.full(16, value), mindspore.float32))[1])

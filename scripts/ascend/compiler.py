@@ -1,4 +1,4 @@
-"""Compile cases in this process. program.py starts the process in the environment of a dry run.
+"""Compile cases for an Ascend in this process, which program.py starts in the environment of a dry run.
 
     python -m scripts.ascend.compiler LOG RESULTS CASE [CASE ...]
 

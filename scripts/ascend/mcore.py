@@ -1,4 +1,4 @@
-"""A tiny Qwen3, built from MindFormers' own mcore model."""
+"""A tiny Qwen3 model, built from MindFormers' own mcore classes."""
 
 import mindspore
 from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config

@@ -77,7 +77,7 @@ def compile_cases(cases, cache=CACHE, logs=None, level=1):
 
     Args:
         cases (Iterable[Case]): what to compile.
-        cache (Path): where the stand-ins are kept. Default: a folder in ``output/``.
+        cache (Path): the folder for the stand-ins of CANN's libraries. Default: a folder in ``output/``.
         logs (Path, optional): a folder for MindSpore's logs. Default: None.
         level (int): MS_SIMULATION_LEVEL. Default: 1, which selects kernels.
 
@@ -105,7 +105,7 @@ def _in_processes(cases):
 
 
 def _compile_group(cases, stand_ins, logs, level):
-    """Compile cases in a new process; return results of the compiled cases and of a case that ended the process."""
+    """Compile cases in a new process; return the results of compiled cases, and of a case that crashes the process."""
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder, "results.jsonl"), Path(folder, "log")
         results.touch()
@@ -185,7 +185,7 @@ def why_ended(code, log):
 
 
 def problem(result):
-    """Return the problem of a case, or an empty text: an error, an operator on the CPU, or no kernel at all."""
+    """Return what is wrong with a compiled case (an error, an operator on the CPU, or no kernel), or an empty text."""
     if result["error"]:
         # Below the message, MindSpore prints its own call stack.
         return re.sub(r"\s+", " ", re.split(r"\n-{5,}", result["error"])[0])[:300]
@@ -209,7 +209,7 @@ def row_of(result):
 
 
 def tables(data):
-    """Return tables, by name, of the data that ``--json`` wrote; each is a list of rows with the header first."""
+    """Return the tables made from the file of ``--json``, by name; each is a list of rows with the header first."""
     results = {result["case"]: result for result in data["cases"]}
     cells = {name: result for name, result in results.items() if name.startswith("cell/")}
     steps, models = {}, {}
@@ -230,7 +230,7 @@ def is_of_a_model(result):
 
 
 def verdict(result):
-    """Return "refused", "moved to the CPU" or "compiled" for the operator of a control."""
+    """Return "refused", "moved to the CPU" or "compiled" for the operator that a control case compiles."""
     if result["error"]:
         return "refused"
     return "moved to the CPU" if result["moved"] else "compiled"
@@ -241,7 +241,7 @@ def shown(result):
 
 
 def rows_of_ways(settings):
-    """Return a row per setting: kernels by way of scaling, collectives of the first way, and more in other ways."""
+    """Return a table row per setting: kernels by way of scaling, the first way's collectives, and those added later."""
     ways = [way for way in WAYS if any(way in results for results in settings.values())]
     rows = [["case", *(WAYS[way] for way in ways), "collectives", "added to them"]]
     for setting, results in settings.items():

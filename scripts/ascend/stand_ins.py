@@ -2,8 +2,8 @@
 
 In a dry run (MS_SIMULATION_LEVEL=1) MindSpore calls no device. But the dynamic loader still needs every library and
 every function that the plugin names, and MindSpore still calls some functions of CANN to make a kernel. One library of
-C functions is generated for all of these: a function in ``ANSWERS`` returns the answer there, and every other function
-prints its name and aborts. So no stand-in computes anything that a dry run shows.
+C functions is generated as the stand-in for all libraries. A function that ``ANSWERS`` names returns the answer given
+there; every other function prints its name and aborts. So no stand-in computes anything that a dry run shows.
 """
 
 import hashlib
@@ -100,10 +100,10 @@ def missing():
 
 
 def folder_of_stand_ins(cache):
-    """Return the folder of the stand-ins for the installed MindSpore; make this folder if the cache lacks it.
+    """Return the folder of CANN stand-ins for the installed MindSpore; make the folder if the cache lacks it.
 
     Args:
-        cache (Path): the parent of such folders. It may be removed at any time.
+        cache (Path): the parent folder, with a folder for each MindSpore. It may be removed at any time.
 
     Returns:
         Path, the folder with ``latest/lib64``, ``latest/python`` and ``chip.so``.
@@ -143,7 +143,7 @@ def _make(folder):
 
 
 def _wanted():
-    """Return the missing libraries that MindSpore's Ascend plugin needs, and the functions that it takes from them."""
+    """Return the missing libraries that MindSpore's Ascend plugin needs, and the functions that the plugin calls."""
     libraries, functions = set(), set()
     for library in PLUGIN:
         if not (file := _mindspore() / library).exists():
@@ -157,7 +157,7 @@ def _wanted():
 
 
 def _searched():
-    """Return the functions that MindSpore looks up by name: functions in ANSWERS, and kernels."""
+    """Return the functions of CANN that MindSpore looks up by name: the functions in ANSWERS, and kernels."""
     answered = set()
     plugin = _mindspore() / "lib" / "plugin"
     for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):

@@ -28,7 +28,7 @@ ROWS = 128
 
 
 def control(operator):
-    """Compile the operator of a control. An Ascend has a kernel for Add, but none for the other operators."""
+    """Compile the operator of a control case. An Ascend has a kernel for Add, but none for the other operators."""
     halves = Tensor(np.ones((2, 3)), mindspore.float16)
     singles = halves.astype(mindspore.float32)
     primitive, inputs = {
@@ -109,7 +109,7 @@ def momentum(network):
 
 
 def wrapper_of(way):
-    """Return the module with the train-step cells: MindFormers' or this package's."""
+    """Return the module from which train-step cells are taken: MindFormers' module or this package's."""
     return mindformers.wrapper if way == "stock" else mindformers_adaptive.wrapper
 
 
@@ -153,7 +153,7 @@ class InlinedLate(Layers):
 
 
 class LowRank(Layers):
-    """Frozen layers with a trainable update of rank 2."""
+    """Frozen dense layers with a trainable update of rank 2, as in LoRA."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class LowRank(Layers):
 
 
 def in_fp16():
-    """Return the network ``Layers`` with FP16 weights too."""
+    """Return the network ``Layers``, with weights in FP16 like the computation."""
     network = Layers()
     for weight in network.trainable_params():
         weight.set_dtype(mindspore.float16)
@@ -181,7 +181,7 @@ def recomputed():
 
 
 def fixed_scale_step(way):
-    """Compile ``FixedScaleTrainOneStepCell``, or MindSpore's cell without loss scaling."""
+    """Compile ``FixedScaleTrainOneStepCell``, or MindSpore's train-step cell without loss scaling."""
     network = Layers()
     fixed = mindformers_adaptive.FixedScaleTrainOneStepCell
     compile_step((nn.TrainOneStepCell if way == "stock" else fixed)(network, momentum(network)))
@@ -297,8 +297,8 @@ NETWORKS = {
 def launched(way, config, as_it_is=False, watched=False, **options):
     """Run the package's launcher with a YAML file, a small model and data of zeros, for one epoch in sink mode.
 
-    A file that is used with ``as_it_is`` already has adaptive scaling. With ``watched``, compile only the backward pass
-    that also measures the values of each layer.
+    With ``as_it_is``, the YAML file already has adaptive scaling. With ``watched``, compile only the backward pass that
+    also measures the values of each layer.
     """
     update_cells = {
         "stock": "DynamicLossScaleUpdateCell",

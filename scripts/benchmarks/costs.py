@@ -5,7 +5,7 @@
     python -m scripts.benchmarks.costs detection
     python -m scripts.benchmarks.costs sweep
 
-All four are measured as paired_timing.py describes: several copies of each way, in turns, in random order. A figure
+All four are measured as paired_timing.py describes: several copies of each way run in turns, in random order. A figure
 after ± is the standard error. Machines differ and are noisy, so compare the ratios from one run, not the times.
 """
 
@@ -120,7 +120,7 @@ def tables(result):
 
 
 def measure_update(arguments):
-    """Return the times of ``--calls`` updates for each update cell, and its number of kernels if that is known."""
+    """Return, for each update cell, the time of ``--calls`` updates and, if known, the number of kernels."""
     from scripts.benchmarks.exported_graph import export_update_cell
 
     set_mode(arguments.mode)
@@ -155,7 +155,7 @@ def make_updates(name, calls):
 
 
 def make_update_cell(name, held=False):
-    """Return an update cell. With ``held``, the cell does all of its work but leaves the loss scale unchanged."""
+    """Return an update cell. With ``held``, the cell computes everything but leaves the loss scale unchanged."""
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
     from mindspore import nn, ops
 
@@ -203,7 +203,7 @@ def update_tables(result):
 
 
 def measure_step(arguments):
-    """Return the times of train steps, their parts, updates alone, and a backward pass at each loss scale."""
+    """Return the times of train steps, of their parts, of updates alone, and of a backward pass at each loss scale."""
     from scripts.studies.worth_tasks import SMALL_TASKS, Llama
 
     task = SMALL_TASKS["damped"] if arguments.quick else Llama(steps=10_000)
@@ -243,7 +243,7 @@ def ways_of_a_step(task, names, folder):
 
 
 def make_step(task, network, batch, name, folder):
-    """Return a function that takes a train step, with a callback for some names, or only looks at the gradients."""
+    """Return a function that takes a train step, for some names with a callback, or that only checks the gradients."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
     from mindspore.train.callback import RunContext
@@ -299,7 +299,7 @@ def step_tables(result):
 
 
 def extra_cost(times, name):
-    """Return how much longer a way's steps take than the dynamic cell's, in percent, as text."""
+    """Return how much longer steps with a way of scaling take than with the dynamic cell, in percent, as text."""
     if name == DYNAMIC:
         return "0"
     of_looks = ratio(times, GRADIENTS, DYNAMIC)[0] / LOOK_EVERY if name == GRADIENTS else 0.0
@@ -309,7 +309,7 @@ def extra_cost(times, name):
 
 
 def update_share(result, name):
-    """Return the extra time of an update against the dynamic cell's update, as a share of the whole step."""
+    """Return how much longer an update takes than the dynamic cell's update, as a share of the whole train step."""
     extra = time_above(result["updates"], name, DYNAMIC)[0] / result["update_calls"]
     return extra / time_above(result["times"], DYNAMIC)[0]
 

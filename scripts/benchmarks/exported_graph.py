@@ -37,7 +37,7 @@ class LossScaleHolder(nn.Cell):
         - **overflow** (Tensor) - bool of shape ().
 
     Outputs:
-        what ``update_cell`` returns.
+        the outputs of ``update_cell``.
     """
 
     def __init__(self, update_cell, loss_scale_value):
@@ -71,7 +71,7 @@ def export_graph(cell, *inputs):
 
 
 class ExportedGraph:
-    """The graph of a cell, with all graphs that it calls or that are nested in its attributes.
+    """The graph of a cell, with all graphs that it calls or that its attributes contain.
 
     Args:
         model (ModelProto): a parsed MindIR file.

@@ -3,7 +3,7 @@
     python -m scripts.benchmarks.long_records
     python -m scripts.benchmarks.long_records --steps 10000 100000
 
-Each command runs in a process of its own. Times are processor times, without the start of Python. Machines differ, so
+Each command runs in a separate process. Times are processor times, without the start of Python. Machines differ, so
 compare the times with the time for parsing each line of the record as JSON.
 """
 
@@ -39,7 +39,7 @@ JSON = "JSON alone"
 
 
 def commands(record, picture, steps):
-    """Return the arguments of Python for each use of a record, by name; the last command changes the record."""
+    """Return, by name, Python's arguments for each command that uses a record; the last command changes the record."""
     return {
         JSON: ["-c", READ, record],
         "analyze": ["-c", PROGRAM, "analyze", record],

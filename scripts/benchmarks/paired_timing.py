@@ -1,7 +1,7 @@
 """Time several ways of doing the same thing, so that the ratios of their times can be compared.
 
-Two compiled graphs of the same cell may differ by some percent, and other programs slow down all graphs. So each way is
-built several times, in random order. In every round each of these copies makes one call, in random order again. The
+Two compiled graphs of a cell may differ in speed by some percent, and other programs slow down all graphs. So several
+copies of each way are built, in random order. In every round each copy makes one call, in random order again. The
 time of a copy is the median over the rounds of its time relative to the median of all copies in the round. The time of
 a way is the mean over its copies. The standard error follows from the differences between the copies.
 """
@@ -20,11 +20,11 @@ def take_turns(ways, copies, rounds):
     Args:
         ways (dict[str, Callable]): by name, a function that builds a copy. A copy is a function of the number of the
             round, and its calls are timed.
-        copies (int): how often each way is built.
-        rounds (int): calls of each copy that are timed, after two that are not.
+        copies (int): the number of copies of each way.
+        rounds (int): the number of timed calls of each copy; two calls before are not timed.
 
     Returns:
-        dict[str, list[list[float]]]: by name, for each copy the times in milliseconds, one for each round.
+        dict[str, list[list[float]]]: by name of the way, for each copy its time in milliseconds in each round.
 
     Examples:
         >>> times = take_turns({"nothing": lambda: lambda count: None}, copies=2, rounds=3)
@@ -51,7 +51,7 @@ def take_turns(ways, copies, rounds):
 
 
 def typical_times(times):
-    """Return each way's time in milliseconds and standard error (NaN for a single copy), given take_turns() times.
+    """Return each way's time in milliseconds and its standard error (NaN for one copy), from take_turns()'s times.
 
     Examples:
         >>> typical_times({"one": [[1.0, 2.0], [1.0, 2.0]], "other": [[3.0, 6.0], [3.0, 6.0]]})
@@ -77,7 +77,7 @@ def ratio(typical, name, base, above=None):
     Args:
         typical (dict): from :func:`typical_times`.
         name, base (str): the two ways.
-        above (str, optional): a way whose time is subtracted from both, such as an empty call. Default: None.
+        above (str, optional): a way, such as an empty call, whose time is subtracted from both times. Default: None.
 
     Examples:
         >>> ratio({"one": (1.5, 0.0), "other": (4.5, 0.0)}, "other", "one")
@@ -113,7 +113,7 @@ def with_error(value, error, digits):
 
 
 def _compared(times):
-    """Return the median time of a round, and each copy's logarithm of its time relative to this median, by way."""
+    """Return the median time of a round and, by way, the logarithm of each copy's time relative to this median."""
     medians = np.median(np.concatenate(list(times.values())), axis=0)
     logarithms = {name: np.median(np.log(copies / medians), axis=1) for name, copies in times.items()}
     return float(np.median(medians)), logarithms

@@ -18,7 +18,7 @@ def measure_scales(task, arguments):
 
     Args:
         task: a task of ``worth_tasks``.
-        arguments (Namespace): ``copies`` and ``rounds`` of the measurement.
+        arguments (Namespace): ``copies`` and ``rounds``, as for ``paired_timing.take_turns``.
 
     Returns:
         dict: ``times``, as ``paired_timing.typical_times`` returns them; and ``shares``, how many of the weights'

@@ -23,7 +23,7 @@ RULE, SWEEP, LONG_SWEEP = "each configuration by itself", "the vectorised sweep"
 
 
 def measure_sweep(arguments):
-    """Return the times of both ways, and for how many configurations the sweep and the rule disagree."""
+    """Return the times of the sweep and of the replays, and the number of configurations on which both disagree."""
     count, *steps = QUICK_SIZES if arguments.quick else SIZES
     configurations = make_configurations()[:count]
     trace, long_trace = map(make_trace, steps)
@@ -47,7 +47,7 @@ def skipped_share(configurations, trace):
 
 
 def make_configurations():
-    """Return 1000 configurations; three of the five factors have no exact reciprocal or product in float32."""
+    """Return 1000 configurations of the adaptive rule; three of five factors have inexact reciprocals in float32."""
     return grid(
         "adaptive",
         loss_scale_value=[2.0**16, 2.0**32],

@@ -113,7 +113,7 @@ def train(name, folder, arguments):
 
 
 def report(records, run_folder):
-    """Return the five lines at the end of the demo."""
+    """Return the report of five lines that the demo prints at its end."""
     alone, adaptive = (final_loss(records[name]) for name in (FP16_ALONE, ADAPTIVE))
     record = records[ADAPTIVE]
     first, last = (as_power_of_two(entry["loss_scale"] * MICRO_BATCHES) for entry in (record[0], record[-1]))
@@ -137,7 +137,7 @@ def final_loss(record):
 
 
 def replayed_skips(record):
-    """Return how many steps each other rule would have skipped.
+    """Return how many steps of the training each other rule would have skipped.
 
     The record of adaptive scaling has no gradients, so the guided rule gets gradients that imply each step's ceiling.
     """
@@ -147,7 +147,7 @@ def replayed_skips(record):
 
 
 def draw(records):
-    """Draw both losses, and below them the loss scales of a training that divides its loss by ``MICRO_BATCHES``."""
+    """Draw both trainings' losses and, below, the loss scales that fit a loss divided by ``MICRO_BATCHES``."""
     figure = new_figure(6, 6)
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for (name, record), colour in zip(records.items(), (WARNING, MAIN), strict=True):
@@ -168,7 +168,7 @@ def draw(records):
 
 
 def smoothed(losses):
-    """Return the running mean of up to ``AVERAGED`` losses."""
+    """Return the running mean of the losses, over up to ``AVERAGED`` steps."""
     windows = (losses[max(0, stop - AVERAGED) : stop] for stop in range(1, len(losses) + 1))
     return [sum(window) / len(window) for window in windows]
 

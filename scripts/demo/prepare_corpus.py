@@ -29,13 +29,13 @@ def main():
 
 
 def read_standard_library():
-    """Return the top-level modules of the standard library, one after the other, as uint8 of shape (bytes,)."""
+    """Return the sources of the standard library's top-level modules, joined, as uint8 of shape (bytes,)."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
 
 
 def cut_into_samples(text, length):
-    """Cut text of shape (bytes,) into int32 samples of shape (samples, length); a shorter last one is dropped."""
+    """Cut text of shape (bytes,) into int32 samples of shape (samples, length), without a shorter last sample."""
     count = len(text) // length
     return text[: count * length].reshape(count, length).astype(np.int32)
 

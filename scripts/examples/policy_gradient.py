@@ -3,8 +3,8 @@
     python scripts/examples/policy_gradient.py
     python scripts/examples/policy_gradient.py --rule guided
 
-The policy sees one of eight states and has to choose the action that belongs to it. One step in 50 multiplies its
-rewards by 4096, and so its gradients, which then overflow at a loss scale that fits all other steps.
+The policy sees one of eight states and has to choose the action that belongs to it. In one step of 50, the
+rewards, and so the gradients, are multiplied by 4096; then they overflow at a loss scale that fits all other steps.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 MindFormers builds the network that configs/tiny_llama_cpu_fp16.yaml describes. Each prompt has two answers: the
 answer that counts on is preferred to the answer that counts back. DPO compares with the log-probabilities of the model
-before the training, so they are calculated first and are columns of the data.
+before the training, so these are calculated first and added to the data as columns.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class AnswerLogProbability(nn.Cell):
 
 
 class PreferenceLoss(nn.Cell):
-    """-log sigmoid(beta * (gain of the preferred answer - gain of the other)), the mean over the pairs."""
+    """The mean over the pairs of -log sigmoid(beta * (gain of the preferred answer - gain of the other answer))."""
 
     def __init__(self, log_probability):
         super().__init__()

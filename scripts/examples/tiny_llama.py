@@ -34,7 +34,7 @@ def build_model():
 
 
 def build_dataset():
-    """Return samples that count up from a random start, modulo 15, with one token more than the model reads."""
+    """Return samples that count up from a random token, modulo 15; each has one token more than the model reads."""
 
     def samples():
         starts = np.random.default_rng(0).integers(15, size=STEPS * BATCH_SIZE)

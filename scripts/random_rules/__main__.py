@@ -20,7 +20,7 @@ OUTCOMES = ("same", "refused", "noticed", "different")
 
 
 def main():
-    """Compare the rules, and print the number of rules with each outcome."""
+    """Compare random rules, and print the number of rules with each outcome."""
     arguments = read_arguments()
     counts = collections.Counter()
     last = arguments.first + arguments.programs
@@ -50,7 +50,7 @@ def told(counts):
 
 
 def in_a_process(first, programs, arguments):
-    """Compare rules in a separate process and return the number with each outcome; all differ if the process dies."""
+    """Compare rules in a new process; return the number with each outcome. If the process dies, all rules differ."""
     command = [sys.executable, "-m", "scripts.random_rules", "--first", first, "--programs", programs]
     command += ["--steps", arguments.steps, "--folder", arguments.folder]
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)

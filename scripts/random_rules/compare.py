@@ -30,7 +30,7 @@ class RandomRule(NamedTuple):
     Attributes:
         seed (int): the seed.
         path (Path): the file of its module.
-        rules (list[Rule]): rules of its class with different arguments; the update cell follows the first rule.
+        rules (list[Rule]): rules of the generated class with different arguments; the update cell uses the first.
         loss_scale (float): the initial loss scale.
     """
 
@@ -56,14 +56,14 @@ def make_rule(seed: int, folder: Path) -> RandomRule:
 
 
 def compare(random_rules, steps, of_cells=None):
-    """Compute the steps in all ways, and return for each rule "same", "noticed", or a text that says what differs.
+    """Take steps of each rule in all three ways; return for each rule "same", "noticed", or what differs, as text.
 
     A rule is "noticed" if it warns that it computed a subnormal number (nearer to 0 than 2^-126): devices may differ.
 
     Args:
         random_rules (list[RandomRule]): rules that share a graph in each mode of MindSpore, and take the same steps.
         steps (int): the number of steps.
-        of_cells (dict, optional): the result of :func:`states_of_cells` for these rules. Default: None, it is called.
+        of_cells (dict, optional): the result of :func:`states_of_cells` for these rules. Default: None, computed.
     """
     results, runs = [], []
     for random_rule in random_rules:
@@ -116,13 +116,13 @@ def numpy_runs(random_rule, steps, paths):
 
 
 def path_of(paths, lane, steps):
-    """Return the overflow flag and the largest gradient of each step, from the seeds of steps and lane."""
+    """Return the overflow flag and the largest gradient of each random step, from the seeds ``paths`` and ``lane``."""
     numbers = random.Random(f"{paths} {lane}")
     return [(numbers.random() < 0.2, numbers.choice(GRADIENTS)) for _ in range(steps)]
 
 
 def lane_differences(runs):
-    """Return where lanes differ from ``rule.step``, for several rules of one class and for one rule repeated."""
+    """Return where ``Lanes`` differs from ``rule.step``, for several rules of one class and for one rule repeated."""
     return [*_lane_differences(runs, "lanes"), *_lane_differences([runs[0], *runs[3:]], "lanes of one rule")]
 
 
@@ -138,7 +138,7 @@ def _lane_differences(runs, way):
 
 
 def cell_runs(random_rules, path, mode):
-    """Return, for each rule, the states of its update cell after each step of a path, in a mode of MindSpore."""
+    """Return, for each rule, its update cell's states after each of the random steps, in a mode of MindSpore."""
     context = {"mode": mindspore.GRAPH_MODE}
     if mode == "pynative":
         # Without this option, MindSpore's threads spin while they wait for each other, and a step takes much longer.
@@ -161,7 +161,7 @@ def cell_runs(random_rules, path, mode):
 
 
 class _SharedGraph(nn.Cell):
-    """Update cells of several rules in one graph, which takes less time to compile than a graph for each rule."""
+    """Update cells of several rules in one graph, which compiles faster than a graph for each rule."""
 
     def __init__(self, random_rules):
         super().__init__()
@@ -186,7 +186,7 @@ class _SharedGraph(nn.Cell):
 
 
 def differences(ours, state):
-    """Return the parts of ``state`` that differ in any bit from ``ours``, with both values; NaN equals NaN."""
+    """Return the fields of ``state`` that differ in any bit from ``ours``, with both values; NaN equals NaN."""
     parts = state._asdict().items()
     return ", ".join(
         f"{name} {ours[name]!r}, not {theirs!r}" for name, theirs in parts if not _is_same(ours[name], theirs)

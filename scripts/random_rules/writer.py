@@ -119,7 +119,7 @@ def write_rule(seed):
 
 
 class _Writer:
-    """Writes the module of a rule. ``pools`` holds the names of values by dtype and length; scalars have length 0."""
+    """Writes the module of a random rule. ``pools``: names of values by dtype and length; scalars have length 0."""
 
     def __init__(self, seed):
         self.seed, self.random = seed, random.Random(seed)
@@ -228,7 +228,7 @@ class _Writer:
             self.know(dtype, self.length, f"{name}.{key}")
 
     def result(self, key):
-        """Return the new value of a part of the state: its old value, another part, a number, or an expression."""
+        """Return source of the new value of a state field: its old value, another field, a number or an expression."""
         dtype, length = (_FIELDS[key], 0) if key in _FIELDS else (_VECTORS[key], self.length)
         parts = [name for name, kind in (_VECTORS if length else _FIELDS).items() if kind == dtype]
         way = self.random.random()
@@ -267,7 +267,7 @@ class _Writer:
         self.lines.append(f"return {after}")
 
     def changes(self, share, handed_on, clean_steps):
-        """Return the new values of changed parts of the state, by key. A part changes with probability ``share``."""
+        """Return the new values of the state fields that change, by key. A field changes with probability ``share``."""
         changes = {key: self.result(key) for key in [*_FIELDS, *_VECTORS] if self.chance(share)}
         if share and self.chance(0.3):
             changes |= {part: self.value("float32", 0, 1) for part in ("low", "middle", "high")}
@@ -302,7 +302,7 @@ def _named(changes):
 
 
 class _Operands(dict):
-    """The operands that the letters of a template stand for, each generated at its first use."""
+    """The operands for which the letters in an expression's template stand, each generated at its first use."""
 
     def __init__(self, writer, dtype, length, depth):
         super().__init__()
@@ -343,7 +343,7 @@ class _Operands(dict):
         return self[letter]
 
     def beside(self, dtype, is_number=False):
-        """Return the second operand of an operation: a Python number, a value of the same length, or a scalar."""
+        """Return a second operand for an operation: a Python number, a value of the first one's length, or a scalar."""
         writer = self.writer
         if writer.chance(0.35):
             return writer.number(dtype)

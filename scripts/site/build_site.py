@@ -113,7 +113,7 @@ _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 
 
 def with_links(text, page, pages, shown):
-    """Return the text of a page with links that fit the site; add linked files that are not pages to ``shown``."""
+    """Return a page's text with links that fit the site; add to ``shown`` the linked files that are not pages."""
     # Remove the links to the first page and to the other language, because the theme has its own.
     text = re.sub(r"^\[(?:简体中文|English)\]\(\S+\)(?: · \[\w+\]\(\S+\))? ?", "", text, count=1, flags=re.MULTILINE)
 
@@ -190,7 +190,7 @@ def reference(language, folder):
 
 
 def described(name):
-    """Return the directives that describe a public name."""
+    """Return the Sphinx directives that describe a public name."""
     # In this package, the names of classes begin with a capital letter; the names of functions do not.
     kind = "class" if short_name(name)[0].isupper() else "function"
     return [f".. auto{kind}:: {name}", ""]

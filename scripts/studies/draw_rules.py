@@ -39,7 +39,7 @@ def largest_scales():
 
 
 def draw_scale(axes, trace, rule):
-    """Draw the loss scale of a rule from 2^28 on, and the scales that overflow; return the replay of the rule."""
+    """Draw a rule's loss scale, which starts at 2^28, and the loss scales that overflow; return the rule's replay."""
     replayed = replay(make_policy(rule, loss_scale_value=2.0**28), trace)
     steps, scales, overflows = np.arange(1, STEPS + 1), np.log2(replayed.loss_scale), replayed.overflow
     axes.fill_between(steps, np.log2(trace.ceiling), 34, color=CONTEXT, linewidth=0, label="overflows here")

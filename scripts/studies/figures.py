@@ -35,7 +35,7 @@ class Figure:
     """A measurement: a command, and how its output becomes tables.
 
     Attributes:
-        command (str): the command, to run in the top folder of the project.
+        command (str): the command, which runs in the top folder of the project.
         module (str): the module whose ``tables(result)`` makes the tables from the file of ``--json``. Default: "", for
             a command without ``--json``, whose printed lines are the table ``printed``.
         begins (str): the beginning of the first printed line to keep. Default: "", every line is kept.
@@ -95,7 +95,7 @@ def main():
 
 
 def measure(figure, file):
-    """Run the command of a figure and write its results; if the command fails, the file stays as it was."""
+    """Run a figure's command and write the results to the figure's file; a failed command leaves the file as it was."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     command = shlex.split(figure.command)
@@ -135,7 +135,7 @@ def rendered(text, page):
 
 @functools.cache
 def tables_of(name):
-    """Return the tables of a figure by name: lists of rows, or lists of lines to show unchanged."""
+    """Return the tables of a figure, by name. Each is a list of rows, or of text lines that a page shows unchanged."""
     data = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
     if module := FIGURES[name].module:
         return importlib.import_module(module).tables(data)

@@ -110,7 +110,7 @@ def measure(tasks, key, name, again, seeds):
 
 
 def train_missing(trainings, methods, runs, again, seeds):
-    """Train each method with the seeds that ``runs`` lacks, add the new runs, and yield each trained method."""
+    """Train by each method with the seeds that ``runs`` lacks, add the new runs, and yield each trained method."""
     for method, how in methods.items():
         of_method = runs.setdefault(method, [])
         if again and again in method:
@@ -150,7 +150,7 @@ def summary(run):
 
 
 def found(recommendation):
-    """Return whether find_loss_scale() says that scaling is needed, and the largest share that is lost without it."""
+    """Return whether find_loss_scale() calls scaling needed, and the largest share of a gradient norm lost without."""
     share = recommendation.verdicts[0].parameter_share
     return {"needs_scaling": recommendation.needs_scaling, "lost": None if share is None else round(share, DIGITS)}
 
@@ -160,7 +160,7 @@ def qualities(runs):
 
 
 def less_best_fixed(task, runs, method):
-    """Return, by seed, how much better the result of a method is than at the best fixed scale; negative if worse.
+    """Return, by seed, how much better a method's result is than the best fixed scale's result; negative if worse.
 
     The best of many noisy means is too good by chance. So, for each seed, the fixed scale is the best scale on all
     other seeds, and its result on this seed is compared.
@@ -211,7 +211,7 @@ def most_skipped(runs):
 
 
 def verdict(founds, less):
-    """Return table cells: what is lost without scaling, how often find calls scaling needed, and if results suffer."""
+    """Return table cells: share lost without scaling, how often find calls scaling needed, if results suffer."""
     lost = [recommendation["lost"] for recommendation in founds if recommendation["lost"] is not None]
     ends = dict.fromkeys(f"{100 * share:.0f}" for share in (min(lost), max(lost)))
     shares = f"{' to '.join(ends)} %"

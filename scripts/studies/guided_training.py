@@ -62,7 +62,7 @@ def trainings():
 def summary(record):
     """Return a summary of a run, detailed enough for a test to repeat the beginning of the run.
 
-    It has the number of steps skipped before and after the first applied step, and the mean losses of the last applied
+    The summary has the steps skipped before and after the first applied step, and the mean losses of the last applied
     steps and of the ``EARLY`` steps. ``scales`` has log2 of the loss scale at each step, with an exclamation mark after
     an overflow, or with a slash and log2 of the largest scale that the gradients allow, if they were measured.
     """

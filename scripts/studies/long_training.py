@@ -163,7 +163,7 @@ class LongTraining:
                 self._keep()
 
     def _looked(self, batch):
-        """Return the batch of the next step; if a look is due, measure the present weights first."""
+        """Return the next step's batch; if a look is due, first measure loss and gradients with the present weights."""
         if self.step % self.look_every == 0 or self.step == self.settings["steps"]:
             look = {"step": self.step, "quality": self.trainings.task.quality(self.compiled.network, self.data)}
             if self.settings["way"] != "fp32":
@@ -175,7 +175,7 @@ class LongTraining:
         return batch
 
     def _keep(self):
-        """Write a checkpoint, then the file that refers to it, so that an incomplete checkpoint is never read."""
+        """Write a checkpoint, then the run's file that names it, so that an incomplete checkpoint is never read."""
         from mindspore import save_checkpoint
 
         self.file.parent.mkdir(parents=True, exist_ok=True)

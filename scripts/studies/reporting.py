@@ -40,7 +40,7 @@ def versions():
 
 
 def write_json(file, result):
-    """Write a result to the file of ``--json``, if there is one."""
+    """Write a script's result to the file of ``--json``, if the option is given."""
     if file is not None:
         with atomic_write(file) as lines:
             lines.write(json_text(result, indent=1) + "\n")

@@ -2,7 +2,7 @@
 
 Both inputs of each product of a network (matrix products and convolutions that a cell has as an operator) are rounded
 to one format, and the gradient of the result to another. The product itself, biases and everything between the layers
-stay as they are. FP8 training usually scales each tensor separately; this simulation does not.
+are not rounded. FP8 training usually scales each tensor separately; this simulation does not.
 """
 
 import math

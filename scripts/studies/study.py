@@ -3,8 +3,8 @@
     python -m scripts.studies.study
 
 Prints Markdown: the steps that each policy skips and the headroom that it loses, when the adaptive rule costs least,
-and how both rules use gradients and follow regimes. Also draws docs/images/policy_study.svg. The same arguments give
-the same text and picture.
+and how both rules use gradients and follow lasting changes of the ceiling (the largest loss scale without overflow).
+Also draws docs/images/policy_study.svg. The same arguments give the same text and picture.
 """
 
 import argparse
@@ -125,8 +125,8 @@ def study(policies, traces):
         traces (dict[tuple[str, str], list[Trace]]): the traces of all seeds, by group and kind.
 
     Returns:
-        dict, by group, policy and kind, with the mean over the kinds last. Each value has the ``skipped`` steps in 1000
-        and the ``headroom_lost`` in bits, as means over the seeds.
+        dict, by group, policy and kind of trace, with the mean over the kinds last. Each value has the ``skipped``
+        steps in 1000 and the ``headroom_lost`` in bits, as means over the seeds.
     """
     flat = [trace for of_place in traces.values() for trace in of_place]
     results = {}
@@ -151,7 +151,7 @@ def regime_study(steps, seeds):
 
     Returns:
         dict, by change of the ceiling and policy. ``recovery`` has the median and the 90th percentile of the steps
-        until the scale is back, None if it is not back before the next change. ``skips`` has the mean and the largest
+        until the loss scale is back, None if the next change comes before. ``skips`` has the mean and the largest
         number of steps skipped when a regime begins.
     """
     results = {}
@@ -173,7 +173,7 @@ def regime_study(steps, seeds):
 
 
 def scales_on(configuration, traces):
-    """Replay a configuration on traces; return the scales and the overflows, arrays of shape (traces, steps)."""
+    """Replay a configuration on traces; return loss scales and overflow flags, arrays of shape (traces, steps)."""
     count = len(traces)
     lanes = Lanes([configuration.rule] * count, [configuration.start] * count)
     ceilings, gradients = (
@@ -214,7 +214,7 @@ def figures_table(results):
 
 
 def price_table(results):
-    """Return a table of the costs of a lost bit of headroom at which the adaptive rule is cheapest."""
+    """Return a table with, for each kind of trace, the costs of a lost bit at which the adaptive rule is cheapest."""
     rows = [["trace", "adaptive costs least from", "to"]]
     for kind in results[ADAPTIVE]:
         if rates := cheapest_rates({policy: row[kind] for policy, row in results.items()}):
@@ -223,7 +223,7 @@ def price_table(results):
 
 
 def cheapest_rates(on_kind):
-    """Return the smallest and largest cost of a lost bit at which no policy beats the adaptive rule, or None."""
+    """Return the least and greatest cost of a lost bit at which no policy beats the adaptive rule, or None."""
     adaptive = on_kind[ADAPTIVE]
     pairs = [
         (adaptive["skipped"] - row["skipped"], row["headroom_lost"] - adaptive["headroom_lost"])
@@ -236,7 +236,7 @@ def cheapest_rates(on_kind):
 
 
 def guided_rows(results):
-    """Return a table that compares the guided rule with the best window on each kind of trace; column names first."""
+    """Return a table, header first, that compares the guided rule with the best scale window for each kind of trace."""
     rows = [["gradients", "trace", *columns_of_rates("guided", "best", "share")]]
     for group, by_policy in results.items():
         for kind in by_policy["20"]:
@@ -248,7 +248,7 @@ def guided_rows(results):
 
 
 def guided_means(results):
-    """Return a table that compares the guided rule with the best window for all kinds together; column names first."""
+    """Return a table, header first: the guided rule, and the scale window that is best over all kinds of trace."""
     rows = [["gradients", *columns_of_rates("guided", "best", "share", "by kind")]]
     for group, by_policy in results.items():
         rows.append([group])
@@ -263,7 +263,7 @@ def columns_of_rates(*names):
 
 
 def against_best(by_policy, kind, rate):
-    """Return table cells for the guided rule, the best window and the ratio of their costs, and the ratio itself."""
+    """Return table cells (guided rule, best scale window, ratio of the costs of both), and the ratio as a number."""
     guided = by_policy[f"guided {rate:g}"][kind]
     windows = {str(window): by_policy[str(window)][kind] for window in FIXED_WINDOWS}
     best = cheapest(windows, rate)
@@ -294,7 +294,7 @@ def regime_table(results):
 
 
 def draw(same):
-    """Draw a panel for each kind of trace and one for the mean of all kinds, with a point for each policy."""
+    """Draw a panel for each kind of trace, and a panel for the mean of all kinds; a point stands for a policy."""
     figure = new_figure(9, 8.4)
     fixed = [f"dynamic {window}" for window in WINDOWS]
     mean = same[ADAPTIVE][MEAN]

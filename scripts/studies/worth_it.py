@@ -102,9 +102,9 @@ def sweep(trainings, runs, exponents, steps=None):
     """Train a task at fixed scales, with the first seeds of its runs.
 
     Returns:
-        dict: ``exponents``; by exponent, as means over the seeds, the result ``quality`` and the shares ``underflow``
-        and ``skipped``; ``fp32``, ``unscaled`` and ``ours``, the results of the runs; ``found``, log2 of the found
-        scales.
+        dict: ``exponents``, log2 of the fixed scales; by exponent, as means over the seeds, the result ``quality`` and
+        the shares ``underflow`` (of gradients) and ``skipped`` (of steps); ``fp32``, ``unscaled`` and ``ours``, the
+        results of the runs; ``found``, log2 of the scales that find_loss_scale() recommends.
     """
     from scripts.studies.worth_training import fixed
 

@@ -52,7 +52,7 @@ def figures(runs, fp32, task):
     Returns:
         list[dict]: ``start``, the initial scale; ``skipped_at_start``, ``skipped_later``; ``headroom_lost`` in bits and
         ``underflow``, means over the applied steps with a measurement, or None; ``quality``; ``reached``, the step at
-        which the run was as good as FP32 after 80 % of its steps, or None.
+        which the run was as good as the FP32 run after 80 % of the steps, or None.
     """
     rows = []
     for run, reference in zip(runs, fp32, strict=True):
@@ -67,13 +67,13 @@ def figures(runs, fp32, task):
 
 
 def skipped_at_the_start(skipped, steps):
-    """Return how many steps a run skipped before it applied ``SETTLED`` steps in a row."""
+    """Return how many steps a run skipped before it first applied ``SETTLED`` steps in a row."""
     gaps = np.diff([-1, *skipped, steps + SETTLED])
     return int(np.argmax(gaps > SETTLED))
 
 
 def reached(run, fp32, higher_is_better):
-    """Return the step at which a run is as good as FP32 after ``REACHED_AT`` of the steps, or None if at no step."""
+    """Return the first step at which a run is as good as FP32 is after ``REACHED_AT`` of the steps, or None."""
     goal = [look["quality"] for look in fp32["looks"] if look["step"] <= REACHED_AT * fp32["steps"]][-1]
     good_enough = np.greater_equal if higher_is_better else np.less_equal
     return next((look["step"] for look in run["looks"] if good_enough(look["quality"], goal)), None)
@@ -96,7 +96,7 @@ def tables(result):
 
 
 def task_table(task):
-    """Return a table of the figures of each method, as means over the seeds."""
+    """Return the table of a task: the figures of each scaling method, as means over the seeds."""
     measure = f"{task['measure']} on data not trained on"
     columns = ["way of scaling", "start", "skipped at the start", "skipped later", "headroom lost, bits"]
     rows = [[*columns, "gradients that underflow", measure, "steps to FP32's result"]]

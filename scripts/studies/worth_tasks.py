@@ -32,7 +32,7 @@ class Data:
 
     Attributes:
         batch (Callable): returns the inputs of the network, a tuple of Tensors, for the number of a step, from 0.
-        held_out (list[tuple]): inputs that are not trained on.
+        held_out (list[tuple]): inputs that are not used for training.
         variance (float): the variance of the held-out targets; 1.0 if the measure is a loss.
     """
 
@@ -113,7 +113,7 @@ class Branches(nn.Cell):
 
 @dataclass(frozen=True)
 class Regression(Task):
-    """Trains :class:`Branches` on all points at once, and measures the last output.
+    """Trains the network :class:`Branches` on all points at once, and measures R² of the last output.
 
     Attributes:
         name (str): the name of the task.
@@ -257,7 +257,7 @@ class Digits(Task):
 
 
 class Llama(Task):
-    """The demo's training, with the samples in another order for each seed.
+    """The demo's training of a Llama, with the samples in another order for each seed.
 
     Args:
         steps (int): the number of steps.
@@ -298,7 +298,7 @@ class Llama(Task):
 
 
 class Lora(Llama):
-    """LoRA of the demo's model, which is trained in FP32 first, on the help texts of Python's language reference.
+    """LoRA on the help texts of Python's language reference, for the demo's model after a training in FP32.
 
     Args:
         steps (int): the number of steps of each of the two trainings.
@@ -336,12 +336,12 @@ class Lora(Llama):
 
 
 def task_of(key, llama):
-    """Return a task by its key; ``llama`` has the arguments for the Llama tasks."""
+    """Return the training task with the given key; ``llama`` holds the arguments of the Llama tasks."""
     if key in SMALL_TASKS:
         return SMALL_TASKS[key]
     return Digits() if key == "digits" else {"llama": Llama, "lora": Lora}[key](**llama)
 
 
 def mixed(samples):
-    """Return the samples in a random order that is always the same, so that held-out samples are of all kinds."""
+    """Return the samples in a fixed random order, so that the held-out samples at the end are of all kinds."""
     return samples[np.random.default_rng(0).permutation(len(samples))]

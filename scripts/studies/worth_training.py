@@ -69,7 +69,7 @@ def divided(way, loss_scale, micro_batches):
 
     Args:
         way (str): "none", "fixed", "dynamic" (window 1000), "adaptive" or "guided".
-        loss_scale (float): the fixed scale, or the initial one; "none" is a scale of 1.
+        loss_scale (float): the fixed or the initial loss scale; "none" is a scale of 1.
         micro_batches (int): the number of micro-batches.
     """
     cell = {
@@ -119,12 +119,12 @@ class CompiledTraining:
         self.initial = [(value, value.asnumpy().copy()) for value in self.train_step.get_parameters()]
 
     def run(self, loss_scale, weights, batches):
-        """Train from this initial scale and these weights; return the record as ``LossScaleMonitor`` writes it."""
+        """Train from this initial loss scale and these weights; return the record that ``LossScaleMonitor`` writes."""
         self.begin(loss_scale, weights)
         return list(self.go_on(batches))
 
     def begin(self, loss_scale, weights):
-        """Reset all Parameters, then set this initial scale and these weights."""
+        """Reset all Parameters, then set this initial loss scale and these weights."""
         put_back(self.initial)
         set_weights(self.network, weights)
         manager = self.train_step.loss_scaling_manager
@@ -136,7 +136,7 @@ class CompiledTraining:
             self.train_step._fixed_scale = loss_scale
 
     def go_on(self, batches, first=1):
-        """Train from the present Parameters; yield the record of each step. The first step has the number ``first``."""
+        """Train from the present Parameters; yield each step's record. The first step has the number ``first``."""
         gradient = getattr(self.train_step.loss_scaling_manager, "largest_gradient", None)
         for step, batch in enumerate(batches, start=first):
             scale = self.loss_scale
@@ -154,7 +154,7 @@ class CompiledTraining:
 
 
 class LlamaTraining:
-    """The demo's training with a rule, compiled once and reset before each run.
+    """The demo's training with a loss-scaling rule, compiled once and reset before each run.
 
     Args:
         rule (str): "adaptive" or "guided".
@@ -240,7 +240,7 @@ class Trainings:
         return network
 
     def _find(self, seed):
-        """Return what find_loss_scale() recommends for the weights and the first batches of a seed."""
+        """Return the loss scale that find_loss_scale() recommends for the weights and the first batches of a seed."""
         network, data = self._network(mstype.float16), self.task.data(seed)
         set_weights(network, self._weights(seed))
         batches = [data.batch(step) for step in range(FIND_BATCHES)]
@@ -251,7 +251,7 @@ class Trainings:
         return backward_pass(self._network(mstype.float16))
 
     def look(self, batch, scale):
-        """Return the ceiling of a step to a quarter of a bit, and the share of gradients that underflow or are lost."""
+        """Return a step's ceiling to a quarter of a bit, and the shares of gradients that underflow and are lost."""
 
         @functools.cache
         def gradients(exponent):

@@ -1,6 +1,7 @@
 """Trains one network twice: with this package's cells, and with MindFormers' own cells at the same loss scales.
 
-MindFormers' cell gets its loss scale as a Tensor before each step. On a CPU, this cell runs its branch for Ascend 910B.
+MindFormers' cell gets the loss scale as a Tensor before each step. On a CPU, MindFormers' cell runs its branch for
+Ascend 910B.
 """
 
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ def rows(steps=STEPS, seed=0):
 
 
 def train_both(build, build_optimizer=adamw, batches=None, start=START, **arguments):
-    """Train with MindFormers' cell and ours. Assert in each step that both agree, and that a skip changes nothing.
+    """Train with MindFormers' cell and ours. Assert that both agree at each step, and that a skip changes nothing.
 
     Args:
         build (Callable): returns the network, the same each time.

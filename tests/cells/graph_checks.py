@@ -1,4 +1,4 @@
-"""Find, by name, the nodes and dtypes that an exported graph for Ascend must not contain."""
+"""Find the nodes and dtypes, by name, that a graph exported for an Ascend must not contain."""
 
 import pydoc
 import re

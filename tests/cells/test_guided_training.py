@@ -1,4 +1,4 @@
-"""Compare the skipped steps of FP16 trainings with guided scaling with other update cells and with the rule."""
+"""In FP16 trainings, the steps that guided scaling skips, compared with other update cells and with the rule."""
 
 import math
 
@@ -75,7 +75,7 @@ class AdaptedLayers(nn.Cell):
 
 
 class Runs(CompiledTraining):
-    """Trainings of one network, all from the same initial weights."""
+    """Trainings of one network, which all start from the same weights."""
 
     def __init__(self, make_network, make_cell, learning_rate=0.003):
         def make_train_step(network, update_cell):
@@ -118,7 +118,7 @@ def in_graph_mode():
 
 @pytest.fixture(scope="module")
 def layers():
-    """Return the Runs of the dense layers, by update cell."""
+    """Return the trainings (``Runs``) of the network of dense layers, one by update cell."""
     return {
         "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
         "adaptive": Runs(HalfPrecisionLayers, adaptive),
@@ -127,7 +127,7 @@ def layers():
 
 
 def surge(step):
-    """Return the factor of the loss at a step; it makes the gradients of steps 150 to 199 a thousand times larger."""
+    """Return the factor of the loss at a step: a thousand times larger in steps 150 to 199, and so the gradients."""
     return 2.0**10 if 150 <= step < 200 else 1.0
 
 
@@ -213,7 +213,7 @@ def test_the_script_prints_what_its_records_hold():
 
 
 def test_the_figures_of_the_page_begin_as_a_training_does_now():
-    """Repeat the first 20 steps of a training on the page, from the same initial loss scale, which is far too high."""
+    """Repeat the first 20 steps of a documented training, from the same initial loss scale, which is far too high."""
     held = figure("guided_training")
     training = held["trainings"][0]
     assert (training["rule"], training["from"]) == ("guided", 2**32)

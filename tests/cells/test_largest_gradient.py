@@ -105,7 +105,7 @@ def test_largest_gradient_is_measured_beside_its_own_detection(mode):
 
 
 class CheckedOnCpu(nn.TrainOneStepWithLossScaleCell):
-    """MindSpore's train-step cell with the overflow detection that a CPU needs, and nothing else of this package."""
+    """MindSpore's train-step cell with only the overflow detection that a CPU needs from this package."""
 
     get_overflow_status = LossScaleTrainStep.get_overflow_status_on_cpu
 

@@ -118,7 +118,7 @@ def test_mindformers_own_checkpoint_resumes_on_its_ladder(graph_mode):
 
 
 def test_mindformers_checkpoint_after_window_1_keeps_counters(graph_mode):
-    """By its values, the checkpoint could be from dynamic scaling. Then the scale would rise only after 20 steps."""
+    """The checkpoint could also be from dynamic scaling; then the loss scale would rise only after 20 steps."""
     theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20)
     loss_scale = Parameter(Tensor(1024.0, mindspore.float32), name="loss_scale")
     for overflow in [False] * 60 + [True] * 3 + [False] * 15:

@@ -25,7 +25,7 @@ SMALL = (
 
 @pytest.mark.parametrize("arguments", SMALL)
 def test_every_sequence_of_length_12_in_graph_mode(graph_mode, arguments):
-    """Follow all sequences of overflows level by level; do not step a state of the rule a second time."""
+    """Follow all sequences of overflows step by step; a state that several sequences reach is stepped once."""
     rule = AdaptiveRule(**arguments)
     sequences, seen = {rule.start(INITIAL_SCALE)}, set()
     owned = Owned(AdaptiveLossScaleUpdateCell.from_rule(rule, *sequences))
@@ -113,7 +113,7 @@ def test_one_window_is_mindspores_dynamic_cell(graph_mode, window, factor):
 
 
 def steps_of_both(theirs, ours, names, steps):
-    """Step two update cells under the same ceilings, assert that both agree, and yield the values of Parameters."""
+    """Step two update cells under the same ceilings, assert that they agree, and yield the Parameters in ``names``."""
     cells, loss_scale = [Owned(theirs), Owned(ours)], INITIAL_SCALE
     for ceiling in random_ceilings(4000)[:steps]:
         for cell in cells:

@@ -21,7 +21,7 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]")
 
 
 def answer(run_program, *arguments):
-    """Run a command; return its exit code and error message. Assert that it prints no control characters."""
+    """Run a command of the lab; return its exit code and its error message, which must have no control characters."""
     code, printed, errors = run_program(*arguments)
     assert not CONTROL.search(printed + errors)
     return code, errors.partition("error: ")[2]

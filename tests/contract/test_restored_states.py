@@ -148,7 +148,7 @@ FORMS = {
 
 
 def saved(rule, tmp_path, form, steps=5):
-    """Take steps and save the state. Return a function that restores it in another update cell, and the state."""
+    """Take steps and save the state. Return a function that restores the state in another cell, and the state."""
     owned = Owned(RuleLossScaleUpdateCell(2.0**16, rule))
     owned.set_train()
     for number in range(steps):
@@ -318,7 +318,7 @@ def test_dynamic_checkpoint_starts_another_rules_state_afresh(name, moment):
 
 
 def test_steps_that_a_graph_took_look_like_no_checkpoint():
-    """A state that a built-in rule reaches in its own steps is not mistaken for a state from a checkpoint."""
+    """A state that a built-in rule reaches by its steps is not mistaken for a state from a checkpoint."""
     for name in ("adaptive", "guided"):
         kind, owned = KINDS[name], Owned(KINDS[name].cell())
         for step in kind.path(25):

@@ -39,7 +39,7 @@ def kind(request):
 
 
 def in_a_state(kind, steps=30, **options):
-    """Return an update cell with its loss scale, set to the state after ``steps`` steps without taking the steps."""
+    """Return an update cell and its loss scale, set directly to the state that ``steps`` steps would lead to."""
     owned = Owned(kind.cell(**options))
     write(owned, kind, kind.path(steps)[-1].state, steps)
     return owned
@@ -61,7 +61,7 @@ def assert_takes_the_next_steps(owned, kind, taken=30):
 
 
 class Owner:
-    """An update cell, manager or scaler, with a common ``step``. A manager cannot step a rule that needs gradients."""
+    """An update cell, manager or scaler with a common method ``step``. A manager steps no rule that needs gradients."""
 
     def __init__(self, kind, name):
         self.kind = kind
@@ -216,7 +216,7 @@ def own_values(kind, state):
 
 
 def damages(kind):
-    """Yield each state field with an index in it, and a value that no run can reach at this index."""
+    """Yield each state field with an index into the field, and a value that no run can reach at this index."""
     for field in all_fields(kind.rule_class):
         if field.name == "largest_gradient" or (field.name == "hysteresis_budget" and kind.rule.hysteresis == 1):
             continue

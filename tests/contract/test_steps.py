@@ -28,7 +28,7 @@ def kind(request):
 
 
 def assert_cell_takes(owned, path, rule, before):
-    """Step an update cell with the overflows of a path; assert that every state is the rule's, and the history too."""
+    """Step an update cell along a path of steps; assert that its states and its history are the rule's."""
     cell, expected, last_event = owned.update_cell, [], 0
     for number, (overflow, gradient, state) in enumerate(path, start=1):
         flag = owned.step(overflow, gradient)

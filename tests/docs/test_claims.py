@@ -38,7 +38,7 @@ def page_of(language, name):
 
 
 def tasks_by_winner(first, second, measure=worth_report.quality_of):
-    """Return the tasks by winning method. One wins if the confidence interval excludes 0; other tasks are under "-"."""
+    """Return the tasks by winning method, that is, if the confidence interval excludes 0; other tasks are in "-"."""
     won = {first: set(), second: set(), "-": set()}
     for name, task in figure("worth")["tasks"].items():
         higher = task["higher_is_better"] and measure is worth_report.quality_of

@@ -76,7 +76,7 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
 
 
 def one_liners(page):
-    """Return, for each row of the table of situations, the code in the row."""
+    """Return, for each row of the documentation's table of situations, the code in the row."""
     rows = re.findall(r"^\|.*`<br>.*\|$", prose(page), re.MULTILINE)
     return [re.findall("`([^`]+)`", row.rsplit(" | ", 1)[1]) for row in rows]
 

@@ -48,7 +48,7 @@ CASES = [(system, row, value) for system, rows in ROWS.items() for row, it in ro
 
 
 def paths(system, its, ours, steps=800, seed=0):
-    """Yield the loss scales of both systems on random overflows, some of them consecutive."""
+    """Yield the loss scales of another system and of adaptive scaling on random, partly consecutive overflows."""
     draw = random.Random(seed)
     policies = make_policy(system, **its), make_policy("adaptive", **{"loss_scale_value": 2.0**16} | ours)
     for _ in range(steps):

@@ -48,7 +48,7 @@ def test_every_public_name_has_a_page():
 
 
 def imported_on_pages():
-    """Yield the names that the Python blocks of the pages import from the package."""
+    """Yield the names that the documentation's Python blocks import from the package."""
     for code in blocks_in("python").values():
         for node in ast.walk(ast.parse(code)):
             module = getattr(node, "module", None) or ""
@@ -196,7 +196,7 @@ def test_page_shows_the_signature(site, name):
 
 
 def bare(parameter):
-    """Return a parameter without its type; the default that a dataclass creates becomes {}."""
+    """Return a parameter of a signature without its type; a default that a dataclass creates becomes {}."""
     default = {} if "factory" in repr(parameter.default) else parameter.default
     return parameter.replace(annotation=parameter.empty, default=default)
 
@@ -296,7 +296,7 @@ def returns_something(function):
 
 
 def raises(function):
-    """Return whether a function raises an error itself, other than NotImplementedError."""
+    """Return whether the code of a function has a raise statement, other than for NotImplementedError."""
     raised = [node.exc for node in nodes_of(function) if isinstance(node, ast.Raise)]
     return any(it is None or ast.unparse(it) != "NotImplementedError" for it in raised)
 
@@ -336,7 +336,7 @@ open(ADDRESSES);
 
 @pytest.fixture(scope="module")
 def browse(site):
-    """Return a function that returns the HTML of a page in Chromium, and the console's messages about all pages."""
+    """Return a function that returns a page's HTML in Chromium, and the list of console messages about all pages."""
     chromium = shutil.which("chromium") or pytest.skip("There is no chromium: apt-get install chromium")
     addresses = [page_of_rule(language) for language in LANGUAGES] + [TUTORIAL]
     addresses += [search_for(language, words) for language, words, _ in SEARCHES]

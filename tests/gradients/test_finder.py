@@ -42,7 +42,7 @@ class TimesFactor(nn.Cell):
 
 @pytest.fixture(scope="module")
 def find():
-    """Return a function like find_loss_scale() for a network that sums in FP16, compiled only once."""
+    """Return a function like find_loss_scale() for a network that sums in FP16, whose graph compiles only once."""
     network = TimesFactor(HalfPrecisionSum(2))
     sweep = GradientSweep(network)
 
@@ -114,7 +114,7 @@ def test_nothing_is_recommended_if_all_gradients_are_zero(find):
 
 
 class NaNLoss(HalfPrecisionSum):
-    """A network with a loss of NaN, whose gradients are the gradients of the sum."""
+    """A network whose loss is NaN, but whose gradients are the gradients of a sum."""
 
     def construct(self, x):
         # Compute the NaN from the input, because the compiler folds a constant NaN away.

@@ -166,7 +166,7 @@ def test_table_has_a_row_for_each_scale_or_each_parameter(report):
     # The expected numbers are divided by the loss scale, and leave out the inf of the second batch.
     assert lines[2][2:5] == ["1.00e+00", "9.54e-07", "1"]
     assert [line.split()[0] for line in report.table(1000).splitlines()] == ["at", "weight", "all"]
-    with pytest.raises(ValueError, match=r"must be one of the sweep's, 2\^-6, 1000, 2\^15, but got 3"):
+    with pytest.raises(ValueError, match=r"must be one of the sweep's loss scales, 2\^-6, 1000, 2\^15, but got 3"):
         report.table(3)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of an array equal a slow count of all elements, also merged from several arrays or read from JSON."""
+"""An array's statistics equal a slow count of its elements, also if merged from several arrays or read from JSON."""
 
 import dataclasses
 import json

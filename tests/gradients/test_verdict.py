@@ -16,7 +16,7 @@ ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "l
 
 
 def sweep(*batches):
-    """Return a sweep over the loss scales 1 and 1024. A batch gives each gradient's norm and the share lost at 1."""
+    """Return a gradient sweep over loss scales 1 and 1024. A batch gives the gradients' norms and shares lost at 1."""
     measured = []
     for lost in batches:
         at_1 = {name: ArrayStatistics(1, lost=share, reference_norm=norm) for name, (share, norm) in lost.items()}

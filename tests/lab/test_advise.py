@@ -32,7 +32,7 @@ def rules(run):
 
 
 def demo_run():
-    """Return a run like the demo's, which skips 16 steps at the start, and 7 after raises with windows of 20 to 40."""
+    """Return a run like the demo's: 16 steps skipped at the start, and 7 after raises by scale windows of 20 to 40."""
     skipped = [*range(1, 16), 18, 94, 127, 137, 223, 284, 328, 399]
     policy, scales = make_policy("adaptive", loss_scale_value=2.0**32), [2.0**32]
     for step in range(1, 401):
@@ -231,7 +231,7 @@ def test_a_run_at_a_scale_of_1_may_be_one_in_bf16():
 
 
 def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
-    """DeepSpeed prints these lines if the loss scale cannot fall any further. No line says which step it is about."""
+    """DeepSpeed prints the log's lines if the loss scale cannot fall further. No line has the number of a step."""
     line = "[stage2.py:1628:step] [deepscale] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1"
     log = tmp_path / "deepspeed.log"
     for overflows, rule in ((9, "scale of 1"), (22, "collapse")):
@@ -247,7 +247,7 @@ def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
     [(["0.752", "0.741", "nan"], 3, "not skipped"), (["nan"] * 3, 1, "not skipped"), (["inf"] * 3, 1, "not skipped")],
 )
 def test_nan_gradients_at_a_scale_of_1_lead_to_the_layer(tmp_path, norms, first_step, reason):
-    """Megatron-LM prints these lines for a BF16 run, which skips no step; they leave out a NaN loss."""
+    """Megatron-LM prints the lines of this log for a BF16 run, which skips no step; the lines leave out a NaN loss."""
     lines = [
         f" iteration {step:8}/ 8000 | elapsed time per iteration (ms): 7613.1 | learning rate: 6.680E-06 | loss scale: "
         f"1.0 | grad norm: {norm} | number of skipped iterations:   0 | number of nan iterations:   0 |"

@@ -1,4 +1,4 @@
-"""Analyze recorded runs, made by hand and read from the sample logs, and replay other policies on the runs."""
+"""The analysis of runs that are made by hand or read from sample logs, and replays of other policies on these runs."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The measures of a replayed policy, such as skipped steps and lost headroom: hand-made tables and edge cases."""
+"""The measures of a replayed policy, such as skipped steps and lost headroom, in hand-made tables and edge cases."""
 
 import dataclasses
 import itertools

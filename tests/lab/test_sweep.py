@@ -49,7 +49,8 @@ CEILINGS = st.one_of(st.sampled_from([0.0, math.inf, 1e39]), st.floats(-3.0, 24.
 def traces(draw):
     """Draw traces with stretches of equal ceilings, so that a loss scale can fall and climb to its bounds.
 
-    The bounds of the ceilings are powers of two, as in the log of a run with a factor of 2. Half of them are unknown.
+    The bounds of the ceilings are powers of two, as in the log of a run with a factor of 2. Half of the bounds are
+    unknown.
     """
     runs = draw(st.lists(st.tuples(CEILINGS, st.sampled_from([1, 1, 2, 7, 60])), min_size=1, max_size=25))
     ceiling = np.repeat(*map(np.array, zip(*runs, strict=True)))
@@ -71,7 +72,7 @@ def test_sweep_equals_the_adaptive_rule(tried, trace, small):
 
 
 def assert_swept(tried, trace):
-    """Assert that a sweep equals replaying each configuration, and return the result of the sweep."""
+    """Assert that a sweep over configurations equals a replay of each one, and return the result of the sweep."""
     result = sweep(tried, trace)
     assert_same(tried, [trace] * len(tried), zip(result.measures, result.final_states, strict=True))
     return result

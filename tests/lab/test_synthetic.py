@@ -56,7 +56,7 @@ def test_a_random_walk_takes_small_steps_far_away():
 
 
 def stretches(levels):
-    """Return lengths and levels of the stretches of a trace between changes of its level."""
+    """Return lengths and levels of a trace's stretches, between which its level changes."""
     begins = np.flatnonzero(np.diff(levels, prepend=np.nan))
     return np.diff(begins, append=len(levels)), levels[begins]
 

@@ -1,8 +1,8 @@
 """Save a checkpoint at every second step; from step 5 to step 11, no file may grow beyond 128 KiB, as on a full disk.
 
 ``test_checkpoint_callback.py`` starts this script with a JSON list: whether to use MindFormers' legacy checkpoint
-format, and how to save asynchronously. The script writes the checkpoint files and warnings that it saw after each step
-to rows.json, by the number of the step.
+format, and how to save asynchronously. The script writes to rows.json, by the number of the step, the checkpoint files
+that exist after each step, and the step's warnings.
 """
 
 import json

@@ -37,7 +37,7 @@ def embedding_on_cpu(ids, weight):
 
 
 class FlashAttentionScoreOnCpu(nn.Cell):
-    """Computes attention over (batch, heads, sequence, width): no dropout, a mask of 1 hides a key, FP32 softmax."""
+    """Attention over (batch, heads, sequence, width), no dropout; a mask of 1 hides a key, and the softmax is FP32."""
 
     def __init__(self, head_num, scale_value, keep_prob, input_layout, **_):
         super().__init__()
@@ -84,7 +84,7 @@ def rows(steps):
 
 
 class FourLosses(nn.Cell):
-    """Returns four losses as mcore models do; each is one FP16 weight times one input, so each can overflow alone."""
+    """Returns four losses as mcore models do, each an FP16 weight times an input, so that each can overflow alone."""
 
     def __init__(self, per_token=False):
         super().__init__(auto_prefix=False)

@@ -53,7 +53,7 @@ def build_pipeline(shard, micro_batches):
 
 
 def sharded(micro_batches):
-    """Return the results of each step of the pipeline cell, with the weight of an accumulating MFTrainOneStepCell."""
+    """Return each step's results of the pipeline cell, and the weight of an accumulating MFTrainOneStepCell."""
     step = build_pipeline(True, micro_batches)
     network = HalfPrecisionSum(SIZE, factor=1 / BATCH)
     control = build(MFTrainOneStepCell, MeanOverMicroBatches(network, micro_batches)).set_train()
@@ -82,7 +82,7 @@ def plain():
 
 
 def with_fp16_weights():
-    """Take a step at a loss scale whose reciprocal is 0 in FP16; return the weight, and the weight by NumPy."""
+    """Take a step at a loss scale whose reciprocal is 0 in FP16; return the new weight, and NumPy's result for it."""
     mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
     # With this small factor, the scaled gradients do not overflow FP16.
     network = HalfPrecisionSum(SIZE, factor=2.0**-20)

@@ -54,8 +54,8 @@ class Model(PreTrainedModel):
 
     Args:
         dtype (Type): the type in which the layers compute.
-        auxiliary (bool): whether there is also an auxiliary loss, which reaches the gradients through the class that
-            MindFormers' experts use.
+        auxiliary (bool): whether the model also has an auxiliary loss, which reaches the gradients through the class
+            that MindFormers' experts use.
     """
 
     config_class = Config
@@ -139,7 +139,7 @@ def make_optimizer(model):
 
 
 def train(folder, section, dtype=mindspore.float16, auxiliary=False, callbacks=(), **config):
-    """Train; return losses, scales and weights as arrays. Without a section, MindFormers' own trainer trains."""
+    """Train; return losses, loss scales and weights. Without a scaling section, MindFormers' own trainer trains."""
     folder.mkdir(parents=True, exist_ok=True)
     model, seen = Model(dtype, auxiliary), Seen()
     optimizer, schedule = make_optimizer(model)
@@ -167,7 +167,7 @@ def train(folder, section, dtype=mindspore.float16, auxiliary=False, callbacks=(
 
 
 def batches(config):
-    """Return the dataset, in micro-batches unless the trainer, as in MindFormers 2.0.0, cuts batches itself."""
+    """Return the dataset, cut into micro-batches unless the trainer cuts batches itself, as in MindFormers 2.0.0."""
     cuts_itself = hasattr(StockTrainer, "_split_micro_batch")
     return make_data(config["training"]["global_batch_size" if cuts_itself else "local_batch_size"])
 
@@ -276,7 +276,7 @@ def launch(folder):
 
 
 def main(folder, task):
-    """Run the trainings of a task, and write their results to a file with the name of the task."""
+    """Run the trainings of a task, and write the results to a file named after the task."""
     folder = Path(folder)
     if task == "killed":
         train(folder / "killed", ADAPTIVE, callbacks=[Kill(10)])

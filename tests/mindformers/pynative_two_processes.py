@@ -1,7 +1,7 @@
 """Train with MindFormers' PyNative trainer in two processes, started by ``msrun`` with a folder as the argument.
 
 Only the second process gets an inf, in step 3. This script adds two stand-ins to ``hyper_parallel_stand_in``. First,
-the processes form a communication group on the CPU, which MindFormers does not ask for. Second, the gradients are
+the processes form a communication group on the CPU, which MindFormers does not do. Second, the gradients are
 either summed by an all-reduce, as in the backward pass of hyper-parallel, or stay in their process, like gradients of
 sharded weights.
 """

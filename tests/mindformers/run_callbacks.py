@@ -1,4 +1,4 @@
-"""Callbacks of training runs: ``HoldAfter`` waits to be stopped, ``PlantedOverflow`` makes a process overflow."""
+"""Callbacks of training runs: ``HoldAfter`` pauses a run at a step, ``PlantedOverflow`` makes a process overflow."""
 
 import os
 import time
@@ -11,10 +11,10 @@ from mindspore.train import Callback
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HoldAfter(Callback):
-    """Holds a training after ``steps`` steps, so that the training's length does not depend on how busy the machine is.
+    """Pauses a training after ``steps`` steps until the test stops it, however fast or busy the machine is.
 
     Args:
-        steps (int): the number of steps that the run takes.
+        steps (int): the number of steps before the pause.
     """
 
     def __init__(self, steps):
@@ -22,7 +22,7 @@ class HoldAfter(Callback):
         self._left = steps
 
     def on_train_step_begin(self, _):
-        """Wait for the signal that ends the run if the run has taken ``steps`` steps."""
+        """After ``steps`` steps, wait for the signal that ends the run."""
         while self._left == 0:
             time.sleep(0.1)
         self._left -= 1

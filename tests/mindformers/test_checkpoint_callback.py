@@ -105,7 +105,7 @@ def test_without_a_sidecar_or_an_adaptive_cell_nothing_changes(step, tmp_path):
 
 
 def rows_on_a_full_disk(run_forked, tmp_path, legacy, async_save):
-    """Save after every second of 14 steps; saves 6, 8 and 10 fail. Return the files and warnings after each step."""
+    """Save after every second of 14 steps; the saves of 6, 8 and 10 fail. Return files and warnings after each step."""
     run_forked(ROOT / "tests" / "mindformers" / "full_disk.py", json.dumps([legacy, async_save]))
     return {int(step): row for step, row in json.loads((tmp_path / "rows.json").read_text()).items()}
 

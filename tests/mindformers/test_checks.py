@@ -1,4 +1,4 @@
-"""Mistakes in a YAML file, and settings that a CPU cannot run, are reported with key and remedy before training."""
+"""Before training, an error names the key and the remedy for a mistake in YAML, or a setting that a CPU cannot run."""
 
 import contextlib
 import json
@@ -178,7 +178,7 @@ def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
 
 
 def config_of(dtype, scale_sense):
-    """Return the demo's configuration with another compute type; on a CPU, loading a file with bfloat16 would fail."""
+    """Return the demo's configuration with another compute type; on a CPU, a file with bfloat16 could not be loaded."""
     scale_sense = {} if scale_sense is None else {"scale_sense": scale_sense}
     config = load({"runner_wrapper": {"type": "MFTrainOneStepCell", **scale_sense}})
     config.model.model_config.compute_dtype = dtype
@@ -267,7 +267,7 @@ def test_the_warning_of_weights_in_float16_is_true(run_forked):
 
 
 class MyUpdateCell(AdaptiveLossScaleUpdateCell):
-    """A user's subclass that takes an argument of its own, and passes all other arguments on."""
+    """A user's update cell with an argument of its own, which passes all other arguments to its parent class."""
 
     def __init__(self, *args, patience=1, **kwargs):
         super().__init__(*args, **kwargs)
@@ -275,7 +275,7 @@ class MyUpdateCell(AdaptiveLossScaleUpdateCell):
 
 
 class MyTrainStep(MFTrainOneStepCell):
-    """A user's subclass that takes its own argument out of ``kwargs``."""
+    """A user's train-step cell that takes an argument of its own out of ``kwargs``."""
 
     def __init__(self, network, optimizer, **kwargs):
         self.mine = kwargs.pop("something_else", None)

@@ -36,7 +36,7 @@ def inspect(run_program):
 
 @pytest.fixture
 def inspect_json(inspect):
-    """Return a function that runs ``inspect --json``, and returns its exit code and the printed object or the error."""
+    """Return a function that runs ``inspect --json``; it returns the exit code, and the printed object or the error."""
 
     def run(path):
         exit_code, printed, errors = inspect(path, "--json")

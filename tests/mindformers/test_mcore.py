@@ -67,7 +67,7 @@ def train(train_step, batches, record):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Train a real tiny Qwen3; return its train-step cell, its Parameters after each step, and the run record."""
+    """Train a real tiny Qwen3; return the train-step cell, all Parameters after each step, and the run record."""
     train_step = build_train_step(build_qwen3())
     record = tmp_path_factory.mktemp("qwen3") / "record.jsonl"
     states = train(train_step, rows(STEPS), record)

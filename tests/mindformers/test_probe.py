@@ -1,4 +1,4 @@
-"""``probe`` measures the gradient ranges of a training from MindFormers' YAML file and a checkpoint."""
+"""The command ``probe`` measures gradient ranges of a training, from MindFormers' YAML file and a checkpoint."""
 
 import json
 import sys

@@ -42,7 +42,7 @@ CARRIED = {*PARAMETER_OF.values()} - {"hysteresis_budget"}
 
 @pytest.fixture(scope="module")
 def uninterrupted(long_corpus, compiled, tmp_path_factory):
-    """Return a function that makes an uninterrupted run once; it returns the run, its output folder and format."""
+    """Return a function that makes an uninterrupted run once; it returns the run, its output folder and save format."""
 
     @functools.cache
     def run(steps, processes, optimizer_state):
@@ -183,7 +183,7 @@ def test_a_run_goes_on_at_the_fixed_scale_of_its_file(uninterrupted, long_corpus
 
 
 def replay(overflows, restored=None, **windows):
-    """Return the update cell's state at the start (or the restored state) and after each step, by a replay."""
+    """Replay the rule; return the state before the first step (initial or restored) and the state after each step."""
     windows = {"max_scale_window": 4, "min_scale_window": 1} | windows
     rule = AdaptiveRule(**windows)
     state, cur_iter = rule.start(2.0**20, scale_window=1), 1
@@ -205,7 +205,7 @@ def as_restored(state, cur_iter):
 
 
 def kill_while_saving(run, form, output, after, held, delays):
-    """Kill a run, which saves at each step, in a save after step ``after``, or at step ``held`` at the latest."""
+    """Kill a run that saves at each step, during a save after step ``after``, or at step ``held`` at the latest."""
     run.wait_until(lambda: max(run.steps(), default=0) >= after)
     time.sleep(delays.uniform(0, 0.1))
     names = form.names(output)

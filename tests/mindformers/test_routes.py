@@ -1,4 +1,4 @@
-"""However it is started, the README's YAML trains with this package's cell; without the package, it does not train."""
+"""Started in any way, the README's YAML trains with this package's cell; without the package, it does not train."""
 
 import re
 

@@ -86,7 +86,7 @@ def cut_back(output, form, processes):
 
 
 def replay(rule, record):
-    """Return the states of the rule at the start and after each step, by the overflows and gradients in the record."""
+    """Replay the rule on the record's overflows and gradients; return its states at the start and after each step."""
     states = [rule.start(2.0**20)]
     for line in record:
         states.append(rule.step(states[-1], line["overflow"], line.get("largest_gradient")))

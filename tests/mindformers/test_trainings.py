@@ -63,7 +63,7 @@ def assert_same_weights(first, other):
 
 
 def overflows_of(training):
-    """Return whether each step of a training overflowed, according to the counts of skipped steps."""
+    """Return, for each step of a training, whether the number of skipped steps rose, that is, the step overflowed."""
     return np.diff(training["steps"][:, 3], prepend=0) > 0
 
 

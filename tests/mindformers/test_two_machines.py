@@ -1,4 +1,4 @@
-"""Two machines, simulated by network namespaces, train together; a cut cable ends both runs, and both resume."""
+"""Two machines (network namespaces) train together. A cut network cable ends both processes; then both resume."""
 
 import contextlib
 import os
@@ -62,7 +62,7 @@ def training(machines, output, corpus, compiled, options, hold_after=None):
 
 
 def steps_of(runs):
-    """Return the steps that each machine has printed."""
+    """Return, for each machine, the training steps that it has printed."""
     return [run.steps(rank) for rank, run in enumerate(runs)]
 
 

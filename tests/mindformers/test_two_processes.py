@@ -1,4 +1,4 @@
-"""Two processes on a CPU: an overflow in one process makes both skip the step, and their states stay equal."""
+"""An overflow in one of two processes on a CPU makes both processes skip the step; the scaling states stay equal."""
 
 import json
 import math

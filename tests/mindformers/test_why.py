@@ -1,4 +1,4 @@
-"""``why`` names the layer that overflows, and the settings that help, for a YAML file of MindFormers."""
+"""The command ``why`` names the layer that overflows, and helpful settings, for a YAML file of MindFormers."""
 
 import json
 import os

@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class LegacyFormat:
-    """MindFormers' legacy checkpoint format: a file per step; ``meta.json`` names the last complete file."""
+    """MindFormers' legacy checkpoint format: one file for each step; ``meta.json`` names the last complete file."""
 
     extension: str
     async_save: bool = False
@@ -149,7 +149,7 @@ class CheckpointSection:
 
 
 def _written_at(note):
-    """Return when ``note``, which names a checkpoint, was last written (nanoseconds); None if missing or empty."""
+    """Return when ``note``, a file that names a checkpoint, was last written (in ns); None if missing or empty."""
     status = note.stat() if note.exists() else None
     return status.st_mtime_ns if status and status.st_size > 0 else None
 
@@ -348,7 +348,7 @@ class TrainingRun:
         }
 
     def restored_state(self, rank=0):
-        """Return the numbers in the log line that says from which state loss scaling continues."""
+        """Return the numbers in the run's log line that says from which state loss scaling continues."""
         [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
         pairs = dict(item.split() for item in listed.split(", "))
         fields = [field for rule in RULES for field in all_fields(rule)]

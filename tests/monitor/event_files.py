@@ -4,7 +4,7 @@ import struct
 
 
 def read_scalars(folder):
-    """Return {tag: {step: value}} of the event files in a folder."""
+    """Return the scalars in a folder's event files, as {tag: {step: value}}."""
     scalars = {}
     for event in _events(folder):
         for value in event.summary.value:

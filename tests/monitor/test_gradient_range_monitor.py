@@ -50,7 +50,7 @@ def train(*callbacks):
 
 
 def watch(tmp_path, network, data, *callbacks, every_n_steps=1, tensorboard_dir=None, **arguments):
-    """Train a train-step cell or a Model with GradientRangeMonitor; return the lines of the gradient record."""
+    """Train a train-step cell or a Model with GradientRangeMonitor; return the lines of its gradient record."""
     file = tmp_path / "record.jsonl"
     monitor = GradientRangeMonitor(every_n_steps, record_path=file, tensorboard_dir=tensorboard_dir, **arguments)
     model = network if isinstance(network, Model) else Model(network)
@@ -66,7 +66,7 @@ def test_training_takes_the_same_steps_with_it(mode, tmp_path):
 
 
 def sum_training(tmp_path, x, **arguments):
-    """Train a network whose gradients are the rows of ``x``, one row per step, at a loss scale of 2^10."""
+    """Train at a loss scale of 2^10 a network whose gradient at each step is a row of ``x``."""
     network = HalfPrecisionSum(x.shape[1])
     update_cell = AdaptiveLossScaleUpdateCell(2**10, 2, 20)
     optimizer = nn.SGD(network.trainable_params(), 0.25)

@@ -263,7 +263,7 @@ def test_run_goes_on_in_a_record_that_was_put_aside(path, tmp_path):
 
 
 def beside(path):
-    """Return the only file whose name is the name of the record ``path`` with the number of a run added."""
+    """Return the only file beside the record ``path`` that has the record's name and the number of a run."""
     [file] = path.parent.glob(f"{path.stem}_*{path.suffix}")
     return file
 
@@ -351,7 +351,7 @@ def test_all_of_mindformers_own_cells_is_recorded(path):
 
 
 class OwnRule(nn.DynamicLossScaleUpdateCell):
-    """A user's update cell: it halves the scale on overflow, and leaves the inherited count of steps alone."""
+    """A user's update cell that halves the loss scale on overflow, and never changes the inherited count of steps."""
 
     def construct(self, loss_scale, overflow):
         halved = self.select(overflow, loss_scale * self.reciprocal(self.scale_factor), loss_scale)
@@ -404,7 +404,7 @@ def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, cell)
 
 
 class SeesRecord(Callback):
-    """Notes the last step in the run record at every save of a checkpoint, where a killed run would resume."""
+    """At each save of a checkpoint, where a killed run would resume, notes the last step in the run record."""
 
     def __init__(self, path, saver):
         self.path, self.saver, self.ends = path, saver, []

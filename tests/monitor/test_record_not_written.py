@@ -54,7 +54,7 @@ def limit_files():
 
 def test_the_record_goes_on_when_the_disk_has_room_again(path, messages, limit_files):
     def fill_the_disk(run_context):
-        """Leave no room for another line of the record from step 3 to step 5."""
+        """From step 3 to step 5, leave no room on the disk for another line of the run record."""
         step = run_context.original_args().cur_step_num
         if step in (3, 6):
             limit_files(path.stat().st_size + 5 if step == 3 else resource.RLIM_INFINITY)

@@ -1,4 +1,4 @@
-"""Networks with a planted overflow: the layer and the operator that make the first inf are known."""
+"""Networks that overflow on purpose: the layer and the operator that make the first inf are known."""
 
 import contextlib
 
@@ -222,7 +222,7 @@ class Attention(nn.Cell):
 
 
 class MaskedScores(nn.Cell):
-    """Attention whose scores the function ``mask`` masks before a softmax in float32; attributes hold its data."""
+    """Attention with a softmax in float32; the function ``mask`` masks the scores, with data from cell attributes."""
 
     def __init__(self, mask, growth=1.0, after=1.0, **attributes):
         super().__init__()
@@ -327,7 +327,7 @@ def written_in_place(x):
 
 
 def normed_in_half(x):
-    """Normalize in FP16: the squares overflow, but the reciprocal of inf is 0, so the loss does not show it."""
+    """Normalize in FP16: the squares overflow, but the reciprocal of inf is 0, so the loss stays finite."""
     return x * ops.rsqrt((x * x).mean(-1, keep_dims=True) + 1e-6)
 
 

@@ -444,7 +444,7 @@ def test_in_a_graph_the_same_is_measured_and_nothing_is_changed():
 
 @pytest.fixture(scope="module")
 def passes_in_a_graph(model):
-    """Return a function that runs watched passes of a Llama in graph mode; all tests share one compiled graph."""
+    """Return a function that runs and watches backward passes of a Llama in graph mode; all tests share one graph."""
     with mindspore_mode("graph"), watched_passes(model, graph=True) as passes:
         yield passes
 

@@ -19,7 +19,7 @@ def points(axes, gid):
 
 
 def title(figure):
-    """Return the title of the picture as one line."""
+    """Return the title of a picture as one line."""
     return figure.get_suptitle().replace("\n", " ")
 
 
@@ -29,5 +29,5 @@ def legend(axes):
 
 
 def overlap(first, other):
-    """Return whether two boxes share any area."""
+    """Return whether two bounding boxes in a picture share any area."""
     return first.x0 < other.x1 and other.x0 < first.x1 and first.y0 < other.y1 and other.y0 < first.y1

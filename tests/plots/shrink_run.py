@@ -28,7 +28,7 @@ def main(run, out):
 
 
 def text(sweep):
-    """Return a gradient sweep as JSON, with only some of its Parameters."""
+    """Return JSON text of a gradient sweep, with only some of the Parameters."""
     for part in sweep.get("activation_gradients", []):
         del part["overall"]
     for part in (sweep["weights"], *sweep["loss_scales"]):

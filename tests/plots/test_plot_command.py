@@ -32,7 +32,7 @@ def plot(tmp_path, monkeypatch, run_program):
 
 @pytest.fixture
 def picture_of(tmp_path):
-    """Return a function from a figure to the bytes of its picture."""
+    """Return a function that draws a matplotlib figure and returns the bytes of the picture file."""
     return lambda figure: save(figure, tmp_path / "expected.png").read_bytes()
 
 

@@ -16,7 +16,7 @@ STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
 
 @pytest.fixture(scope="module")
 def record():
-    """Return steps at a loss scale of 64 (some gradients underflow) and 2^30 (overflow), also measured at 512."""
+    """Return record lines at loss scales of 64 (some gradients underflow) and 2^30 (overflow), also measured at 512."""
     return [{**gradient_line(step, scale, REFERENCE), "loss_scale": scale} for step, scale in STEPS.items()]
 
 
@@ -129,7 +129,7 @@ def test_other_records_are_refused():
 
 
 def line_of(step, **kinds):
-    """Return a line of a gradient record with the given weights and outputs; the gradients equal the weights."""
+    """Return a gradient record's line with the given weights and layer outputs; the gradients equal the weights."""
     statistics = {
         kind: {name: array_statistics(array) for name, array in arrays.items()} for kind, arrays in kinds.items()
     }
@@ -141,7 +141,7 @@ def line_of(step, **kinds):
 
 @pytest.fixture(scope="module")
 def values():
-    """Return the lines of two steps with weights and outputs of layers; some weights double between the steps."""
+    """Return a gradient record of two steps with weights and layer outputs; some weights double between the steps."""
     random = np.random.default_rng(1).normal(0, 1, 1000)
     layers = {"layers.0.attention": random * 8, "lm_head": random * 2.0**-9}
     return [

@@ -22,7 +22,7 @@ def sweep():
 
 
 def at_scale(scale, names=NAMES):
-    """Return the gradients of the named Parameters at a loss scale, in one array."""
+    """Return the gradients of the named Parameters at a loss scale, joined into one array."""
     return np.concatenate([in_fp16(1, scale)[name] for name in names])
 
 
@@ -113,7 +113,7 @@ def test_overflowed_scales_are_shaded(sweep):
 
 
 def test_scale_that_was_not_tried_is_refused(sweep):
-    message = r"'loss_scale' must be one of the sweep's, 2\^0, 2\^6, 2\^9, 2\^30, but got 100"
+    message = r"'loss_scale' must be one of the sweep's loss scales, 2\^0, 2\^6, 2\^9, 2\^30, but got 100"
     with pytest.raises(ValueError, match=message):
         draw_histograms(sweep, [64, 100])
 

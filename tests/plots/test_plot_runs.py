@@ -211,7 +211,7 @@ def test_every_outlier_of_a_million_steps_is_seen():
 
 
 def darkest(axes, x, y):
-    """Return the darkest of the three pixels around each point of a panel, from 0 (black) to 1 (white)."""
+    """Return, for each point of a panel, the darkest of three adjacent pixels, from 0 (black) to 1 (white)."""
     picture = np.asarray(axes.figure.canvas.buffer_rgba())[::-1, :, :3].min(axis=2) / 255
     across, up = axes.transData.transform(np.column_stack([x, np.full(len(x), y)])).astype(int).T
     return np.min([picture[up, across + near] for near in (-1, 0, 1)], axis=0)

@@ -114,7 +114,7 @@ def record_line(step, overflow=False, loss_scale=1024.0, **changes):
 
 
 def record(run, every=1, history=1, counted=True):
-    """Return the record of a run whose host reads the device every few steps. The device keeps only the last steps."""
+    """Return a run's record if the host reads the device only every few steps; the device keeps only the last steps."""
     lines = []
     for last in ends(run, every):
         first = max(last - history, last - every) + 1

@@ -1,4 +1,4 @@
-"""Write random runs as each program logs them and read the logs: the true skips lie within the bounds read."""
+"""In random runs, logged as each program does, the true number of skips lies within the bounds read from the log."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def read(folder, lines):
 
 
 def assert_within(run, truth):
-    """Assert that the bounds of skipped steps hold for any number of first steps, and that known flags are right."""
+    """Assert that the bounds of the skipped steps hold up to each step, and that known overflow flags are right."""
     flags = np.array(truth.flags)[run.step - 1] if run.is_numbered else None
     fewest, most = run.skipped_bounds()
     if flags is None:

@@ -1,4 +1,4 @@
-"""Turn a recorded run into a trace: formulas of assumed ceilings, bounds of the ceilings, and known values."""
+"""A recorded run is turned into a trace: formulas of assumed ceilings, bounds of ceilings, and known ceilings."""
 
 import dataclasses
 
@@ -114,7 +114,7 @@ def test_an_unknown_assumption_is_refused():
 
 
 def shown(exponents):
-    """Return the largest gradients that imply ceilings, given as log2; None stands for an unknown gradient."""
+    """Return the largest gradients that imply the given ceilings (as log2); None stands for an unknown gradient."""
     return np.array([np.nan if exponent is None else 65504.0 / 2.0**exponent for exponent in exponents])
 
 

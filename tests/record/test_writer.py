@@ -29,12 +29,12 @@ def entries(first, last):
 
 
 def beside(path):
-    """Return the files in a record's folder whose names begin with the record's name."""
+    """Return the files in the folder of a run record whose names begin with the record's name."""
     return sorted(path.parent.glob(f"{path.stem}_*{path.suffix}"))
 
 
 def write(path, *parts, last_step=0, run=0):
-    """Resume a record after a step, append lines, and return the notes of the writer."""
+    """Resume a run record after a step, append lines, and return the notes that the writer gives."""
     record = RunRecord(path)
     notes = record.resume(last_step, run)
     for part in parts:
@@ -336,7 +336,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def holder(path, last_step=0, run=0):
-    """Start another process that resumes a record and writes a step; kill the process at the end."""
+    """Start another process that resumes a run record and writes a step; kill the process after the test."""
     command = [sys.executable, "-c", HOLDER, *map(str, (path, last_step, run))]
     environment = {"PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

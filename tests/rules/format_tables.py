@@ -4,7 +4,7 @@ OWN = {"name": "mine", "largest": 28.0, "smallest_normal": 0.25, "smallest_subno
 
 
 def numbers_of_hifloat8():
-    """Return all finite numbers above 0 of HiF8. In a code, a prefix gives the exponent's width; code 0x6F is inf."""
+    """Return HiF8's finite numbers above 0. A prefix of each code gives the exponent's width; the code 0x6F is inf."""
     values = []
     for code in {*range(1, 0x80)} - {0x6F}:
         bits = f"{code:07b}"

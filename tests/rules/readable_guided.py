@@ -16,7 +16,7 @@ State = type(GuidedRule().start(1.0))
 
 
 def max_safe_exponent(largest_gradient):
-    """Return the largest exponent of a scale that is safe for a gradient in FP16, or None if it is unknown."""
+    """Return log2 of the largest loss scale that is safe for a gradient in FP16, or None for an unknown gradient."""
     known, exponent = safe_exponents(math.nan if largest_gradient is None else largest_gradient, 65504.0)
     return int(exponent) if known else None
 
@@ -103,5 +103,5 @@ class ReadableGuided:
 
 
 def bits_of(shown):
-    """Return the exponent that a step's gradients allow as float32; 0 becomes a number just above 0."""
+    """Return as float32 log2 of the loss scale that a step's gradients allow; 0 becomes a number just above 0."""
     return np.float32(shown) if shown else NEARLY_ZERO

@@ -26,7 +26,7 @@ def gradient(bits):
 
 
 def run(rule, state, events):
-    """Step the rule with events: "!" is an overflow, None a step without a gradient, a number the ceiling in bits."""
+    """Step the rule by events: "!" is an overflow, None a step without gradient, a number log2 of the ceiling."""
     lanes = Lanes([rule], [state])
     for event in events:
         lanes.step(np.array([event == "!"]), np.array([math.nan if event in ("!", None) else gradient(event)]))
@@ -34,7 +34,7 @@ def run(rule, state, events):
 
 
 def train(rule, state, ceilings, shown=None):
-    """Step the rule under given ceilings, in bits; return the last state and the overflow flags of the steps."""
+    """Step the rule under ceilings given as log2; return the last state and the overflow flags of the steps."""
     lanes, overflow = Lanes([rule], [state]), []
     for ceiling, bits in zip(ceilings, ceilings if shown is None else shown, strict=True):
         overflow.append(bool(lanes.loss_scale[0] > 2.0**ceiling))
@@ -47,7 +47,7 @@ def bits_of(state):
 
 
 def settled(rule=RULE, bits=18, steps=400):
-    """Return the state after many steps with the same ceiling, when the loss scale equals this ceiling."""
+    """Return the guided rule's state after many steps with one ceiling, when the loss scale equals this ceiling."""
     state = run(rule, rule.start(2.0**10), [bits] * steps)
     assert (bits_of(state), state.limit, state.skipped_steps) == (bits, 0, 0)
     return state
@@ -120,7 +120,7 @@ def test_float16_shows_what_it_always_did():
 
 @pytest.mark.parametrize("name", [*FORMATS])
 def test_a_format_moves_what_gradients_show_and_nothing_else(name):
-    """A gradient that is the same fraction of a format's largest number causes the same step in every format."""
+    """In every format, a gradient that is a given fraction of the format's largest number causes the same step."""
     rule, steps = GuidedRule(exchange_rate=10, gradient_format=name), []
     for guided, largest in ((RULE, 65504.0), (rule, FORMATS[name].largest)):
         state = guided.start(2.0**20)
@@ -177,7 +177,7 @@ def test_a_lone_spike_costs_its_step_and_is_gone(after):
 
 
 def limited():
-    """Return the state after two overflows close together that the gradients do not explain."""
+    """Return the guided rule's state after two overflows close together that the gradients do not explain."""
     return run(RULE, settled(), ["!", 18, "!", 18])
 
 

@@ -216,7 +216,7 @@ TABLES = {
 
 
 def results_of(table, x, y, of):
-    """Evaluate a table's expressions, and return the results by expression; ``of`` has the operations to use."""
+    """Evaluate a table's expressions by the operations of ``of``, and return the results by expression."""
     _, dtype, expressions = TABLES[table]
     results = {}
     for expression in expressions.strip().replace("\n", "; ").split("; "):
@@ -391,7 +391,7 @@ def table(flag, number):
 
 
 def of_vectors(vector, index, of):
-    """Return the int32 results and the float32 results of operations on a vector and an index."""
+    """Return the results of operations on a vector and an index: the int32 results, then the float32 results."""
     first, second = of.tabulate(table, flag=vector[0] < vector[1], number=(index, -2, 5))
     again = of.stack([vector[3], vector[0] * 2, vector[1]])
     integers = [of.argmin(vector), of.argmin(again), of.count([x < 1 for x in vector] if of is PLAIN else vector < 1)]
@@ -415,7 +415,7 @@ class OfPlaces(Rule):
 
 
 class Nested(Rule):
-    """A rule that picks elements of a vector by a flag; the second result falls back to the first result."""
+    """A rule that picks elements of a vector if a flag is true; otherwise the second result equals the first."""
 
     name = title = "nested"
     state = {"pair": int32[2], "first": int32, "second": int32}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""A user's own rule: how it may be written, and that its update cell takes the same steps as NumPy."""
+"""A user's own rule may be written in many ways, and its update cell takes the same steps as the rule in NumPy."""
 
 import copy
 import dataclasses
@@ -243,7 +243,7 @@ def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
 
 
 class Bounded(Rule):
-    """A rule with an argument ``factor``, and with the bounds of Rule."""
+    """A rule with an argument ``factor``, and with the bounds of the loss scale from ``Rule``."""
 
     name = "bounded"
     state: ClassVar = {"clean": int32}
@@ -265,7 +265,7 @@ class Bounded(Rule):
 
 
 class Further(Bounded):
-    """A rule with a further argument, which first takes the step of its parent class."""
+    """A rule with an argument more than its parent class, whose step first takes the parent's step."""
 
     name = "further"
 
@@ -476,7 +476,7 @@ EXCHANGED = [1.0, 2.0**-9, 70000.0, 1e-39, np.nan]
 
 
 class Counters(Rule):
-    """A rule with a table whose size is an argument."""
+    """A rule with a vector of counters whose length is an argument."""
 
     name = "counters"
     state: ClassVar = {"rung": int32, "wait": int32[2]}
@@ -706,7 +706,7 @@ def test_a_first_state_has_the_dtypes_of_its_fields(state, first, expected):
 
 
 def assert_cell_equals(rule, steps=100, loss_scale=2.0**16, gradients=None, seed=0):
-    """Step a rule in NumPy and its update cell; assert that the states are equal after each step, and return these."""
+    """Step a rule in NumPy and in its update cell; assert equal states after each step, and return the states."""
     numbers, states, owned = (
         random.Random(seed),
         [rule.start(loss_scale)],

@@ -23,7 +23,7 @@ ROUNDS = (1.0, 2.0, 1.0, 4.0)
 
 
 def rounds(**copies):
-    """Return times for each measured way. In the first round, the copies of a way take the given times."""
+    """Return times of rounds for each way. In the first round, the copies of a way take the given times."""
     return {name: [[first * factor for factor in ROUNDS] for first in each] for name, each in copies.items()}
 
 

@@ -18,7 +18,7 @@ STEPS = 100
 
 
 def run_demo(run_python, corpus, *options, expect_exit=0):
-    """Run the demo in ``tmp_path`` on a corpus, with changed keys of the YAML file."""
+    """Run the demo in ``tmp_path`` on a small corpus, with changed values in its YAML file."""
     arguments = ["--corpus", corpus, "--output_dir", "output", "--steps", STEPS]
     arguments += ["--options", "model.model_config.seq_length=32", *options]
     return run_python(ROOT / "scripts" / "demo" / "demo.py", *arguments, expect_exit=expect_exit)

@@ -100,7 +100,7 @@ STEP = re.compile(r"^ *(\d+) +([\d.]+) +(True|False) +(\d+) +(\d+) +(\d+) +[\d.a
 
 
 def rows_of_trainings(printed):
-    """Return, for each training that printed a StepTable, the rows of loss, overflow, scale, next scale and window."""
+    """Return, for each training that printed a StepTable, the rows: loss, overflow, scale, next scale, scale window."""
     trainings = []
     for step, loss, overflow, *numbers in STEP.findall(printed):
         if step == "1":

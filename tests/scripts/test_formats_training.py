@@ -119,7 +119,7 @@ def test_verdict_says_what_find_says_and_what_results_show():
 
 
 def test_runs_that_a_file_has_are_not_trained_again():
-    """The script trains only missing runs and the runs of a method named with --again, which replace old runs."""
+    """The script trains only missing runs and the runs of a method that --again names; these replace the old runs."""
     trained = []
 
     class Trainings:

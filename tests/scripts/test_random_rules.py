@@ -59,7 +59,7 @@ TELLING = (7, 37)
 
 @pytest.fixture(scope="module")
 def states_of_first_cells(tmp_path_factory):
-    """Return the states of the update cells of some rules, without a planted difference."""
+    """Return the states of the update cells of some random rules, without a planted difference."""
     return states_of_cells(made(TELLING, tmp_path_factory.mktemp("rules")), STEPS)
 
 

@@ -1,4 +1,4 @@
-"""The study of policies takes its numbers from the lab, draws verdicts that follow from these, and is reproducible."""
+"""The study of policies takes its numbers from the lab, states verdicts that follow from them, and is reproducible."""
 
 import dataclasses
 import math

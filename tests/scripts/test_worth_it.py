@@ -33,14 +33,14 @@ METHOD = {method.name: method for method in METHODS}
 
 @pytest.fixture(scope="module")
 def trainings():
-    """Yield trainings of the damped output, with quality measured at the end only."""
+    """Yield the trainings of the task with a damped output; the quality is measured only at the end."""
     with mindspore_mode("graph"):
         yield Trainings(SMALL_TASKS["damped"], look_every=1000)
 
 
 @pytest.fixture(scope="module")
 def run_of_seed_0(trainings):
-    """Return a function that trains once with a method of loss scaling; all tests share the run."""
+    """Return a function that returns a method's run with seed 0; a method trains once, and all tests share its run."""
     return functools.cache(lambda name: trainings.run(METHOD[name], seed=0))
 
 

@@ -43,7 +43,7 @@ def is_same(ours, theirs):
 
 
 class Owned(nn.Cell):
-    """An update cell of this or another package with its loss scale; Parameters are named as in a train-step cell."""
+    """An update cell of any package with its loss scale; the names of Parameters are as in a train-step cell."""
 
     def __init__(self, update_cell):
         super().__init__(auto_prefix=False)
@@ -63,12 +63,12 @@ class Owned(nn.Cell):
         return self.update_cell(self.scale_sense, overflow)
 
     def step(self, overflow, largest_gradient=np.nan):
-        """Take a step with the given overflow flag and largest gradient."""
+        """Step the update cell with the given overflow flag and largest gradient."""
         return self(Tensor(bool(overflow)), Tensor(largest_gradient, mindspore.float32))
 
 
 class Step(NamedTuple):
-    """A step of a random training path, and the state of the rule after the step."""
+    """A step of a random training, and the state of the rule after the step."""
 
     overflow: bool
     largest_gradient: float
@@ -77,7 +77,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A rule with its arguments, and the classes that apply the rule."""
+    """A loss-scaling rule with its arguments, and the update cell, manager and scaler that apply the rule."""
 
     rule_class: type
     cell_class: Callable
@@ -93,7 +93,7 @@ class Kind:
         return self.rule_class(**self.arguments)
 
     def own_keys(self):
-        """Return the keys of the rule's own state, as they appear in the state of the cell."""
+        """Return the keys of the rule's own state, as spelled in the update cell's state."""
         return [key for key in own_keys(self.rule) if key in to_values(self.rule, self.start(), 0)]
 
     def start(self):
@@ -111,7 +111,7 @@ class Kind:
         return self.scaler_class(scale_value=loss_scale or self.loss_scale, **self.arguments)
 
     def path(self, steps, seed=0):
-        """Return ``steps`` random steps: the largest scale without overflow moves, and some gradients tell nothing."""
+        """Return ``steps`` random steps: the largest scale without overflow moves, and some gradients are unknown."""
         numbers, state, path, level = random.Random(seed), self.start(), [], 18.0
         for _ in range(steps):
             level = min(max(level + numbers.gauss(0, 0.4), -3.0), 60.0)

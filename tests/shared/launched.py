@@ -37,7 +37,7 @@ class Killable:
 
 
 class StartedRun(Killable, subprocess.Popen):
-    """A command that was started as the leader of a session."""
+    """A command that runs as a separate process, the leader of its session."""
 
     def __init__(self, command, cwd, environment, output):
         with open(output, "w") as file:
@@ -118,7 +118,7 @@ class ForkedCluster:
         return next((code for worker in self._workers if (code := worker.poll()) is not None), None)
 
     def wait(self, timeout=None):
-        """Wait for all processes; return 0 if all have succeeded, otherwise the exit code of one that failed."""
+        """Wait for all processes; return 0 if all have succeeded, otherwise the exit code of a failed process."""
         codes = [worker.wait(timeout) for worker in self._workers]
         self._scheduler.kill_all()
         return next((code for code in codes if code != 0), 0)
@@ -141,7 +141,7 @@ def run_in_processes(processes, folder, script, *arguments):
 
 
 def with_this_python():
-    """Return an environment in which ``msrun``, which takes the first ``python`` of the PATH, starts this Python."""
+    """Return environment variables with which ``msrun``, which starts the PATH's first ``python``, uses this Python."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 

@@ -43,7 +43,7 @@ class PerToken(nn.Cell):
 
 
 def gradient_in_fp16(x, factor, loss_scale):
-    """Return the gradient of :class:`HalfPrecisionSum` times the loss scale, computed with NumPy."""
+    """Return, computed with NumPy, the gradient of :class:`HalfPrecisionSum` times the loss scale."""
     with np.errstate(over="ignore", invalid="ignore"):
         incoming = np.float32(loss_scale * factor).astype(np.float16)
         return (incoming * np.asarray(x, np.float16)).astype(np.float32)
@@ -94,7 +94,7 @@ class WithStateAndDropout(nn.Cell):
 
 
 class OnlyLoss(nn.Cell):
-    """Returns only the first output of a network, the loss."""
+    """A cell that returns only the first output of a network, the loss."""
 
     def __init__(self, network):
         super().__init__(auto_prefix=False)
@@ -105,7 +105,7 @@ class OnlyLoss(nn.Cell):
 
 
 class Twice(nn.Cell):
-    """Calls an FP16 dense layer twice, then a layer in FP32 that returns a tuple."""
+    """A network that calls an FP16 dense layer twice, then a layer in FP32 that returns a tuple."""
 
     def __init__(self):
         super().__init__()

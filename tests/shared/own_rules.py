@@ -8,7 +8,7 @@ from mindformers_adaptive.rules.guided import GuidedRule
 
 
 class Follow(Rule):
-    """Keeps the loss scale ``margin`` bits below the largest scale that is safe for the last known gradient."""
+    """A rule that keeps the loss scale ``margin`` bits below the largest scale safe for the last known gradient."""
 
     name = "follow"
     state: ClassVar = {"shown": int32}
@@ -31,7 +31,7 @@ class Follow(Rule):
 
 
 class Weigh(Rule):
-    """A rule with a vector as state, which raises the loss scale if the first element is not the smallest."""
+    """A rule with a vector as state, which raises the loss scale if the vector's first element is not the smallest."""
 
     name = "weigh"
 
@@ -69,7 +69,7 @@ class Plain(Rule):
 
 
 class CappedGuided(GuidedRule):
-    """Extends the guided rule with an upper limit on the loss scale's exponent, without the guided rule's arguments."""
+    """The guided rule without its arguments, and with an upper limit on the exponent of the loss scale."""
 
     name = "capped_guided"
 

@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def figure(name):
-    """Return the data of a figure from docs/figures."""
+    """Return the measured data of a figure, read from docs/figures."""
     return json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text(encoding="utf-8"))
 
 

@@ -25,7 +25,7 @@ def in_fp16(step, scale):
 
 
 def gradient_line(step, scale, *scales):
-    """Return one step of a gradient record, as loaded from JSON; scales up to ``REFERENCE`` also count underflows."""
+    """Return one step of a gradient record, as from JSON; loss scales up to ``REFERENCE`` also count underflows."""
     ranges = []
     for tried in sorted({scale, *scales}):
         gradients, at_reference = in_fp16(step, tried), in_fp16(step, REFERENCE)
@@ -37,7 +37,7 @@ def gradient_line(step, scale, *scales):
 
 
 def record_of(scales, skipped=(), **values_by_name):
-    """Return the record of a run from step 1; the last of ``scales`` is the loss scale after the last step."""
+    """Return the record of a run from step 1 on; the last of ``scales`` is the loss scale after the last step."""
     return [
         {"step": step, "loss": 5.0 - step / len(scales), "overflow": step in skipped, "scale_window": 20}
         | {"loss_scale": scales[step - 1], "next_loss_scale": scales[step]}
@@ -56,7 +56,7 @@ def run_of(scale, overflow, known=True, first_step=1, **attributes):
 
 
 def assert_follows(rule, state, lines):
-    """Assert that a replay of the rule from ``state`` on gives the known fields of all lines; return its last state."""
+    """Assert that a rule's replay from ``state`` gives the known fields of all record lines; return its last state."""
     for line in lines:
         assert line["loss_scale"] == state.loss_scale
         state = rule.step(state, line["overflow"], line.get("largest_gradient"))
@@ -67,5 +67,5 @@ def assert_follows(rule, state, lines):
 
 
 def missing(first, last):
-    """Return the record line that stands for steps which the monitor did not see."""
+    """Return the line of a run record that stands for the steps which the monitor missed."""
     return {"missing_steps": last - first + 1, "first_step": first, "last_step": last}
