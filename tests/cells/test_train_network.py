@@ -153,7 +153,7 @@ def test_start_that_is_no_power_of_two_gives_one_warning(kind):
 @pytest.mark.parametrize("factor", [100, 3000])
 def test_a_factor_that_looks_like_a_window_is_warned_of(factor):
     dense = Dense()
-    message = f"'scale_factor' of {{}} is {factor}: .* name it: scale_window={factor}"
+    message = f"'scale_factor' of {{}} is {factor}: .* write scale_window={factor}"
     with pytest.warns(UserWarning, match=message.format("AdaptiveLossScaleManager")):
         AdaptiveLossScaleManager(4, factor)
     manager = amp.DynamicLossScaleManager(4, factor)

@@ -95,7 +95,7 @@ def test_killed_and_resumed_run_takes_the_same_steps(
     options = form.save_options(output, every=1 if in_a_save else SAVED_AT, keep=3)
     in_this = {"compiled": compiled(last, processes, form.optimizer_state)}
     if (form, processes) == KILLED_IN_PART:
-        in_this |= {"environment": {"MS_NODE_TIMEOUT": "8"}}
+        in_this |= {"environment": {"MS_NODE_TIMEOUT": "20"}}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
         # Hold the run before its last step, because it is to be killed during or after a save.
