@@ -47,7 +47,7 @@ def machines():
 def training(machines, output, corpus, compiled, options, hold_after=None):
     """Train one process on each machine, with an output folder that both share; kill both processes in the end."""
     options = {**FORM.save_options(output, SAVED_EVERY, keep=2), **options}
-    # Let MindSpore give up an unreachable machine after 8 seconds. By default this takes half a minute or more.
+    # Let MindSpore give up an unreachable machine after 20 seconds. By default this takes half a minute or more.
     soon = {"MS_NODE_TIMEOUT": "20", "MS_HEARTBEAT_RETRY_TIMEOUT": "20"}
     how = {"processes": 2, "by_msrun": True, "environment": soon, "hold_after": hold_after}
     with contextlib.ExitStack() as stack:
