@@ -73,8 +73,8 @@ def compare_arrays(
 def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.floating[Any]]) -> ArrayDifference:
     if array.shape != reference.shape:
         raise ValueError(
-            f"{name!r} must have the same shape in both, but has {array.shape} and {reference.shape}. Give checkpoints "
-            "of one model that is cut into slices in the same way."
+            f"{name!r} must have the same shape in both checkpoints, but has {array.shape} and {reference.shape}. Give "
+            "checkpoints of one model that is cut into slices in the same way."
         )
     first, second = array.astype(np.float64), reference.astype(np.float64)
     norm, reference_norm = float(np.linalg.norm(first)), float(np.linalg.norm(second))

@@ -43,9 +43,9 @@ UNKNOWN_MARGIN = 2
 # scale of 1, no Parameter of the demo's Llama model loses more than some 5 % of its gradient.
 HARMLESS_SHARE = 0.2
 
-# In a backward pass in FP16, a gradient that is summed in float32 can exceed the largest FP16 number by up to 2.8 bits
-# before the rest of the pass overflows. If a gradient exceeds the largest number by more than this factor, the pass
-# does not compute in the format.
+# In a backward pass in FP16, a gradient that is summed in float32 can exceed the largest FP16 number by a factor of up
+# to 2**2.8 before the rest of the pass overflows. If a gradient exceeds the largest FP16 number by a factor of more
+# than 8, the pass does not compute in FP16.
 _BEYOND = 8.0
 # A backward pass in FP16 whose gradients do not overflow at a loss scale of 2^32 loses more than this share of the
 # gradients at a loss scale of 1.
@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def is_harmful(self) -> bool | None:
-        """bool, optional: whether a Parameter's gradient loses more than ``HARMLESS_SHARE``; None if not known."""
+        """bool, optional: whether a Parameter's gradient loses a share above ``HARMLESS_SHARE``; None if not known."""
         return None if self.parameter_share is None else self.parameter_share > HARMLESS_SHARE
 
     def __str__(self) -> str:

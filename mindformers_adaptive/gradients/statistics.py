@@ -60,7 +60,7 @@ class ArrayStatistics:
 
     @property
     def lost_share(self) -> float | None:
-        """The share of the norm of an array that underflow and the coarseness of subnormal numbers have cost.
+        """How much of an array's norm is lost, as a share, to underflow and to the coarseness of subnormal numbers.
 
         0 means that nothing is lost, 1 that everything is. Wrong rounding in several layers can add up to more than 1.
         None if the share is not known, or if the reference is all 0.

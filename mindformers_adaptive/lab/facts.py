@@ -260,7 +260,7 @@ def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
 
 
 def _scales(run: RecordedRun) -> dict[str, Any]:
-    """Return the first, final, smallest and largest loss scale known before the first step and after each log line."""
+    """Return the first, final, smallest and largest of the loss scales at the start and after each log line."""
     starts = np.append(0, run.line_ends()[:-1])
     scales = np.append(run.loss_scale[starts], run.final_loss_scale)
     known: NDArray[np.float64] = scales[~np.isnan(scales)]

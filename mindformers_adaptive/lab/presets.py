@@ -92,7 +92,7 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True},
     ),
-    # PyTorch torch.amp.GradScaler and the kernel of _amp_update_scale_.
+    # PyTorch torch.amp.GradScaler, with the arithmetic of the kernel _amp_update_scale_, which updates the loss scale.
     "torch": Preset(
         {
             "init_scale": _scale(2.0**16),

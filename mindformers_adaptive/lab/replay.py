@@ -221,7 +221,7 @@ def _chunks(
 
 @dataclass(frozen=True)
 class Comparison:
-    """The measures of several policies on several traces.
+    """The results of replaying several policies on several traces, such as the number of skipped steps.
 
     Attributes:
         traces (tuple[str, ...]): the names of the traces.

@@ -370,7 +370,7 @@ def _try_setting(name, build, batches, seen, watched):
 
 
 def _outcome(name, network, batches, seen, watched):
-    """Run the overflowing batch in a changed network, at loss scale 1, then at the largest scale that should fit."""
+    """Run a changed network on the overflowing batch, at loss scale 1, then at the largest one expected to be safe."""
     batch = [batches[seen.worst]]
     with watched(network) as passes:
         changed = _Seen(1.0, passes(batch, 1.0))

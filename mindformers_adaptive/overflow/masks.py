@@ -55,7 +55,8 @@ class Masks:
             return False
         if value.weight or self._pass.sees_operators:
             return not call.gets_gradient(index)
-        # In graph mode all values seem to get a gradient. So take a value for a mask if it holds only -inf and 0.
+        # In graph mode every value appears to get a gradient, so gradients cannot tell a mask from other values. Treat
+        # a value as a mask if it holds only -inf and 0.
         return not value.reading.largest
 
     def overflowed_inputs(self, call: Call) -> list[Operand]:

@@ -253,7 +253,10 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
 
 
 def _loss_difference(first: RunSeries, second: RunSeries) -> tuple[Floats, Floats] | None:
-    """Return the common steps of two runs and the second's loss minus the first's; None without a common loss."""
+    """Return the common steps of two runs, and at each step the loss of ``second`` minus the loss of ``first``.
+
+    Leave out steps at which the difference is not finite. Return None if no step is left.
+    """
     step, in_first, in_second = np.intersect1d(first.step, second.step, return_indices=True)
     # Where the losses of both runs are inf, their difference is not defined.
     with np.errstate(invalid="ignore"):

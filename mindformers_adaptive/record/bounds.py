@@ -167,7 +167,7 @@ class LogRows:
         if len(step) == 2 and stride > 1 and step[0] % stride and not step[1] % (stride + 1):
             stride += 1
         steps, off = np.minimum(stride, np.append(step[0], between)), step % stride > 0
-        # A process prints its first step in a line of its own, and counts this step again in the next line.
+        # The first step of a process has a log line of its own. The next line counts this step again among its steps.
         first = np.flatnonzero(off[:-1] & ~off[1:] & (between < stride))
         steps[first] = 1
         again, once = self.stated[rows[first + 1]], self.stated[rows[first]]

@@ -178,7 +178,7 @@ class _Megatron(LogFormat):
 
 
 class _DeepSpeed(LogFormat):
-    """DeepSpeed counts ``skipped`` from the start of the run. DeepSpeed's overflow lines do not name the step."""
+    """The format of DeepSpeed's logs. ``skipped`` counts from the start of the run; overflow lines name no step."""
 
     name = "deepspeed"
     example = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: A, reducing to B, or step=N, skipped=M"

@@ -23,7 +23,7 @@ _RANKS_APART = 8
 # The number of restarts of a run that get a note each; further restarts are only counted.
 _RESTARTS_NAMED = 3
 
-# The number of steps whose data is moved into the columns at a time.
+# New log lines wait in a list. The data of this many lines is moved into the columns of LogLines at a time.
 _BLOCK = 4096
 
 _STATED = ("overflow", "loss_scale", "next_loss_scale", "skipped_since", "skipped_steps")

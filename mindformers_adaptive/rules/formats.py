@@ -168,8 +168,8 @@ class Format:
         """
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
 
-    # Version 1.0.0 had the attribute ``given`` instead of to_config(). As ``given`` has no docstring, the API reference
-    # leaves this attribute out.
+    # Keep ``given`` for code written for version 1.0.0, which had no to_config(). The attribute has no docstring, so
+    # that the API reference leaves it out.
     given = property(lambda self: self.to_config())
 
     def quantum(self, exponent: int) -> float:

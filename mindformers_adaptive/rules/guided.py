@@ -235,8 +235,8 @@ class GuidedRule(Rule):
         exponent, clean = state.exponent, state.clean_steps + 1
         after_overflow = state.consecutive_overflows > 0
 
-        # Find log2 of the ceiling, the largest loss scale without overflow that the gradients show, and whether the
-        # gradients explain the overflows just before this step.
+        # Find two things: log2 of the ceiling (the largest loss scale at which, by the gradients, nothing overflows),
+        # and whether the gradients explain the overflows just before this step.
         shown = seen.max_safe_exponent + state.contradictions // CONTRADICTIONS_PER_BIT
         too_little = seen.gradient_known & (exponent > shown)
         contradictions = minimum(state.contradictions + int32(too_little), MOST_CONTRADICTIONS)
@@ -265,8 +265,8 @@ class GuidedRule(Rule):
         mean, lowest_level = state.level + (bits - state.level) * LEVEL_SHARE, low - CLIMB
         level = maximum(mean, lowest_level)
         low, level = where(careful, bits - CAREFUL, low), where(careful, bits - CAREFUL, level)
-        # The overflow histogram leaves out each step just after an overflow, because a low ceiling in such a step is no
-        # surprise.
+        # Leave each step just after an overflow out of the overflow histogram: in such a step it is no surprise that
+        # the ceiling of the loss scale is low.
         moved = state.replace(
             overflow_rate=where(after_overflow, rate, moved_rate),
             weight=where(after_overflow, weight, moved_weight),

@@ -295,7 +295,7 @@ def possible_exponents(largest: float) -> range:
 
 
 def shown(largest_gradient: Array, overflow: Array, largest: Array) -> Array:
-    """Return the exponents of :func:`safe_exponents`; ``UNSHOWN`` on overflow or without a normal gradient."""
+    """Return log2 of the safe loss scales; ``UNSHOWN`` at an overflow or where the gradient is no normal number."""
     known, exponents = safe_exponents(largest_gradient, largest)
     return np.where(known & ~overflow, exponents, np.int32(UNSHOWN))
 

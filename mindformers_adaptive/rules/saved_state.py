@@ -187,7 +187,8 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
         return set()
     if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:
-        # A checkpoint of MindFormers' own cell may contain the same rule state as this cell has at the start.
+        # The rule's fields are unchanged: a checkpoint of MindFormers' own cell may hold this cell's initial values.
+        # With fewer clean steps than scale_window these values are consistent, so they need no repair.
         return set()
     has_moved = "last_overflow_iter" in changed or before.loss_scale != now.loss_scale
     return steps if is_other_run or (has_moved and "skipped_steps" not in changed) else set()

@@ -90,7 +90,7 @@ def trace_step(rule: Any) -> TracedStep:
 
 
 def trace_for_cell(rule: Any) -> TracedStep:
-    """Trace a rule's step for the update cell. State fields that the rule's arguments keep unchanged are constants."""
+    """Trace a rule's step for the update cell. Replace the fields in ``rule.fixed_state`` by their constant values."""
     return _traced_once(rule, rule.fixed_state) if rule.fixed_state else rule.traced
 
 

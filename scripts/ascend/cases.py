@@ -8,7 +8,7 @@ __all__ = ["ALONE", "CASES", "CONTROLS", "WAYS", "Case", "World"]
 
 @dataclass(frozen=True)
 class World:
-    """The process that compiles a case, and the other processes of the simulated training.
+    """The processes of the simulated training for which a case is compiled, and how they share the work.
 
     Attributes:
         ranks (int): the number of processes. Default: 1.

@@ -58,7 +58,7 @@ class PreferenceLoss(nn.Cell):
 
 
 def pairs(number, length):
-    """Return the preferred samples and the other samples, bytes as int32 of shape (number, length)."""
+    """Return two int32 arrays of shape (number, length) with byte values: the preferred and the other samples."""
     start = np.random.default_rng(2).integers(256, size=(number, 1))
     position, prompt = np.arange(length), length // 2
     back = np.where(position < prompt, position, 2 * prompt - 2 - position)

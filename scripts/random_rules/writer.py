@@ -254,7 +254,7 @@ class _Writer:
         if self.counts_clean_steps:
             handed_on["many"] = "state.clean_steps + 1"
         changed = f"{before}.replace({_named(self.changes(share, handed_on, '0'))})"
-        # Often change almost nothing on the other side of where(), as in a step without an event.
+        # In half of the rules, let the second branch of where() change few fields, as in a step without an overflow.
         share = self.pick((share, 0.0))
         other = f"{before}.replace({_named(self.changes(share, handed_on, 'state.clean_steps + 1'))})"
         flag = self.pick(("seen.overflow", "seen.overflow", self.value("bool", 0, 1)))
@@ -311,7 +311,7 @@ class _Operands(dict):
     def __missing__(self, letter):
         writer, length, depth = self.writer, self.length, self.depth
         if letter == "S":
-            # Do not store this operand, because each S is a new scalar.
+            # Each S in a template stands for another scalar, so do not store the operand for the next S.
             return writer.value(self.dtype, 0, 0)
         if letter in ("x", "y", "FF", "FG", "II", "IJ"):
             dtype = {"F": "float32", "I": "int32"}.get(letter[0], self.dtype)

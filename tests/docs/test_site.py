@@ -229,7 +229,7 @@ def test_no_chinese_is_left_of_removed_docstrings():
 
 
 def words(text):
-    """Return the words of a text without markup, because a directive changes the markup."""
+    """Return the words of a text without its markup, which differs between a docstring and its entry in the catalog."""
     return " ".join(re.findall(r"\w+", text))
 
 

@@ -30,7 +30,8 @@ def tokens():
 def planted(network, changes):
     """Change Parameters within the block: multiply those whose names contain a text, or set them to an array."""
     before = {}
-    # Leave out the Parameters with which graph mode watches a network: their names contain names of layers too.
+    # Leave out the Parameters that the search for overflows adds to a network in graph mode: like the names of weights,
+    # their names contain layer names.
     weights = [weight for weight in network.get_parameters() if not weight.name.startswith(("sink_of", "watch_of"))]
     for weight in weights:
         for text, change in changes.items():
@@ -277,7 +278,7 @@ class Writes(nn.Cell):
 
 
 class BetweenLayers(nn.Cell):
-    """A function between two layers in FP16. The second layer is in a list that MindSpore does not register."""
+    """A network that calls a function between two FP16 layers. A plain list hides the second layer from MindSpore."""
 
     def __init__(self, function, growth=1.0):
         super().__init__()

@@ -175,7 +175,7 @@ PLAIN = SimpleNamespace(
 )
 
 
-# Expressions of two numbers x and y; flags become 0 and 1.
+# Expressions of two numbers x and y. Boolean results are converted to 0 and 1.
 FLOATS_OF_FLOATS = """
 x + y; x - y; x * y; x / y; -x; abs(x); minimum(x, y); maximum(x, y); floor(x); ceil(x); where(x < y, x, y)
 where(x == y, x, y); where(x == y, y, x); where(y < x, x, y); where(x < y, x, x); float32(int32(x)); float32(x < y)
