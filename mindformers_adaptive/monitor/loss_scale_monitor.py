@@ -142,6 +142,8 @@ class LossScaleMonitor(RecordingCallback):
             )
             return
         self._train_step, self._explained = train_step, False
+        # A second training with this monitor goes on in the same process. That is no resume.
+        is_first_training = self._record is None
         self._open(params, train_step)
         # The host can only see the batch of the current step, and no batch in data-sink mode.
         self._has_batch = self._explain and self._every_n_steps == 1 and not params.dataset_sink_mode
@@ -151,7 +153,7 @@ class LossScaleMonitor(RecordingCallback):
         self._bad_loss = reports.BadLossDetector(self._way, batch)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at = self._first_step = self._last_step
-        self._longest, self._resumes = 0, self._last_step > 0
+        self._longest, self._resumes = 0, is_first_training and self._last_step > 0
         self._seen: dict[int, Any] = {}
         # Open the record before the first step, so that an error is reported at once if its folder cannot be written
         # to.

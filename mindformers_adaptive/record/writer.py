@@ -277,8 +277,9 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                     entries.append({k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in content.items()})
     except ValueError as error:
         raise ValueError(f"{path} is no run record: {error}") from error
-    for entry in entries:
+    for entry in entries[:1]:
         entry.pop("run", None)
+    for entry in entries:
         entry.pop("resumed", None)
     return entries
 

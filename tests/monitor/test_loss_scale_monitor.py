@@ -22,6 +22,7 @@ from mindformers_adaptive.mindformers.registration import register
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.step_reader import StepReader
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.step import FIELDS
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -290,6 +291,7 @@ def test_epochs_and_trainings_with_one_monitor_go_on(path):
     train(network, [monitor], OVERFLOWS[:4], epochs=2)
     train(network, [monitor], OVERFLOWS[:3])
     assert without_loss(read_record(path)) == replay([*OVERFLOWS[:4] * 2, *OVERFLOWS[:3]])
+    assert read_log(path).resumed == ()
 
 
 @pytest.mark.parametrize("history_size", [0, 5])
