@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 
 # Hypothesis draws the same examples on every machine, however slow the machine is.
@@ -269,7 +271,14 @@ def long_corpus(tmp_path_factory):
 
 def write_corpus(folder, samples, seq_length=32):
     """Write ``samples`` samples of ``seq_length`` + 1 bytes to a new folder, and return the folder."""
-    from scripts.demo.prepare_corpus import cut_into_samples, read_standard_library, write_mindrecord
+    from mindspore.mindrecord import FileWriter
 
-    write_mindrecord(cut_into_samples(read_standard_library(), seq_length + 1)[:samples], folder)
+    length = seq_length + 1
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = np.frombuffer(b"".join(source.read_bytes() for source in sources), np.uint8)[: samples * length]
+    folder.mkdir()
+    writer = FileWriter(str(folder / "corpus.mindrecord"), shard_num=1)
+    writer.add_schema({"input_ids": {"type": "int32", "shape": [length]}}, "source code")
+    writer.write_raw_data([{"input_ids": row} for row in text.astype(np.int32).reshape(samples, length)])
+    writer.commit()
     return folder

@@ -3,13 +3,13 @@
 import ast
 import graphlib
 import importlib
+import re
 from pathlib import PurePath
 
 import pytest
 
 import mindformers_adaptive
 from mindformers_adaptive.public_names import PUBLIC
-from scripts.site.write_stubs import stubs
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "mindformers_adaptive"
@@ -76,11 +76,6 @@ def test_module_imports_only_from_rooms_below(module):
     assert {*map(room_of, imports)} - MAY_IMPORT[room] - {room} == set()
 
 
-def test_stubs_name_what_packages_load_on_first_use():
-    written = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.pyi")}
-    assert written == stubs(), "run: python -m scripts.site.write_stubs"
-
-
 def test_every_name_of_the_table_is_where_it_says():
     for group in PUBLIC.values():
         for name, module in group.items():
@@ -91,7 +86,8 @@ def test_every_name_of_the_table_is_where_it_says():
 
 
 def test_rooms_stand_above_each_other():
-    # static_order raises CycleError if two rooms import each other, directly or through other rooms.
+    # static_order raises CycleError if MAY_IMPORT lets two parts of the package import each other, directly or through
+    # other parts.
     assert set(graphlib.TopologicalSorter(MAY_IMPORT).static_order()) == {*map(room_of, MODULES)}
 
 
@@ -141,8 +137,8 @@ def test_every_module_free_of_mindspore_is_checked_by_mypy():
     assert free_modules() - empty <= checked_by_mypy()
 
 
-# Imports modules one after the other, and prints the first module that loads MindSpore, MindFormers or another heavy
-# package.
+# A program that imports modules one after the other, and prints the first module that loads MindSpore, MindFormers or
+# another heavy package.
 REPORT = """
 import importlib, sys
 heavy = {"mindspore", "mindformers", "matplotlib", "tensorboardX"}
@@ -178,8 +174,15 @@ def test_every_public_name_can_be_had_and_others_cannot():
 def test_tests_mirror_the_package():
     rooms = {PurePath(*room.split(".")) for room in map(room_of, MODULES) if room not in ("", "__main__")}
     folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
-    without_room = {PurePath("."), *map(PurePath, ("scripts", "docs", "contract", "ascend"))}
+    without_room = {PurePath("."), *map(PurePath, ("scripts", "docs", "contract"))}
     assert folders - without_room <= rooms, sorted(map(str, folders - without_room - rooms))
+
+
+def test_only_tests_of_scripts_import_scripts():
+    tests = (ROOT / "tests").rglob("*.py")
+    importing = {file for file in tests if re.search(r"^ *(from|import) scripts\b", file.read_text(), re.MULTILINE)}
+    assert {str(file.relative_to(ROOT)) for file in importing if file.parent.name != "scripts"} == set()
+    assert importing
 
 
 def test_no_file_is_long():

@@ -33,6 +33,8 @@ from scripts.studies.reporting import add_json_option, output_to_stderr, positiv
 START = 2.0**14
 # The scale window for measuring whole steps. No measurement fills this window, so the loss scale never changes.
 LARGE_WINDOW = 1000
+# The nodes of a graph that order or group values. Each other node is a kernel.
+NO_KERNELS = {"Constant", "Load", "MakeTuple", "TupleGetItem", "UpdateState", "Depend"}
 # With a window of 20 clean steps, one overflow in 25 steps keeps the scales of all update cells within float32.
 STEPS_PER_OVERFLOW = 25
 
@@ -121,15 +123,12 @@ def tables(result):
 
 def measure_update(arguments):
     """Return, for each update cell, the time of ``--calls`` updates and, if known, the number of kernels."""
-    from scripts.benchmarks.exported_graph import export_update_cell
-
     set_mode(arguments.mode)
     calls = 5 if arguments.quick else arguments.calls
     times = compare({name: partial(make_updates, name, calls) for name in CELLS}, arguments.copies, arguments.rounds)
     set_mode("graph")
     # MindSpore cannot export a graph with a history, because the Parameters of the history belong to no cell.
-    exported = {name: export_update_cell(make_update_cell(name)) for name in CELLS if "history" not in name}
-    kernels = {name: len(graph.kernels) for name, graph in exported.items()}
+    kernels = {name: count_kernels(with_loss_scale(make_update_cell(name))) for name in CELLS if "history" not in name}
     return {"mode": arguments.mode, "calls": calls, "times": times, "kernels": kernels}
 
 
@@ -137,9 +136,7 @@ def make_updates(name, calls):
     """Return a function that makes ``calls`` updates with a new update cell."""
     from mindspore import Tensor
 
-    from scripts.benchmarks.exported_graph import LossScaleHolder
-
-    cell = LossScaleHolder(make_update_cell(name), START)
+    cell = with_loss_scale(make_update_cell(name))
     clean, overflowed = Tensor(False), Tensor(True)
     flags = [overflowed if step % STEPS_PER_OVERFLOW == 0 else clean for step in range(calls)]
 
@@ -152,6 +149,36 @@ def make_updates(name, calls):
             parameter.asnumpy()
 
     return update
+
+
+def with_loss_scale(update_cell):
+    """Return a cell that passes ``overflow`` and a loss scale of its own to an update cell, as a train step does."""
+    from mindspore import Parameter, Tensor, nn
+    from mindspore import dtype as mstype
+
+    class WithLossScale(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.update_cell = update_cell
+            self.loss_scale = Parameter(Tensor(START, mstype.float32), name="loss_scale")
+
+        def construct(self, overflow):
+            return self.update_cell(self.loss_scale, overflow)
+
+    return WithLossScale()
+
+
+def count_kernels(cell):
+    """Return how many kernels a device launches for one update, according to the exported graph (MindIR)."""
+    import mindspore
+    from mindspore.train.mind_ir_pb2 import ModelProto
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "graph.mindir")
+        mindspore.export(cell, mindspore.Tensor(True), file_name=str(file), file_format="MINDIR")
+        model = ModelProto.FromString(file.read_bytes())
+    primitives = {f"REF::{primitive.name}": primitive.op_type for primitive in model.primitives}
+    return sum(primitives.get(node.op_type, node.op_type) not in NO_KERNELS for node in model.graph.node)
 
 
 def make_update_cell(name, held=False):

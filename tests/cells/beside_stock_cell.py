@@ -15,10 +15,11 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-from scripts.ascend.optimizers import DECAY_STEPS, schedule
-from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
+from tests.shared.printed import forget_printed
 
-STEPS, START = DECAY_STEPS, 2.0**24
+STEPS, START = 30, 2.0**24
+# MindFormers' train-step cell keeps the learning rates that the callback prints in these Parameters.
+LEARNING_RATES = ("current_default_lr", "current_grouped_lr")
 # Number of steps in PyNative mode, where each step takes long.
 PYNATIVE_STEPS = 5
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}
@@ -63,6 +64,11 @@ class Vision(nn.Cell):
     def construct(self, pictures, target):
         maps = self.pool(nn.ReLU()(self.convolution(pictures.reshape((-1, 1, 4, 3)))).astype(mstype.float32))
         return self.loss(self.dense(maps.reshape((maps.shape[0], -1))).astype(mstype.float32), target)
+
+
+def schedule(learning_rate=0.01):
+    """Return a learning rate that falls to a tenth over the steps of a training."""
+    return nn.CosineDecayLR(learning_rate / 10, learning_rate, STEPS)
 
 
 def adamw(network):

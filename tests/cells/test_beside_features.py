@@ -2,13 +2,23 @@
 
 import numpy as np
 import pytest
+from mindformers.core import optim
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-from scripts.ascend.optimizers import averaging, grouped, schedule
-from tests.cells.beside_stock_cell import PYNATIVE_STEPS, STEPS, Layers, SumAndNumber, Vision, adamw, rows, train_both
+from tests.cells.beside_stock_cell import (
+    PYNATIVE_STEPS,
+    STEPS,
+    Layers,
+    SumAndNumber,
+    Vision,
+    adamw,
+    rows,
+    schedule,
+    train_both,
+)
 from tests.conftest import ROOT, mindspore_mode
 from tests.shared.versions import BEFORE_1_7
 
@@ -33,6 +43,22 @@ class LowRank(nn.Cell):
     def construct(self, features, target):
         update = self.up(self.down(features)).astype(mstype.float32)
         return self.network(features, target - update)
+
+
+def averaging(network):
+    """Return AdamW with an exponential average of the weights, which it loads into the network every three steps."""
+    average = {"fused_algo": "ema", "fused_num": 2, "interleave_step": 3, "ema_alpha": 0.2}
+    return optim.PmaAdamW(network.trainable_params(), schedule(), **average)
+
+
+def grouped(network):
+    """Return AdamW with a larger learning rate for biases."""
+    weights = network.trainable_params()
+    groups = [
+        {"params": [each for each in weights if ("bias" in each.name) is is_bias], "lr": schedule(rate)}
+        for is_bias, rate in ((False, 0.01), (True, 0.1))
+    ]
+    return optim.AdamW([*groups, {"order_params": weights}], schedule())
 
 
 def one_hot(batches):

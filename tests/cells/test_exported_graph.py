@@ -5,7 +5,6 @@ from mindspore import dtype as mstype
 from mindspore import nn, ops
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
-from scripts.benchmarks.exported_graph import export_update_cell
 from tests.cells.graph_checks import (
     control_flow,
     forbidden_plain_constants,
@@ -13,6 +12,7 @@ from tests.cells.graph_checks import (
     plain_outputs,
     undocumented_on_ascend,
 )
+from tests.shared.exported_graph import export_update_cell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

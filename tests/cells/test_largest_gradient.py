@@ -11,8 +11,8 @@ from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLoss
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
-from scripts.benchmarks.exported_graph import export_graph
 from tests.cells.graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
+from tests.shared.exported_graph import export_graph
 from tests.shared.networks import TOKENS, Dense, PerToken
 from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 

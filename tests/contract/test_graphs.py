@@ -6,10 +6,10 @@ import pytest
 from mindspore import Tensor
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell
-from scripts.benchmarks.exported_graph import BOOKKEEPING, LossScaleHolder, export_graph, export_update_cell
 from tests.cells.graph_checks import CHECKS
 from tests.conftest import mindspore_mode
 from tests.shared.every_rule import KINDS
+from tests.shared.exported_graph import BOOKKEEPING, LossScaleHolder, export_graph, export_update_cell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

@@ -43,11 +43,10 @@ from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_tr
 from mindformers_adaptive.mindformers.pynative_section import read_config as read_pynative_config
 from mindformers_adaptive.mindformers.pynative_trainer import make_scaler
 from mindformers_adaptive.rules import megatron
-from scripts.studies import study
 from tests.conftest import ROOT
 from tests.shared.networks import Dense
 from tests.shared.pages import ENGLISH_DOCS as DOCS
-from tests.shared.pages import blocks, blocks_in, chinese, figure, prose, tables
+from tests.shared.pages import blocks, blocks_in, chinese, prose, tables
 
 MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
 
@@ -330,14 +329,6 @@ def test_badges_say_what_the_project_says():
 
 
 @pytest.mark.slow
-def test_figures_of_the_study_are_those_of_its_script():
-    data = figure("study")
-    traces = study.traces_by_place(data["steps"], data["seeds"])
-    by_policy = study.study(study.POLICIES, {key: traces[key] for key in traces if key[0] == study.EXACT})
-    repeated = study.tables({**data, "same": by_policy[study.EXACT]})
-    assert repeated == study.tables(data)
-
-
 def test_tree_of_the_package_names_every_room():
     [tree] = [text for _, text in blocks(DOCS / "contributing.md") if text.startswith("mindformers_adaptive/")]
     package = ROOT / "mindformers_adaptive"

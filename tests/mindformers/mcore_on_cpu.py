@@ -6,20 +6,38 @@ of Embedding. Everything else is MindFormers' own.
 
 import contextlib
 
+import mindspore
 import numpy as np
 import pytest
 
 pytest.importorskip("mindformers.models.qwen3.modeling_qwen3_train", reason="MindFormers before 1.7 cannot train it")
 
 from mindformers.core.context.build_context import MFContextOperator
+from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
 from mindformers.parallel_core.training_graph.base_models.common.embeddings import rotary_pos_embedding
 from mindformers.parallel_core.training_graph.transformer import flash_attention, norm
 from mindformers.tools.register import MindFormerConfig
+from mindformers.wrapper.wrapper import DataOrderWrapperCell
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 
-from scripts.ascend.mcore import BATCH, SEQ_LENGTH, VOCABULARY, build_qwen3
-from scripts.ascend.printed_parameters import LOSSES
+# The shape of a batch of tokens, and the number of different tokens.
+BATCH, SEQ_LENGTH, VOCABULARY = 2, 16, 64
+# The losses that MindFormers prints with print_separate_loss.
+LOSSES = ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss")
+
+
+def build_qwen3(**options):
+    """Return a Qwen3 of two layers in FP16, with inputs ``input_ids``, ``labels`` and ``loss_mask``."""
+    mindspore.set_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "seq_length": SEQ_LENGTH, "max_position_embeddings": 32, "hidden_size": 32}
+    sizes |= {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    # Compute in FP16 everything but the weights and the operators with a dtype of their own.
+    single = ("params_dtype", "layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype")
+    dtypes = {**dict.fromkeys(single, "fp32"), "compute_dtype": "fp16"}
+    config = Qwen3Config(**sizes, **dtypes, head_dim=16, hidden_dropout=0.0, **options)
+    return DataOrderWrapperCell(["input_ids", "labels", "loss_mask"], TrainingQwen3ForCausalLM(config))
 
 
 class OuterOnCpu(nn.Cell):

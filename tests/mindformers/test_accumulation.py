@@ -19,8 +19,8 @@ from mindformers_adaptive.mindformers.training_probe import probe
 from mindformers_adaptive.overflow.batch_file import save_batch
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-from scripts.examples.tiny_llama import build_dataset, build_model
 from tests.conftest import CONFIG
+from tests.mindformers.trained_llama import build_dataset, build_model
 from tests.mindformers.training_runs import SMALL_MODEL, training_arguments
 
 SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 4

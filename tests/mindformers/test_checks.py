@@ -16,8 +16,8 @@ from mindformers_adaptive.mindformers.checks import check_config
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.trainer import LaunchedTrainer, Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-from scripts.examples.tiny_llama import build_dataset, build_model
 from tests.conftest import CONFIG, ROOT
+from tests.mindformers.trained_llama import build_dataset, build_model
 from tests.mindformers.training_runs import training_arguments
 from tests.shared.versions import BEFORE_2
 

@@ -16,10 +16,9 @@ from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
 )
-from scripts.ascend.mcore import build_qwen3
-from scripts.ascend.printed_parameters import LOSSES, forget_printed
 from tests.conftest import ROOT, mindspore_mode
-from tests.mindformers.mcore_on_cpu import STAND_INS, FourLosses, mcore_on_cpu, rows
+from tests.mindformers.mcore_on_cpu import LOSSES, STAND_INS, FourLosses, build_qwen3, mcore_on_cpu, rows
+from tests.shared.printed import forget_printed
 from tests.shared.records import assert_follows
 
 START, STEPS = 2.0**24, 30
@@ -112,8 +111,8 @@ def test_find_agrees_with_qwen3_and_tokens_lower_the_ceiling(run):
     first_applied = next(line for line in lines if not line["overflow"])
     batch = rows(STEPS)[first_applied["step"] - 1]
     mean, per_token = (
-        find_loss_scale(build_train_step(build_qwen3(is_given), calculate_per_token_loss=is_given), batch)
-        for is_given in (False, True)
+        find_loss_scale(build_train_step(build_qwen3(**options), **options), batch)
+        for options in ({}, {"calculate_per_token_loss": True})
     )
     assert mean.ceiling in (first_applied["loss_scale"], 2 * first_applied["loss_scale"])
     assert mean.ceiling / per_token.ceiling == batch[0].size

@@ -18,8 +18,8 @@ from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-from scripts.examples.tiny_llama import build_dataset, build_model
 from tests.conftest import ROOT
+from tests.mindformers.trained_llama import build_dataset, build_model
 from tests.mindformers.training_runs import training_arguments
 from tests.shared.records import assert_follows
 

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.trainer import Trainer
 from mindformers_adaptive.mindformers.workarounds import apply_workarounds
-from scripts.examples.tiny_llama import build_model
 from tests.conftest import CONFIG, ROOT
+from tests.mindformers.trained_llama import build_model
 from tests.shared.versions import NEEDS_SECTION
 
 

@@ -20,7 +20,7 @@ from mindformers_adaptive.wrapper import (
     MFPipelineWithLossScaleCell,
     TrainOneStepWithLossScaleCell,
 )
-from scripts.benchmarks.exported_graph import export_graph
+from tests.shared.exported_graph import export_graph
 from tests.shared.versions import BEFORE_1_7
 
 

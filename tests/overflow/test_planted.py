@@ -488,11 +488,10 @@ ON_CPU = {
 
 @pytest.fixture(scope="module")
 def qwen3():
-    from scripts.ascend.mcore import build_qwen3
     from tests.mindformers import mcore_on_cpu
 
     with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore_on_cpu.mcore_on_cpu(patch):
-        network = build_qwen3()
+        network = mcore_on_cpu.build_qwen3()
         for name, function in ON_CPU.items():
             patch.setattr(getattr(auto_generate, name), "__call__", function)
         optimizer = nn.SGD(network.trainable_params(), 0.1)

@@ -100,11 +100,12 @@ def test_each_raise_beyond_the_ceiling_costs_a_step(falls, margin, skipped):
 
 
 def test_the_best_scale_is_the_best_of_the_other_seeds():
-    # With the first seed, a fixed loss scale of 2^0 is far ahead by chance.
+    # In these made-up results, the fixed loss scale 2^0 is far better than 2^8 with the first seed, but only by chance.
     qualities = {"2^0": [9.0, 1.0, 1.0], "2^8": [3.0, 4.0, 5.0], "rule": [3.0, 4.0, 5.5]}
     runs = {name: [{"quality": value} for value in values] for name, values in qualities.items()}
     task = {"higher_is_better": True}
-    # Averaged without the first seed, the loss scale 2^8 is best; without any other seed, 2^0 is best.
+    # If the mean leaves out the first seed, 2^8 is the best fixed loss scale. If it leaves out the second or the third
+    # seed, 2^0 is the best.
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "rule"), [0.0, 3.0, 4.5])
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "2^8"), [0.0, 3.0, 4.0])
     losses = {"higher_is_better": False}
@@ -159,6 +160,7 @@ def test_all_products_of_the_llama_with_adapters_are_rounded(monkeypatch, tmp_pa
 
     network = task_of("lora", script.LLAMA).new_network(mstype.float32)
     products = simulate_formats(network, *script.FORMATS[FP8])
-    # In each of the two layers: two products of attention; in each of four adapters, two products beside the product of
-    # the adapted layer; three feed-forward layers. Then the last layer, the mask, and two products of the positions.
+    # Matrix products of each of the two layers: 2 of the attention, 3 of each of the four Dense layers with an adapter
+    # (1 of the Dense layer, 2 of the adapter), and 3 of the feed-forward block. Matrix products of the whole network: 1
+    # of the last layer, 1 of the mask, and 2 of the positions.
     assert products == 2 * 2 + 2 * 4 * 3 + 2 * 3 + 1 + 1 + 2

@@ -14,7 +14,7 @@ def test_samples_are_consecutive_bytes_of_the_standard_library(run_forked, tmp_p
     text = b"".join(sample.astype("uint8").tobytes() for sample in samples)
     import __future__
 
-    # By name, __future__ is the first module of the standard library.
+    # The corpus begins with the source of __future__, the first module of the standard library in alphabetical order.
     with open(__future__.__file__, "rb") as source:
         assert text == source.read(len(text))
 

@@ -21,7 +21,7 @@ def made(seeds, folder):
 def test_all_ways_take_the_same_steps(tmp_path, part):
     outcomes = compare(made(range(part * TOGETHER, (part + 1) * TOGETHER), tmp_path), STEPS)
     assert set(outcomes) <= {"same", "noticed"}, "\n".join(outcomes)
-    # With fewer outcomes "same", the test would compare too few rules.
+    # If fewer rules had the outcome "same", this test would compare the steps of too few rules.
     assert outcomes.count("same") >= TOGETHER - 3
 
 
@@ -47,7 +47,8 @@ def test_random_rules_reach_all_operations(tmp_path):
     assert of_tables - used == set()
 
 
-# For each of these operations, a wrong implementation. TELLING has seeds of rules in which each wrong operation shows.
+# For each of these operations, a deliberately wrong NumPy implementation. A rule whose seed is in TELLING takes other
+# steps with the wrong implementation, so the comparison must report it.
 PLANTED = {
     "div": "{0} / {1}",
     "less": "{0} <= {1}",
@@ -59,7 +60,7 @@ TELLING = (7, 37)
 
 @pytest.fixture(scope="module")
 def states_of_first_cells(tmp_path_factory):
-    """Return the states of the update cells of some random rules, without a planted difference."""
+    """Return the states of the update cells of some random rules, made before a test plants a wrong operation."""
     return states_of_cells(made(TELLING, tmp_path_factory.mktemp("rules")), STEPS)
 
 
@@ -68,6 +69,6 @@ def states_of_first_cells(tmp_path_factory):
 def test_a_planted_difference_is_found(states_of_first_cells, tmp_path, monkeypatch, operation):
     planted = operations.OPERATIONS[operation]._replace(numpy=PLANTED[operation])
     monkeypatch.setitem(operations.OPERATIONS, operation, planted)
-    # Make the rules anew, with the planted operation.
+    # Make the random rules again, because a rule that already exists would not use the wrong operation.
     outcomes = compare(made(TELLING, tmp_path), STEPS, states_of_first_cells)
     assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in outcomes), outcomes

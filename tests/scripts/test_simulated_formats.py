@@ -1,4 +1,4 @@
-"""Simulated number formats round as ml_dtypes does, and a network's products get rounded inputs and gradients."""
+"""Simulated formats round as ml_dtypes does, and a network's matrix products get rounded inputs and gradients."""
 
 import ml_dtypes
 import numpy as np

@@ -63,7 +63,7 @@ def test_prices_at_which_adaptive_costs_least():
     assert study.cheapest_rates(on_kind(adaptive=(5.0, 2.0), other=(4.0, 2.0))) is None
 
 
-# The kinds of traces on which this test compares the adaptive and the guided rule with fixed windows again.
+# The kinds of traces on which the tests of this file repeat replays of the study, because all kinds would take long.
 REPEATED = ("spikes", "alternating regimes")
 
 
@@ -177,7 +177,7 @@ def test_guided_rule_costs_no_more_than_the_best_8_bit_window(guided_in_float16,
 
 @pytest.fixture(scope="module")
 def guided_in_float16():
-    """Return the study of the guided rule on a few traces, and the traces."""
+    """Return the results of the guided rule and of fixed windows on a few traces, and the traces."""
     traces = {(study.EXACT, kind): [synthetic_trace(kind, 1000, seed) for seed in (0, 1)] for kind in REPEATED}
     shown = {key: [with_gradients(trace) for trace in each] for key, each in traces.items()}
     return study.study(study.GUIDED_AND_FIXED, shown), traces
@@ -221,8 +221,8 @@ def test_guided_costs_keep_within_what_was_aimed_at():
     assert all(share <= bound for name in aimed_at for share, bound in zip(shares[name], aimed_at[name], strict=True))
     exact = [study.against_best(data[study.EXACT], kind, 1.0)[1] for kind in KINDS]
     assert max(exact) <= 1.01
-    # On traces like LoRA and like trainings of one layer, the guided rule costs at most a tenth more than the best
-    # fixed window, plus some noise.
+    # On synthetic traces modelled on two LoRA trainings and on a training of one layer only, the guided rule costs at
+    # most a tenth more than the best fixed window, plus 0.2 for noise.
     of_kinds = data[study.OWN]
     for kind in ("1.4 bits above, memory 0.95", "5.4 bits above, memory 0.3", "14.4 bits above, memory 0.5"):
         for rate in study.GUIDED_RATES:

@@ -1,4 +1,4 @@
-"""Every rule with its update cell, manager and scaler, including a user's own rule, and paths of random steps."""
+"""All rules for the tests (a user's rule too), with their update cells, managers, scalers, and random steps."""
 
 import functools
 import random
@@ -43,7 +43,7 @@ def is_same(ours, theirs):
 
 
 class Owned(nn.Cell):
-    """An update cell of any package with its loss scale; the names of Parameters are as in a train-step cell."""
+    """Holds any update cell and its loss scale, with the same names of Parameters as in a train-step cell."""
 
     def __init__(self, update_cell):
         super().__init__(auto_prefix=False)

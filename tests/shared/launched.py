@@ -72,7 +72,7 @@ class ForkedRun(Killable):
 
 
 def _ensure_server():
-    # The fork server finds the modules that it imports first only through its environment variable PYTHONPATH.
+    # The fork server preloads modules, and it looks for them only in the folders of its variable PYTHONPATH.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         forkserver.ensure_running()
@@ -141,7 +141,7 @@ def run_in_processes(processes, folder, script, *arguments):
 
 
 def with_this_python():
-    """Return environment variables with which ``msrun``, which starts the PATH's first ``python``, uses this Python."""
+    """Return environment variables whose PATH begins with this Python, because ``msrun`` starts the first ``python``."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 

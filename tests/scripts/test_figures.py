@@ -1,7 +1,7 @@
 """The numbers in the documentation equal the files in docs/figures, and agree with the present code.
 
 Measurements of trainings and compiled graphs are compared where the trainings and graphs run: in
-tests/cells/test_guided_training.py, tests/gradients/test_finder.py, and tests/scripts.
+tests/scripts/test_guided_training.py, tests/gradients/test_finder.py, and tests/scripts.
 """
 
 import json
@@ -17,7 +17,7 @@ from scripts.benchmarks import scales as benchmark_scales
 from scripts.benchmarks import sweep as benchmark_sweep
 from scripts.benchmarks.sweep import SWEEP
 from scripts.demo import demo
-from scripts.studies import figures, guided_training
+from scripts.studies import figures, guided_training, study
 from scripts.studies.figures import DATA, FIGURES, PAGES, Figure
 from tests.conftest import ROOT
 from tests.shared.pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
@@ -60,7 +60,7 @@ def test_a_block_is_replaced_and_translated(tmp_path, monkeypatch):
     text = "before\n<!-- figures: one/printed -->\n{}<!-- end of figures -->\nafter"
     english = figures.rendered(text.format("old\n"), ROOT / "README.md")
     in_chinese = figures.rendered(text.format("old\n"), ROOT / "README_CN.md")
-    # The name of the folder must not decide the language, because a clone may be in a folder of any name.
+    # The language of a page must not depend on the folder of the repository, because a clone may be in a folder zh.
     assert figures.rendered(text.format("old\n"), tmp_path / "zh" / "README.md") == english
     figures.tables_of.cache_clear()
     assert english == text.format("| steps | seen |\n|---|---|\n| 2.5 | 2 of 3 seeds |\n")
@@ -115,7 +115,7 @@ def assert_rule_gives_the_scales(rule, start, scales):
     for scale in scales:
         exponent, _, allowed = scale.rstrip("!").partition("/")
         assert state.loss_scale == 2.0 ** int(exponent)
-        # The largest gradient of a step at which this loss scale does not overflow.
+        # The largest gradient for which ``allowed`` is the highest exponent of the loss scale without overflow.
         gradient = FLOAT16.largest / 2.0 ** int(allowed) if allowed else None
         state = rule.step(state, scale.endswith("!"), gradient)
 
@@ -153,3 +153,11 @@ def test_line_of_a_record_is_what_the_rule_does():
     assert line["next_loss_scale"] == state.loss_scale
     for key in ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps"):
         assert line[key] == getattr(state, key), key
+
+
+def test_figures_of_the_study_are_those_of_its_script():
+    data = figure("study")
+    traces = study.traces_by_place(data["steps"], data["seeds"])
+    by_policy = study.study(study.POLICIES, {key: traces[key] for key in traces if key[0] == study.EXACT})
+    repeated = study.tables({**data, "same": by_policy[study.EXACT]})
+    assert repeated == study.tables(data)

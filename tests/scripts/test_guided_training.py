@@ -118,7 +118,7 @@ def in_graph_mode():
 
 @pytest.fixture(scope="module")
 def layers():
-    """Return the trainings (``Runs``) of the network of dense layers, one by update cell."""
+    """Return the trainings of the network of dense layers: for each update cell, a ``Runs`` that trains with it."""
     return {
         "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
         "adaptive": Runs(HalfPrecisionLayers, adaptive),
@@ -127,7 +127,7 @@ def layers():
 
 
 def surge(step):
-    """Return the factor of the loss at a step: a thousand times larger in steps 150 to 199, and so the gradients."""
+    """Return the factor of a step's loss, and so of its gradients: about a thousand in steps 150 to 199, else 1."""
     return 2.0**10 if 150 <= step < 200 else 1.0
 
 
@@ -171,7 +171,7 @@ def test_adapters_of_frozen_layers_skip_hardly_more_steps():
     before = {name: [row["overflow"] for row in record].index(False) for name, record in records.items()}
     after = {name: len(skipped(record)) - before[name] for name, record in records.items()}
     assert before["guided"] <= 6 < before["dynamic"]
-    # The guided run may skip one step more than the dynamic run after the start, but it skips far fewer steps in total.
+    # After the start, the guided run may skip one step more than the dynamic run. In total, it skips far fewer steps.
     assert after["guided"] <= after["dynamic"] + 1
     assert len(skipped(guided)) <= 5 < len(skipped(dynamic))
     # The adapters' gradients do not show these overflows: these gradients would fit at the loss scale that overflowed.
@@ -183,7 +183,7 @@ def test_adapters_of_frozen_layers_skip_hardly_more_steps():
 
 @pytest.fixture(scope="module")
 def small_llama():
-    """Return, for each rule, a small training like the demo's."""
+    """Return, for each rule, a ``LlamaTraining``: the demo's training, but with one small layer."""
     return {rule: LlamaTraining(rule, LLAMA_STEPS, seq_length=32, hidden_size=32, num_layers=1) for rule in RULES}
 
 

@@ -38,7 +38,7 @@ def page_of(language, name):
 
 
 def tasks_by_winner(first, second, measure=worth_report.quality_of):
-    """Return the tasks by winning method, that is, if the confidence interval excludes 0; other tasks are in "-"."""
+    """Return the tasks by the method that wins; under "-", tasks whose confidence interval includes 0."""
     won = {first: set(), second: set(), "-": set()}
     for name, task in figure("worth")["tasks"].items():
         higher = task["higher_is_better"] and measure is worth_report.quality_of
@@ -94,7 +94,7 @@ def scales_of_the_guided_rule_at_its_ceiling():
 
 def doublings():
     scales = scales_of_the_guided_rule_at_its_ceiling()
-    # Steps count from 1, and the loss scale falls at the second step.
+    # Index 0 compares steps 1 and 2, so add 2 for the number of the step whose loss scale is doubled.
     return (np.flatnonzero(scales[1:] == 2 * scales[:-1]) + 2).tolist()
 
 
@@ -173,7 +173,8 @@ SAID = {
         lambda: tasks_by_winner(UNSCALED, "FP32")["-"] == NEEDS_NONE,
         [("README", "no difference between FP16 without scaling and FP32", "未观察到不缩放的FP16与FP32有差别")],
     ),
-    # The guided rule costs less where skipped steps count, and is worse nowhere.
+    # The recommendation follows from two facts: the guided rule skips fewer steps in every task, and it is not shown to
+    # be worse in any task.
     "what is recommended": (
         lambda: guided_skips_fewer_steps_everywhere() and guided_is_worse_nowhere(),
         [

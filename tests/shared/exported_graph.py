@@ -99,7 +99,7 @@ class ExportedGraph:
 
     @property
     def control_flow(self):
-        """list[str]: the kind of every node that chooses, binds or calls a graph; ``Call`` for a call."""
+        """list[str]: an entry for each control-flow node: ``Switch``, ``SwitchLayer``, ``Partial``, or ``Call``."""
         return [kind for kind in map(self._kind, self._nodes) if kind in _CONTROL_FLOW]
 
     @property
@@ -114,10 +114,10 @@ class ExportedGraph:
 
     @property
     def tensor_types(self):
-        """dict[str, set[str]]: for each dtype of a tensor, by MindIR's name, the owners of tensors of this dtype.
+        """dict[str, set[str]]: for each dtype, by MindIR's name, the Parameters and primitives with such tensors.
 
-        The tensors are Parameters, inputs, outputs and constants, and the outputs of every node, also in tuples. An
-        owner is the name of a Parameter, input or output, or the primitive of a node.
+        The tensors are Parameters, inputs, outputs and constants, and the outputs of every node, also in tuples.
+        The sets hold names of Parameters, inputs and outputs; a node is represented by its primitive.
         """
         places = {}
         for owner, tensor in self._tensors(self._model, owner=""):
@@ -126,9 +126,10 @@ class ExportedGraph:
 
     @property
     def plain_constants(self):
-        """set[tuple[str, str, int]]: the constants that are no tensors, such as an axis or a Python number.
+        """set[tuple[str, str, int]]: (type, primitive, input position) of constants that are no tensors, such as an axis.
 
-        Each entry has the type of the constant, the primitive that takes it, and the position of this input.
+        The primitive is the operator that takes the constant, and the position is the index of the constant among the
+        inputs of this operator.
         """
         types = {}
         for node in self._nodes:

@@ -1,0 +1,28 @@
+"""A smaller copy of the demo's Llama, and data for it, for trainings by MindFormers' Python API."""
+
+import mindspore
+import numpy as np
+from mindformers import LlamaConfig, LlamaForCausalLM
+from mindformers.tools.register import MindFormerConfig
+from mindspore.dataset import NumpySlicesDataset
+
+from tests.conftest import CONFIG
+
+BATCH_SIZE, SEQ_LENGTH, BATCHES = 4, 32, 32
+# The model learns to count up to this number, and then again from 0.
+TOKENS = 15
+SIZES = {"batch_size": BATCH_SIZE, "seq_length": SEQ_LENGTH, "hidden_size": 32, "num_heads": 2, "multiple_of": 16}
+
+
+def build_model():
+    """Return a stock Llama of two layers that computes in FP16; the weights are the same each time."""
+    mindspore.set_seed(0)
+    section = MindFormerConfig(str(CONFIG)).model.model_config
+    return LlamaForCausalLM(LlamaConfig(**{**section, **SIZES, "vocab_size": TOKENS + 1, "pad_token_id": TOKENS}))
+
+
+def build_dataset():
+    """Return batches of samples that count up from a random token; each has one token more than the model reads."""
+    starts = np.random.default_rng(0).integers(TOKENS, size=(BATCHES * BATCH_SIZE, 1))
+    samples = ((starts + np.arange(SEQ_LENGTH + 1)) % TOKENS).astype(np.int32)
+    return NumpySlicesDataset(samples, ["input_ids"], shuffle=False).batch(BATCH_SIZE)
