@@ -170,7 +170,7 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
 
 
 class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
-    """Update cell for a training without loss scaling that skips no step, like Megatron-LM without a gradient scaler.
+    """Update cell for training without loss scaling: no step is skipped, as in Megatron-LM without a gradient scaler.
 
     The train-step cells of MindSpore and MindFormers skip a step whose gradients are not finite, also at a fixed scale
     of 1, unless the update cell returns False. This cell always returns False, so inf and NaN reach the optimizer.
@@ -219,8 +219,8 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
             return super().load_state_dict(state_dict, *args, **kwargs)
         if "scale" in state_dict or state_dict.get("grad_scaler") is not None:
             warnings.warn(
-                "The checkpoint has the state of a gradient scaler, but NoLossScaleUpdateCell scales nothing: the "
-                "state is left out. To go on with it, give AdaptiveLossScaleUpdateCell.",
+                "The checkpoint has the state of a gradient scaler, but NoLossScaleUpdateCell scales nothing, so it "
+                "ignores this state. To continue with the saved loss scale, use AdaptiveLossScaleUpdateCell.",
                 stacklevel=2,
             )
         return None

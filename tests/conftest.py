@@ -35,7 +35,7 @@ os.environ |= {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=1, help="how often each run that is killed while it saves is killed")
+    parser.addoption("--kills", type=int, default=1, help="number of kills of each run that a test kills during a save")
 
 
 def pytest_ignore_collect(collection_path):
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
             # Import MindFormers only for the docstring example of Trainer, because other tests do not need it.
             from tests.shared.versions import BEFORE_1_7
 
-            why = "MindFormers before 1.7 logs to where the example prints"
+            why = "MindFormers before 1.7 writes its log into the output that this docstring example checks"
             item.add_marker(pytest.mark.skipif(BEFORE_1_7, reason=why))
 
 
@@ -81,7 +81,7 @@ def time_limit(seconds):
     """Fail the test at its current line if the block takes longer than ``seconds``."""
 
     def fail(*_):
-        pytest.fail(f"This took longer than its limit of {seconds} seconds.")
+        pytest.fail(f"The test took longer than its time limit of {seconds} seconds. It may hang in the current line.")
 
     handler = signal.signal(signal.SIGALRM, fail)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -129,7 +129,7 @@ def scaling_on_cpu(monkeypatch):
 
 @contextlib.contextmanager
 def mindspore_mode(name):
-    """Run the block in a mode of MindSpore: graph, pynative, or asynchronous, which is PyNative mode as users have it.
+    """Run the block in graph mode, in pynative mode (synchronous), or asynchronous (PyNative mode as it is by default).
 
     The mode ``pynative`` computes the same as ``asynchronous``, but waits for each operator. Without this waiting,
     MindSpore's threads spin while they wait for each other, and a small step takes thirty times as long.
@@ -253,7 +253,7 @@ def with_exit_code(expected, finished):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Return a function from arguments to a folder for a compiled graph; equal arguments give the same folder."""
+    """Return a function that makes a folder for a compiled graph; for equal arguments, it returns the same folder."""
     return functools.cache(lambda *_: tmp_path_factory.mktemp("compiled"))
 
 

@@ -22,7 +22,7 @@ def register_path(run_python):
 
 def test_the_command_does_without_mindspore(run_python):
     imported = run_python("-X", "importtime", "-m", "mindformers_adaptive.register_path").stderr
-    # The package's own import is listed, so the list of imports is not empty.
+    # Python must list the import of this package. Otherwise the list may be empty, and the next check always passes.
     assert re.search(r"\| +mindformers_adaptive$", imported, re.MULTILINE)
     assert not re.search(r"\| +(mindspore|mindformers|numpy)\b", imported)
 
@@ -49,7 +49,7 @@ cell = build_wrapper(
     },
 )
 
-# Only now, so that it was MindFormers that loaded the package.
+# Import the package only after MindFormers has loaded it through auto_register.
 import mindformers_adaptive
 from mindformers_adaptive import wrapper
 
@@ -82,8 +82,8 @@ def test_auto_register_gives_the_installed_class_and_train_step(run_python, regi
 @pytest.mark.slow
 @pytest.mark.skipif(
     "MINDFORMERS_HOME" not in os.environ,
-    reason="set MINDFORMERS_HOME to a source tree of MindFormers, of the version installed: its run_mindformer.py is "
-    "not in the wheel",
+    reason="MINDFORMERS_HOME is not set, and MindFormers' wheel has no run_mindformer.py. Set the variable to a source "
+    "tree of the installed version of MindFormers",
 )
 @pytest.mark.parametrize("cell", ["AdaptiveLossScaleUpdateCell", GUIDED])
 def test_the_unmodified_script_of_mindformers_trains_on_cpu(run_python, register_path, corpus, tmp_path, cell):

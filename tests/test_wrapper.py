@@ -97,7 +97,7 @@ def test_optimizer_that_divides_too_is_refused(cell):
     dense = Dense()
     optimizer = dense.optimizer(loss_scale=1024.0)
     for scale_sense in (AdaptiveLossScaleUpdateCell(1024, 2, 20), Tensor(1024.0)):
-        with pytest.raises(ValueError, match=r"'optimizer' must not divide .*Momentum with loss_scale=1024.0. Make it"):
+        with pytest.raises(ValueError, match=r"'optimizer' must not divide .*Momentum with loss_scale=1024.0. Create"):
             cell(dense.network, optimizer, scale_sense=scale_sense)
 
 
@@ -173,7 +173,7 @@ def test_without_loss_scaling_no_step_is_skipped(mode):
 
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):
-    """Off CPU, the cell compiles MindSpore's overflow detection; so here an error names its Ascend primitive."""
+    """For Ascend, the cell uses MindSpore's overflow detection, whose Ascend primitive a CPU refuses to compile."""
     monkeypatch.setattr(train_step, "context", types.SimpleNamespace(get_context=lambda name: "Ascend"))
     step = Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
     with pytest.raises(RuntimeError, match="NPUGetFloatStatusV2"):

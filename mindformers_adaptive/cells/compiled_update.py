@@ -80,8 +80,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             # else.
             if field.name != "scale_window" and field not in STEP_FIELDS and hasattr(self, field.name):
                 raise ValueError(
-                    f"A field of the rule {self.rule.name!r} must not be called {field.name!r}, which MindSpore's "
-                    "update cell uses itself. Choose another name."
+                    f"A field of the rule {self.rule.name!r} must not be called {field.name!r}, because "
+                    "MindSpore's update cell has an attribute of this name. Choose another name."
                 )
             parameter = Parameter(tensor_of(field, values), name=field.parameter, requires_grad=False)
             setattr(self, field.name, parameter)
@@ -104,8 +104,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         overflowed = ops.cast(overflow, mstype.int32)
         in_a_row = (self.consecutive_overflows + self.one) * overflowed
         if self.keeps_history:
-            # Write the step to the history before the assignments below, which change the Parameters with its loss
-            # scale and number.
+            # Write the step to the history before the assignments below, which overwrite the loss scale and the number
+            # of this step with the values for the next step.
             self._remember(loss_scale, next_loss_scale, overflowed, in_a_row, after)
         if self.counts_clean_steps:
             last_event = self.cur_iter - (clean_steps if self.place_of_clean is None else after[self.place_of_clean])
@@ -168,10 +168,11 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
 
 
 def _place_of(rule: Rule, key: str, places: Mapping[str, int]) -> tuple[str, int | None, Any, bool]:
-    """Return where a value of the step history comes from.
+    """Return from which result of the rule's step, or from which state field, the step history takes a value.
 
-    Returns: the field of the value, its index in the results of the rule's step, its index in a vector, and whether it
-    is an integer.
+    Returns: the name of the value's field; the index of the field in the results of the rule's step, or None if the
+    step does not change the field; the index of the value in the field's vector, or None; and whether the value is an
+    integer.
     """
     field = next(field for field in rule.fields if key in field.keys)
     part = Tensor(field.parts.index(key), mstype.int32) if field.parts else None

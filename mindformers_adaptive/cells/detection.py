@@ -72,7 +72,7 @@ class LargestGradient(nn.Cell):
         return ops.logical_not(ops.less_equal(largest, self.largest_float32))
 
     def keep_divisor(self, divisor: Any) -> None:
-        """Remember the divisor of this step's gradients besides the loss scale, a Tensor of one element."""
+        """Store a Tensor of one element: the number by which the gradients were divided, besides the loss scale."""
         # Until the gradients are measured, the Parameter largest_gradient holds their divisor. A separate Parameter for
         # the divisor would not be registered with any cell, and a graph loaded from MindSpore's compile cache does not
         # update such a Parameter.
@@ -127,6 +127,6 @@ def refuse_sparse_gradients(train_step: Any) -> None:
         if any(isinstance(value, ops.SparseGatherV2) for value in vars(cell).values()):
             raise ValueError(
                 f"The gradient of {name or type(cell).__name__!r} must be dense, but it is sparse (RowTensor), which "
-                "overflow detection on a CPU and the gradient-guided rule do not support. Make the layer with "
-                "sparse=False."
+                "overflow detection on a CPU and the gradient-guided rule do not support. Create the "
+                "layer with sparse=False."
             )

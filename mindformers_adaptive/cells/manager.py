@@ -76,7 +76,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return float(self._present_cell.present_loss_scale)
 
     def get_drop_overflow_update(self) -> bool:
-        """Return True: a training step that overflows does not update the weights.
+        """Return True, because a training step that overflows does not update the weights.
 
         Returns:
             bool, True.
@@ -131,14 +131,14 @@ class RuleLossScaleManager(amp.LossScaleManager):
         if is_stock and self.rule.needs_gradients:
             raise ValueError(
                 f"'loss_scale_manager' {type(self).__name__} needs a train-step cell that measures the largest "
-                "gradient, but MindSpore is building one of its own. Call "
-                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made, on every device, and use "
+                "gradient, but MindSpore is building its own train-step cell, which does not. Call "
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before you create the Model, on every device, and use "
                 "neither boost_level nor pipeline stages nor gradient accumulation with this manager."
             )
         if is_stock and context.get_context("device_target") == "CPU":
             raise ValueError(
                 f"'loss_scale_manager' must be None with MindSpore alone on CPU, but got {type(self).__name__}. Call "
-                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before you create the Model."
             )
         present = self._present_cell
         cell = self.cell_class._for_rule(self.rule, present.rule_state())

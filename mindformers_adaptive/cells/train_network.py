@@ -70,14 +70,15 @@ def build_train_network(
         warn_of_window_as_factor(type(manager).__name__, manager.scale_factor)
     if isinstance(manager, amp.LossScaleManager):
         _check_division(optimizer, manager.get_loss_scale(), update_cell)
-    stock_only = None if update_cell is None else _what_needs_a_stock_cell(network, boost_level)
-    if stock_only and context.get_context("device_target") == "CPU":
+    option = None if update_cell is None else _what_needs_a_stock_cell(network, boost_level)
+    if option and context.get_context("device_target") == "CPU":
         raise ValueError(
-            f"'loss_scale_manager' must be None or FixedLossScaleManager(drop_overflow_update=False) together with "
-            f"{stock_only} on CPU, where MindSpore's train-step cell for it does not run. Leave one of the two out, or "
-            "put TrainOneStepWithLossScaleCell around the network yourself."
+            f"'loss_scale_manager' must be None or FixedLossScaleManager(drop_overflow_update=False) with {option} on "
+            f"CPU, but got {type(manager).__name__}. For this manager, MindSpore's train-step cell with {option} does "
+            f"not run on CPU. Leave out the manager or {option}, or put TrainOneStepWithLossScaleCell around the "
+            "network yourself."
         )
-    if update_cell is None or stock_only:
+    if update_cell is None or option:
         return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
     # MindSpore's build_train_network adds mixed precision and the loss function to the network, and wraps the network
     # in a train-step cell. Take only the network, with mixed precision and loss function, out of that cell.

@@ -19,7 +19,7 @@ from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 __all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer"]
 
-# If the largest gradient is still 0 after this many training steps, nothing measures it: an overflow would give inf.
+# If the largest gradient is still 0 after this many steps, it is not measured: overflowed gradients would give inf.
 _STEPS_BEFORE_CHECK = 5
 
 # The mixin's base is Any, so that type checkers accept attributes of MindSpore's cell, a base of each subclass.
@@ -111,7 +111,7 @@ class LossScaleTrainStep(_Base):
         """Divide FP16 and BF16 gradients by the loss scale in float32, if the stock ``construct`` does the division."""
         construct = type(self).construct
         is_stock = construct is nn.TrainOneStepWithLossScaleCell.construct
-        # A construct that a user wrote may also use hyper_map for other tensors, such as moving averages of weights.
+        # A construct() method that a user wrote may call hyper_map for other tensors, such as averages of the weights.
         if is_stock or "hyper_map" not in construct.__code__.co_names:
             self.hyper_map = MapInFloat32()
             self.grad_reducer = GradientReducer(self.grad_reducer, [weight.dtype for weight in self.weights])
@@ -135,8 +135,8 @@ class LossScaleTrainStep(_Base):
         """Return whether each step reports a second divisor of the gradients, besides the loss scale."""
         if getattr(self, "calculate_per_token_loss", False):
             raise TypeError(
-                f"{type(self).__name__} must be a subclass of PerTokenTrainStep with 'calculate_per_token_loss' and an "
-                "update cell that needs the largest gradient. Use PerTokenTrainStep in place of LossScaleTrainStep."
+                f"{type(self).__name__} must be a subclass of PerTokenTrainStep, because 'calculate_per_token_loss' is "
+                "set and the update cell needs the largest gradient. Use PerTokenTrainStep, not LossScaleTrainStep."
             )
         return False
 
@@ -289,7 +289,7 @@ def _follows_a_rule(train_step: Any) -> bool:
 
 def _has_fixed_scale(train_step: Any) -> bool:
     update_cell = train_step.loss_scaling_manager
-    # A user's subclass of FixedLossScaleUpdateCell may change the loss scale, so subclasses do not count.
+    # A user's subclass of FixedLossScaleUpdateCell may change the loss scale, so accept only the class itself.
     is_stock = type(update_cell) is nn.FixedLossScaleUpdateCell
     return update_cell is None or is_stock or getattr(update_cell, "has_fixed_scale", False)
 
@@ -299,8 +299,8 @@ def refuse_dividing_optimizer(optimizer: object) -> None:
     divided_by = getattr(optimizer, "loss_scale", 1.0)
     if divided_by != 1.0:
         raise ValueError(
-            "'optimizer' must not divide the gradients, which the train-step cell does, but got "
-            f"{type(optimizer).__name__} with loss_scale={divided_by}. Make it without 'loss_scale'."
+            "'optimizer' must not divide the gradients, because the train-step cell divides them, but got "
+            f"{type(optimizer).__name__} with loss_scale={divided_by}. Create the optimizer without 'loss_scale'."
         )
 
 
@@ -367,8 +367,8 @@ def _warn_if_not_measured(train_step: Any) -> None:
         warnings.warn(
             f"The largest gradient is still 0 after {_STEPS_BEFORE_CHECK} steps, so {type(update_cell).__name__} does "
             f"not know how large the gradients are. In 'construct' of {name}, call "
-            "self.get_overflow_status(status, gradients) with the unscaled gradients, before any clipping: it measures "
-            "them. Or use AdaptiveLossScaleUpdateCell, which needs no measurement.",
+            "self.get_overflow_status(status, gradients), which measures the gradients, before any clipping and with "
+            "unscaled gradients. Or use AdaptiveLossScaleUpdateCell, which needs no measurement.",
             stacklevel=3,
         )
 
@@ -381,7 +381,7 @@ def _keep_fixed_scale(train_step: Any) -> None:
         return
     warnings.warn(
         f"The checkpoint has loss scale {restored}, but 'scale_sense' is fixed at {wanted}: training goes on at "
-        f"{wanted}. To go on at {restored}, make that the fixed scale, or call set_sense_scale().",
+        f"{wanted}. To go on at {restored}, give {restored} as 'scale_sense', or call set_sense_scale().",
         stacklevel=4,
     )
     scale_sense.set_data(Tensor(np.full(scale_sense.shape, wanted), mstype.float32))

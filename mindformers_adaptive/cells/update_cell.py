@@ -50,8 +50,8 @@ class RuleUpdateCell(CompiledUpdateCell):
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
         self.form = form_of(rule)
-        # The run number and the form of the state are Parameters because checkpoints restore only Parameters; no graph
-        # reads them. Both are negative until training begins, so a checkpoint of a training never has negative values.
+        # The run number and the checksum of the state's layout are Parameters, because checkpoints restore only these;
+        # no graph reads them. Both numbers are negative until training begins, so saved numbers are never negative.
         self.loss_scaling_run = _new_parameter(RUN, -1)
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
         # The number of the training step whose loss scale is in loss_scale_value.
@@ -189,9 +189,9 @@ class RuleUpdateCell(CompiledUpdateCell):
         """
         if self._bound_id == id(self) and parameter is not self.bound_loss_scale:
             raise ValueError(
-                f"This {type(self).__name__} already scales the loss of another train step, and its state can belong "
-                "to one only. Make an update cell for each train step. To go on from this state, call "
-                "load_state_dict(cell.state_dict()) of the new one."
+                f"This {type(self).__name__} already scales the loss of another train step, and an update cell can "
+                "serve only one train step. Make an update cell for each train step. To continue from the state of the "
+                "old cell, call new_cell.load_state_dict(old_cell.state_dict())."
             )
         self._bound_id = id(self)
         # Bypass nn.Cell.__setattr__, which would make the Parameter of the loss scale a child of this cell too.
@@ -373,7 +373,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return counters
 
     def _write(self, loss_scale: float | None, values: dict[str, Any]) -> None:
-        """Write the state of the rule and the next loss scale; with ``loss_scale`` None, keep the present scale."""
+        """Store the rule's state and the next loss scale in Parameters; a ``loss_scale`` of None keeps the scale."""
         if loss_scale is not None:
             if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
                 self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))

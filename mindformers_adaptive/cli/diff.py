@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read both files to compare, and print the error of each Parameter."""
+    """Read two checkpoints, and print for each Parameter how far the first differs from the reference."""
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.mindformers.checkpoint_arrays import read_arrays
 

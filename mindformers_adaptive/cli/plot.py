@@ -92,7 +92,8 @@ def run(options: argparse.Namespace) -> None:
         options.underflow or not all(isinstance(content, dict) or _is_gradients(content) for content in read.values())
     ):
         raise UsageError(
-            "arguments --of, --modules and --axis are for sweeps and records of gradients, without --underflow"
+            "arguments --of, --modules and --axis can be used only for sweeps and records of gradients, and not with "
+            "--underflow: leave them out"
         )
     if sweeps and len(sweeps) < len(read):
         raise UsageError("files of 'probe --output' cannot be drawn with other files: draw the other files separately")
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
         save(figure, options.picture)
     except (ArithmeticError, TypeError) as error:
         raise ValueError(
-            f"{', '.join(read)} must hold numbers that can be drawn, but: {error}. Correct them."
+            f"{', '.join(read)} must hold numbers that can be drawn, but drawing failed: {error}. Correct the numbers."
         ) from error
     print_text(f"written: {options.picture}")
 

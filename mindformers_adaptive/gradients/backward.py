@@ -1,16 +1,11 @@
 """Runs the backward pass of a train-step cell at any loss scale, without changing the weights or the training."""
 
-import contextlib
 import itertools
-import sys
 
-import mindspore
-import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.nn.cell import _pynative_executor
 
-__all__ = ["backward_pass", "counts_for", "replaced_in", "to_numpy", "unchanged"]
+__all__ = ["backward_pass", "counts_for", "to_numpy"]
 
 
 def backward_pass(network):
@@ -41,7 +36,7 @@ def backward_pass(network):
         return _OfOneLoss(network, ParameterTuple(network.trainable_params()))
     if hasattr(network, "accu_grads") and not network.opt_shard:
         raise ValueError(
-            f"'network' must return its gradients, but {type(network).__name__} adds them up in Parameters of its own. "
+            f"'network' must return its gradients, but {type(network).__name__} only adds them to its Parameters. "
             "Set 'parallel.enable_parallel_optimizer' to True in the YAML file, or measure without pipeline stages."
         )
     # This package's train-step cells have a method grads_for_legacy even if MindFormers' cell, before 1.7, has no such
@@ -57,7 +52,7 @@ def backward_pass(network):
 
 
 class _OfMindFormers(nn.Cell):
-    """Computes the gradients with the function that MindFormers' train-step cells call themselves."""
+    """Computes the gradients with the same function that MindFormers' train-step cells use in a training."""
 
     def __init__(self, train_step):
         super().__init__(auto_prefix=False)
@@ -92,90 +87,10 @@ class _OfOneLoss(nn.Cell):
         return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-@contextlib.contextmanager
-def unchanged(network):
-    """Put a network into training mode without dropout for a ``with`` block, and undo all changes afterwards.
-
-    If a pass raised an exception, in the ``with`` block or before it, MindSpore is made to forget that pass.
-
-    Args:
-        network (Cell): as in :func:`backward_pass`.
-
-    Yields:
-        Callable, restores MindSpore's random states as they were on entry.
-    """
-    values = []
-    if isinstance(network, nn.TrainOneStepCell):
-        # Restore the other Parameters of the train-step cell, such as the sums of losses in MindFormers' cell. The
-        # backward pass does not write to the weights and to the accumulated gradients.
-        not_written = {id(value) for value in (*network.weights, *getattr(network, "accu_grads", ()))}
-        values = [value for value in network.get_parameters(expand=False) if id(value) not in not_written]
-        network = network.network
-    # A forward pass may write to Parameters that are not trained, as BatchNorm does to its moving averages. Restore
-    # these Parameters too.
-    values += [value for value in network.get_parameters() if not value.requires_grad]
-    state = [(value, to_numpy(value).copy()) for value in values]
-    cells = [cell for _, cell in network.cells_and_names()]
-    modes = [(cell, cell.training, cell.phase) for cell in cells]
-    generator = mindspore.get_rng_state()
-    # Look the module mindspore.common.seed up by its name, because mindspore.common also has a function called seed.
-    kernel_seeds = getattr(sys.modules["mindspore.common.seed"], "_KERNEL_SEED", {})
-    seeds = dict(kernel_seeds)
-
-    def restore_random_state():
-        mindspore.set_rng_state(generator)
-        kernel_seeds.clear()
-        kernel_seeds.update(seeds)
-
-    network.set_train(True)
-    for cell in cells:
-        # MindSpore and MindFormers have several classes with Dropout in their names. Such a cell with other cells
-        # inside is a network, not a dropout layer.
-        if "Dropout" in type(cell).__name__ and not cell.cells():
-            cell.set_train(False)
-    if _pynative_executor.grad_flag():
-        _close_failed_pass()
-    try:
-        yield restore_random_state
-    except BaseException:
-        _close_failed_pass()
-        raise
-    finally:
-        for cell, training, phase in modes:
-            cell.add_flags(training=training)
-            cell.phase = phase
-        for value, before in state:
-            if not np.array_equal(to_numpy(value), before, equal_nan=before.dtype.kind == "f"):
-                value.set_data(Tensor(before, value.dtype))
-        restore_random_state()
-
-
 def counts_for(progress):
-    """Return a function to call after each backward pass; it gives ``progress``, if not None, the number of passes."""
+    """Return a function to call after each backward pass; it calls ``progress``, if any, with the number of passes."""
     passes = itertools.count(1)
     return lambda: progress is not None and progress(next(passes))
-
-
-def _close_failed_pass():
-    """Make MindSpore forget a PyNative pass that raised an exception, because MindSpore goes on recording such a pass.
-
-    Otherwise the next backward pass would count as a part of the failed pass. It would be recorded, which not every
-    operator supports, and cells would cast their inputs as the failed cell did. This also restarts dropout's numbers.
-    """
-    _pynative_executor.clear_res()
-
-
-@contextlib.contextmanager
-def replaced_in(values, name, value):
-    """Replace a value of a dict within a ``with`` block, and keep the order of the keys."""
-    before = {name: values[name]} if name in values else {}
-    values[name] = value
-    try:
-        yield
-    finally:
-        if not before:
-            del values[name]
-        values.update(before)
 
 
 def to_numpy(tensor):

@@ -9,8 +9,9 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
+from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
+from mindformers_adaptive.gradients.temporary_changes import without_recomputation
 from mindformers_adaptive.rules.checks import require_names
 from mindformers_adaptive.text.nearest import nearest_names
 
@@ -55,7 +56,7 @@ class LayerOutputs:
             if not chosen:
                 candidates = [*{type(cell).__name__: None for cell in cells.values()}, *cells]
                 raise ValueError(
-                    f"'layers' must name cells of the network, or a class of them, but {layer!r} is neither. The "
+                    f"'layers' must name cells of the network, or a class of cells, but {layer!r} is neither. The "
                     f"nearest names are {nearest_names(layer, candidates)}."
                 )
             self._layers |= chosen
@@ -152,15 +153,13 @@ class LayerOutputs:
             # gradients inside.
             stack.callback(setattr, nn.Cell, "__call__", call)
             nn.Cell.__call__ = call_and_see
-            for _, cell in self._network.cells_and_names():
-                if getattr(cell, "_recompute_cell", None) is not None:
-                    # Switch recomputation off: it would call the cells inside this cell again in the backward pass.
-                    stack.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
+            stack.enter_context(without_recomputation(cell for _, cell in self._network.cells_and_names()))
             try:
                 yield
             except Exception as error:
                 raise LayerOutputsError(
-                    f"The {what} of 'layers' need a {way} pass in PyNative mode, where the network fails: {error}."
+                    f"The {what} of 'layers' need a {way} pass in PyNative mode, but in this mode the network fails: "
+                    f"{error}. Leave out 'layers', or correct the network."
                 ) from error
 
 
@@ -195,7 +194,7 @@ def _named_cells(network):
 
 
 def _path_around(network):
-    """Return the prefix, such as "network.", that the paths of the network's Parameters have and their names lack."""
+    """Return the prefix, such as "network.", that begins the Parameters' paths in the network, but not their names."""
     paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
     around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))
     return around.most_common(1)[0][0] if around else ""

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -11,10 +12,12 @@ from mindspore import Tensor, get_context
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
-from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy, unchanged
+from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy
+from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.gradients.layers import LayerOutputs
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
+from mindformers_adaptive.gradients.temporary_changes import unchanged
 from mindformers_adaptive.rules.checks import require_integer, require_names, require_positive
 from mindformers_adaptive.rules.formats import find_format
 
@@ -51,9 +54,10 @@ def gradient_ranges(
     Args:
         network (Cell): a train-step cell, a subclass of ``nn.TrainOneStepCell``, or a network that returns its loss: a
             Tensor, or a tuple whose first element is the loss.
-        inputs (Union[Tensor, tuple, list, Iterable]): one batch, a Tensor or a tuple of Tensors, of the shapes and
+        inputs (Union[Tensor, tuple, list, Iterable, str]): one batch, a Tensor or a tuple of Tensors, of the shapes and
             dtypes that the network takes; or several, an iterable of such tuples, like
-            ``dataset.create_tuple_iterator(num_epochs=1)``. NumPy arrays are accepted.
+            ``dataset.create_tuple_iterator(num_epochs=1)``, NumPy arrays included; or the path of a batch that
+            ``LossScaleMonitor(explain=True)`` saved.
         loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
         layers (Iterable[str]): cells of the network whose outputs are measured too, and the gradients of these at each
             scale, by name or by the name of their class; see
@@ -283,7 +287,9 @@ def checked_loss_scales(loss_scales):
 
 def batches_of(inputs):
     """Yield each batch in the ``inputs`` of :func:`gradient_ranges` as a tuple of Tensors."""
-    if _is_array(inputs):
+    if isinstance(inputs, str | os.PathLike):
+        inputs = read_batch(inputs)
+    elif _is_array(inputs):
         inputs = (inputs,)
     for batch in inputs if isinstance(inputs, Iterable) and not _is_batch(inputs) else [inputs]:
         if not _is_batch(batch):

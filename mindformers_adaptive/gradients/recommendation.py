@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def is_harmful(self) -> bool | None:
-        """bool, optional: whether a Parameter's gradient loses a share above ``HARMLESS_SHARE``; None if not known."""
+        """bool, optional: whether a gradient loses more than ``HARMLESS_SHARE`` to underflow; None if not known."""
         return None if self.parameter_share is None else self.parameter_share > HARMLESS_SHARE
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ def _known_shares(statistics: Mapping[str, ArrayStatistics]) -> dict[str, float]
 
 
 def table_of_groups(verdicts: list[Verdict]) -> str:
-    """Return a table to print: the share that each group of gradients loses at each of the judged loss scales."""
+    """Return a table to print: for each group of gradients, the share lost at the loss scale of each verdict."""
     lines = [["gradients of", *(f"lost at {as_power_of_two(verdict.loss_scale)}" for verdict in verdicts)]]
     for group in dict.fromkeys(group for verdict in verdicts for group in verdict.groups):
         shares = [verdict.groups.get(group) for verdict in verdicts]
@@ -343,8 +343,8 @@ def recommend_loss_scale(
     lowest = judge(ranges, scales[0])
     more = UNKNOWN_MARGIN if lowest.without_gradient else 0
     start = max(ceiling / 2.0 ** (margin + more), scales[0])
-    # A backward pass in float32 can be recognized only if the gradients exceed the range of the format at the highest
-    # loss scale.
+    # A backward pass in float32 instead of the gradients' format can be recognized only if the gradients at the highest
+    # loss scale are larger than the largest number of this format.
     exceeds = is_highest and at_ceiling.largest > _BEYOND * ranges.gradient_format.largest
     is_in_format = not (exceeds and scales[0] <= 1 and (lowest.parameter_share or 0.0) <= _NOTHING)
     if not is_in_format:

@@ -44,8 +44,8 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
         return ranges
     if len(modules) > MOST_GROUPS:
         raise ValueError(
-            f"'modules' must have at most {MOST_GROUPS} names, one for each row, but got {len(modules)}. Draw the "
-            "other modules in another picture."
+            f"'modules' must have at most {MOST_GROUPS} names, because the picture has a row for each module, but got "
+            f"{len(modules)}. Draw the other modules in another picture."
         )
     group = group_of_modules(modules, ranges.batches[0][0].parameters)
 

@@ -102,8 +102,8 @@ def advise(
     scale, start_up = forward_fill(run.loss_scale), start_up_of(run)
     start = _lower_start(run, start_up)
     first = float(start[0].figures["scale"] if start else scale[0])
-    # A run that records largest gradients uses a rule that follows these gradients. Such a rule has no window and none
-    # of the adaptive cell's settings.
+    # A run that records largest gradients uses a rule that follows these gradients. Such a rule has no scale window, so
+    # do not recommend settings of the adaptive rule.
     if run.largest_gradient is not None or not 1.0 <= first <= LARGEST_LOSS_SCALE:
         return start, None
     smallest = float(scale[scale >= SMALLEST_LOSS_SCALE].min())
@@ -131,7 +131,10 @@ def advise(
 def _accepted(
     configuration: Configuration | None, traces: Sequence[Trace], recorded: Sequence[Measures]
 ) -> Settings | None:
-    """Return the settings if the log decides most replayed steps and enough skipped steps are saved, else None."""
+    """Return settings with their replay if they cost clearly less than the recorded run, else None.
+
+    The log must also show, for most steps of the replay with the settings, whether the step overflows.
+    """
     if configuration is None:
         return None
     rules, starts = [configuration.rule] * len(traces), [configuration.start] * len(traces)
@@ -273,7 +276,10 @@ def _power_of_two_up_to(scale: float) -> float:
 
 
 def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Configuration | None:
-    """Return the cheapest settings with scale windows above ``largest`` if the log decides most steps, or None."""
+    """Return the cheapest settings with scale windows above ``largest``; None if the log tells too little about them.
+
+    The log must show, for most steps of a replay with the settings, whether the step overflows.
+    """
     tried = [window for window in AdaptiveRule.tried["min_scale_window"] if window > largest]
     if not tried:
         return None

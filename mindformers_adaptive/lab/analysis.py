@@ -64,7 +64,7 @@ class Analysis:
         return None if self.settings is None else self.settings.scale_sense(notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole analysis, ready for JSON. None stands for an unknown value.
+        """Return the analysis of the run as a dict that ``json`` can write. None stands for an unknown value.
 
         A number that the log does not give exactly is None, and its bounds are in ``..._at_least`` and ``..._at_most``.
         For ``skipped``, the bounds are ``at_least`` and ``at_most``, and ``holds_if`` is the condition on which they
@@ -134,10 +134,10 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
         trace = raise_ceilings(trace, run)
     require_steps(trace)
     if np.isnan(run.loss_scale).all():
-        raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
+        raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that has some.")
     changes, used = changes_of(run), forward_fill(run.loss_scale)
-    # Of each trace, replace only the ceilings. For a long run, separate bounds for each assumption would not fit into
-    # memory.
+    # Make a trace for each assumption about the ceilings. These traces share all arrays except the ceilings, because
+    # separate arrays of bounds for each assumption would not fit into memory for a long run.
     traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
     recorded = tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)
     advice, settings = advise(run, traces, recorded, changes)
@@ -147,7 +147,7 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
 
 
 def raise_ceilings(trace: Trace, run: RecordedRun) -> Trace:
-    """Return the trace of a run with the ceiling of each clean step raised to the largest scale of a later clean step.
+    """Return the trace with the ceiling of each clean step raised to the largest loss scale of the later clean steps.
 
     Only later clean steps before the next overflow count. Without the raised ceilings, each scale that a run used would
     seem to be the highest possible scale.
@@ -196,7 +196,7 @@ def _outcome_rows(
 
 
 def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[], Policy]]:
-    """Return policies by name. All start from the run's first loss scale from 1 to the largest float32 number."""
+    """Return policies by name. All start at the run's first loss scale that is at least 1 and finite in float32."""
     usable = used[(used >= 1.0) & (used <= LARGEST_LOSS_SCALE)]
     if not len(usable):
         return {}

@@ -69,7 +69,7 @@ class Configuration:
             try:
                 rule, start = start_rule(policy, arguments)
             except UserWarning as warning:
-                raise ValueError(f"{warning} A configuration must not rely on that: give valid values.") from None
+                raise ValueError(f"{warning} In a configuration this is an error: give a valid value.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
         name = rule_class.name if rule_class in RULES.values() else path
         self.policy = policy if isinstance(policy, str) else name

@@ -23,7 +23,8 @@ class Arithmetic(NamedTuple):
     factor: Callable[[float], float]
 
 
-# Types of the loss scale and the factors: both float32 tensors; a float32 tensor and C++ doubles; both Python floats.
+# In the original loss scalers, the loss scale and the factors are both float32 tensors (FLOAT32), a float32 tensor and
+# C++ doubles (FLOAT32_FLOAT64_FACTORS), or both Python floats (FLOAT64).
 FLOAT32 = Arithmetic(to_float32, to_float32)
 FLOAT32_FLOAT64_FACTORS = Arithmetic(to_float32, float)
 FLOAT64 = Arithmetic(float, float)

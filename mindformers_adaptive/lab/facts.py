@@ -54,7 +54,7 @@ class StartUp(NamedTuple):
 
 
 def start_up_of(run: RecordedRun) -> StartUp:
-    """Return the start-up of a run that has at least one step.
+    """Return the start-up of a run: the steps before the first loss scale that held. The run must have a step.
 
     Examples:
         >>> flags = np.arange(100) < 16
@@ -81,7 +81,7 @@ def start_up_of(run: RecordedRun) -> StartUp:
 
 
 def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
-    """Return which steps are in a log line with so many clean steps that a scale held, whichever steps were skipped."""
+    """Return which steps are in a log line that surely has enough consecutive clean steps for a loss scale to hold."""
     ends, _, most = np.asarray(run.lines, np.int64).T
     steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
     return np.repeat(steps - skipped >= _HELD * (skipped + 1), steps)
@@ -169,7 +169,10 @@ def _path(run: RecordedRun) -> list[str]:
 
 
 def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
-    """Return a list with a sentence if a rise without overflow or the gradients show room for a higher scale."""
+    """Return a list with a sentence if the loss scale could have been higher, else an empty list.
+
+    A rise without overflow shows this, or the size of the gradients.
+    """
     scale = forward_fill(run.loss_scale)
     overflows = np.flatnonzero(run.overflow)
     climbed = scale[: int(overflows[0]) if len(overflows) else len(scale)]

@@ -1,4 +1,4 @@
-"""Traces of ceilings (largest loss scales without overflow), measured in sweeps, or made with gradients that fit."""
+"""Traces of ceilings (largest loss scales without overflow): measured in sweeps, or synthetic, with gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mindformers_adaptive.text.untrusted import printable
 __all__ = ["INDEPENDENT_CEILINGS", "MOST_STEPS", "checked_steps", "from_gradient_ranges"]
 __all__ += ["independent_ceiling", "random_of", "with_gradients"]
 
-# Four sets of arguments (level, offset, spread, memory) for independent_ceiling(), where activation gradients set the
-# ceilings. The first set was measured in a LoRA fine-tuning (rank 4, all other weights frozen, batch size 64); the
-# second has the same numbers without memory; the third was measured with batch size 1, the fourth with only the first
-# of fourteen layers trained.
+# Four sets of arguments (level, offset, spread, memory) for independent_ceiling(), for trainings in which activation
+# gradients overflow before the gradients of the weights. The first set was measured in a LoRA fine-tuning (rank 4, all
+# other weights frozen, batch size 64). The second set is the first with memory 0, so consecutive steps are independent.
+# The third set was measured with batch size 1, the fourth with only the first of fourteen layers trained.
 INDEPENDENT_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
 
 # The largest number of steps in a trace: more steps than any training has, and the replay of such a trace still fits
@@ -107,7 +107,7 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if a line is no sweep of that monitor, or there is none; the message names the line.
+        ValueError: if a line is not a sweep of that monitor, or the file is empty; the message names the line.
 
     Examples:
         >>> import pathlib, tempfile
@@ -126,8 +126,8 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
             gradient_format = find_format(sweep.get("gradient_format", FLOAT16))
         except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}:{number} is no sweep of GradientRangeMonitor ({type(error).__name__}: {error}). Take the line "
-                "out, or give another file."
+                f"{path}:{number} is not a sweep over loss scales that GradientRangeMonitor wrote "
+                f"({type(error).__name__}: {error}). Remove this line, or give another file."
             ) from error
     if not sweeps:
         raise ValueError(f"{path} must have at least 1 sweep, but is empty. Give the record of a GradientRangeMonitor.")

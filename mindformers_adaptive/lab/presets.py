@@ -49,7 +49,7 @@ class Parameter(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """The loss scaler of a system: its parameters, and the arguments of ``DynamicRule`` that are constant.
+    """The loss scaler of a framework, such as PyTorch: its parameters, and the fixed arguments of ``DynamicRule``.
 
     Attributes:
         parameters (Mapping[str, Parameter]): its parameters by name.

@@ -144,8 +144,8 @@ def changes_of(run: RecordedRun) -> list[Change]:
             if old == new:
                 continue
             clean_steps = _clean_steps(run, skipped, started, here) if name == "raise" else None
-            # After a jump, fall or rise, the step at which the new loss scale began is not known, so do not count clean
-            # steps.
+            # After a change of the kind "jump", "fall" or "rise", it is not known at which step the new loss scale
+            # began, so do not count the clean steps with it.
             started = len(run) if name in ("jump", "fall", "rise") else here
             change = Change(int(run.step[here]), name, (old, windows[0]), (new, windows[1]), first_step, clean_steps)
             if first_step and changes and changes[-1][:2] == change[:2] and name in ("fall", "rise"):
@@ -155,7 +155,10 @@ def changes_of(run: RecordedRun) -> list[Change]:
 
 
 def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each step, the first and last step of its log line; the step itself if all steps there are known."""
+    """Return two arrays: for each step, the index of the first and of the last step that its log line covers.
+
+    If the log shows for every step of the line whether it was skipped, both are the index of the step itself.
+    """
     ends = run.line_ends()
     lengths = np.diff(ends, prepend=0)
     line = np.repeat(np.arange(len(ends)), lengths)
@@ -165,7 +168,7 @@ def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _can_move(before: float, after: float, steps: int, run: RecordedRun) -> bool:
-    """Return whether so many steps can change the loss scale so much, if each step moves it by at most one factor."""
+    """Return whether ``steps`` steps can lead from one loss scale to another, each by at most one scale factor."""
     if min(before, after) <= 0 or math.isinf(max(before, after)):
         return False
     return abs(math.log2(after / before)) <= steps * math.log2(max(2.0, run.scale_factor) * (1 + _NEAR))

@@ -50,8 +50,8 @@ _LEVEL = 18.0
 # Limits for log2 of the ceilings: the exponents of normal float32 numbers, because loss scales are in this range.
 _EXPONENTS = (-126.0, 127.0)
 
-# Numbers for regimes of lower ceilings: length in steps, depth in bits, distance between rare regimes in steps, and
-# length of a ramp in steps.
+# Regimes, the periods of lower ceilings in a synthetic trace: length in steps, depth in bits, distance between rare
+# regimes in steps, and length in steps of the ramp at the edges of a ramped regime.
 _LENGTHS, _DEPTHS, _RARE, _RAMP = (30, 400), (4.0, 14.0), (1000, 3000), 20
 
 _WITH_SPIKES = " with spikes"
@@ -67,7 +67,8 @@ def _spikes(steps: int, seed: int) -> _Floats:
     return 6.0 * (random_of(seed, "b_t").random(steps) < 0.01)
 
 
-# For each kind of trace, a function that returns log2 of the ceilings from the level, n_t, t / T and the seed.
+# For each kind of trace, a function that computes log2 of the ceilings from the level (the usual log2), the noise n_t,
+# the part t / T of the training that is over, and the seed.
 _FORMULAS: dict[str, Callable[[float, _Floats, _Floats, int], _Floats]] = {
     "stationary": lambda level, noise, *_: level + 0.5 * noise,
     "slowly rising": lambda level, noise, part, _: level + 6.0 * (part - 0.5) + 0.5 * noise,
@@ -126,7 +127,10 @@ def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> ND
 
 
 def _next_depth(depth: float, random: np.random.Generator) -> float:
-    """Draw the next regime's depth, 4 to 14 bits from ``depth``: deeper if the first draw fits, else on any side."""
+    """Draw the depth of the next regime, from 0 to 14 bits, at a distance of 4 to 14 bits from ``depth``.
+
+    The first draw is deeper than ``depth``. If it is above 14 bits, draw deeper or shallower depths until 0 to 14 bits.
+    """
     change = random.uniform(*_DEPTHS)
     while not 0.0 <= depth + change <= _DEPTHS[1]:
         change = random.choice((-1.0, 1.0)) * random.uniform(*_DEPTHS)

@@ -83,7 +83,10 @@ class Tuning:
         return int(self._order()[0])
 
     def _order(self) -> NDArray[np.int64]:
-        """Return configurations' indices by mean cost; first those with 90 % or more of the steps decided by traces."""
+        """Return the indices of the configurations, the best first: by mean cost, configurations in doubt last.
+
+        A configuration is in doubt if the traces show the outcome of less than 90 % of its steps.
+        """
         undecided = [self.known_share(index) < DECIDED_FROM for index in range(len(self.configurations))]
         order: NDArray[np.int64] = np.lexsort((self.costs.mean(axis=1), undecided))
         return order
@@ -271,7 +274,7 @@ def tune(
         "Give the skipped steps in 1000 that a bit of headroom is worth.",
     )
     if len(traces) == 0:
-        raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
+        raise ValueError("'traces' must have at least 1 trace, but got none. Give the trace of a run.")
     tuning_grid = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
     notes = tuple(
         f"Only the last {MOST_STEPS_SWEPT:,} of the {len(trace):,} steps of {trace.name} were swept."
@@ -295,7 +298,7 @@ def tune(
     def swept(assumed_traces: Sequence[Trace]) -> Iterator[SweepResult]:
         for trace, result, assumed_trace in zip(traces, sweeps, assumed_traces, strict=True):
             other = assumed_trace.last(MOST_STEPS_SWEPT)
-            # Reuse the first sweep if this assumption gives the same ceilings.
+            # If another assumption gives the same ceilings of a trace, reuse the sweep over the unchanged trace.
             yield result if np.array_equal(trace.ceiling, other.ceiling) else sweep(tuning_grid, other)
             done(next(numbers))
 
@@ -319,6 +322,6 @@ def _lost(row: Mapping[str, Any]) -> str:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the mean of a measure over the rows in which the measure is not None; None if there is no such row."""
+    """Return the mean of a measure over the rows of a table, leaving out None; None if no row has a number."""
     values = [row[name] for row in rows if row[name] is not None]
     return sum(values) / len(values) if values else None

@@ -75,7 +75,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
         try:
             note_step()
         except OSError as error:
-            _warn_of_failed_save(f"the step of the newest cannot be noted, {error}")
+            _warn_of_failed_save(f"the number of its step could not be written ({error})")
         self._complete_folders += self.current_ckpt_step_list
         for oldest in self._complete_folders[: -self._config.keep_checkpoint_max]:
             shutil.rmtree(oldest, ignore_errors=True)
@@ -86,8 +86,8 @@ class CheckpointMonitor(stock.CheckpointMonitor):
 
         processes = stock.get_real_group_size()
         if _SAVES_ELSEWHERE or (self.need_remove_redundancy and processes > 1):
-            # Do not look for missing files of the checkpoint: the files go elsewhere, or which process writes which
-            # file depends on the parallel settings.
+            # Do not look for missing files: either the checkpoint is stored elsewhere, or the parallel settings decide
+            # which process writes which file, so it is not known here which files there must be.
             return []
         kinds = [FileType.MODEL, *([FileType.OPTIMIZER] if self.save_optimizer else [])]
         names = [
@@ -122,7 +122,10 @@ def _warn_of_failed_save(problem):
 
 
 class CommonInfoWithLossScale(_CommonInfo):
-    """The content of ``common.json``. MindFormers saves all attributes in ``__dict__``; the train step is in a slot."""
+    """The content of ``common.json``, which is saved together with a file for the loss-scaling state.
+
+    MindFormers saves all attributes in ``__dict__``. The train step is in a slot, so it is not saved.
+    """
 
     __slots__ = ("_train_step",)
 

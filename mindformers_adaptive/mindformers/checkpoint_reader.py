@@ -162,7 +162,7 @@ def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str
     notes = [f"{_name_below(path, checkpoint)}: {'; '.join(checkpoint.problems)}" for checkpoint in torn]
     if not with_state:
         reason = "; ".join(notes) or f"{len(checkpoints)} checkpoints were read, and have none"
-        raise ValueError(f"There is no state of loss scaling in {str(path)!r}: {reason}.")
+        raise ValueError(f"There is no state of loss scaling in {str(path)!r}: {reason}. Give another checkpoint.")
     steps = [checkpoint.step for checkpoint in with_state]
     newest = with_state[-1] if steps[-1] is None else with_state[steps.index(steps[-1])]
     newer = checkpoints[checkpoints.index(newest) :]
@@ -221,14 +221,14 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
 
 
 def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -> _Fields:
-    """Return the readable fields, without state vectors of a form other than the rule's, whose elements differ."""
+    """Return the fields to read, without a rule's vectors if the rule has changed since, and so their elements too."""
     readable = {name: field for name, field in fields.items() if name != FORM}
     by_name = {_last_part(name): value for name, value in content.items()}
     for rule in checkpoint.rules if FORM in by_name else ():
         parts = [field.parameter for field in kept_fields(rule) if field.parts and field.parameter in by_name]
         if parts and abs(by_name[FORM]) != form_of(rule):
             readable = {name: field for name, field in readable.items() if name not in parts}
-            checkpoint.problems.append(f"the state does not have the form of the rule {rule.name}, so it is not shown")
+            checkpoint.problems.append(f"not shown: vectors that do not have the layout of the rule {rule.name}")
     return readable
 
 
@@ -237,8 +237,8 @@ def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -
     values: _Values = {}
 
     def find(name: str) -> Any:
-        # A key without a prefix comes first. MindSpore puts a prefix before the Parameters of a cell that is a child of
-        # another cell.
+        # Prefer the key with the fewest parts, at best without a prefix. MindSpore puts a prefix before the name of a
+        # Parameter whose cell is a child of another cell.
         keys = sorted((key for key in content if _last_part(key) == name), key=lambda key: (key.count("."), key))
         for other in keys[1:]:
             if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
@@ -313,7 +313,7 @@ def _read_sidecar(file: Path, fields: _Fields) -> _Values:
 
 
 def _refuse(file: Path, fields: _Fields) -> _Values:
-    raise ValueError(f"the name of a checkpoint ends in {' or '.join(_READERS)}")
+    raise ValueError(f"the name must end in {' or '.join(_READERS)}, but is {file.name!r}")
 
 
 def _last_part(key: str) -> str:
@@ -369,7 +369,7 @@ def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:
     try:
         content = json.loads(text)
         if content["format"] != _FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, and this version reads {_FORMAT}")
+            raise ValueError(f"its format is {content['format']!r}, but this version reads only {_FORMAT}")
         loss_scale, state = float(content["loss_scale"]), content["state"]
         state = {name: _numbers(value) for name, value in state.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -383,5 +383,5 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, str) and value in NOT_FINITE:
         return NOT_FINITE[value]
     if type(value) not in (int, float):
-        raise ValueError(f"its state must hold numbers only, but holds {value!r}")
+        raise ValueError(f"'state' in the file must hold only numbers, but holds {value!r}")
     return value

@@ -27,11 +27,12 @@ __all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
 _TRAIN_STEP = "runner_wrapper"
 
-# Keys in the YAML section of a class that are no arguments of the class. MindFormers sets micro_batch_num and
-# parallel_config itself.
+# Keys in the YAML section of a class that are not arguments in that section: type and auto_register name the class, and
+# MindFormers itself sets micro_batch_num and parallel_config.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
 _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
-# How auto_register begins for the module in this package's own register_path folder. Its class is registered already.
+# An auto_register value that begins so names a module in this package's own register_path folder. The class in this
+# module is registered already, so auto_register has nothing to load.
 OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
 
@@ -94,9 +95,9 @@ def _check_format_of_checkpoints(config: Any) -> None:
     # checkpoint.
     if DTensor is None and config.get("checkpoint") and value_at(config, "context.mode") in (1, "PYNATIVE_MODE"):
         raise ValueError(
-            "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for both, "
-            "this MindFormers needs hyper-parallel, which is not installed. Set the mode to 0, or take out the "
-            "section: CheckpointMonitor saves without it."
+            "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for this "
+            "section in PyNative mode, MindFormers needs hyper-parallel, which is not installed. Set the mode to 0, or "
+            "remove the section: CheckpointMonitor saves checkpoints without it."
         )
 
 
@@ -128,7 +129,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             f"{section['type']!r}. {train_step_instead_of(section)}"
         )
     if section["type"] == Rule.cell and "rule" in section:
-        # The section holds the arguments of the rule and the arguments of the update cell.
+        # In YAML, the section of an update cell for any rule also holds the arguments of the rule.
         try:
             names |= arguments_of(find_rule(section["rule"])).keys() - {"start"}
         except (TypeError, ValueError) as error:
@@ -166,8 +167,8 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
         if not (isinstance(auto_register, str) and os.environ.get("REGISTER_PATH")):
             raise ValueError(
                 f"'{path}.auto_register' must be 'module.Class' in the folder that --register-path names, but got "
-                f"{auto_register!r} and the folder {os.environ.get('REGISTER_PATH')!r}. Give both, or for a class of "
-                "this package leave the key out."
+                f"{auto_register!r} and the folder {os.environ.get('REGISTER_PATH')!r}. Give both, or leave out "
+                "'auto_register' if the class is from this package."
             )
         return None
     if callable(name):
@@ -181,13 +182,16 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
     if path == _TRAIN_STEP and not nearest:
         nearest = f"{train_step_instead_of(section)} "
     raise ValueError(
-        f"'{path}.type' must name a registered class, but got {name!r}. {nearest}A class of your own needs "
-        "'auto_register' beside it."
+        f"'{path}.type' must name a registered class, but got {name!r}. {nearest}If you wrote the class, "
+        "add 'auto_register' to the section."
     )
 
 
 def _may_stand_at(path: str, kind: str, name: str) -> bool:
-    """Return whether a class fits at a YAML path: train step as ``runner_wrapper``, update cell as ``scale_sense``."""
+    """Return whether a class may be the type of the YAML section at a path.
+
+    The section ``runner_wrapper`` needs a train-step cell, and ``scale_sense`` needs an update cell.
+    """
     from mindformers.tools.register import MindFormerRegister
 
     needed = {_TRAIN_STEP: PER_TOKEN, SCALE_SENSE: "loss_scale_value"}.get(path)

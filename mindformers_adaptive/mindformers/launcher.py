@@ -24,11 +24,11 @@ EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
 
 _RUN_MODES = ("train", "finetune", "eval", "predict")
 
-# A YAML file whose 'base_config' leads to more files than this must lead back to itself.
+# If the 'base_config' of a YAML file leads to more files than this, one of the files must lead back to itself.
 _MOST_FILES = 30
 
-# Modules that run the steps of a training, an evaluation or a prediction, and the function that runs the steps of
-# MindFormers' PyNative trainer.
+# An error whose traceback passes through these modules, or through this function of MindFormers' PyNative trainer, was
+# raised during the steps of a training, an evaluation or a prediction.
 _AT_WORK = ("mindspore.train.model", "mindformers.generation.text_generator")
 _PYNATIVE_LOOP = "_inner_train_loop"
 
@@ -82,7 +82,9 @@ def load_config(
         if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
             continue
         if not set_key(config, key, value) and key not in (*may_add, EVAL_NUM_SAMPLES):
-            warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
+            warnings.warn(
+                f"'{key}' was not in {path}; it is added, as {value!r}. Check the spelling of the key.", stacklevel=2
+            )
     if config.run_mode not in _RUN_MODES:
         raise ValueError(
             f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
@@ -106,10 +108,10 @@ def use_register_path(folder: str | None) -> None:
 def require_yaml_file(path: str | Path) -> str:
     """Return the path of a YAML file as text, or raise FileNotFoundError or ValueError."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}, seen from {Path.cwd()}")
+        raise FileNotFoundError(f"there is no file {str(path)!r} (current folder: {Path.cwd()})")
     if not str(path).endswith(("yaml", "yml")):
-        # MindFormers would ignore a configuration file whose name ends otherwise.
-        raise ValueError(f"the name of a YAML file must end in .yaml or .yml, but got {str(path)!r}")
+        # MindFormers would ignore a configuration file whose name does not end in .yaml or .yml.
+        raise ValueError(f"the name of a YAML file must end in .yaml or .yml, but got {str(path)!r}. Rename the file")
     return str(path)
 
 
@@ -121,7 +123,7 @@ def _check_files(path: str) -> None:
         if (read := read + 1) > _MOST_FILES:
             raise ValueError(
                 f"'base_config' must lead to at most {_MOST_FILES} files, but from {path} it leads to more, such as "
-                f"{file}. See whether one of them names itself."
+                f"{file}. See whether one of these files leads back to itself."
             )
         content = read_yaml(file)
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -131,13 +133,13 @@ def _check_files(path: str) -> None:
             )
         if is_for_pynative_trainer(content):
             raise ValueError(
-                f"{file} must be for MindFormers' graph-mode trainer here, but has 'training' of its PyNative trainer. "
-                "Of this project's commands only 'adaptive-loss-scale train' takes it."
+                f"{file} must be for MindFormers' graph-mode trainer here, but has the section 'training' "
+                "of MindFormers' PyNative trainer. Only the command 'adaptive-loss-scale train' takes such a file."
             )
         bases = content.get("base_config", [])
         for base in bases if isinstance(bases, list) else [bases]:
             if not isinstance(base, str):
-                raise TypeError(f"{file}: 'base_config' must name a YAML file, but got {base!r}. Take it out.")
+                raise TypeError(f"{file}: 'base_config' must name a YAML file, but got {base!r}. Take the key out.")
             waiting.append(require_yaml_file(os.path.join(os.path.dirname(file), base)))
 
 
@@ -167,7 +169,9 @@ def set_key(config: Any, key: str, value: Any) -> bool:
     position = _place(node, last, key)
     was_there = isinstance(node, list) or position in node
     if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{key!r} must be a section whose keys are names, but got {value!r}. Put numbers in quotes.")
+        raise ValueError(
+            f"{key!r} must be a section whose keys are names, but got {value!r}. Put keys that are numbers in quotes."
+        )
     # MindFormers reads the keys of a section as attributes, which a plain dict does not have.
     node[position] = type(config)(**value) if isinstance(value, dict) else value
     return was_there
@@ -219,6 +223,6 @@ def _place(node: Any, name: str, key: str) -> str | int:
     if isinstance(node, list) and name.isdigit() and int(name) < len(node):
         return int(name)
     raise ValueError(
-        f"'{key}' leads to nothing in the YAML file: there is no {name!r} in {node!r}. Name a section by its key and a "
-        "place in a list by its number, from 0."
+        f"'{key}' leads to nothing in the YAML file: there is no {name!r} in {node!r}. Name a section by its key, and "
+        "an entry of a list by its number, counted from 0."
     )

@@ -9,11 +9,11 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.gradients.report import loss_division
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.training_probe import build_training, build_training_at_start
-from mindformers_adaptive.overflow.batch_file import read_batch
 from mindformers_adaptive.overflow.explain import explain_overflow
 from mindformers_adaptive.rules.checks import require_integer
 
@@ -101,12 +101,12 @@ def why(
         rows,
         loss_scale,
         settings=settings,
-        measured=f"{measured}, each batch {division}" if division else measured,
         graph=graph,
         progress=progress,
         micro_batches=training.micro_batches,
     )
-    return dataclasses.replace(explanation, failure=failure)
+    measured = f"{measured}, each batch {division}" if division else measured
+    return dataclasses.replace(explanation, measured=measured, failure=failure)
 
 
 def _micro_batches(batch, size):

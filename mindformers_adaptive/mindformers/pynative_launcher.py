@@ -66,14 +66,14 @@ def load_config(
         if key in may_add and key not in _IN_BOTH:
             raise ValueError(
                 f"'{key}' is a key of MindFormers' graph-mode trainer, but {path} is for its PyNative trainer. Set the "
-                "key of this trainer with --options, such as training.steps."
+                "corresponding key of the PyNative trainer with --options, such as training.steps."
             )
         if not set_key(config, key, value) and not key.startswith("training.loss_scale"):
             warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
     if (run_mode := config.get("run_mode", "train")) != "train":
         raise ValueError(
-            f"'run_mode' must be train with the PyNative trainer, but got {run_mode!r}. Predict with MindFormers' own "
-            "run_mindformer.py; no loss is scaled there."
+            f"'run_mode' must be train with the PyNative trainer, but got {run_mode!r}. Set it to train. "
+            "To predict, which needs no loss scaling, use MindFormers' own run_mindformer.py."
         )
     check_config(*read_config(config))
     return config

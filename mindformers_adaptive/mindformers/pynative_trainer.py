@@ -56,8 +56,8 @@ def stock_trainer():
         if int(version.partition(".")[0]) < 2:
             raise ImportError(
                 "The PyNative trainer with loss scaling needs MindFormers 2.0.0 or newer, but this is MindFormers "
-                f"{version}, whose PyNative trainer is another one. Install MindFormers 2, or use the graph-mode "
-                "trainer, which runs in PyNative mode too (context.mode 1)."
+                f"{version}, whose PyNative trainer differs. Install MindFormers 2, or use the graph-mode "
+                "trainer, which can run in PyNative mode too (context.mode: 1)."
             )
         from mindformers.pynative.trainer import trainer
 
@@ -106,15 +106,15 @@ def restore(scaler, folder):
     try:
         saved = read_sidecar(folder)
         if saved is None:
-            raise ValueError(f"{folder} has no {FILE_NAME}: the training that saved it scaled no loss")
+            raise ValueError(f"{folder} has no {FILE_NAME}: the training that saved it did not scale the loss")
         loss_scale, state = saved
         scaler.update_cell.load_state({**state, "loss_scale": loss_scale})
     except (TypeError, ValueError) as error:
-        warnings.warn(f"{str(error).rstrip('.')}. Loss scaling starts afresh.", stacklevel=2)
+        warnings.warn(f"{str(error).rstrip('.')}. Loss scaling starts afresh, at the initial loss scale.", stacklevel=2)
 
 
 class _Step:
-    """Replaces the network in which monitors find the loss scale and the update cell; a loss scaler provides both."""
+    """A stand-in for the network, in which monitors find the loss scale and the update cell of a loss scaler."""
 
     def __init__(self, scaler):
         self.scale_sense, self.loss_scaling_manager = scaler.scale_value, scaler.update_cell
@@ -124,7 +124,7 @@ class _Step:
 
 
 class _NoUpdate:
-    """Replaces the optimizer in a step that overflowed, so that neither its state nor its step count changes."""
+    """Replaces the optimizer in a step that overflowed, so that the optimizer's state and step count do not change."""
 
     def __init__(self, optimizer):
         self.parameters = optimizer.parameters
@@ -161,7 +161,7 @@ class LossScaledTraining:
             sources = "neither" if section is None else "both"
             raise ValueError(
                 f"The loss scale must come from '{SECTION}' in 'config' or from 'loss_scaler', but got {sources}. Give "
-                "one of them; mindformers.pynative.trainer.Trainer trains without loss scaling."
+                "exactly one. To train without loss scaling, use mindformers.pynative.trainer.Trainer."
             )
         if not isinstance(loss_scaler, RuleLossScaler | None):
             raise TypeError(
@@ -256,7 +256,7 @@ class LossScaledTraining:
 
     def _decide(self, gradients):
         """Tell the loss scaler whether the step overflowed in any process, and return whether it did."""
-        # A process without gradients takes part in the common decision to skip or apply the step too.
+        # All processes decide together whether to skip the step, including a process that has no gradients.
         overflow, largest = bool(gradients) and not bool(amp.all_finite(gradients)), 0.0
         if gradients and self.scaler.rule.needs_gradients:
             each = [ops.cast(gradient, mstype.float32).abs().max() for gradient in gradients]

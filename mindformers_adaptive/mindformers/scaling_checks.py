@@ -36,15 +36,15 @@ def check_scale_sense(scale_sense: Any) -> None:
     if isinstance(scale_sense, str | list | bool | None):
         kind = "the text " if isinstance(scale_sense, str) else ""
         raise TypeError(
-            f"'{SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. Write the name of the "
-            "class as its 'type', with 'loss_scale_value' and the other arguments beside it; leave the key out where "
-            "the loss is not to be scaled."
+            f"'{SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. Write a section with "
+            "the name of the update cell's class as its 'type', and with 'loss_scale_value' and the other arguments of "
+            "the class. Or leave the key out, so that the loss is not scaled."
         )
     if isinstance(scale_sense, int | float):
         require_positive(SCALE_SENSE, scale_sense)
     if isinstance(scale_sense, dict) and not scale_sense.get("type"):
         what = f"has only {', '.join(scale_sense)}" if scale_sense else "has no keys"
-        what = "that is empty" if "type" in scale_sense else what
+        what = "the 'type' is empty" if "type" in scale_sense else what
         raise TypeError(f"'{SCALE_SENSE}' must have a 'type', but {what}. Add 'type: AdaptiveLossScale'.")
 
 
@@ -91,7 +91,7 @@ def warn_of_ignored_key(section: Mapping[str, Any], key: str) -> None:
 
 
 def train_step_instead_of(section: Mapping[str, Any]) -> str:
-    """Return a sentence that recommends MindFormers' train-step cell, with today's keys for former keys in the section.
+    """Return a sentence that recommends MindFormers' train-step cell, and names the present key for each outdated key.
 
     Examples:
         >>> train_step_instead_of({"type": "TrainOneStepCell", "sens": 1024})
@@ -139,16 +139,18 @@ def _warn_of_lost_updates(config: Any) -> None:
     # distance to the neighbouring float16 number, which is 1/4096 to 1/2048 of the weight.
     if str(value_at(config, _WEIGHTS_DTYPE)).lower() != "float16":
         return
-    text = f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."
+    problem = f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."
     optimizer, eps = value_at(config, "optimizer.type"), value_at(config, "optimizer.eps")
     if optimizer in _STATE_AS_WEIGHTS:
-        text += (
+        problem += (
             f" 'optimizer.type' is {optimizer}, which then keeps its state in float16 too: gradients of 1e-4 and less "
             "add 0 to its second moments."
         )
         if optimizer == "AdamWeightDecay" and (eps is None or eps <= FLOAT16.smallest_subnormal / 2):
-            text += " Its eps is 0 there, and weights with a gradient of 0 become NaN."
-        text += " AdamW keeps its state in float32."
+            problem += " Its eps becomes 0 in float16, so weights with a gradient of 0 become NaN."
+        problem += " AdamW keeps its state in float32."
     warnings.warn(
-        f"{text} Training goes on with it. Set it to float32; 'compute_dtype' may stay float16.", stacklevel=5
+        f"{problem} Training goes on with float16 weights. Set '{_WEIGHTS_DTYPE}' to float32; 'compute_dtype' may stay "
+        "float16.",
+        stacklevel=5,
     )

@@ -129,23 +129,24 @@ class Trainer(mindformers.Trainer):
             data = self.train_dataset
             if isinstance(data, Dataset) and data.get_batch_size() % steps:
                 raise ValueError(
-                    f"'train_dataset' must have batches that can be cut into {steps} micro batches, as "
-                    f"'gradient_accumulation_steps' says, but its batches have {data.get_batch_size()} samples. Make "
-                    "them larger, or leave the batching to MindFormers."
+                    f"'train_dataset' must have batches that can be cut into {steps} micro-batches, the number in "
+                    f"'gradient_accumulation_steps', but its batches have {data.get_batch_size()} samples. Make the "
+                    f"batch size a multiple of {steps}, or leave the batching to MindFormers."
                 )
             accumulate(self.trainer, steps)
         elif (ignored := self.config.runner_config.gradient_accumulation_steps or 1) > 1:
             warnings.warn(
-                f"'runner_config.gradient_accumulation_steps' must be 1 with 'wrapper', which is trained as it is, but "
-                f"got {ignored}: nothing is accumulated. Put nn.GradAccumulationCell around the model in the wrapper.",
+                f"'runner_config.gradient_accumulation_steps' must be 1 with 'wrapper', but got {ignored}: no "
+                "gradients are accumulated, because the wrapper is trained as it is. To accumulate gradients, put "
+                "nn.GradAccumulationCell around the model in the wrapper.",
                 stacklevel=4,
             )
 
     def _give_wrapper(self, network, optimizer):
         if network is not self.model:
             warnings.warn(
-                f"MindFormers would put a {type(network).__name__} around the model here; 'wrapper' is trained as it "
-                "is. If that cell is needed, put it around the model when you make the wrapper.",
+                f"MindFormers would put a {type(network).__name__} around the model, but 'wrapper' is trained as it "
+                "is, without this cell. If you need the cell, put it around the model when you make the wrapper.",
                 stacklevel=2,
             )
         if hasattr(self.wrapper, "scale_sense"):
@@ -189,12 +190,13 @@ def _fit_window(args, scale_sense):
     if "scale_window" not in rule.start_arguments:
         scale_sense.pop("scale_window", None)
     elif is_default:
-        # MindFormers' default window is its default largest window, which the adaptive rule's windows need not contain.
+        # MindFormers' default window equals its default for the largest window. The adaptive rule need not have a
+        # window of this length, so start with the rule's smallest window.
         scale_sense.scale_window = args.min_scale_window
     if "scale_window" not in scale_sense and not is_default:
         warnings.warn(
-            f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds its window itself. Leave it "
-            "out.",
+            f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds its window itself. Leave "
+            "'loss_scale_window' out.",
             stacklevel=2,
         )
 
@@ -203,7 +205,7 @@ def _check_train_step(wrapper):
     if not isinstance(wrapper, nn.TrainOneStepCell):
         got, scale_sense = repr(wrapper), "..."
         if hasattr(wrapper, "get_loss_scale"):
-            got = "the loss scaling itself"
+            got = "the loss scaling alone,"
             scale_sense = "wrapper.get_update_cell()" if hasattr(wrapper, "get_update_cell") else "wrapper"
         raise TypeError(
             f"'wrapper' must be a train-step cell, but got {got} of type {type(wrapper).__name__}. Give "
@@ -214,8 +216,8 @@ def _check_train_step(wrapper):
     on_cpu = mindspore.get_context("device_target") == "CPU"
     if on_cpu and getattr(detection, "__func__", None) is stock and not wrapper.ascend_910b_target:
         raise ValueError(
-            f"'wrapper' must be able to detect an overflow on CPU, but got {type(wrapper).__name__} of "
-            f"{type(wrapper).__module__}. Import the cell of this name from mindformers_adaptive.wrapper."
+            f"'wrapper' must be able to detect an overflow on CPU, but {type(wrapper).__name__} of "
+            f"{type(wrapper).__module__} cannot. Import the cell of the same name from mindformers_adaptive.wrapper."
         )
 
 
@@ -225,12 +227,13 @@ def _model_of(wrapper, reset_model):
     if not models:
         raise TypeError(
             "'wrapper' must train a model of MindFormers, but its network is "
-            f"{type(wrapper.network).__name__}. Train another network with mindspore.train.Model(wrapper)."
+            f"{type(wrapper.network).__name__}. Train such a network with mindspore.train.Model(wrapper)."
         )
     if reset_model or getattr(models[0].config, "use_past", False):
         raise ValueError(
-            "'wrapper' must have a model that is not built anew, but got reset_model=True or a model with "
-            "use_past=True. Leave 'reset_model' out, and make the model with use_past=False."
+            "'wrapper' must have a model that is not built anew, but MindFormers builds the model anew if "
+            "reset_model=True or the model has use_past=True. Leave 'reset_model' out, and make the model with "
+            "use_past=False."
         )
     return models[0]
 
@@ -239,8 +242,8 @@ def _set_or_compare(arguments, name, value):
     argument = arguments.get(name)
     if argument is not None and argument is not value:
         raise ValueError(
-            f"'{name}' must be the {type(value).__name__} of 'wrapper', but got another: {type(argument).__name__}. "
-            f"Leave '{name}' out."
+            f"'{name}' must be the same {type(value).__name__} object as in 'wrapper', but got a different object "
+            f"of type {type(argument).__name__}. Leave '{name}' out, so that the object in 'wrapper' is used."
         )
     arguments[name] = value
 
@@ -269,8 +272,8 @@ class MeanOverMicroBatches(nn.Cell):
 
     def __init__(self, network, micro_batches):
         super().__init__(auto_prefix=False)
-        # MindSpore's nn.GradAccumulationCell returns the sum of the micro-batches' losses; on Ascend the train-step
-        # cell divides this sum.
+        # MindSpore's nn.GradAccumulationCell returns the sum of the micro-batches' losses. On Ascend the train-step
+        # cell turns this sum into a mean, but on a CPU it does not, so the sum is divided below.
         self.network = nn.GradAccumulationCell(network, micro_batches)
         self.micro_batches = micro_batches
 

@@ -45,8 +45,8 @@ def apply_workarounds(config: Any) -> None:
         if config.runner_config and config.runner_config.sink_mode:
             config.runner_config.sink_mode = False
             warnings.warn(
-                "'runner_config.sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers "
-                "would train sink_size times too long. False is used.",
+                "'runner_config.sink_mode' must be False on CPU: MindSpore cannot sink data there, so MindFormers "
+                "would train for sink_size times too many steps. Training goes on with False.",
                 stacklevel=3,
             )
         if config.use_parallel:
@@ -93,7 +93,8 @@ def _resume_from_whole_file(config: Any) -> None:
     if file is not None and needs_link:
         _link_safetensors(config, file)
     elif file is not None:
-        # In the folder of each process, MindFormers looks for this file name with the rank of that process.
+        # In the folder of each process, MindFormers looks for a file of this name in which the rank is replaced by
+        # the rank of the process.
         config.resume_training = file.name
 
 
@@ -113,7 +114,9 @@ def _file_to_resume_from(folders: Sequence[Path], extension: str, resume_trainin
         file = first / resume_training
         if file.is_file():
             return file
-        raise FileNotFoundError(f"'resume_training' must name a file in {first}, but there is no {file.name}.")
+        raise FileNotFoundError(
+            f"'resume_training' must name a file in {first}, but there is no {file.name}. Check the name"
+        )
     named, problem = _file_of_meta(folders)
     if named is not None:
         return named
@@ -122,7 +125,9 @@ def _file_to_resume_from(folders: Sequence[Path], extension: str, resume_trainin
     if whole is not None:
         warnings.warn(f"{problem}: training resumes from the newest complete file, {whole.name}.", stacklevel=5)
     elif files:
-        raise ValueError(f"{problem}, and none of the .{extension} files beside it is complete. Give another folder.")
+        raise ValueError(
+            f"{problem}, and none of the .{extension} files beside it is complete. Give another 'load_checkpoint'."
+        )
     return whole
 
 
@@ -201,7 +206,9 @@ def _choose_newest_iteration(config: Any) -> None:
     complete = sorted(folders, key=lambda iteration: (iteration / "common.json").stat().st_mtime_ns)
     if complete:
         problem = f"names step {step}, whose folder is not complete" if step else "is empty"
-        warnings.warn(f"{note} {problem}: training resumes from the newest folder, {complete[-1].name}.", stacklevel=4)
+        warnings.warn(
+            f"{note} {problem}: training resumes from the newest complete folder, {complete[-1].name}.", stacklevel=4
+        )
         section[key] = str(complete[-1])
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
+import mindformers_adaptive
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.overflow.batch_file import save_batch
-from mindformers_adaptive.overflow.explain import explain_overflow
+from mindformers_adaptive.gradients.batch_file import save_batch
 from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.text.files import write_json
 
@@ -42,7 +43,9 @@ def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Pat
     try:
         # Save the batch first, so that it is kept even if the explanation fails.
         save_batch(file, [to_numpy(column) for column in batch])
-        explanation = explain_overflow(train_step, [batch], loss_scale, measured="weights of this step")
+        explain: Any = mindformers_adaptive.explain_overflow
+        explanation = explain(train_step, [batch], loss_scale)
+        explanation = dataclasses.replace(explanation, measured="weights of this step")
         write_json(folder / EXPLANATION_FILE, explanation.to_dict())
     # The training goes on even if the explanation fails.
     except Exception as error:

@@ -56,13 +56,13 @@ class CollapseWatch(Callback):
         self._longest = 0
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Check the first step and every tenth step, or every step if the update cell counts no overflows.
+        """Check the overflows of the first and every tenth step, or of every step if the update cell cannot count them.
 
         Args:
             run_context (RunContext): MindSpore's information about the training.
         """
         step = run_context.original_args().cur_step_num
-        # A data sink takes several steps per call, and may pass over a multiple of self._every.
+        # A data sink takes several steps per call, so test whether a multiple of self._every was reached or passed.
         if self._reader is not None and (self._last == self._first or step // self._every > self._last // self._every):
             self._look(self._reader, run_context.original_args())
 

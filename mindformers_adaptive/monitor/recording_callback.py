@@ -29,8 +29,8 @@ _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this
 # The remedy in the error message for each errno of a failed write. Each message also recommends another path.
 _REMEDIES = _FULL | _READ_ONLY
 
-# TensorBoard's writer rejects an array that has no value inside the bins of a histogram, which end just above this
-# value.
+# The bins of TensorBoard's histograms end just above 9e19. Leave larger values out, because the writer rejects an array
+# that has no value inside the bins.
 _LARGEST_BIN = 9e19
 
 
@@ -120,7 +120,7 @@ class RecordingCallback(Callback):
         except OSError as error:
             if self._on_write_error == "raise":
                 raise
-            logger.warning("Nothing will be written to 'tensorboard_dir' %s: %s.", folder, error)
+            logger.warning("'tensorboard_dir' %s cannot be written: %s. Give another folder.", folder, error)
 
     def _append(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Write entries to the record, if this process writes; report a failure as ``on_write_error`` says."""

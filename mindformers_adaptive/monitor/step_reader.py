@@ -23,7 +23,8 @@ _UNKNOWN = dict.fromkeys((*AdaptiveRule.recorded, "largest_gradient"))
 # of the squared norm of each Parameter's gradient.
 _PLACE_OF_NORM, _PLACE_OF_SQUARES = 4, 5
 
-# Packages whose update cells count their steps.
+# Update cells of these packages increase their step count, if they have a count. An update cell of the user may inherit
+# a step count and never increase it.
 _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
 _LARGEST_COUNT = 2**31 - 1
 

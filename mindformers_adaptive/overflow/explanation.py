@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from mindformers_adaptive.overflow.headroom import LayerRange, WeightsBeyond
+from mindformers_adaptive.gradients.reading import WeightsBeyond, as_plain
+from mindformers_adaptive.overflow.headroom import LayerRange
 from mindformers_adaptive.overflow.origin import Origin
-from mindformers_adaptive.rules.formats import FORMATS
 from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["Explanation", "Tried"]
@@ -110,11 +109,6 @@ class Explanation:
         return bool(self.scales.get(self.loss_scale))
 
     @property
-    def saturates(self) -> bool:
-        """bool: whether a number that is too large becomes the largest finite number on the device, not inf."""
-        return self.overflow_mode == "saturation"
-
-    @property
     def swallowed(self) -> str:
         """str: the first layer with inf or NaN if the loss and its gradients are finite nevertheless; "" otherwise."""
         layer = next((each for each in self.layers if each.forward is not None and not each.forward.finite), None)
@@ -137,9 +131,8 @@ class Explanation:
         none = f"No overflow at a loss scale of {as_power_of_two(self.loss_scale)}"
         if safe is not None and safe > self.loss_scale:
             none += f", nor up to {as_power_of_two(safe)}"
-        if bad is None:
+        if bad is None or self.origin is None:
             return none + swallowed
-        assert self.origin is not None
         where, at = _place(self.origin), as_power_of_two(bad)
         if self.origin.mask:
             what = "A mask leaves nothing of a row" if self.origin.empties_row else "The -inf of a mask is multiplied"
@@ -162,7 +155,8 @@ class Explanation:
             lines += ["What helps, tried in the same passes:", *_indented(helping[:_MOST_TRIED])]
         elif self.tried:
             lines.append("Nothing that was tried helps.")
-        return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *self._weight_lines(), self._how()])])
+        weights = [] if self.weights is None else [str(self.weights)]
+        return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *weights, self._how()])])
 
     def details(self) -> str:
         """Return what the short text omits: the layers closest to overflow, and the changes that did not help.
@@ -177,9 +171,8 @@ class Explanation:
 
     def _how(self) -> str:
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses[:3])
-        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-        parts = [f"{batches} without dropout, loss {losses}", self.measured]
-        if self.saturates:
+        parts = [f"{self.batches} batch{'es' * (self.batches > 1)} without dropout, loss {losses}", self.measured]
+        if self.overflow_mode == "saturation":
             parts.append("saturation mode: numbers too large become the largest, see the docs")
         if self.graph:
             because = f", because PyNative mode fails: {self.why_graph[:200]}" if self.why_graph else ""
@@ -208,34 +201,23 @@ class Explanation:
         known = [f"{name} {size:.5g}" for name, size in sizes.items() if size is not None]
         return [*lines, ", ".join(known)] if known else lines
 
-    def _weight_lines(self) -> list[str]:
-        if (beyond := self.weights) is None:
-            return []
-        more = f" and {len(beyond.parameters) - 1} more" if len(beyond.parameters) > 1 else ""
-        where = f"{beyond.parameters[0]}{more}"
-        if beyond.infs_and_nans == beyond.elements:
-            return [f"weights that are inf or NaN: {beyond.elements:,} elements, in {where}"]
-        bad = f", {beyond.infs_and_nans:,} of them inf or NaN as they are" if beyond.infs_and_nans else ""
-        return [
-            f"weights that {beyond.weight_format.title} cannot hold: {beyond.elements:,} in {where}, the largest "
-            f"{beyond.largest:.5g}{bad}"
-        ]
-
     def _headroom_lines(self) -> list[str]:
-        columns = [("forward", "bits left forward")]
-        shown = self.layers
-        if self.origin is not None and self.origin.phase == "forward":
-            # All layers after the layer that overflows, and the whole backward pass, have inf and NaN too. So do not
-            # show them.
-            end = next((n for n, layer in enumerate(shown) if layer.layer == self.origin.layer), len(shown))
-            shown = tuple(layer for layer in shown[:end] if layer.forward is not None and layer.forward.finite)
-        else:
-            columns.append(("backward", f"bits left backward at {as_power_of_two(self.layers_scale)}"))
-        tables = [[[title, ""], *_closest(shown, phase)] for phase, title in columns]
-        if not any(len(table) > 1 for table in tables):
-            return []
-        lines = [[*itertools.chain(*rows)] for rows in itertools.zip_longest(*tables, fillvalue=["", ""])]
-        return align(lines, to_the_left=[0, 2]).splitlines()
+        forward_overflows = self.origin is not None and self.origin.phase == "forward"
+        lines = []
+        # After a forward overflow, all later layers and the whole backward pass have inf and NaN too: leave them out.
+        for phase in ("forward",) if forward_overflows else ("forward", "backward"):
+            at = "" if phase == "forward" else f" at {as_power_of_two(self.layers_scale)}"
+            readings = [(getattr(layer, phase), layer.layer or "(the network)") for layer in self.layers]
+            known = [pair for pair in readings if pair[0] is not None and math.isfinite(pair[0].headroom)]
+            known = [pair for pair in known if pair[0].finite or not forward_overflows]
+            known.sort(key=lambda pair: pair[0].headroom)
+            # Round the bits left before overflow down, so that no layer seems further from overflow than it is.
+            rows = [
+                [f"  {name}", f"{math.floor(10 * reading.headroom) / 10:.1f}" if reading.finite else "overflow"]
+                for reading, name in known[:_MOST_LAYERS]
+            ]
+            lines += [f"bits left {phase}{at}", *align(rows, to_the_left=[0]).splitlines()] if rows else []
+        return lines
 
     def to_dict(self) -> dict[str, object]:
         """Return the explanation of the overflow as a dict of numbers, texts, lists and further dicts.
@@ -244,17 +226,10 @@ class Explanation:
             dict[str, object], by the names of the attributes, with ``headline``, ``overflow``, ``safe_scale`` and
             ``overflowing_scale``.
         """
-        names = ["headline", "loss_scale", "batches", "overflow", "safe_scale", "overflowing_scale", "layers_scale"]
-        names += ["measured", "overflow_mode", "graph", "why_graph", "failure"]
-        return {
-            **{name: getattr(self, name) for name in names},
-            "losses": list(self.losses),
-            "scales": [{"loss_scale": scale, "overflow": bad} for scale, bad in sorted(self.scales.items())],
-            "origin": self.origin and self.origin.to_dict(),
-            "weights": self.weights and {**vars(self.weights), "weight_format": self.weights.weight_format.name},
-            "layers": [layer.to_dict() for layer in self.layers],
-            "tried": [{**vars(each), "origin": each.origin and each.origin.to_dict()} for each in self.tried],
-        }
+        names = ("headline", "overflow", "safe_scale", "overflowing_scale", *(each.name for each in fields(self)))
+        content = {name: as_plain(getattr(self, name)) for name in names}
+        content["scales"] = [{"loss_scale": scale, "overflow": bad} for scale, bad in sorted(self.scales.items())]
+        return content
 
 
 def _indented(lines: Iterable[str]) -> list[str]:
@@ -273,18 +248,3 @@ def _place(origin: Origin) -> str:
         return f"the Tensor {origin.weight}, which the layer holds, has inf or NaN"
     operator = f", {origin.operator}" if origin.operator else ""
     return f"in {origin.layer or 'the network itself'} ({origin.layer_class}{operator})"
-
-
-def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:
-    """Return table rows of the layers closest to overflow. Prefer layers in narrow formats such as FP16, if any."""
-    narrow = {name for name, each in FORMATS.items() if each.largest < 1e30}
-    readings = [(getattr(layer, phase), layer.layer or "(the network)") for layer in layers]
-    known = [pair for pair in readings if pair[0] is not None and math.isfinite(pair[0].headroom)]
-    known = [pair for pair in known if pair[0].dtype in narrow or not pair[0].finite] or known
-    known.sort(key=lambda pair: pair[0].headroom)
-    # Round the bits left before overflow down, so that no layer seems further from overflow than it is.
-    left = [math.floor(10 * reading.headroom) / 10 for reading, _ in known]
-    return [
-        [f"  {name}", f"{bits:.1f}" if reading.finite else "overflow"]
-        for (reading, name), bits in zip(known[:_MOST_LAYERS], left, strict=False)
-    ]

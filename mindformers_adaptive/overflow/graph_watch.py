@@ -7,8 +7,10 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
-from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Reading
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.reading import Reading
+from mindformers_adaptive.gradients.temporary_changes import replaced_in
+from mindformers_adaptive.overflow.passes import Call, Gradient, Operand
 from mindformers_adaptive.overflow.watch import read_tensor
 
 __all__ = ["GraphWatch"]
@@ -40,10 +42,12 @@ class GraphWatch:
         self._network = network
         clock = Parameter(Tensor(0.0, mstype.float32), "clock_of_watch", requires_grad=False)
         called = {name: cell for name, cell in names.items() if not isinstance(cell, nn.CellList | nn.CellDict)}
-        self._watched = {name: _Watched(name, cell, clock) for name, cell in called.items()}
+        # Key the cells by their paths, which begin with the path of the surrounding cell. Names may omit cells that a
+        # trainer puts around the network.
+        paths = {id(cell): path for path, cell in network.cells_and_names()}
+        self._watched = {paths[id(cell)]: _Watched(name, cell, clock) for name, cell in called.items()}
         self._by_cell = {id(watched.layer): watched for watched in self._watched.values()}
         self._owners = (network, *names.values())
-        self._parents = _parents(network, {id(cell): name for name, cell in called.items()})
         self.sinks = tuple(sink for watched in self._watched.values() for sink in watched.sinks)
 
     @contextlib.contextmanager
@@ -62,8 +66,7 @@ class GraphWatch:
             # Some cells also keep lists of the cells that they call. Replace the cells in these lists too.
             for values in (values for owner in self._owners for values in (owner._cells, vars(owner))):
                 for name, value in list(values.items()):
-                    watched = self._watched_for(value)
-                    if watched is not value:
+                    if (watched := self._watched_for(value)) is not value:
                         stack.enter_context(replaced_in(values, name, watched))
             yield
 
@@ -78,17 +81,17 @@ class GraphWatch:
         Returns:
             tuple, ``calls``, ``backward`` and ``loss_source`` of a ``Pass``.
         """
-        names = [sink.name for sink in self.sinks]
-        measured = dict(zip(names, (to_numpy(each).tolist() for each in gradients_of_sinks), strict=True))
+        pairs = zip(self.sinks, gradients_of_sinks, strict=True)
+        measured = {sink.name: to_numpy(gradient).tolist() for sink, gradient in pairs}
         whole = Call(0, "", type(self._network).__name__, outputs=[read_tensor(loss)])
         calls, indexes = [whole], {"": 0}
-        began = {name: float(watched.began.asnumpy()) for name, watched in self._watched.items()}
-        for name in sorted((name for name, time in began.items() if time), key=began.get):
-            parent = self._parents.get(name, "")
-            while parent not in indexes:
-                parent = self._parents.get(parent, "")
-            indexes[name] = len(calls)
-            calls.append(self._watched[name].read(measured, len(calls), indexes[parent]))
+        began = {path: float(watched.began.asnumpy()) for path, watched in self._watched.items()}
+        for path in sorted(filter(began.get, began), key=began.get):
+            around = path
+            while (around := around.rpartition(".")[0]) not in indexes:
+                pass
+            indexes[path] = len(calls)
+            calls.append(self._watched[path].read(measured, len(calls), indexes[around]))
         return calls, list(_backward_order(calls, dict(weights))), None
 
     def _watched_for(self, value):
@@ -97,22 +100,6 @@ class GraphWatch:
             changed = any(new is not old for new, old in zip(replaced, value, strict=True))
             return type(value)(replaced) if changed else value
         return self._by_cell.get(id(value), value)
-
-
-def _parents(network, names):
-    """Return the name of the surrounding cell for each cell, by the name of the cell.
-
-    Compare paths, because names omit the cells that a trainer puts around the network.
-    """
-    paths = {path: id(cell) for path, cell in network.cells_and_names() if path}
-    parents = {}
-    for path, cell in paths.items():
-        around = path.rpartition(".")[0]
-        while around and paths.get(around) not in names:
-            around = around.rpartition(".")[0]
-        if cell in names:
-            parents.setdefault(names[cell], names[paths[around]] if around else "")
-    return parents
 
 
 def _backward_order(calls, weights):
@@ -141,7 +128,7 @@ class _Watched(nn.Cell):
 
     def __init__(self, name, layer, clock):
         super().__init__(auto_prefix=False)
-        self.layer, self.clock, self.measure = layer, clock, _Measure()
+        self.layer, self.layer_name, self.clock, self.measure = layer, name, clock, _Measure()
         parameters = list(inspect.signature(layer.construct).parameters.values())
         takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
         self.sinks_in = _sinks(f"{name}.in", _MOST_INPUTS if takes_any else len(parameters))
@@ -166,16 +153,16 @@ class _Watched(nn.Cell):
 
     def construct(self, *args, **kwargs):
         self.assign(self.began, self.assign_add(self.clock, self.one))
-        inputs = []
-        for value, sink in zip(args, self.sinks_in):  # noqa: B905, which a graph does not have
-            inputs.append(self.measured(value, sink))
-        output = self.layer(*inputs, **kwargs)
+        output = self.layer(*self.all_measured(args, self.sinks_in), **kwargs)
         if isinstance(output, tuple):
-            outputs = []
-            for value, sink in zip(output, self.sinks_out):  # noqa: B905
-                outputs.append(self.measured(value, sink))
-            return tuple(outputs) + output[len(outputs) :]
+            return self.all_measured(output, self.sinks_out)
         return self.measured(output, self.sinks_out[0])
+
+    def all_measured(self, values, sinks):
+        measured = ()
+        for value, sink in zip(values, sinks):  # noqa: B905, which a graph does not have
+            measured += (self.measured(value, sink),)
+        return measured + values[len(measured) :]
 
     def measured(self, value, sink):
         if isinstance(value, Tensor) and value.dtype in _DTYPES:
@@ -184,8 +171,7 @@ class _Watched(nn.Cell):
 
     def read(self, measured, index, parent):
         """Return this cell's last call, as measured by its sinks (extra Parameters), and reset the cell's time."""
-        name = self.began.name.removeprefix("watch_of_").removesuffix(".began")
-        call = Call(index, name, type(self.layer).__name__, parent=parent)
+        call = Call(index, self.layer_name, type(self.layer).__name__, parent=parent)
         for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):
             for sink in sinks:
                 values = dict(zip(_MEASURED, measured[sink.name], strict=True))
@@ -197,8 +183,9 @@ class _Watched(nn.Cell):
                     call.outputs.append(reading)
                 else:
                     call.inputs.append(Operand(reading))
-        weights = [weight for weight in self.layer._params.values() if weight is not None]
-        weights = [weight for weight in weights if weight.is_floating_point()]
+        weights = [
+            weight for weight in self.layer._params.values() if weight is not None and weight.is_floating_point()
+        ]
         call.inputs += [Operand(read_tensor(weight), None, weight.name) for weight in weights]
         self.began.set_data(Tensor(0.0, mstype.float32))
         return call

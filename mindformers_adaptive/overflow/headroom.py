@@ -1,16 +1,18 @@
-"""Measures how many bits each layer is away from overflow, and describes weights that a number format cannot hold."""
+"""Measures how many bits each layer is away from overflow."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mindformers_adaptive.gradients.reading import Reading
 from mindformers_adaptive.overflow.masks import Masks
-from mindformers_adaptive.overflow.readings import CASTS, Call, Pass, Reading
-from mindformers_adaptive.rules.formats import FLOAT16, Format
+from mindformers_adaptive.overflow.passes import CASTS, Pass
 
-__all__ = ["LayerRange", "WeightsBeyond", "layer_ranges"]
+__all__ = ["LayerRange", "layer_ranges"]
+
+# Prefixes of the names of operators that add or subtract.
+_ADDS = ("Add", "Sub", "Radd", "Rsub")
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,6 @@ class LayerRange:
     forward: Reading | None = None
     backward: Reading | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the attributes as a dict, with the headroom: the bits left before overflow, or None if infinite."""
-        both = {"forward": _to_dict(self.forward), "backward": _to_dict(self.backward)}
-        return {"layer": self.layer, "layer_class": self.layer_class, **both}
-
-
-def _to_dict(reading: Reading | None) -> dict[str, object] | None:
-    if reading is None:
-        return None
-    return {**reading.to_dict(), "headroom": reading.headroom if math.isfinite(reading.headroom) else None}
-
 
 def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
     """Return the largest values of each layer over passes at one loss scale, in the order of execution.
@@ -51,70 +42,45 @@ def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
         passes (Sequence[Pass]): one pass for each batch.
     """
     classes: dict[str, str] = {}
-    forward: dict[str, Reading] = {}
-    backward: dict[str, Reading] = {}
+    forward: dict[str, list[Reading]] = {}
+    backward: dict[str, list[Reading]] = {}
     for seen in passes:
-        constant = _constant_calls(seen)
-        masked = set(Masks(seen).calls)
+        left_out = _constants_and_masks(seen)
         for call in seen.calls:
             if not call.operator:
                 classes.setdefault(call.layer, call.kind)
-            is_cast_of_masked = call.kind in CASTS and any(value.source in masked for value in call.inputs)
-            if is_cast_of_masked or _is_as_large_as_a_constant(call, constant):
-                masked.add(call.index)
-            elif call.index not in constant and call.index not in masked:
-                _keep_closest(forward, call.layer, call.outputs)
-            _keep_closest(backward, call.layer, (gradient.reading for gradient in call.gradients))
-    return tuple(LayerRange(name, kind, forward.get(name), backward.get(name)) for name, kind in classes.items())
+            if call.index not in left_out:
+                forward.setdefault(call.layer, []).extend(call.outputs)
+            backward.setdefault(call.layer, []).extend(gradient.reading for gradient in call.gradients)
+    return tuple(
+        LayerRange(name, kind, _closest(forward.get(name, [])), _closest(backward.get(name, [])))
+        for name, kind in classes.items()
+    )
 
 
-def _constant_calls(seen: Pass) -> set[int]:
+def _constants_and_masks(seen: Pass) -> set[int]:
+    """Return the calls whose outputs depend on no weight and no input, or are large only because of such a value."""
     constant: set[int] = set()
+    masked = set(Masks(seen).calls)
     for call in seen.calls:
+        constants = [
+            value.reading
+            for index, value in enumerate(call.inputs)
+            if not value.weight and not call.gets_gradient(index) and (value.source is None or value.source in constant)
+        ]
         # In graph mode every value seems to get a gradient. So a call without inputs counts as constant there.
         gets_gradient = call.gradients and (seen.sees_operators or call.inputs)
-        if all(_is_constant(call, index, constant) for index in range(len(call.inputs))) and not gets_gradient:
+        if len(constants) == len(call.inputs) and not gets_gradient:
             constant.add(call.index)
-    return constant
+        # A mask is added to attention scores, and then the sum is as large as the mask.
+        is_sum = call.operator and call.kind.startswith(_ADDS) and len(call.inputs) > 1
+        half = max((reading.largest for reading in call.outputs), default=0.0) / 2
+        is_as_large = is_sum and any(reading.largest >= half or not reading.finite for reading in constants)
+        if is_as_large or (call.kind in CASTS and any(value.source in masked for value in call.inputs)):
+            masked.add(call.index)
+    return constant | masked
 
 
-def _is_constant(call: Call, index: int, constant: set[int]) -> bool:
-    value = call.inputs[index]
-    is_from_constant = value.source is None or value.source in constant
-    return value.weight is None and not call.gets_gradient(index) and is_from_constant
-
-
-def _is_as_large_as_a_constant(call: Call, constant: set[int]) -> bool:
-    """Return whether a sum is large only because of a constant summand, such as a mask added to attention scores."""
-    if not call.operator or not call.kind.startswith(("Add", "Sub", "Radd", "Rsub")) or len(call.inputs) < 2:
-        return False
-    largest = max((reading.largest for reading in call.outputs), default=0.0)
-    constants = [value.reading for index, value in enumerate(call.inputs) if _is_constant(call, index, constant)]
-    return any(2.0 * reading.largest >= largest or not reading.finite for reading in constants)
-
-
-def _keep_closest(closest: dict[str, Reading], layer: str, readings: Iterable[Reading]) -> None:
-    for reading in readings:
-        before = closest.get(layer)
-        if before is None or (reading.headroom, -reading.infs_and_nans) < (before.headroom, -before.infs_and_nans):
-            closest[layer] = reading
-
-
-@dataclass(frozen=True)
-class WeightsBeyond:
-    """The weights that a format cannot hold: a cast to the format turns them into inf.
-
-    Attributes:
-        elements (int): the number of elements that the format cannot hold.
-        parameters (tuple[str, ...]): the Parameters with such elements; the Parameter with the largest element is
-            first.
-        largest (float): the largest finite magnitude in these Parameters.
-        infs_and_nans (int): the number of elements that are inf or NaN even before a cast.
-        weight_format (Format): the format.
-    """
-
-    elements: int
-    parameters: tuple[str, ...]
-    largest: float
-    infs_and_nans: int
-    weight_format: Format = FLOAT16
+def _closest(readings: list[Reading]) -> Reading | None:
+    """Return the reading with the least headroom, and of several that overflowed, the one with most inf and NaN."""
+    return min(readings, key=lambda reading: (reading.headroom, -reading.infs_and_nans), default=None)

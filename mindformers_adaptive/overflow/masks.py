@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindformers_adaptive.overflow.readings import CASTS, Call, Operand, Pass
+from mindformers_adaptive.overflow.passes import CASTS, Call, Operand, Pass
 
-__all__ = ["Masks"]
+__all__ = ["MULTIPLIES", "Masks"]
 
 # Operators that replace elements of a tensor by given values.
 _FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike", "MaskedScatter"}
-# Parts of the names of operators that multiply.
-_MULTIPLIES = ("MatMul", "Matmul", "Mul", "Bmm", "Mm", "Conv", "Dense", "Linear", "Norm", "Div")
+# Parts of the names of operators that multiply: inf times 0 is NaN.
+MULTIPLIES = ("Mul", "Rmul", "Imul", "atmul", "Bmm", "Mm", "mm", "Conv", "Dense", "Linear", "Norm", "Div")
 
 
 class Masks:
@@ -112,7 +112,7 @@ class Masks:
 
 def multiplies(call: Call) -> bool:
     """Return whether a call multiplies its inputs. A mask is added to values, never multiplied by them."""
-    return call.operator and any(part in call.kind for part in _MULTIPLIES)
+    return call.operator and any(part in call.kind for part in MULTIPLIES)
 
 
 def fills(call: Call) -> bool:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mindformers_adaptive.overflow.masks import Masks, fills, has_bad_output, multiplies
-from mindformers_adaptive.overflow.readings import BATCH, CASTS, Call, Gradient, Operand, Pass, Reading, largest_of
+from mindformers_adaptive.gradients.reading import Reading, largest_of
+from mindformers_adaptive.overflow.masks import MULTIPLIES, Masks, fills, has_bad_output, multiplies
+from mindformers_adaptive.overflow.passes import BATCH, CASTS, Call, Gradient, Operand, Pass
 
 __all__ = ["Origin", "find_origin"]
 
 # Prefixes of the names of operators that overflow at small inputs.
 _NEAR_ZERO = "Div RealDiv Truediv Rtruediv Itruediv Xdivy Log Rsqrt Sqrt Pow Reciprocal Inv"
 _OVERFLOWS_NEAR_ZERO = tuple(_NEAR_ZERO.split())
-# Prefixes of the names of operators that multiply: inf times 0 is NaN.
-_MULTIPLIED = ("Mul", "Rmul", "Imul", "MatMul", "BatchMatMul", "Bmm")
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,7 @@ class Origin:
     @property
     def empties_row(self) -> bool:
         """Whether the mask that caused the NaN filled a whole row with -inf; otherwise its -inf was multiplied by 0."""
-        return self.mask and not self.operator.startswith(_MULTIPLIED)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the attributes of the origin as a dict, in which the reading is a dict too."""
-        reading = None if self.reading is None else {**self.reading.to_dict(), "limit": self.reading.limit}
-        return {**vars(self), "reading": reading}
+        return self.mask and not any(part in self.operator.partition(" ")[0] for part in MULTIPLIES)
 
 
 def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
@@ -84,13 +78,9 @@ def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
     Returns:
         Origin; its ``layer`` has the value None if no cell or operator was seen to compute the first inf or NaN.
     """
-    # The loss is the first output of the whole network.
-    losses = [reading for call in seen.calls[:1] for reading in call.outputs[:1]]
-    if not (math.isfinite(seen.loss) and all(reading.finite for reading in losses)):
-        begin = seen.loss_source
-        if begin is None or begin < 0 or not has_bad_output(seen.calls[begin]):
-            begin = 0
-        return _followed_back(seen, Masks(seen), begin)
+    if not math.isfinite(seen.loss):
+        begin = max(seen.loss_source or 0, 0)
+        return _followed_back(seen, Masks(seen), begin if has_bad_output(seen.calls[begin]) else 0)
     return _backward_origin(seen, forward_is_harmless) if seen.overflow else None
 
 
@@ -104,12 +94,12 @@ def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
     while waiting:
         call = seen.calls[waiting.pop()]
         bad = masks.overflowed_inputs(call)
-        before = {value.source for value in bad if value.source is not None and _explains(seen, value)}
+        before = _bad_sources(seen, bad)
         # The inf or NaN in the output of a cell may also come from a call inside the cell, even if the path from that
         # call to the output was not seen.
         before |= {each.index for each in seen.inside(call) if masks.has_overflowed_output(each)}
         for value in bad:
-            if _explains(seen, value):
+            if value.source in before:
                 continue
             is_known = value.weight or value.buffer or value.source == BATCH
             if not is_known and (earlier := _bad_before(seen, masks, call)):
@@ -125,13 +115,15 @@ def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
     return min(candidates, key=lambda candidate: candidate[:2])[2]
 
 
-def _explains(seen: Pass, value: Operand) -> bool:
-    """Return whether the call that computed a value has inf or NaN in its outputs."""
-    return value.is_computed and value.source is not None and has_bad_output(seen.calls[value.source])
-
-
 def _is_unknown(value: Operand) -> bool:
-    return value.source is None and not value.weight and not value.buffer
+    """Return whether a value has inf or NaN and was not seen where it comes from."""
+    return not (value.reading.finite or value.source is not None or value.weight or value.buffer)
+
+
+def _bad_sources(seen: Pass, values: Iterable[Operand]) -> set[int]:
+    """Return the calls that computed the values, if the outputs of these calls have inf or NaN."""
+    sources = {value.source for value in values if value.source is not None and value.source != BATCH}
+    return {source for source in sources if has_bad_output(seen.calls[source])}
 
 
 def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
@@ -156,16 +148,15 @@ def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
 
     These are the earlier calls in the same cell, or else the sources of the bad inputs of that cell.
     """
-    around = None if call.parent is None else seen.calls[call.parent]
-    if around is None:
+    if call.parent is None:
         return set()
+    around = seen.calls[call.parent]
     earlier = [each for each in seen.inside(around) if each.index < call.index]
     siblings = {each.index for each in earlier if masks.has_overflowed_output(each)}
     if siblings:
         return siblings
     bad = masks.overflowed_inputs(around)
-    known = {value.source for value in bad if value.source is not None and _explains(seen, value)}
-    return known or (_bad_before(seen, masks, around) if bad else set())
+    return _bad_sources(seen, bad) or (_bad_before(seen, masks, around) if bad else set())
 
 
 def _made_by(seen: Pass, call: Call) -> Origin:
@@ -205,7 +196,7 @@ def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
     if value.source == BATCH:
         return Origin("forward", "", seen.calls[0].kind, "", "batch", reading)
     around = seen.calls[call.parent or 0]
-    while around.parent is not None and any(not each.reading.finite and _is_unknown(each) for each in around.inputs):
+    while around.parent is not None and any(_is_unknown(each) for each in around.inputs):
         # The surrounding cell got an input of unknown origin too, so look at the cell around that cell.
         call, around = around, seen.calls[around.parent]
     what = f"a value that it gives to {_operator(call) or call.name}, from an operator that cannot be seen"

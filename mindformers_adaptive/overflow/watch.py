@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import types
 from collections.abc import Mapping
+from unittest import mock
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore._c_expression import TensorPy
@@ -12,8 +14,10 @@ from mindspore.ops import Primitive, functional_overload
 from mindspore.ops.auto_generate import pyboost_inner_prim as inner
 from mindspore.ops.operations import comm_ops
 
-from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
-from mindformers_adaptive.overflow.readings import BATCH, Call, Gradient, Operand, read_values
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.reading import read_values
+from mindformers_adaptive.gradients.temporary_changes import replaced_in, without_recomputation
+from mindformers_adaptive.overflow.passes import BATCH, Call, Gradient, Operand
 
 __all__ = ["Watch", "read_tensor"]
 
@@ -26,9 +30,8 @@ _DUNDERS += " floordiv rfloordiv ifloordiv mod rmod imod getitem"
 _QUERIES = "_ is_ get_ set_ data_ init convert register remove_hook storage offload assign_value value untyped"
 _QUERIES += " pin_memory wait flush move_to getitem setitem from_ asnumpy numpy item tolist dim numel nelement"
 _QUERIES += " ndimension stride hooks"
-_COMPUTING = [name for name in _METHODS if not name.startswith(tuple(_QUERIES.split()))]
-_TENSOR_METHODS = [f"__{name}__" for name in _DUNDERS.split()]
-_TENSOR_METHODS += [name for name in _COMPUTING if not name.endswith("_")]
+_COMPUTING = [name for name in _METHODS if not (name.endswith("_") or name.startswith(tuple(_QUERIES.split())))]
+_TENSOR_METHODS = [*(f"__{name}__" for name in _DUNDERS.split()), *_COMPUTING]
 # Methods that write to their Tensor. Do not put a hook on that Tensor, because a hook returns another Tensor.
 _IN_PLACE = ["__setitem__", *(name for name in _METHODS if name.endswith("_") and not name.startswith("_"))]
 # The functions of mindspore.mint come from the module functional_overload.
@@ -65,25 +68,19 @@ class Watch:
         names (Mapping[str, Cell]): the cells to record, by name.
     """
 
-    sinks = ()
-
     def __init__(self, network, names: Mapping[str, nn.Cell]):
         names = {"": network, **names}
-        names |= _cells_in_lists(names)
+        hidden = (_cells_in(name, vars(cell)) for name, cell in list(names.items()))
+        names |= itertools.chain.from_iterable(hidden)
         self._network, self._cells = network, list(names.values())
         self._names = {id(cell): name for name, cell in reversed(names.items())}
-        self._buffers = {
-            id(value): f"{name}.{key}".removeprefix(".")
-            for name, cell in names.items()
-            for key, value in (*vars(cell).items(), *cell._buffers.items())
-            if isinstance(value, Tensor) and not isinstance(value, Parameter)
-        }
-        self._attributes = {
-            (id(cell), id(value)): key
-            for cell in self._cells
-            for key, value in (*vars(cell).items(), *vars(cell).get("_primitives", {}).items())
-            if isinstance(value, Primitive)
-        }
+        self._buffers, self._attributes = {}, {}
+        for name, cell in names.items():
+            for key, value in (*vars(cell).items(), *cell._buffers.items(), *cell._primitives.items()):
+                if isinstance(value, Primitive):
+                    self._attributes[id(cell), id(value)] = key
+                elif isinstance(value, Tensor) and not isinstance(value, Parameter):
+                    self._buffers[id(value)] = f"{name}.{key}".removeprefix(".")
         self._written = {}
         self._start()
 
@@ -93,26 +90,20 @@ class Watch:
         with contextlib.ExitStack() as self._patches:
             # Remember which Parameters have inf or NaN from the start. Otherwise the checkpoint would be blamed for inf
             # or NaN that the forward pass writes to a Parameter.
-            self._bad_from_start = {id(each) for each in self._network.get_parameters() if not _is_finite(each)}
+            parameters = filter(_is_floating_point, self._network.get_parameters())
+            self._bad_from_start = {id(each) for each in parameters if not read_tensor(each).finite}
             self._patch(Parameter, "set_data", self._set_data)
             self._patch(nn.Cell, "__call__", self._call_cell)
             for kind in {Primitive, *_subclasses(Primitive)}:
                 if "__call__" in vars(kind):
                     self._patch(kind, "__call__", self._call_primitive)
-            for kind in _INNER:
-                name = kind.__name__.removeprefix("_Pyboost").removesuffix("Prim")
-                self._patch(kind, "__call__", functools.partial(self._call_function, name))
-            functions = [(functional_overload, name, self._call_function) for name in _OF_MINT]
-            functions += [(Tensor, name, self._call_function) for name in _TENSOR_METHODS]
-            functions += [(Tensor, name, self._call_in_place) for name in _IN_PLACE]
-            for owner, name, call in functions:
-                if hasattr(owner, name):
-                    self._patch(owner, name, functools.partial(call, _operator_name(name)))
-            for cell in self._cells:
-                if getattr(cell, "_recompute_cell", None) is not None:
-                    # Switch recomputation off: it would hide the cells inside the recomputed cell, because it calls
-                    # them again in the backward pass.
-                    self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
+            functions = [(kind, "__call__", kind.__name__) for kind in _INNER]
+            functions += [(functional_overload, name, name) for name in _OF_MINT]
+            functions += [(Tensor, name, name) for name in (*_TENSOR_METHODS, *_IN_PLACE) if hasattr(Tensor, name)]
+            for owner, attribute, name in functions:
+                call = functools.partial(self._call_operator, _operator_name(name), None, name in _IN_PLACE)
+                self._patch(owner, attribute, call)
+            self._patches.enter_context(without_recomputation(self._cells))
             yield
 
     def take(self, *_):
@@ -130,11 +121,9 @@ class Watch:
 
     def _patch(self, owner, name, function):
         """Replace an attribute of a class or module by a function whose first argument is the original attribute."""
-        before, class_attribute = getattr(owner, name), vars(owner).get(name)
-        setattr(owner, name, lambda *args, **kwargs: function(before, *args, **kwargs))
-        self._patches.callback(
-            *((delattr, owner, name) if class_attribute is None else (setattr, owner, name, class_attribute))
-        )
+        before = getattr(owner, name)
+        patch = mock.patch.object(owner, name, lambda *args, **kwargs: function(before, *args, **kwargs))
+        self._patches.enter_context(patch)
 
     def _call_cell(self, call, cell, *args, **kwargs):
         name = self._names.get(id(cell))
@@ -162,22 +151,18 @@ class Watch:
             # MindFormers' mcore layers put functions into graphs by a Primitive with the attribute __morph_fn__. In
             # PyNative mode, just call the function.
             return primitive.__morph_fn__(*args, **kwargs)
-        return self._call_operator(primitive.name, primitive, functools.partial(call, primitive), args, kwargs)
+        return self._call_operator(
+            primitive.name, primitive, False, functools.partial(call, primitive), *args, **kwargs
+        )
 
-    def _call_function(self, name, function, *args, **kwargs):
-        return self._call_operator(name, None, function, args, kwargs)
-
-    def _call_in_place(self, name, function, *args, **kwargs):
-        return self._call_operator(name, None, function, args, kwargs, in_place=True)
-
-    def _call_operator(self, kind, primitive, call, args, kwargs, in_place=False):
+    def _call_operator(self, kind, primitive, in_place, call, /, *args, **kwargs):
         if not self._stack or self._going_back or self._in_operator:
             return call(*args, **kwargs)
         if kind in _MOVES:
             output = call(*args, **kwargs)
-            moved = next((tensor for tensor in _tensors(args) if self._is_known(tensor)), None)
-            for tensor in _tensors(output) if moved is not None else ():
-                self._remember(tensor, self._look_up(moved))
+            for moved in _tensors(args)[:1]:
+                for tensor in _tensors(output):
+                    self._remember(tensor, self._look_up(moved))
             return output
         parent, cell = self._stack[-1]
         begun = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
@@ -214,19 +199,15 @@ class Watch:
     def _take_in(self, begun, values, unknown, hooked):
         def take(tensor):
             operand = self._look_up(tensor, unknown)
-            index = len(begun.inputs)
             begun.inputs.append(operand)
             # Do not put a hook on a Parameter that is not trained, because the call may write to the Parameter.
             if hooked and not (isinstance(tensor, Parameter) and not tensor.requires_grad):
-                tensor = self._hook(tensor, begun, False, index)
+                tensor = self._hook(tensor, begun, False)
             if not isinstance(tensor, Parameter):
                 self._remember(tensor, operand)
             return tensor
 
         return _replaced(values, take)
-
-    def _is_known(self, tensor):
-        return id(tensor) in self._sources or id(tensor) in self._buffers or isinstance(tensor, Parameter)
 
     def _look_up(self, tensor, unknown=None):
         """Return the Operand of a Tensor: its magnitudes, and its source if the source is known."""
@@ -241,10 +222,9 @@ class Watch:
 
     def _give_out(self, begun, output, keeps_source=False, hooked=True):
         def give(tensor):
-            index = len(begun.outputs)
             known = self._look_up(tensor)
             begun.outputs.append(known.reading)
-            tensor = self._hook(tensor, begun, True, index) if hooked else tensor
+            tensor = self._hook(tensor, begun, True) if hooked else tensor
             # If an operator inside a cell was seen to compute the cell's output, keep the operator as the source of the
             # output.
             known = known if keeps_source and known.source is not None else Operand(known.reading, begun.index)
@@ -258,8 +238,9 @@ class Watch:
         # Keep a reference to the tensor. Otherwise another tensor could reuse its memory, and with it the id.
         self._kept.append(tensor)
 
-    def _hook(self, tensor, begun, of_output, index):
-        backward = self._backward
+    def _hook(self, tensor, begun, of_output):
+        """Return a copy of the last input or output of a call, whose gradient is recorded in the backward pass."""
+        backward, index = self._backward, len(begun.outputs if of_output else begun.inputs) - 1
 
         def record(gradients):
             # Once a hook was called, operators belong to the backward pass. Do not record them as calls of the network.
@@ -295,27 +276,16 @@ def _writes(primitive, target):
     return bool(has_effect) and (isinstance(target, Parameter) or primitive.name.startswith("Inplace"))
 
 
-def _is_finite(tensor):
-    return not _is_floating_point(tensor) or read_tensor(tensor).finite
-
-
-def _cells_in_lists(names):
-    """Return the cells that a cell holds in plain lists and dicts, which MindSpore does not register as subcells."""
-    known, hidden = set(map(id, names.values())), {}
-    waiting = [(name, key, value) for name, cell in names.items() for key, value in vars(cell).items()]
-    waiting = [entry for entry in waiting if not entry[1].startswith("_")]
-    while waiting:
-        name, key, value = waiting.pop()
+def _cells_in(name, values):
+    """Yield the name and cell of each cell in lists and dicts, which MindSpore does not register as subcells."""
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         path = f"{name}.{key}".removeprefix(".")
-        if isinstance(value, nn.Cell) and id(value) not in known:
-            known.add(id(value))
-            for inside, cell in value.cells_and_names(name_prefix=path):
-                known.add(id(cell))
-                hidden[inside or path] = cell
+        if str(key).startswith("_"):
+            continue
+        if isinstance(value, nn.Cell):
+            yield from ((inside or path, cell) for inside, cell in value.cells_and_names(name_prefix=path))
         elif type(value) in (list, tuple, dict):
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(path, str(index), each) for index, each in entries]
-    return hidden
+            yield from _cells_in(path, value)
 
 
 def _subclasses(kind):
@@ -325,4 +295,6 @@ def _subclasses(kind):
 
 
 def _operator_name(name):
-    return "".join(word.capitalize() for word in name.strip("_").removesuffix("_instance").split("_"))
+    """Return the name of an operator, such as ``RealDiv``, from the name of the function or class that calls it."""
+    name = name.removeprefix("_Pyboost").removesuffix("Prim").removesuffix("_instance")
+    return "".join(word[:1].upper() + word[1:] for word in name.strip("_").split("_"))

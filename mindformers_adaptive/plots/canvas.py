@@ -216,7 +216,7 @@ def use_percent_axis(axes: Axes) -> None:
 
 
 def say_instead(axes: Axes, text: str) -> None:
-    """Write into a panel why it shows no data."""
+    """Write into an empty panel of a picture the reason why the panel shows no data."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", fontsize=11, color=MUTED)
     axes.set_yticks([])
 

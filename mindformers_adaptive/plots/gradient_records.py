@@ -33,7 +33,7 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # and the underflowed and subnormal share.
 _COLUMNS = len(_QUANTILES) + 3
 
-# The key of all gradients together among the groups of Parameters. No group has this name.
+# The key for the statistics of all gradients together. No group of Parameters has this name.
 _ALL = "\0"
 
 # The axis of magnitudes includes a limit of the floating-point format if it is at most this many powers of two away
@@ -156,7 +156,7 @@ def draw_gradient_records(
 
 
 def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
-    """Return the lower and upper end of the y axis, for all magnitudes and for nearby limits of the number formats."""
+    """Return the ends of the y axis, which shows all magnitudes and the limits of number formats near them."""
     groups = [group for run in runs for group in run.groups.values()]
     magnitudes = np.concatenate([np.append(group.bands, group.largest) for group in groups])
     magnitudes = magnitudes[np.isfinite(magnitudes)]
@@ -197,7 +197,7 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str, 
 
 
 def _worst(group: GroupSeries) -> list[str]:
-    """Return phrases for a group's largest underflowed and subnormal share in any step, as far as known."""
+    """Return phrases with the highest shares of a group's gradients that underflow or are subnormal in any step."""
     known = {"underflow": group.underflowed, "are subnormal": group.subnormal}
     return [
         f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()
@@ -226,8 +226,8 @@ def series_of_gradients(
     lines = [line for line in record if "missing_steps" not in line]
     if not lines:
         raise ValueError(
-            "There must be at least 1 step with gradients to draw, but there is none. Let the run take 'every_n_steps' "
-            "steps, or check that the file is the record of GradientRangeMonitor."
+            "There must be at least 1 step with gradients to draw, but there is none. Train for at least "
+            "'every_n_steps' steps, or check that the file is the record of a GradientRangeMonitor."
         )
     sweeps = [select(GradientRanges.from_dict(line), kind, modules) for line in lines]
     group = functools.cache(group_for(modules, sweeps[0]) or group)
@@ -253,7 +253,7 @@ def series_of_gradients(
 def _rows(
     ranges: GradientRanges, loss_scale: Any, group: Callable[[str], str | None], axis: str
 ) -> dict[str, list[float]]:
-    """Return each group's quantiles, largest value, and underflowed and subnormal share in one step."""
+    """Return a step's gradient statistics by Parameter group: quantiles, maximum, underflowed and subnormal share."""
     fits = ranges.fitting_scales
     best = loss_scale if loss_scale in fits else (fits or ranges.loss_scales)[-1]
     at_best = {**ranges.groups(best, group), _ALL: ranges.overall(best)}

@@ -185,7 +185,7 @@ def require_signed(counts: ArrayStatistics) -> SignedHistogram:
     if counts.signed is None:
         raise ValueError(
             "'axis' must be 'log2' for values that were measured without signs, or of which none is finite, but "
-            "got 'linear'. Measure again, or leave 'axis' out."
+            "got 'linear'. Measure the values with their signs, or leave 'axis' out."
         )
     return counts.signed
 
@@ -258,7 +258,7 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
     subnormal, normal, largest = map(math.floor, gradient_format.exponents)
     first, last = subnormal - _BELOW, largest + _ABOVE
     zero, inf = first - _APART, last + _APART
-    # Colour and label of each kind of bar in the histogram, by the first exponent of the kind.
+    # Colour and label of each kind of bar in the histogram; the key is the smallest exponent of this kind.
     kinds = {
         zero: (canvas.WARNING, "underflowed to 0") if of_gradients else (canvas.MUTED, "0"),
         first: (canvas.FAINT, "subnormal or below"),

@@ -20,7 +20,7 @@ _MANY_POINTS = 50_000
 
 
 def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> Floats:
-    """Return the x positions of the marks to draw: the first mark in each column of the panel.
+    """Return the x positions of the marks to draw: the first mark in each of the narrow columns that divide a panel.
 
     Args:
         x (ArrayLike): of shape (marks,), increasing.

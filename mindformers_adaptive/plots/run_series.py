@@ -24,7 +24,7 @@ _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 # At least this many skipped steps in a row at the lowest loss scale are a collapse, as for `analyze`.
 _COLLAPSED_FROM = 10
 
-# With more gaps of missing steps per recorded step than this, the record has only single steps now and then. The gaps
+# With more gaps of missing steps per recorded step than this, the record has only a few scattered steps. The gaps
 # of such a record are ignored, because no line could be drawn between them.
 _GAPS_PER_STEP = 0.1
 
@@ -80,7 +80,7 @@ class RunSeries(NamedTuple):
 
     @property
     def gaps(self) -> NDArray[np.float64]:
-        """The first and last step of each gap in the record, shape (gaps, 2); empty if it has only single steps."""
+        """The first and last step of each gap in the record, shape (gaps, 2); empty if there are too many to draw."""
         first = np.append(self.first_step - 1, self.step) + 1
         last = np.append(self.step, self.last_step + 1) - 1
         gaps = np.column_stack([first, last])[first <= last]
@@ -166,7 +166,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     scales = np.append(run.loss_scale[at], run.final_loss_scale)
     if np.isnan(scales[-1]):
         scales[-1] = scales[-2]
-    # Count the steps without a line in the record too if the number of skipped steps from step 1 on is known exactly.
+    # Also count steps that have no line in the record, if the number of skipped steps from step 1 on is known exactly.
     counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
     return RunSeries(
         step=run.step[at].astype(np.float64),

@@ -42,15 +42,15 @@ _LOG_LOSS_FROM = 50.0
 # The axis of the gradient norm is logarithmic if the largest norm is more than this many times the smallest.
 _LOG_NORM_FROM = 10.0
 
-# The loss at the end of a run is the median over the last steps, this share of all steps.
+# The final loss of a run is the median loss over its last steps. This is the share of these steps among all steps.
 _END = 0.05
 
 # The title of a picture of several runs has their median gradient norms if the largest median is at least this many
 # times the smallest.
 _NORMS_APART = 1.5
 
-# With more runs than this, the title of the picture names only the first and the last run in its order, such as the
-# best and the worst.
+# The title of a picture lists the runs from the lowest to the highest final loss. With more runs than this, the title
+# names only the first and the last run of the list.
 _MOST_NAMED = 4
 
 
@@ -93,8 +93,8 @@ def draw_runs(
     """
     if not runs or not set(gradients or {}) <= set(runs):
         raise ValueError(
-            f"'runs' must have at least 1 entry, and one for each of 'gradients', but got {list(runs)} and "
-            f"{list(gradients or {})}. Use the same names in both."
+            f"'runs' must have at least 1 entry, and one for each of 'gradients', but got the runs {list(runs)} "
+            f"and the gradients {list(gradients or {})}. Use the same names in both."
         )
     series = {name: series_of(run) for name, run in runs.items()}
     measured = {name: series_of_gradients(record, lambda _: "all") for name, record in (gradients or {}).items()}
@@ -172,7 +172,10 @@ def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
 
 
 def _draw_values(axes: Axes, run: RunSeries, of_steps: Floats, what: str, prefix: str, line: Mapping[str, Any]) -> None:
-    """Draw one quantity of a run: medians if the run is long, and without ``prefix`` also the value of each step."""
+    """Draw one quantity of a run over its steps, as medians of blocks of steps if the run is long.
+
+    ``prefix`` begins the labels of a run in a picture of several runs. Without it, the value of each step is drawn too.
+    """
     # A log may have the loss of only some steps. Break the line at gaps of the log, but not at each step without a
     # loss.
     known = np.isfinite(of_steps)
@@ -286,7 +289,7 @@ def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], lines: Mappi
 
 
 def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
-    """Return a name and, per run, the share of lost gradients: underflowed, or subnormal if underflow is unknown."""
+    """Return a label and each run's share of lost gradients: underflowed, or subnormal if underflow is unknown."""
     shares = {name: run.overall.underflowed for name, run in runs.items()}
     if all(np.isfinite(share).any() for share in shares.values()):
         return "underflow", shares

@@ -98,7 +98,7 @@ class LogRows:
         self.low[unknown] = self.high[unknown] = np.nan
 
     def _count_once(self, overflows: Sequence[tuple[int, LogLine]]) -> dict[int, list[LogLine]]:
-        """Return the overflow lines before each row, only from the rank and source file with most of these lines."""
+        """Return a log's overflow lines by the index of the next step line. Ignore all but one rank and source file."""
         counts = Counter(line.printer for _, line in overflows)
         named = [printer for printer, _ in counts.most_common() if printer]
         chosen = {"", *named} if len(named) < 2 else {named[0]}
@@ -108,14 +108,16 @@ class LogRows:
                 grouped.setdefault(row, []).append(line)
         if len(named) > 1:
             count = sum(counts.values()) - counts[named[0]]
-            self.notes.append(f"{count} line(s) on overflows are of other ranks or source files, and were merged.")
+            self.notes.append(
+                f"{count} overflow line(s) repeat others: they are of other ranks or source files, and were merged."
+            )
         return grouped
 
     def _where(self, row: int) -> str:
         return self._name_of(self._lines.where[min(row + self._first, len(self._lines) - 1)])
 
     def _note(self, texts: Sequence[str], all_of_them: str) -> None:
-        """Add the first few texts to the notes, and if there are more, also the number of all texts."""
+        """Add the first three texts to the notes on the log. If there are more texts, add a note with their number."""
         self.notes += texts[:_NOTES_OF_A_KIND]
         if len(texts) > _NOTES_OF_A_KIND:
             self.notes.append(all_of_them.format(len(texts)))
@@ -152,7 +154,7 @@ class LogRows:
             "are not in the log."
             for row in left_out[left_out > 0].tolist()
         ]
-        self._note(texts, "{} times, steps are not in the log.")
+        self._note(texts, "In {} places, steps are missing in the log.")
 
     def _strides(self, rows: Integers) -> Integers:
         """Return how many steps each of the given log rows covers: usually the commonest distance between two rows."""
@@ -175,7 +177,11 @@ class LogRows:
         return steps
 
     def _counted_by_totals(self, gap: Integers, restarts: Flags, fill: Flags) -> Iterator[tuple[int, int, int]]:
-        """Yield first row, last row and skipped steps between two totals of skipped steps; set ``fill`` for gaps."""
+        """Yield ranges of log rows whose number of skipped steps is known: first row, last row, and this number.
+
+        The number is the difference of two totals in the log. It covers the gaps within the range too, so set ``fill``
+        to True for the rows after these gaps.
+        """
         at = np.flatnonzero(self.total >= 0)
         begins = self._first > 0 or (len(gap) > 0 and gap[0] == 0)
         anchors = (
@@ -234,8 +240,8 @@ class LogRows:
         )
         if is_lone:
             self.notes.append(
-                f"{self._where(0)}: this is the only line of steps. It is read as being about all steps up to "
-                f"{self.step[0]}, but may be about the last steps only."
+                f"{self._where(0)}: this is the only line that names a step. It is taken to cover all steps up to "
+                f"{self.step[0]}, but may cover only the last of these steps."
             )
         fits = (self.stated >= 0) & (self.stated <= most)
         fewest = np.where(fits, np.maximum(fewest, self.stated), fewest)
@@ -254,10 +260,13 @@ class LogRows:
             f"{self.after[row]:g}. The run may have been restarted with another scale."
             for row in jumps[jumps > 0].tolist()
         ]
-        self._note(texts, "{} times, the scale does not follow from the line before.")
+        self._note(texts, "On {} lines, the scale does not follow from the line before.")
 
     def _tighten(self, rows: slice, count: int) -> Flags:
-        """Tighten bounds of rows with a known sum of skipped steps; return which rows the log lines alone decide."""
+        """Tighten the bounds on the skipped steps of each log row in a range that skipped ``count`` steps in all.
+
+        Return for each row whether its number of skipped steps is known even without the moves of the loss scale.
+        """
         by_lines = self._least[rows].copy(), self._room[rows].copy()
         bounds = self.fewest[rows].copy(), self.most[rows].copy()
         for fewest, most in (bounds, by_lines, (self._flagged[rows].copy(), by_lines[1])):
@@ -309,7 +318,7 @@ class LogRows:
         self.stated_after = np.where(wide, self.after, self.stated_after)
 
     def _moves(self, bits: float) -> tuple[Integers, Integers, Integers]:
-        """Return for each log row the fewest drops and raises of the loss scale, and the number of overflow lines."""
+        """Return for each log row how often the loss scale fell and rose at least, and the number of overflow lines."""
         at_start = math.log2(self.scale_at_start)
         low, high = (np.append(at_start, bound[:-1]) for bound in (self.low, self.high))
         low, high = (np.where(self.follows, bound, np.nan) for bound in (low, high))
@@ -363,7 +372,7 @@ def _factors(difference: Any, bits: float) -> Any:
 def _links(
     overflows: Sequence[LogLine], before: tuple[float, float], after: tuple[float, float], bits: float
 ) -> list[tuple[int, int]]:
-    """Return the fewest raises and drops of the loss scale before, between and after overflows with known scales.
+    """Return how often the loss scale at least rose and fell before, between and after the given overflows.
 
     ``before`` and ``after`` bound the binary logarithm of the scale before and after all of the overflows.
     """

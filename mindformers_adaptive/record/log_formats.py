@@ -83,7 +83,7 @@ class _MindFormers(LogFormat):
     name = "mindformers"
     example = "Epoch:[ E/ N], step:[ S/ M], loss: L, per_step_time: Tms, overflow cond: B, loss_scale: S"
     start = re.compile(r"(?=Epoch:\[)")
-    # The last comma excludes the log lines of other monitors, which also name a step.
+    # The comma at the end of this pattern excludes the log lines of other monitors, which also name a step.
     step = re.compile(r"Epoch:\[\s*(\d{1,9})/\s*\d+\],\s*step:\[\s*(\d{1,16})/\s*(\d{1,16})\],")
     flag = re.compile(r"overflow cond:\s*\[?\s*(True|False)\s*\]?\s*(?:,|$)")
     # NumPy prints each number with a point or an exponent. A loss scale with neither was cut off.
@@ -111,7 +111,7 @@ class _MindFormers(LogFormat):
             return None if match is None else LogLine(step=_step(match[1]), **values)
         flag, scale = self.flag.search(line), _number(self.scale, line)
         if flag is None and scale is None:
-            raise ValueError("neither the overflow nor the loss scale of the step can be read")
+            raise ValueError("the line has neither a readable 'overflow cond' nor a readable 'loss_scale'")
         epoch, step, steps_per_epoch = map(int, match.groups())
         return LogLine(
             step=_step(max(epoch - 1, 0) * steps_per_epoch + step),
@@ -133,7 +133,7 @@ class _MindSpore(LogFormat):
             return None
         values = self.value.findall(line, match.end())
         if len(values) < 3 or values[1] not in ("True", "False"):
-            raise ValueError("the outputs are not a loss, an overflow and a loss scale")
+            raise ValueError("the values after 'outputs are' are not a loss, an overflow flag and a loss scale")
         loss, scale = _as_number(values[0]), _as_number(values[2])
         return LogLine(
             step=_step(match[1]), overflow=values[1] == "True", loss=loss, next_loss_scale=_nearest_power(scale)
@@ -164,7 +164,7 @@ class _Megatron(LogFormat):
         value = None if scale is None else _as_number(scale[1])
         count = None if skipped is None else int(skipped[1])
         if value is None and count is None:
-            raise ValueError("neither the loss scale nor the number of skipped iterations can be read")
+            raise ValueError("the line has neither a readable loss scale nor a readable number of skipped iterations")
         seconds = None if time is None else _as_number(time[2])
         return LogLine(
             step=_step(match[1]),
@@ -206,7 +206,7 @@ class _DeepSpeed(LogFormat):
             return None
         match = self.step.search(line)
         if match is None or int(match[2]) > int(match[1]):
-            raise ValueError("the number of skipped steps cannot be read")
+            raise ValueError("'skipped=' in the line is not a valid number of skipped steps")
         return LogLine(step=_step(match[1]), skipped_steps=int(match[2]))
 
 

@@ -75,7 +75,13 @@ class LogLines:
         return len(self.where)
 
     def add(self, line: Step, where: int, name_of: Callable[[int], str]) -> None:
-        """Add the log line with the number ``where``; ``name_of(where)`` returns the line's name for notes."""
+        """Add a line of the log to the stored data.
+
+        Args:
+            line (Step): the data of the line.
+            where (int): the number of the line in the log.
+            name_of (Callable): returns how notes name the line with a given number, such as "train.log:12".
+        """
         if line.step > self._last_step:
             self._append(line, where)
         elif line.step < 0:

@@ -277,7 +277,10 @@ def forward_fill(scale: Floats) -> Floats:
 
 
 def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Floats]:
-    """Return, for each step, the values at the nearest chosen steps up to this step and from this step on."""
+    """Return, for each step, the values at the last chosen step up to it and at the first chosen step from it on.
+
+    A chosen step is its own last and first chosen step. ``missing`` is the value if there is no such step.
+    """
     at = np.flatnonzero(chosen)
     padded = np.concatenate([[missing], values[at], [missing]])
     places = np.arange(len(values))

@@ -20,8 +20,8 @@ __all__ = ["run_of_lines"]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-# The loss scale with which dynamic loss scaling usually starts. Loss scales that are inferred before overflows are at
-# most this high.
+# The loss scale with which dynamic loss scaling usually starts. Where a log does not state the loss scale at an
+# overflow, the scale is inferred from the next one, and is assumed to be at most this high.
 _LARGEST_START = 2.0**32
 
 # Relative tolerance for comparing loss scales, because logs print rounded scales.
@@ -145,7 +145,11 @@ def _carry_scales(rows: LogRows) -> None:
 
 
 def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) -> Floats:
-    """Guess the scales of steps without log lines: tolerated overflows first, then drops, then applied steps."""
+    """Guess the loss scales of steps without log lines.
+
+    The steps are assumed to be in this order: overflows that leave the scale unchanged, overflows that lower it, and
+    applied steps.
+    """
     if row in rows.overflows:
         return _listed_path(rows.factor, rows.overflows[row], flags, before, after)
     skips = int(flags.sum())
@@ -163,10 +167,11 @@ def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) ->
 
 
 def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before: float, after: float) -> Floats:
-    """Return the loss scales of steps between two log lines: overflows with known scales, and raises in between.
+    """Return the loss scales of the steps between two log lines if the log has overflow lines with loss scales there.
 
-    Set the overflow flags in ``flags`` to match. Skipped steps without an overflow line are assumed to lower the scale
-    further.
+    Where the loss scale of an overflow line is higher than the scale before it, applied steps in between are assumed to
+    have raised the scale. Skipped steps without an overflow line are assumed to lower the scale further. The overflow
+    flags in ``flags`` are set to match.
     """
     count = int(flags.sum())
     room, last, path = len(flags) - count, before, list[tuple[bool, float]]()

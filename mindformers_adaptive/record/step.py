@@ -12,7 +12,8 @@ import msgspec
 
 __all__ = ["FIELDS", "LARGEST_STEP", "RARE_FIELDS", "LogLine", "Step", "field_descriptions", "step_of"]
 
-# A larger step number comes from a damaged log line. Above 2^53, float64 does not represent every integer.
+# The largest valid step number. Above 2^53, float64 does not represent every integer, and no training takes so many
+# steps, so a larger number comes from a damaged log line.
 LARGEST_STEP = 2**53
 
 

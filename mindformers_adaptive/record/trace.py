@@ -147,7 +147,7 @@ def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
 
 
 def just_below(scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for each loss scale the largest ceiling below it, which is the next smaller number; inf for inf."""
+    """Return the next smaller float64 for each loss scale, the highest ceiling at which it overflows; inf for inf."""
     return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
 
 
@@ -160,7 +160,7 @@ def require_one_length(what: str, *arrays: NDArray[Any] | None) -> None:
         if array is not None and not isinstance(array, np.ndarray):
             raise TypeError(
                 f"All arrays of the {what} must be NumPy arrays, but got {str(array)[:80]!r} of type "
-                f"{type(array).__name__}. Give numpy.array(...) of it."
+                f"{type(array).__name__}. Convert it by numpy.array(...)."
             )
     shapes = {array.shape for array in arrays if array is not None}
     if len(shapes) > 1 or len(min(shapes)) != 1:

@@ -114,7 +114,11 @@ class RunRecord:
         return notes
 
     def _choose_file(self, last_step: int) -> list[str]:
-        """Choose and lock this run's file; return a sentence if it has another name or an older file was renamed."""
+        """Choose and lock the file for the record of this run.
+
+        Return a sentence for the user if the file has another name than ``path``, or if the file of an earlier run was
+        renamed.
+        """
         wanted, reason, is_shared = self.path, "", False
         of_this_run = wanted.with_name(f"{wanted.stem}_{self.run}{wanted.suffix}")
         for path in [of_this_run, wanted] if last_step and self.run and of_this_run.exists() else [wanted]:
@@ -136,7 +140,7 @@ class RunRecord:
                 if not content.last_step or (last_step and content.run == self.run):
                     return []
                 if not last_step:
-                    return [f"{path} has the steps of an earlier run: it is kept as {self._rename(content.run)}."]
+                    return [f"{path} has the steps of an earlier run: it was renamed to {self._rename(content.run)}."]
                 reason = "is the record of another run"
             self.close()
         if is_shared and last_step and self.run:
@@ -156,12 +160,12 @@ class RunRecord:
         """Remove an unfinished last line and the steps after ``last_step``; return a sentence for each removal."""
         content, notes = _look_through(self.path, last_step), []
         if content.torn:
-            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {content.torn[:80]!r}")
+            notes.append(f"{self.path} ended in an unfinished line, which was removed: {content.torn[:80]!r}")
         if content.last_step > last_step:
-            aside = "" if self.run else f" They are kept as {self._keep_aside(content.kept_until, content.whole)}."
+            aside = "" if self.run else f" They were moved to {self._keep_aside(content.kept_until, content.whole)}."
             notes.append(
-                f"{self.path} went on to step {content.last_step}: the steps after {last_step} are taken out, because "
-                f"the run takes them again.{aside}"
+                f"{self.path} went on to step {content.last_step}: the steps after {last_step} were removed, because "
+                f"the resumed run takes them again.{aside}"
             )
         if content.kept_until < self.path.stat().st_size:
             # Truncate now, so that the record file is right even if the process is killed later or the disk is full.
@@ -193,7 +197,9 @@ class RunRecord:
             for entry in entries:
                 step = entry["step"]
                 if not isinstance(step, int) or step <= self.last_step:
-                    raise ValueError(f"step {step} cannot follow step {self.last_step} in {self.path}")
+                    raise ValueError(
+                        f"step {step} cannot follow step {self.last_step} in {self.path}. Append the steps in order."
+                    )
                 if self._every_step and step > self.last_step + 1:
                     first, last = self.last_step + 1, step - 1
                     missing = {"missing_steps": last - first + 1, "first_step": first, "last_step": last}
@@ -321,7 +327,8 @@ def _look_through(path: Path, last_step: int) -> _Content:
                 content = content._replace(run=line.run)
             last = line.span()[1]
             content = content._replace(last_step=last, whole=end, torn=b"")
-            # A line for missing steps that ends after last_step is removed too; append() writes a shorter line.
+            # Keep only the lines that end at or before last_step. This drops also a line for missing steps that begins
+            # before last_step and ends after last_step; append() then writes a new line for these missing steps.
             if last <= last_step:
                 content = content._replace(kept_until=end, last_kept=text)
     return content
@@ -371,7 +378,10 @@ def _ends_in_line(file: int) -> bool:
 
 
 def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
-    """Write a record line; on an error, restore a regular file. A file's first line gets ``run``, unless it is 0."""
+    """Write a record line; if that fails, restore the file as it was before, unless it is a pipe or a device.
+
+    The first line of a file also states the run number ``run``, unless ``run`` is 0.
+    """
     before = os.fstat(file)
     is_first = stat.S_ISREG(before.st_mode) and before.st_size == 0
     line = json_text({"run": run, **entry} if run and is_first else entry).encode() + b"\n"

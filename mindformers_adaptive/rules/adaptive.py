@@ -237,7 +237,7 @@ class AdaptiveRule(Rule):
         )
 
     def window_at(self, window_index: int) -> int:
-        """Return the scale window at a position on the ladder of windows, or the hidden window.
+        """Return the scale window at a position on the ladder of windows, or the hidden window of 1 step.
 
         Args:
             window_index (int): the window's position on the ladder, from 0, or -1 for the hidden window.
@@ -262,8 +262,8 @@ class AdaptiveRule(Rule):
         if not problems and self._lacks_window(values, restored):
             values["last_overflow_iter"] = values["cur_iter"] - 1
             problems = [
-                "The checkpoint has steps but no window, as one of another rule of loss scaling: the ladder "
-                f"starts afresh at window {values['scale_window']}."
+                "The checkpoint has steps but no window, because another loss-scaling rule saved it: the ladder of "
+                f"windows starts afresh at window {values['scale_window']}."
             ]
         return problems
 
@@ -301,11 +301,11 @@ class AdaptiveRule(Rule):
         restored = f"The checkpoint has 'scale_window' {window} with 'list_index' {index}, but the ladder is {ladder}"
         if window > HIDDEN_WINDOW or window in ladder:
             nearest = min(range(len(ladder)), key=lambda index: abs(ladder[index] - window))
-            return nearest, f"{restored}: training goes on at its nearest window, {ladder[nearest]} (index {nearest})."
+            return nearest, f"{restored}: training goes on at the nearest window, {ladder[nearest]} (index {nearest})."
         if window == HIDDEN_WINDOW:
             return HIDDEN_INDEX, f"{restored}: training goes on in the hidden window 1 (index -1)."
         if on_the_ladder:
-            return index, f"{restored}, and a window is at least 1: the index is kept, with its window."
+            return index, f"{restored}, and a window is at least 1: training goes on at the window of this index."
         smallest = f"training goes on at the smallest window, {ladder[0]} (index 0)."
         return 0, f"{restored}, and neither can be used: {smallest}"
 

@@ -122,9 +122,7 @@ def check_description(rule: Any) -> None:
     try:
         inspect.signature(rule.next_state).bind(None, None)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{of} has {rule.next_state!r} as its step. It must be next_state(self, state, seen)."
-        ) from None
+        raise ValueError(f"{of} must define next_state(self, state, seen), but has {rule.next_state!r}.") from None
     if not hasattr(rule, "min_exponent"):
         raise ValueError(f"{of} must call super().__init__(**bounds) in its constructor.")
     for name in arguments_of(rule.__class__):
@@ -133,13 +131,16 @@ def check_description(rule: Any) -> None:
         if not hasattr(rule, name):
             raise ValueError(f"{of} must keep its argument {name!r} as an attribute: write self.{name} = {name}.")
     if not 0 < rule.min_loss_scale <= rule.max_loss_scale <= LARGEST_FLOAT32:
-        raise ValueError(f"{of} must hand 'min_loss_scale' and 'max_loss_scale' to super().__init__().")
+        raise ValueError(
+            f"{of} has 'min_loss_scale' {rule.min_loss_scale} and 'max_loss_scale' {rule.max_loss_scale}. Hand both "
+            "to super().__init__() and leave them unchanged."
+        )
     if not isinstance(rule.recorded, (tuple, list)) or not all(isinstance(key, str) for key in rule.recorded):
         raise ValueError(
             f"{of} must have 'recorded' as a tuple of names, such as ('mean',), but has {rule.recorded!r}."
         )
     if hasattr(rule, "signals"):
-        raise ValueError(f"{of} has 'signals', which version 2.0 removed. Set needs_gradients = True if needed.")
+        raise ValueError(f"{of} has 'signals', which version 2.0 removed. For gradients, set needs_gradients = True.")
     if not isinstance(rule.needs_gradients, bool):
         raise ValueError(f"{of} must have needs_gradients = True or False, but has {rule.needs_gradients!r}.")
     for name in ("keeps_bounds", "fixed_state", *OF_EVERY_RULE):
@@ -149,14 +150,14 @@ def check_description(rule: Any) -> None:
                 f"{of} has {name!r}, which only a rule of this package may have. Leave it out or rename it."
             )
     if not isinstance(rule.title, str) or not rule.title.isprintable():
-        raise ValueError(f"{of} must have text in one line as its title, but has {rule.title!r}.")
+        raise ValueError(f"{of} must have one line of text as 'title', but has {rule.title!r}.")
     if not isinstance(rule.tried, Mapping) or not all(isinstance(some, (tuple, list)) for some in rule.tried.values()):
         raise ValueError(
             f"{of} must have 'tried' as a dict of the values to try, such as {{'margin': (2.0, 3.0)}}, but has "
             f"{rule.tried!r}."
         )
     if not isinstance(rule.state, Mapping):
-        raise ValueError(f"{of} must have its state as a dict of names and dtypes, but has {rule.state!r}.")
+        raise ValueError(f"{of} must have 'state' as a dict of names and dtypes, but has {rule.state!r}.")
     _check_names(of, rule)
 
 
@@ -177,7 +178,9 @@ def _check_names(of: str, rule: Any) -> None:
         seen |= {field.name, *field.keys}
     for key in rule.recorded:
         if key not in {key for field in rule.fields if field.parts or not field.shape for key in field.keys}:
-            raise ValueError(f"{of} has {key!r} in 'recorded', which is no number of its state.")
+            raise ValueError(
+                f"{of} has {key!r} in 'recorded', but its state has no number of that name. Remove or correct the name."
+            )
 
 
 def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any:
@@ -194,7 +197,7 @@ def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any
     if isinstance(like, (tuple, list)):
         numbers = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(numbers, (list, tuple)) or len(numbers) != len(like):
-            raise ValueError(f"{of} {key!r} {value!r}, which is no vector of {len(like)}. Give a list of numbers.")
+            raise ValueError(f"{of} {key!r} {value!r}, but this field is a vector. Give a list of {len(like)} numbers.")
         return tuple(checked_value(rule, key, dtype, number, 0) for number in numbers)
     number = value.item() if getattr(value, "size", 0) == 1 else value
     if dtype == "int32":
@@ -204,5 +207,5 @@ def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any
         fits = fits and not 0 < abs(number) < SMALLEST_FLOAT32
     if not fits:
         shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-        raise ValueError(f"{of} {key!r} {shown}, which is no {dtype}. Give a number of that dtype or change the state.")
+        raise ValueError(f"{of} {key!r} {shown}, which is no {dtype} number. Give such a number or change the state.")
     return int(number) if dtype == "int32" else to_float32(number)

@@ -45,7 +45,10 @@ def emit(results: Iterable[Value], expression_of: Callable[[Value, Sequence[str]
 
 
 def needed_by(results: Iterable[Value]) -> list[Value]:
-    """Return the results of a step and all values that the results need, each value after its operation's arguments."""
+    """Return the results of a rule's step and all values that these results are computed from.
+
+    A value comes after the values that it is computed from.
+    """
     needed: dict[int, Value] = {}
     waiting = list(results)
     while waiting:

@@ -110,7 +110,7 @@ def is_of_this_package(rule_class: type) -> bool:
 
 
 def form_of(rule: Any) -> int:
-    """Return a checksum of the form of a rule's state: the rule's name, and the fields with dtypes, shapes and parts.
+    """Return a checksum of the name of a rule and of the name, dtype, shape and named parts of each field in its state.
 
     Checkpoints hold this checksum, but not the names of a vector's parts. Without the checksum, a renamed part could be
     restored with the number of another part.
@@ -131,14 +131,14 @@ def _field(rule: Any, name: str, kind: Any) -> Field:
     if not is_sound or (isinstance(kind, Mapping) and any(dtype.shape for dtype in kinds)):
         raise ValueError(
             f"The state of the rule {rule.name!r} has {name!r} as {kind!r}. Write int32 or float32, float32[8] for a "
-            "vector of 8, or a dict of names with one of the two for a vector with named parts."
+            "vector of 8 numbers, or a dict such as {'low': int32, 'high': int32} for a vector with named elements."
         )
     dtype = kinds[0].name
     if not isinstance(kind, Mapping):
         return Field(name, dtype, kind.shape, (), _parameter_name(rule, name, dtype, kind.shape))
     is_built_in = is_of_this_package(rule if isinstance(rule, type) else type(rule))
-    # Sort the names of the parts in a user's rule, because a dict that was made from a set has another order in each
-    # process.
+    # A user's rule may create the dict of a vector's named elements from a set, whose order differs between processes.
+    # So sort the names.
     parts = tuple(kind) if is_built_in else tuple(sorted(kind, key=str))
     return Field(name, dtype, (len(kind),), parts, _parameter_name(rule, name, dtype, (len(kind),)))
 

@@ -103,7 +103,7 @@ class Format:
         object.__setattr__(self, "precision", _pairs_of(self.precision))
         if self.largest % self.quantum(math.frexp(self.largest)[1] - 1):
             raise ValueError(
-                f"'largest' must be a number of the format, but {self.largest} lies between two numbers. {remedy}"
+                f"'largest' must be a number that the format can represent, but got {self.largest}. {remedy}"
             )
 
     @property

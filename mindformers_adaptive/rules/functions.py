@@ -55,7 +55,7 @@ class DType:
             return value if own(value).dtype == self.name else computed(self.name, (value,), self.name, value.shape)
         number = number_of(value)
         if self.name == "int32" and not abs(number) < math.inf:
-            raise refused(f"has {number}, which is no int32. Use a finite number")
+            raise refused(f"converts {number} to int32, which cannot represent it. Use a finite number")
         return constant(int(number) if self.name == "int32" else float(number), self.name)
 
     def __repr__(self) -> str:
@@ -84,10 +84,10 @@ class State:
         return self._values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise refused(f"assigns {name!r} to the state. Return state.replace({name}=...)")
+        raise refused(f"assigns state.{name}, but a state cannot be changed. Return state.replace({name}=...)")
 
     def __bool__(self, *_: object) -> bool:
-        raise refused("compares states, or uses a state as a condition. Compare parts of the states, such as numbers")
+        raise refused("compares states, or uses a state as a condition. Compare numbers, such as state.loss_scale")
 
     __eq__ = __ne__ = __bool__
     __hash__ = object.__hash__
@@ -128,7 +128,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
         return x if condition else y
     if not isinstance(condition, Value) or own(condition).dtype != "bool":
         raise refused(
-            "has a condition of where() that is no flag. Write a comparison such as a > b, or stack([...]) of flags"
+            "calls where() with a condition that is no flag. Write a comparison such as a > b, or stack([...]) of flags"
         )
     if isinstance(x, State) and isinstance(y, State):
         if condition.shape:
@@ -165,7 +165,7 @@ def stack(values: Sequence[Any]) -> Any:
     """Return a vector of the given numbers, which must have the same dtype."""
     parts = of_one_dtype("stack", *values)
     if any(part.shape for part in parts):
-        raise refused("stacks a vector, but stack() takes numbers only. Unpack the vector: stack([*v, x])")
+        raise refused("calls stack() with a vector, but stack() takes numbers only. Unpack the vector: stack([*v, x])")
     first = parts[0]
     if _are_whole_vector(parts):
         return first.args[0]
@@ -176,7 +176,7 @@ def stack(values: Sequence[Any]) -> Any:
 
 
 def _are_whole_vector(parts: Sequence[Value]) -> bool:
-    """Return whether the values are all the elements of a single vector, in order."""
+    """Return whether the values are all elements of one vector, in the order of the vector."""
     vector = parts[0].args[0] if parts[0].op == "element" else None
     elements = [part.extra for part in parts if part.op == "element" and part.args[0] is vector]
     return vector is not None and elements == list(range(*vector.shape)) and len(parts) == len(elements)

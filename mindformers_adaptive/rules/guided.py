@@ -33,20 +33,22 @@ LOW_STEP = 0.1875
 # is a mean over about 28 steps.
 LEVEL_SHARE = 9 / 256
 
-# ``level`` is never more than this many bits below ``low``, so that the loss scale recovers quickly after a stretch of
-# large gradients.
+# ``level``, the mean of log2 of the ceiling, is never more than this much below ``low``, the recent minimum of log2 of
+# the ceiling. So the loss scale recovers quickly after a stretch of large gradients.
 CLIMB = 0.5625
 
-# ``base``, which places the bins of the overflow histogram, differs from ``level`` by at most this many bits.
+# The bins of the overflow histogram are counted from ``base``, an exponent of the loss scale. ``base`` differs from
+# ``level``, the mean of log2 of the ceiling, by at most this much.
 REACH = 1.25
 
-# After an overflow that the gradients explain, the next applied step sets ``low`` and ``level`` this many bits below
-# log2 of the ceiling that its gradients show, because overflows come in groups.
+# An overflow is explained if the gradients of the next applied step show a ceiling below the loss scale that
+# overflowed. Explained overflows come in groups. So after such an overflow, the recent minimum ``low`` and the mean
+# ``level`` of log2 of the ceiling start again this many bits below the shown ceiling, which keeps the loss scale low.
 CAREFUL = 6.0
 
-# Each time that this many applied steps had a loss scale above the ceiling that their gradients showed, the shown
-# ceiling is raised by a bit, by three bits at most. Where the largest gradient is summed in float32, the real ceiling
-# has been measured up to 2.8 bits above the shown ceiling.
+# The ceiling that the gradients show can be too low: where the largest gradient is summed in float32, the real ceiling
+# has been measured up to 2.8 bits higher. An applied step with a loss scale above the shown ceiling contradicts it. For
+# every CONTRADICTIONS_PER_BIT such steps, the shown ceiling is raised by a bit, at most by three bits.
 CONTRADICTIONS_PER_BIT = 2
 MOST_CONTRADICTIONS = 6
 
@@ -59,27 +61,34 @@ TROUBLE_SHARE = 12
 WINDOW_FACTOR = 32
 LARGEST_WINDOWS = 64
 
-# The values of ``trial`` say what the limit of the loss scale does, in this order: it moves with ``base``; it has no
-# anchor and is tried one bit higher; it has an anchor and is tried one bit higher; it stays at its anchor.
+# The limit is the upper bound that unexplained overflows set on the loss scale. A limit with an anchor stays at the
+# same loss scale. A limit without an anchor moves with ``base``, and so with the gradients. In a trial, the rule tries
+# whether a limit that is one bit higher overflows. The field ``trial`` of the state has one of these values:
+# MOVING: no anchor, no trial. TRIAL: no anchor, a trial.
+# ANCHORED: an anchor, no trial. ANCHORED_TRIAL: an anchor, a trial.
 MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 
-# The limit of the loss scale loses its anchor, and its trial ends, when gradients become much smaller or larger:
-# ``low`` pulls ``level`` up by PULLED bits in one step, or log2 of the ceiling that the gradients show is BELOW bits
-# under ``level``.
+# The upper bound that unexplained overflows set on the loss scale (the limit) stays at one loss scale only while the
+# gradients are as usual. The gradients are much smaller than usual if the recent minimum of log2 of the ceiling
+# (``low``) pulls the mean (``level``) up by PULLED bits or more in one step. They are much larger than usual if log2 of
+# the ceiling that they show is BELOW bits or more under ``level``.
 PULLED, BELOW = 0.5, 5.0
 
-# The value of ``cheapest`` until a step has a known largest gradient, so that the limit alone decides the loss scale.
+# ``cheapest`` is the index of the cheapest bin of the overflow histogram. Until a step has a known largest gradient,
+# ``cheapest`` has this very low value, so that the histogram does not lower the loss scale.
 NOTHING_SHOWN = -1024
 
-# Until a step has a known largest gradient, ``low`` is UNSEEN and ``level`` is -UNSEEN, in bits.
+# The first value of ``low``, the recent minimum of log2 of the ceiling; the mean ``level`` begins at -UNSEEN. No real
+# ceiling is so high, so ``low`` equals UNSEEN exactly until a step has a known largest gradient.
 UNSEEN = 1024.0
 
 # The lower limit of the overflow rates, also added to exponents measured from the gradients. Without this number,
 # running means that approach 0 would become subnormal, and some devices flush subnormal numbers to 0.
 NEARLY_ZERO = 2.0**-100
 
-# The smallest and the largest exchange rate of the guided rule. The patience is then 1 to 1,000,000 steps, so that all
-# scale windows fit into int32.
+# The smallest and the largest exchange rate of the guided rule: the number of skipped steps in 1000 that a bit of
+# headroom is worth. The patience is 1000 / exchange rate, so it is 1 to 1,000,000 steps, and all scale windows fit
+# into int32.
 _EXCHANGE_RATES = (0.001, 1000.0)
 _LONGEST_PATIENCE = 1_000_000
 
@@ -191,7 +200,8 @@ class GuidedRule(Rule):
     needs_gradients = True
     recorded = ("scale_window",)
     usual_arguments = ("loss_scale_value", "exchange_rate")
-    # The exchange rates to try. From 0.1 to 50, they give a patience from 10,000 steps down to 20 steps.
+    # The exchange rates that ``tune`` tries, in skipped steps per 1000 steps for a bit of headroom. The patience is
+    # 1000 / exchange rate, so from 10,000 steps down to 20 steps.
     tried: ClassVar[dict[str, Any]] = {"exchange_rate": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)}
     keeps_bounds = True
 
@@ -210,9 +220,9 @@ class GuidedRule(Rule):
             exchange_rate,
             f"a number from {lowest:g} to {highest:g}",
             lambda rate: to_float32(lowest) <= rate <= highest,
-            "1 gives a skipped step in 1000 for a bit of headroom.",
+            "Give 1 if a bit of headroom is worth one skipped step in 1000.",
         )
-        remedy = "Leave it out, or take AdaptiveLossScaleUpdateCell for other factors."
+        remedy = "Leave it out, or use AdaptiveLossScaleUpdateCell for other factors."
         self.scale_factor = require_number("scale_factor", scale_factor, "2", lambda factor: factor == 2, remedy)
         super().__init__(min_loss_scale, max_loss_scale, gradient_format)
         self.patience = max(round(1000 / self.exchange_rate), 1)
@@ -235,8 +245,9 @@ class GuidedRule(Rule):
         exponent, clean = state.exponent, state.clean_steps + 1
         after_overflow = state.consecutive_overflows > 0
 
-        # Find two things: log2 of the ceiling (the largest loss scale at which, by the gradients, nothing overflows),
-        # and whether the gradients explain the overflows just before this step.
+        # Find log2 of the ceiling, the largest loss scale at which the gradients of this step do not overflow. Find
+        # also whether the gradients explain the overflows just before this step: whether the ceiling is below the loss
+        # scale of the first of these overflows.
         shown = seen.max_safe_exponent + state.contradictions // CONTRADICTIONS_PER_BIT
         too_little = seen.gradient_known & (exponent > shown)
         contradictions = minimum(state.contradictions + int32(too_little), MOST_CONTRADICTIONS)
@@ -253,8 +264,8 @@ class GuidedRule(Rule):
         # gradient is known.
         bits = float32(shown) + NEARLY_ZERO
         middle = float32(base)
-        # If ``low`` is below ``base``, count the bins of the histogram from ``low``: a ceiling that only continues to
-        # fall is no surprise.
+        # If ``low``, the recent minimum of log2 of the ceiling, is below ``base``, count the bins of the overflow
+        # histogram from ``low``. So a ceiling that only goes on falling does not raise the overflow rate of many bins.
         below_base = [float(index - 1) for index in range(NUM_BINS)]
         overflowed = float32(minimum(middle, state.low) - below_base > bits)
         rate, weight = state.overflow_rate, state.weight
@@ -265,8 +276,8 @@ class GuidedRule(Rule):
         mean, lowest_level = state.level + (bits - state.level) * LEVEL_SHARE, low - CLIMB
         level = maximum(mean, lowest_level)
         low, level = where(careful, bits - CAREFUL, low), where(careful, bits - CAREFUL, level)
-        # Leave each step just after an overflow out of the overflow histogram: in such a step it is no surprise that
-        # the ceiling of the loss scale is low.
+        # Leave each step just after an overflow out of the overflow histogram: the ceiling of such a step is often
+        # low, so the step would make the overflow rates too high.
         moved = state.replace(
             overflow_rate=where(after_overflow, rate, moved_rate),
             weight=where(after_overflow, weight, moved_weight),
@@ -277,10 +288,11 @@ class GuidedRule(Rule):
             seen.gradient_known, int32(minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))), base
         )
 
-        # The limit of the loss scale moves with ``base``, or stays at its anchor. A fall (an unexplained overflow)
-        # lowers the limit, and a trial raises the limit by a bit. An explained overflow raises the limit by a bit, too,
-        # because it delays the trial. ``limit`` is in bits below base + 1; there is no limit if ``limit`` is 0 or
-        # negative.
+        # Compute the upper bound that unexplained overflows set on the loss scale. The exponent of this bound is
+        # base + 1 - limit; there is no bound if ``limit`` is 0 or negative. The bound moves with ``base``, unless it
+        # has an anchor, which keeps it at the same loss scale. An unexplained overflow (a fall) lowers the bound. A
+        # trial raises the bound by a bit. An explained overflow raises the bound by a bit, too, because it delays the
+        # next trial.
         is_tried, anchored = abs(state.trial) == 1, state.trial < 0
         unusual = seen.gradient_known & ((lowest_level >= mean + PULLED) | (bits - state.level <= -BELOW))
         unchanged = where(unusual, MOVING, state.trial)
@@ -293,8 +305,9 @@ class GuidedRule(Rule):
         limit = where(fall, first_below, limit - int32(higher | careful))
         contradictions = where(fall, 0, contradictions)
 
-        # A fall (an unexplained overflow) outside of a trial shows that the limit had the wrong kind: a moving limit
-        # gets an anchor, and an anchored limit becomes a moving limit.
+        # An unexplained overflow outside of a trial shows that the upper bound on the loss scale (the limit) behaved
+        # wrongly. So a bound that moved with the gradients now stays at one loss scale (its anchor), and a bound that
+        # stayed now moves with the gradients.
         tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
         trial = where(fall, where(anchored == is_tried, ANCHORED, MOVING), where(higher, tried, unchanged))
 
@@ -313,7 +326,8 @@ class GuidedRule(Rule):
             trial=trial,
             clean_steps=where(starts_anew, 0, clean),
             contradictions=contradictions,
-            # If the next step is the first overflow in a row, it has this exponent of the loss scale.
+            # The exponent of the next step's loss scale. If that step and more steps overflow, this field keeps the
+            # exponent of the first of them.
             first_exponent=following,
         )
         return where(seen.overflow, state, applied).replace(exponent=following)
@@ -332,11 +346,12 @@ class GuidedRule(Rule):
             and -STEP_LIMIT <= values["limit"] <= _LARGEST_EXPONENT
             and values["trial"] in (MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED)
         )
-        return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"
+        return None if sound else f"The checkpoint has a state of {self.title} that the rule cannot reach"
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        # The checkpoint may come from a guided rule with another exchange rate. Move the scale window and the histogram
-        # weight of the checkpoint into the limits of the present exchange rate.
+        # The checkpoint may come from a guided rule with another ``exchange_rate``, which sets the limits of the scale
+        # window, and of the weight of a new step in the overflow histogram. Move the restored scale window and weight
+        # into the limits of the present ``exchange_rate``.
         limits: dict[str, tuple[float, float]] = {
             "scale_window": (self.smallest_window, self.largest_window),
             "weight": (min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1))), 1.0),

@@ -10,8 +10,8 @@ __all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "window_ladde
 DEFAULT_MAX_SCALE_WINDOW = 1000
 DEFAULT_MIN_SCALE_WINDOW = 20
 
-# Down the ladder of scale windows, multiples of 100 follow a window above 100. After 100 comes 50, and then finer
-# steps.
+# On the way down the ladder of scale windows, each window above 100 is followed by a multiple of 100. The window 100 is
+# followed by 50. Windows below 100 fall in steps of half the smallest window.
 _COARSE_STEP = 100
 _FIRST_FINE_WINDOW = 50
 

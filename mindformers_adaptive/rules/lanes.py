@@ -69,7 +69,7 @@ class Lanes:
 
     @property
     def scale_window(self) -> NDArray[np.int32] | None:
-        """NDArray, optional: the scale windows in steps, int32 of shape (lanes,); None for rules without a window."""
+        """NDArray, optional: the scale window of each lane (run) in steps, int32; None for rules without a window."""
         if self._window is None:
             return None
         name, part = self._window
@@ -140,7 +140,7 @@ def _step_of(rules: Sequence[Any]) -> NumpyStep:
     if any(rule is not first for rule in rules):
         shape = steps[0].shape
         if any(step.shape != shape for step in steps):
-            raise ValueError("'rules' must have equal traced.shape. Group the rules by it, as sweep() does.")
+            raise ValueError("All 'rules' must have the same traced.shape. Group the rules by it, as sweep() does.")
         return lower_to_numpy(first.name, steps, is_watched)
     # Keep the generated function, because each call of Rule.step() creates Lanes for the same rule.
     if "_single" not in vars(first):

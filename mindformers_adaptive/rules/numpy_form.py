@@ -79,7 +79,10 @@ def _result(value: Value, variable: str) -> str:
 
 
 def _watched(results: Iterable[Value]) -> list[Value]:
-    """Return the values of a step that may be subnormal, except if used only in maximum() with a constant >= 2^-126."""
+    """Return the values in a rule's step that may be subnormal numbers.
+
+    A value is left out if the step uses it only in maximum() with a normal constant, which replaces subnormal numbers.
+    """
     results = list(results)
     taken = {value.position for value in results}
     for value in needed_by(results):

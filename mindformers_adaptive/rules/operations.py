@@ -78,7 +78,10 @@ def _powers(value: Any) -> Array:
 
 
 def _fits_at(value: Any) -> Array:
-    """Return the largest gradient without overflow for each loss-scale exponent, then the largest subnormal float32."""
+    """Return the largest gradient that does not overflow, for each possible exponent of the loss scale.
+
+    The last element is the largest subnormal float32, because gradients up to this number show no ceiling.
+    """
     largest = float(value.args[2].extra)
     fits = [min(largest * 2.0**-exponent, LARGEST_FLOAT32) for exponent in possible_exponents(largest)]
     return np.array([*fits, np.nextafter(_TINY, ZERO)], np.float32)
@@ -114,8 +117,8 @@ _NAN_PRODUCT = {
     "minus": lambda value: -np.where(np.isnan(value.args[1].extra), np.float32(2), value.args[1].extra),
 }
 
-# Operations by name: each row has the expressions of one operation. If several names begin with the same word, the
-# first row whose guard holds is used.
+# The NumPy and MindSpore expressions of each operation. Rows whose names begin with the same word are variants of one
+# operation; the first variant whose guard returns True for the values of the step is used.
 OPERATIONS = {
     # MindSpore's compiler removes an addition of a number near 0. But the sum -0.0 + 0.0 must become 0.0.
     "add nearly zero": Operation("{0} + {1}", "{0} - {minus}", _has_nearly_zero, _MINUS),
@@ -217,7 +220,10 @@ _UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_expon
 
 
 def operation_of(values: Sequence[Any]) -> Operation:
-    """Return the first row of OPERATIONS whose guard holds for ``values``: one value, as several rules traced it."""
+    """Return the first row of OPERATIONS that fits an operation in all of ``values``.
+
+    The values are the results of the same operation in the traced steps of several rules.
+    """
     rows = [OPERATIONS[name] for name in _ROWS[values[0].op]]
     return next(row for row in rows if row.guard is None or all(map(row.guard, values)))
 
@@ -321,7 +327,12 @@ class Table:
         self._lowest, self._highest, self._strides, self._first = (merged(bound.astype(np.int32)) for bound in bounds)
 
     def __call__(self, index: Array) -> Array:
-        """Return the table rows at ``index``, of shape (arguments, lanes), as an array of shape (columns, lanes)."""
+        """Return the results of the tabulated function, as an array of shape (results, lanes).
+
+        Args:
+            index (NDArray): the values of the function's arguments, of shape (arguments, lanes). If a value is out of
+                the bounds of its argument, the nearer bound is used.
+        """
         places = (np.minimum(np.maximum(index, self._lowest), self._highest) - self._lowest) * self._strides
         rows: Array = self._rows.take(np.add.reduce(places, axis=0) + self._first, axis=0).T
         return rows

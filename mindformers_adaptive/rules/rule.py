@@ -222,15 +222,20 @@ class Rule(metaclass=_CheckedOnCreation):
         power = self.nearest_scale(loss_scale)
         if power != loss_scale:
             warnings.warn(
-                f"'{argument}' must be a power of two here, but got {loss_scale}: training starts at {power}.",
+                f"'{argument}' must be a power of two for the rule {self.name!r}, but got {loss_scale}: "
+                f"training starts at {power}.",
                 stacklevel=2,
             )
         try:
             first = self.first_state(power)
         except Exception as error:
-            raise ValueError(f"The first state of the rule {self.name!r} raises {told(error, self)}.") from error
+            problem = f"first_state() of the rule {self.name!r} raises {told(error, self)}."
+            raise ValueError(f"{problem} Correct first_state().") from error
         if not isinstance(first, Mapping):
-            raise ValueError(f"The first state of the rule {self.name!r} must be a dict, but is {first!r}.")
+            raise ValueError(
+                f"The first state of the rule {self.name!r} must be a dict, but is {first!r}. Return a dict from "
+                "first_state()."
+            )
         first_values = dict(first)
         values: dict[str, Any] = {}
         for field in self.fields:

@@ -133,13 +133,13 @@ def repair_loss_scale(rule: Any, loss_scale: float, name: str) -> float:
     if bounded != loss_scale:
         warnings.warn(
             f"The checkpoint has '{name}' {loss_scale}, which is not between 'min_loss_scale' and "
-            f"'max_loss_scale': {bounded} is used.",
+            f"'max_loss_scale': {bounded} is used instead.",
             stacklevel=3,
         )
     power: float = rule.nearest_scale(bounded)
     if power != bounded:
         warnings.warn(
-            f"The checkpoint has '{name}' {bounded}, and this cell needs a power of two: {power} is used.",
+            f"The checkpoint has '{name}' {bounded}, but {rule.title} needs a power of two: {power} is used instead.",
             stacklevel=3,
         )
     return power
@@ -169,17 +169,18 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     }
     form, step = form_of(rule), now.values["cur_iter"]
     if abs(now.form) != form:
-        # The loaded state has the form of another rule or version. Its scalar Parameters are still named like their
-        # fields.
+        # The loaded state was saved by another rule or another version. The adaptive rules and MindFormers' own cell
+        # share names of Parameters, so a changed field of an adaptive rule was loaded from such a state.
         return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
     if now.form != before.form or step < before.values["cur_iter"]:
         return rule_fields | steps
-    # The values come from steps of this rule, or from a checkpoint without a form, saved by MindSpore, MindFormers or
-    # version 1.0 of this package.
+    # The values come from steps of this rule, or from a checkpoint without the Parameter ``loss_scaling_form``, saved
+    # by MindSpore, MindFormers or version 1.0 of this package.
     is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
     if changed & rule_fields:
-        # A checkpoint without a form has no Parameters of a user's rule. For a built-in rule, wrongly taking values as
-        # loaded is harmless: a state that the rule can reach is never repaired.
+        # A checkpoint without the Parameter ``loss_scaling_form`` has no Parameters of a user's rule. For a built-in
+        # rule, this function may report values from training steps as loaded. That is harmless: repair() never changes
+        # a state that the rule can reach by training steps.
         has_begun = before.form == form
         has_former_names = is_built_in or (rule.parameter_names and not may_have_stepped)
         may_be_loaded = has_former_names or is_other_run or (has_begun and not may_have_stepped)
@@ -187,8 +188,9 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
         return set()
     if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:
-        # The rule's fields are unchanged: a checkpoint of MindFormers' own cell may hold this cell's initial values.
-        # With fewer clean steps than scale_window these values are consistent, so they need no repair.
+        # Only step counters differ from the initial values: the checkpoint may be of MindFormers' own cell, and have
+        # the initial scale window. With fewer clean steps than this window, the values are consistent and need no
+        # repair.
         return set()
     has_moved = "last_overflow_iter" in changed or before.loss_scale != now.loss_scale
     return steps if is_other_run or (has_moved and "skipped_steps" not in changed) else set()
@@ -231,19 +233,22 @@ def repair(
         # The checkpoint was saved with another rule before the first training step. No state is lost, so nothing is
         # reported.
         return repaired, problems
-    return repaired, [f"{problem}: it starts afresh at loss scale {loss_scale:g}.", *problems]
+    return repaired, [f"{problem}: the rule starts afresh at loss scale {loss_scale:g}.", *problems]
 
 
 def keep_within(
     values: dict[str, Any], field: Field, least: int, most: int, otherwise: int, meaning: str = ""
 ) -> list[str]:
-    """Replace a restored counter outside ``least`` to ``most``, and return a list with a sentence about the change."""
+    """Set a restored counter to ``otherwise`` if it is below ``least`` or above ``most``.
+
+    Return a list with a sentence about the change, or an empty list.
+    """
     value = values[field.name]
     if least <= value <= most:
         return []
     values[field.name] = otherwise
     limits = f"must lie between {least} and {most}{meaning}"
-    return [f"The checkpoint has '{field.parameter}' {value}, which {limits}: {otherwise} is used."]
+    return [f"The checkpoint has '{field.parameter}' {value}, which {limits}: {otherwise} is used instead."]
 
 
 def _missing_state(rule: Any, values: Mapping[str, Any], restored: Collection[str] | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Convert a loss-scaling state to and from numbers by name, as in ``state_dict()``, other cells and Megatron-LM."""
+"""Convert a loss-scaling state to and from a dict of numbers, for ``state_dict()``, other cells and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ def _vector_in(field: Field, state: Mapping[str, Any], names_of_fields: set[str]
     if hasattr(vector, "tolist"):
         vector = vector.tolist()
     if not isinstance(vector, (list, tuple)):
-        raise TypeError(f"{field.name!r} must be {length} numbers, but got {vector!r}.")
+        raise TypeError(
+            f"{field.name!r} must be {length} numbers, but got {vector!r}. Give what state_dict() returned."
+        )
     if len(vector) != length:
         return None
     convert = to_integer if field.dtype == "int32" else to_real
@@ -171,16 +173,16 @@ def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
     missing = [key for key in ("scale", "growth_tracker", "hysteresis_tracker") if key not in state]
     if missing:
         raise KeyError(
-            "The state must have the counters of the update cell, or of Megatron-LM's dynamic scaler, of which "
-            f"{', '.join(map(repr, missing))} is missing. Give what state_dict() returned, or the checkpoint's "
-            "'grad_scaler'; a constant scaler saves no state."
+            "The state must have the counters of an update cell or of Megatron-LM's dynamic gradient scaler. It lacks "
+            f"{', '.join(map(repr, missing))}. Give what state_dict() returned, or the 'grad_scaler' of a Megatron-LM "
+            "checkpoint. A constant gradient scaler saves no state."
         )
     growth, tracker = (to_integer(name, state[name]) for name in ("growth_tracker", "hysteresis_tracker"))
     hysteresis = getattr(rule, "hysteresis", 1)
     if growth < 0 or tracker > hysteresis:
         raise ValueError(
-            f"'growth_tracker' must not be negative, nor 'hysteresis_tracker' above hysteresis={hysteresis}, but got "
-            f"{growth} and {tracker}. Give the 'hysteresis' that Megatron-LM was started with."
+            f"'growth_tracker' must be at least 0, 'hysteresis_tracker' at most {hysteresis} (the rule's hysteresis), "
+            f"but got {growth} and {tracker}. Give the 'hysteresis' with which Megatron-LM was started."
         )
     # Megatron-LM keeps decreasing its hysteresis tracker below 0, where every value has the same effect as 0.
     budget = {"hysteresis_budget": max(tracker, 0)} if hysteresis > 1 else {}

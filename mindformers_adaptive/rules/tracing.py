@@ -34,7 +34,7 @@ class TracedStep(NamedTuple):
 
 
 class Seen:
-    """What a rule sees of a training step: ``overflow`` and, if needed, the largest gradient in three forms."""
+    """The argument ``seen`` of a rule's step: ``overflow`` and, if needed, the largest gradient in three forms."""
 
     def __init__(self, rule: Any) -> None:
         self.overflow = _input("overflow", "bool")
@@ -45,9 +45,9 @@ class Seen:
             raise AttributeError(name)
         shown = ("gradient_known", "largest_gradient", "max_safe_exponent")
         if name not in shown:
-            raise refused(f"reads {name!r}, but 'seen' has only overflow, {', '.join(shown)}")
+            raise refused(f"reads {name!r} of 'seen', which has only overflow, {', '.join(shown)}. Use one of these")
         if not self._rule.needs_gradients:
-            raise refused(f"reads {name!r}. For that, set needs_gradients = True in the class")
+            raise refused(f"reads {name!r} of 'seen', which needs gradients. Set needs_gradients = True in the class")
         largest = _input("largest_gradient", "float32")
         of_format = constant(self._rule.gradient_format.largest, "float32")
         shown_exponent: Any = Value("max_safe_exponent", (largest, self.overflow, of_format), "int32", ())
@@ -58,7 +58,7 @@ class Seen:
         return derived[name]
 
     def __bool__(self, *_: object) -> bool:
-        raise refused("compares 'seen', or uses it as a condition. Use seen.overflow or seen.gradient_known")
+        raise refused("compares 'seen', or uses 'seen' as a condition. Use seen.overflow or seen.gradient_known")
 
     __eq__ = __ne__ = __bool__
     __hash__ = object.__hash__
@@ -79,13 +79,14 @@ def trace_step(rule: Any) -> TracedStep:
         ValueError: if the step does something that cannot be computed in the same way everywhere, or raises an error.
     """
     traced = _traced_once(rule, {})
-    # Tracing freezes the step as in this call, even if the step depends on the time or on random numbers. Call a user's
-    # step again to find such a dependence. The rules of this package depend on their arguments only, and many are
-    # created, so do not call their steps again.
+    # A trace holds only the operations of this one call. A step that depends on the time or on random numbers would
+    # do something else in the next call. So call a user's step a second time and compare. Do not check the rules of
+    # this package: they depend on their arguments only, and many are created.
     if not is_of_this_package(type(rule)):
         again = _traced_once(rule, {})
         if (again.shape, again.trace.numbers) != (traced.shape, traced.trace.numbers):
-            raise ValueError(_message(rule, "differs when it is called again. It must depend on its arguments only"))
+            problem = "does something else when it is called again. Let it depend on its arguments only"
+            raise ValueError(_message(rule, problem))
     return traced
 
 
@@ -111,15 +112,17 @@ def _traced_once(rule: Any, constants: Mapping[str, int]) -> TracedStep:
         if not isinstance(after, State) or set(vars(after)["_values"]) != names:
             raise ValueError(_message(rule, f"must return state.replace(...), but returns {after!r}"))
         if any(value.trace is not trace for value in vars(after)["_values"].values()):
-            raise ValueError(_message(rule, "returns the state of another call. Return state.replace(...)"))
+            problem = "returns the state of another call. Return state.replace(...) of the argument 'state'"
+            raise ValueError(_message(rule, problem))
         values: dict[str, Value] = vars(after)["_values"]
         moves_by_bits = values["exponent"] is not before["exponent"] or state._reads_exponent()
         if moves_by_bits and values["loss_scale"] is not before["loss_scale"]:
-            raise ValueError(_message(rule, "moves loss_scale and uses exponent. Use one of the two"))
+            problem = "sets loss_scale and also uses exponent, the log2 of loss_scale. Use only one of the two"
+            raise ValueError(_message(rule, problem))
         if moves_by_bits and rule.min_exponent > rule.max_exponent:
             raise ValueError(
                 "There must be a power of two from 'min_loss_scale' to 'max_loss_scale', but got "
-                f"{rule.min_loss_scale} and {rule.max_loss_scale}. Lower the first or raise the second."
+                f"{rule.min_loss_scale} and {rule.max_loss_scale}. Lower 'min_loss_scale' or raise 'max_loss_scale'."
             )
         outputs = {"loss_scale": _next_scale(rule, values, before, moves_by_bits)}
         for name, keys in groups.items():
@@ -141,7 +144,7 @@ def _shape_of(trace: Trace, outputs: Mapping[str, Value]) -> tuple[Any, ...]:
 
 
 class _ReadState(State):
-    """The state before the step, which records whether the step reads ``exponent``."""
+    """The state before the step. It records whether the step reads ``exponent``, the log2 of the loss scale."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "exponent":
@@ -157,7 +160,7 @@ def _input(name: str, dtype: str, shape: tuple[int, ...] = ()) -> Any:
 
 
 def _state_before(rule: Any, constants: Mapping[str, int]) -> tuple[dict[str, Value], dict[str, tuple[str, ...]]]:
-    """Return by name the traced values of the state before a step, and the names of the parts of each field."""
+    """Return the traced values of the state before a step, by name, and each field's names of its elements, if any."""
     loss_scale = _input("loss_scale", "float32")
     exponent = Value("exponent", (loss_scale, *_bounds(rule)), "int32", ())
     before: dict[str, Value]

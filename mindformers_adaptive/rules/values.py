@@ -35,7 +35,7 @@ _LIBRARIES = (*(f"{_INSTALLED}{name}{os.sep}" for name in ("numpy", "mindspore",
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
-# The largest number of values in a rule's step. MindSpore compiles so many in about 20 seconds; the time grows as n^2.
+# The largest number of values in a rule's step: MindSpore compiles it in 20 seconds, and twice as many in 80 seconds.
 _MOST_VALUES = 2**11
 
 
@@ -47,7 +47,7 @@ def refused(problem: str) -> RuleError:
     """Return the error for the step that is being traced; ``problem`` completes "The step of the rule ..."."""
     trace = _present.trace
     if trace is None:
-        return RuleError(f"Values of a step work only inside next_state, but this code {problem}{_place()}")
+        return RuleError(f"Values of a rule's step work only inside next_state(), but this code {problem}{_place()}")
     error = RuleError(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
     # Keep the first error in the trace, because the rule may catch the error.
     trace.problem = trace.problem or error
@@ -74,7 +74,7 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if _present.trace is not None:
-            raise refused("creates a rule or calls its step(). Create a rule in the constructor, and call next_state()")
+            raise refused("creates a rule or calls its step(). Create rules in the constructor and call next_state()")
         _present.trace = self
         return self
 
@@ -136,7 +136,7 @@ class Value:
         # Python, NumPy and MindSpore probe objects for names with underscores and expect an AttributeError.
         if name.startswith("_"):
             raise AttributeError(name)
-        raise refused(f"uses the attribute {name!r}, which a value does not have. {_INSTEAD}")
+        raise refused(f"uses the attribute {name!r}, which a value in a step does not have. {_INSTEAD}")
 
     def __copy__(self) -> Value:
         return self
@@ -284,14 +284,14 @@ def _check_constant(number: bool | int | float, dtype: str) -> None:
         if isinstance(number, float):
             raise refused(f"uses {number!r} with an int32. Write an integer, or float32(...) around the int32")
         if not -LARGEST_INT32 - 1 <= number <= LARGEST_INT32:
-            raise refused(f"has {_short(number)}, which does not fit into int32. Use float32 values")
+            raise refused(f"uses {_short(number)}, which int32 cannot hold. Compute with float32 values")
     elif dtype == "float32":
         if number != number:
             raise refused("has a constant that is NaN. Mark a missing value by a number that cannot occur, such as -1")
         if abs(number) > LARGEST_FLOAT32 and abs(number) != math.inf:
-            raise refused(f"has {_short(number)}, which does not fit into float32. Use a smaller number, or math.inf")
+            raise refused(f"uses {_short(number)}, which float32 cannot hold. Use a smaller number, or math.inf")
         if 0 < abs(number) < SMALLEST_FLOAT32:
-            raise refused(f"has {number!r}, but devices flush numbers below 2^-126 to 0. Use a larger number")
+            raise refused(f"uses {number!r}, but devices flush numbers below 2^-126 to 0. Use a larger number")
 
 
 def _short(number: int | float) -> str:
@@ -304,9 +304,9 @@ def number_of(value: Any) -> bool | int | float:
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()
     if isinstance(value, (list, tuple)):
-        raise refused(f"has {type(value).__name__} {value!r} where one number is needed. For a vector use stack([...])")
+        raise refused(f"has the {type(value).__name__} {value!r} in place of a number. For a vector use stack([...])")
     if isinstance(value, Value):
-        raise refused("has a list or tuple with values in it. Use stack([...]), or a single value")
+        raise refused("uses a list or tuple of values. Use stack([...]) for a vector, or use only one of the values")
     if type(value) not in (bool, int, float):
         raise refused(f"has {value!r} of type {type(value).__name__}, which is no int, float or bool. Convert it")
     number: bool | int | float = value
@@ -358,7 +358,7 @@ _TAKES = {
 }
 
 
-# In these operations a constant is moved to the second argument, where the guards of OPERATIONS look for it.
+# Operations with exchangeable arguments. A constant becomes the second one, where the checks of OPERATIONS look for it.
 _COMMUTATIVE = frozenset({"add", "mul", "and", "or", "equal"})
 
 
@@ -395,6 +395,6 @@ def _place() -> str:
 
 
 def is_line_of_a_rule(file: str) -> bool:
-    """Return whether a file can be a rule's: it is neither part of this package's tracer nor of a library."""
+    """Return whether a file can contain a rule's code: it is part neither of this package's tracer nor of a library."""
     is_standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
     return file not in _OWN_FILES and not is_standard and not file.startswith(_LIBRARIES)

@@ -48,7 +48,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
             mode, dir=target.parent, prefix=f".{target.name}-", encoding=encoding, delete=False
         )
     except OSError as error:
-        # The system's error message names the temporary file, not the output file.
+        # The system's error message names the temporary file. So raise an error that names the output file.
         raise _not_written(error, path) from error
     try:
         with unfinished:
@@ -60,7 +60,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     except BaseException as error:
         os.unlink(unfinished.name)
         if isinstance(error, OSError) and error.strerror and error.filename is None:
-            # The system's error message about a full disk names no file.
+            # The system's error message about a full disk names no file. So raise an error that names the output file.
             raise _not_written(error, path) from error
         raise
 
@@ -75,7 +75,7 @@ def make_folder_of(path: str | os.PathLike[str]) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        reason = f"The output must be in a folder, but that cannot be made: {error.strerror}. Check the path"
+        reason = f"The folder of the output file cannot be created: {error.strerror}. Check the path"
         raise OSError(error.errno, reason, str(path)) from error
 
 

@@ -1,4 +1,7 @@
-"""The cases to compile for an Ascend. This module needs no MindSpore; the cases name functions of steps.py."""
+"""The cases to compile for an Ascend: update cells, train steps and models.
+
+A case names a function of steps.py, so this module needs no MindSpore.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -91,7 +94,7 @@ def _in_each_way(setting, function, ways=WAYS, **options):
     return [Case(f"{setting}/{way}", function, {"way": way, **arguments}, **options) for way in ways]
 
 
-# The train steps without a whole model that every test run compiles.
+# The train-step cases that are compiled by default. The other train steps are compiled only with --all or by name.
 _QUICK = (
     "step/910A/guided",
     "step/910B/adaptive",
@@ -110,7 +113,7 @@ _OURS = (ADAPTIVE, GUIDED)
 
 
 def _steps():
-    """Yield the cases for train steps without a whole model."""
+    """Yield the cases that compile a train step of a tiny network, not of a whole model."""
     for chip in CHIPS:
         yield from _in_each_way(f"step/{chip}", "plain_step", chip=chip)
     yield from _in_each_way("step_fp16_weights", "plain_step", arguments={"network": "in FP16"})
@@ -169,7 +172,7 @@ def _split(data=1, model=1, stages=1, **parallel):
 
 
 def _models():
-    """Yield the cases for whole models, and for the project's YAML files for an Ascend."""
+    """Yield the cases that compile a train step of a whole model, or of a YAML file of this project for an Ascend."""
     guided = (GUIDED,)
     yield from _launched("llama")
     yield from _launched("llama_fused", ways=_OURS, **_FUSED)
@@ -191,7 +194,7 @@ def _models():
         stages = {"ranks": 2, "rank": rank, **_FUSED, **_split(stages=2)}
         yield from _launched(f"llama_pipeline_2/rank_{rank}", ways=_OURS, **stages)
     for name, (ranks, stages) in _FILES.items():
-        # A dry run cannot load a checkpoint, because the small model has no checkpoint.
+        # The dry run compiles a small model in place of the YAML file's model, so it cannot load the file's checkpoint.
         options = {"load_checkpoint": "", "auto_trans_ckpt": False, "resume_training": False}
         ways = _OURS if stages > 1 else (ADAPTIVE,)
         for rank in range(0, ranks, ranks // stages):

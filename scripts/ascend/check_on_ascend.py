@@ -79,7 +79,7 @@ def verdict(check):
     return "as it should be"
 
 
-# Compile
+# The check "compile"
 
 
 def compile_checks():
@@ -95,7 +95,7 @@ def compile_checks():
         yield name, lambda case=case: getattr(steps, case.function)(**case.arguments)
 
 
-# Steps
+# The check "steps"
 
 
 class Sum(nn.Cell):
@@ -117,13 +117,13 @@ def train_step(name):
 
 
 def inputs():
-    """Return inputs, powers of two, at which the largest loss scale without overflow wanders and jumps."""
+    """Return a power of two for each step, as an input that makes the largest loss scale without overflow vary."""
     walk = np.cumsum(np.random.default_rng(0).choice([-1, 0, 1], STEPS)) + 6 * (np.arange(STEPS) // 10 % 2)
     return [2.0 ** float(level) for level in np.clip(walk, -4, 8)]
 
 
 def take(step, values):
-    """Train a step on each value; return for each step the overflow flag, next loss scale, state and first weight."""
+    """Train one step on each input; return each step's overflow flag, next loss scale, state and first weight."""
     seen = []
     for value in values:
         overflow = bool(step(Tensor(np.full(16, value), mindspore.float32))[1])
@@ -143,18 +143,20 @@ def follow_the_rule(name):
         state = rule.step(state, overflow, np.inf if overflow else FACTOR * value)
         if (overflow, state.loss_scale) != seen[:2]:
             raise AssertionError(
-                f"step {number}: overflow {seen[0]} and loss scale {seen[1]}, but the rule says {overflow} and "
-                f"{state.loss_scale}"
+                f"step {number}: overflow {seen[0]} and loss scale {seen[1]}, but the rule says overflow {overflow} "
+                f"and loss scale {state.loss_scale}"
             )
     if not 2 <= overflows <= STEPS // 2:
-        raise AssertionError(f"{overflows} overflows in {STEPS} steps show nothing")
+        raise AssertionError(
+            f"{overflows} of {STEPS} steps overflowed, but this check needs 2 to {STEPS // 2}. Change inputs()"
+        )
 
 
 def step_checks():
     return [(name, lambda name=name: follow_the_rule(name)) for name in CELLS]
 
 
-# Resume
+# The check "resume"
 
 
 def resume(name):
@@ -171,7 +173,9 @@ def resume(name):
         zip(take(second, inputs()[half:]), whole, strict=True), start=half + 1
     ):
         if resumed != uninterrupted:
-            raise AssertionError(f"step {number}: {resumed} after the checkpoint, {uninterrupted} without it")
+            raise AssertionError(
+                f"step {number}: the resumed training has {resumed}, but the uninterrupted training {uninterrupted}"
+            )
 
 
 def resume_checks():

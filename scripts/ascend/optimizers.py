@@ -14,7 +14,7 @@ def schedule(learning_rate=0.01):
 
 
 def averaging(network):
-    """Return MindFormers' AdamW with an exponential average of the weights, which it loads every few steps."""
+    """Return MindFormers' AdamW that replaces the weights every few steps by an exponential average of the weights."""
     return optim.PmaAdamW(
         network.trainable_params(), schedule(), fused_num=2, interleave_step=3, fused_algo="ema", ema_alpha=0.2
     )

@@ -31,7 +31,7 @@ NOTHING = {"kernels": {}, "moved": [], "collectives": {}}
 def main(description):
     arguments = parse_arguments(description)
     if reason := missing():
-        sys.exit(f"No dry run here: {reason}.")
+        sys.exit(f"A dry run is not possible on this machine: {reason}.")
     # On SIGTERM, leave by an exception, so that the process that compiles the cases ends too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = []
@@ -73,7 +73,7 @@ def parse_arguments(description):
 
 
 def compile_cases(cases, cache=CACHE, logs=None, level=1):
-    """Compile cases. Consecutive cases with an equal ``world`` share a process where that is possible.
+    """Compile the given cases. Consecutive cases share a process if they simulate the same ranks (``world``).
 
     Args:
         cases (Iterable[Case]): what to compile.
@@ -179,7 +179,7 @@ def why_ended(code, log):
     if called := re.search(rf"{CALLED}(\w+)", log):
         return f"the stand-ins need an update for this MindSpore: {called[1]} was called"
     if code is None:
-        return f"it took longer than {SECONDS} seconds a case"
+        return f"the process took longer than {SECONDS} seconds for each case"
     last = log.strip().splitlines()[-1:] or [""]
     return f"the process ended with exit code {code}: {last[0][:300]}"
 
@@ -209,7 +209,7 @@ def row_of(result):
 
 
 def tables(data):
-    """Return the tables made from the file of ``--json``, by name; each is a list of rows with the header first."""
+    """Return tables, by name, of the results that ``--json`` saved; each is a list of rows with the header first."""
     results = {result["case"]: result for result in data["cases"]}
     cells = {name: result for name, result in results.items() if name.startswith("cell/")}
     steps, models = {}, {}
@@ -230,7 +230,7 @@ def is_of_a_model(result):
 
 
 def verdict(result):
-    """Return "refused", "moved to the CPU" or "compiled" for the operator that a control case compiles."""
+    """Return "refused", "moved to the CPU" or "compiled" for the operator of a control case (a test of the dry run)."""
     if result["error"]:
         return "refused"
     return "moved to the CPU" if result["moved"] else "compiled"
@@ -241,7 +241,11 @@ def shown(result):
 
 
 def rows_of_ways(settings):
-    """Return a table row per setting: kernels by way of scaling, the first way's collectives, and those added later."""
+    """Return the table of kernels and collectives: a row for each train step, a column for each way of loss scaling.
+
+    The column "collectives" counts the collectives of the first way. The last column names the collectives that the
+    other ways add.
+    """
     ways = [way for way in WAYS if any(way in results for results in settings.values())]
     rows = [["case", *(WAYS[way] for way in ways), "collectives", "added to them"]]
     for setting, results in settings.items():

@@ -19,14 +19,14 @@ from pathlib import Path
 
 __all__ = ["CALLED", "folder_of_stand_ins", "missing"]
 
-# The libraries of CANN that MindSpore opens for an Ascend.
+# MindSpore's libraries for an Ascend, which need the libraries of CANN.
 PLUGIN = (
     "lib/plugin/libmindspore_ascend.so.2",
     "lib/plugin/ascend/libhccl_plugin.so",
     "lib/plugin/ascend/libmindspore_graph_ir.so",
     "lib/libmindspore_ge_backend.so",
 )
-# The library of CANN's kernels, which MindSpore also opens by name.
+# The library of CANN's kernels. MindSpore opens this library by name.
 KERNELS = "libopapi.so"
 
 # The oldest MindSpore that the stand-ins work with. Version 2.7 asks even a dry run for the device's properties.
@@ -70,9 +70,9 @@ static struct { void *less; long color; void *parent, *leftmost, *rightmost; siz
 static void *called(const char *name) { fprintf(stderr, "CALLED%s\\n", name); fflush(stderr); abort(); }
 """.replace("CALLED", CALLED)
 
-# This function returns the name of the Ascend from the environment, because the name is empty in a dry run and must not
-# be. It writes a std::string, of the ABI of MindSpore's wheel, to a pointer, by calling the constructor of std::string.
-# The address of the function must be even, because C++ takes an odd address for a virtual function.
+# In a dry run, MindSpore has no name for the Ascend chip, but needs a name. So this function replaces MindSpore's
+# function and returns the name from an environment variable. It calls the constructor of std::string in the ABI of
+# MindSpore's wheel. The function is aligned, because C++ takes a member function at an odd address for a virtual one.
 CHIP = """
 #include <stdlib.h>
 void _ZNSsC1EPKcRKSaIcE(void *string, const char *text, const void *allocator);
@@ -93,9 +93,9 @@ def missing():
             return f"there is no {program}: install the package {package}"
     version = importlib.metadata.version("mindspore")
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
-        return f"MindSpore {version} asks CANN for more than the stand-ins have: install 2.9.0 or a later one"
+        return f"MindSpore {version} calls more of CANN than the stand-ins have: install MindSpore 2.9.0 or later"
     if not (_mindspore() / PLUGIN[0]).exists():
-        return f"this MindSpore has no Ascend plugin ({PLUGIN[0]}): install the wheel from PyPI"
+        return f"this MindSpore has no Ascend plugin ({PLUGIN[0]}): install MindSpore's wheel from PyPI"
     return ""
 
 
@@ -151,13 +151,14 @@ def _wanted():
         printed = subprocess.run(["ldd", "-r", str(file)], capture_output=True, text=True).stdout
         libraries |= set(re.findall(r"^\s*(\S+) => not found$", printed, re.MULTILINE))
         functions |= set(re.findall(r"^undefined symbol: (\w+)", printed, re.MULTILINE))
-    # Python itself has the functions of Python, and MindSpore has loaded its own libraries before the plugin.
+    # Leave out functions and libraries of Python and MindSpore: both are loaded before the plugin, so they need no
+    # stand-ins.
     own_libraries = {path.name for path in (_mindspore() / "lib").rglob("*.so*")}
     return libraries - own_libraries, {name for name in functions if not re.match(r"_?Py|_Z\w*9mindspore", name)}
 
 
 def _searched():
-    """Return the functions of CANN that MindSpore looks up by name: the functions in ANSWERS, and kernels."""
+    """Return the names of CANN functions that MindSpore looks up at run time: kernels, and functions with an answer."""
     answered = set()
     plugin = _mindspore() / "lib" / "plugin"
     for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):
@@ -165,8 +166,8 @@ def _searched():
         words = {word.decode() for word in re.findall(rb"(?<=\0)(?:acl|Init|UnInit|Release)\w+(?=\0)", data)}
         answered |= {word for word in words if _answer(word)}
         answered |= _kernels(data)
-    # The C++ compiler puts a short function name into instructions, not into a string. The headers have short names
-    # too.
+    # The C++ compiler puts a short function name into instructions, not into a string, so a search of the libraries
+    # misses it. Search the headers too.
     for header in (_mindspore() / "include" / "mindspore" / "ops" / "kernel" / "ascend").rglob("*.h"):
         answered |= _kernels(header.read_bytes())
     return answered

@@ -197,14 +197,14 @@ def manager(way):
 
 
 def built_step(way):
-    """Compile the train-step cell that ``build_train_network`` returns for a manager."""
+    """Compile the train-step cell that ``build_train_network`` returns for a loss-scale manager."""
     package = mindspore.amp if way == "stock" else mindformers_adaptive
     network = Layers()
     compile_step(package.build_train_network(network, momentum(network), level="O0", loss_scale_manager=manager(way)))
 
 
 def model_step(way):
-    """Compile the train-step cell that ``Model`` makes for a manager."""
+    """Compile the train-step cell that ``Model`` creates for a loss-scale manager."""
     network = Layers()
     if way != "stock":
         mindformers_adaptive.enable_loss_scale_on_cpu()

@@ -33,8 +33,6 @@ from scripts.studies.reporting import add_json_option, output_to_stderr, positiv
 START = 2.0**14
 # The scale window for measuring whole steps. No measurement fills this window, so the loss scale never changes.
 LARGE_WINDOW = 1000
-# The nodes of a graph that order or group values. Each other node is a kernel.
-NO_KERNELS = {"Constant", "Load", "MakeTuple", "TupleGetItem", "UpdateState", "Depend"}
 # With a window of 20 clean steps, one overflow in 25 steps keeps the scales of all update cells within float32.
 STEPS_PER_OVERFLOW = 25
 
@@ -123,12 +121,14 @@ def tables(result):
 
 def measure_update(arguments):
     """Return, for each update cell, the time of ``--calls`` updates and, if known, the number of kernels."""
+    from scripts.benchmarks.kernels import WithLossScale, count_kernels
+
     set_mode(arguments.mode)
     calls = 5 if arguments.quick else arguments.calls
     times = compare({name: partial(make_updates, name, calls) for name in CELLS}, arguments.copies, arguments.rounds)
     set_mode("graph")
-    # MindSpore cannot export a graph with a history, because the Parameters of the history belong to no cell.
-    kernels = {name: count_kernels(with_loss_scale(make_update_cell(name))) for name in CELLS if "history" not in name}
+    # MindSpore cannot export an update cell that keeps a history: the history's Parameters belong to no cell.
+    kernels = {name: count_kernels(WithLossScale(make_update_cell(name))) for name in CELLS if "history" not in name}
     return {"mode": arguments.mode, "calls": calls, "times": times, "kernels": kernels}
 
 
@@ -136,7 +136,9 @@ def make_updates(name, calls):
     """Return a function that makes ``calls`` updates with a new update cell."""
     from mindspore import Tensor
 
-    cell = with_loss_scale(make_update_cell(name))
+    from scripts.benchmarks.kernels import WithLossScale
+
+    cell = WithLossScale(make_update_cell(name))
     clean, overflowed = Tensor(False), Tensor(True)
     flags = [overflowed if step % STEPS_PER_OVERFLOW == 0 else clean for step in range(calls)]
 
@@ -151,36 +153,6 @@ def make_updates(name, calls):
     return update
 
 
-def with_loss_scale(update_cell):
-    """Return a cell that passes ``overflow`` and a loss scale of its own to an update cell, as a train step does."""
-    from mindspore import Parameter, Tensor, nn
-    from mindspore import dtype as mstype
-
-    class WithLossScale(nn.Cell):
-        def __init__(self):
-            super().__init__(auto_prefix=False)
-            self.update_cell = update_cell
-            self.loss_scale = Parameter(Tensor(START, mstype.float32), name="loss_scale")
-
-        def construct(self, overflow):
-            return self.update_cell(self.loss_scale, overflow)
-
-    return WithLossScale()
-
-
-def count_kernels(cell):
-    """Return how many kernels a device launches for one update, according to the exported graph (MindIR)."""
-    import mindspore
-    from mindspore.train.mind_ir_pb2 import ModelProto
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "graph.mindir")
-        mindspore.export(cell, mindspore.Tensor(True), file_name=str(file), file_format="MINDIR")
-        model = ModelProto.FromString(file.read_bytes())
-    primitives = {f"REF::{primitive.name}": primitive.op_type for primitive in model.primitives}
-    return sum(primitives.get(node.op_type, node.op_type) not in NO_KERNELS for node in model.graph.node)
-
-
 def make_update_cell(name, held=False):
     """Return an update cell. With ``held``, the cell computes everything but leaves the loss scale unchanged."""
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
@@ -190,8 +162,8 @@ def make_update_cell(name, held=False):
 
     class EmptyUpdateCell(nn.Cell):
         def construct(self, loss_scale, overflow):
-            # The empty call needs one kernel: MindSpore does not run a graph without kernels, so the call would be too
-            # cheap.
+            # The empty call is the baseline of the times. Give it one kernel: MindSpore does not run a graph without
+            # kernels, so the baseline would be too fast.
             return ops.logical_not(overflow)
 
         def get_loss_scale(self):
@@ -270,7 +242,7 @@ def ways_of_a_step(task, names, folder):
 
 
 def make_step(task, network, batch, name, folder):
-    """Return a function that takes a train step, for some names with a callback, or that only checks the gradients."""
+    """Return a function that takes a train step (for MONITOR with a callback) or, for GRADIENTS, measures gradients."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
     from mindspore.train.callback import RunContext
@@ -286,7 +258,7 @@ def make_step(task, network, batch, name, folder):
     def plain_step(count):
         train_step(*batch(count))[0].asnumpy()
         if (loss_scale := train_step.scale_sense.asnumpy().item()) != START:
-            raise RuntimeError(f"{name} must stay at a loss scale of {START:g}, but went to {loss_scale:g}")
+            raise RuntimeError(f"{name} must keep the loss scale {START:g}, but set it to {loss_scale:g}. Change START")
 
     if name not in (MONITOR, GRADIENTS):
         return plain_step
@@ -382,12 +354,12 @@ def ways_of_detection(count, size):
         return ops.neg(gradients[0][0:1])
 
     def largest_values(gradients):
-        # The plain pass, to which the detections are compared, has only one primitive for each Tensor.
+        # The baseline of all ways of overflow detection: a pass with only one primitive for each Tensor.
         return ops.stack([ops.ReduceMax()(gradient) for gradient in gradients])
 
     random = np.random.default_rng(0)
     arrays = [random.normal(size=size).astype(np.float32) for _ in range(count)]
-    # MindSpore would fold a tuple that is not mutable into the graph as a constant.
+    # Without mindspore.mutable(), MindSpore would compile the gradients into the graph as constants.
     gradients = mindspore.mutable(tuple(map(Tensor, arrays)))
 
     def compiled(make_cell, argument):

@@ -15,7 +15,7 @@ import numpy as np
 
 
 def take_turns(ways, copies, rounds):
-    """Time the copies of several ways in turns.
+    """Time several ways of computing the same thing: call equal copies of each way in turns, in random order.
 
     Args:
         ways (dict[str, Callable]): by name, a function that builds a copy. A copy is a function of the number of the
@@ -51,7 +51,10 @@ def take_turns(ways, copies, rounds):
 
 
 def typical_times(times):
-    """Return each way's time in milliseconds and its standard error (NaN for one copy), from take_turns()'s times.
+    """Return the time of each way of computing in milliseconds, and its standard error, which is NaN for one copy.
+
+    Args:
+        times (dict): from :func:`take_turns`.
 
     Examples:
         >>> typical_times({"one": [[1.0, 2.0], [1.0, 2.0]], "other": [[3.0, 6.0], [3.0, 6.0]]})
@@ -67,12 +70,12 @@ def typical_times(times):
 
 
 def compare(ways, copies, rounds):
-    """Measure ways in turns as :func:`take_turns` does, and return their :func:`typical_times`."""
+    """Time several ways of computing the same thing by :func:`take_turns`, and return their :func:`typical_times`."""
     return typical_times(take_turns(ways, copies, rounds))
 
 
 def ratio(typical, name, base, above=None):
-    """Return the time of a way as a multiple of the time of another way, and the standard error of the ratio.
+    """Return the time of one way of computing as a multiple of another way's time, and the ratio's standard error.
 
     Args:
         typical (dict): from :func:`typical_times`.
@@ -90,14 +93,14 @@ def ratio(typical, name, base, above=None):
 
 
 def time_above(typical, name, above=None):
-    """Return the time of a way in milliseconds, minus the time of the way ``above``, and the standard error."""
+    """Return the milliseconds of one way of computing, minus the milliseconds of another, and the standard error."""
     value, error = typical[name]
     taken_off, of_taken_off = typical[above] if above is not None else (0.0, 0.0)
     return value - taken_off, math.hypot(error, of_taken_off)
 
 
 def spread_percent(times):
-    """Return the standard deviation between copies of the same way, averaged over all ways, in percent."""
+    """Return by how many percent the times of equal copies differ (standard deviation), averaged over all ways."""
     _, logarithms = _compared(times)
     return 100.0 * float(np.mean([np.var(of_copies, ddof=1) for of_copies in logarithms.values()])) ** 0.5
 
@@ -113,7 +116,7 @@ def with_error(value, error, digits):
 
 
 def _compared(times):
-    """Return the median time of a round and, by way, the logarithm of each copy's time relative to this median."""
+    """Return the median time of a call and, for each way of computing, the logarithms of its copies' relative times."""
     medians = np.median(np.concatenate(list(times.values())), axis=0)
     logarithms = {name: np.median(np.log(copies / medians), axis=1) for name, copies in times.items()}
     return float(np.median(medians)), logarithms

@@ -17,7 +17,8 @@ from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.record.trace import Trace
 from scripts.benchmarks.paired_timing import compare, ratio, with_error
 
-# The number of configurations, the steps of the trace for both ways, and the steps of the long trace.
+# The number of configurations; the number of steps of the trace on which the sweep and single replays are compared; and
+# the number of steps of the long trace, on which only the sweep runs.
 SIZES, QUICK_SIZES = (1000, 2000, 100_000), (20, 400, 800)
 RULE, SWEEP, LONG_SWEEP = "each configuration by itself", "the vectorised sweep", "the vectorised sweep, long trace"
 
@@ -74,7 +75,7 @@ def count_different(swept, replayed):
     states = [state._asdict() for state in swept.final_states]
     by_sweep = list(map(numbers_of, swept.measures, states))
     by_rule = [numbers_of(replay.measures, replay.final_state) for replay in replayed]
-    # The sweep and the rule sum in different orders, so the last digits of a float may differ.
+    # The sweep and the single replays add numbers in different orders, so the last digits of a float may differ.
     same = np.isclose(by_sweep, by_rule, rtol=1e-9, atol=0.0, equal_nan=True)
     return int((~same.all(axis=1)).sum())
 

@@ -106,9 +106,9 @@ def train(name, folder, arguments):
                 progress.set_postfix_str(f"loss {record[-1]['loss']:.3f}, scale {scale}", refresh=False)
                 progress.update(record[-1]["step"] - progress.n)
     if process.returncode != 0 or not record:
-        where = os.path.relpath(console)
+        path = os.path.relpath(console)
         last_lines = console.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-        sys.exit("\n".join([*last_lines, "", f"The training stopped with exit code {process.returncode}; see {where}"]))
+        sys.exit("\n".join([*last_lines, "", f"The training ended with exit code {process.returncode}. See {path}"]))
     return record
 
 
@@ -147,7 +147,7 @@ def replayed_skips(record):
 
 
 def draw(records):
-    """Draw both trainings' losses and, below, the loss scales that fit a loss divided by ``MICRO_BATCHES``."""
+    """Draw the losses of both trainings and, below, their loss scales times the number of micro-batches."""
     figure = new_figure(6, 6)
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for (name, record), colour in zip(records.items(), (WARNING, MAIN), strict=True):

@@ -6,7 +6,7 @@ from mindformers_adaptive.rules import Rule, float32, floor, int32, maximum, min
 
 
 class LogMaxRule(Rule):
-    """LogMax with mean distances in place of a variance; an overflow counts as one bit less than its scale."""
+    """LogMax with mean deviations in place of variances. After an overflow, it assumes that half the scale is safe."""
 
     name = "log_max"
     title = "LogMax loss scaling"
@@ -23,7 +23,7 @@ class LogMaxRule(Rule):
         return {"mean": math.log2(loss_scale), "quick_spread": 1.0, "slow_spread": 1.0}
 
     def next_state(self, state, seen):
-        """Return the state after a step: an applied one shows the largest exponent that its gradients allow."""
+        """Return the state after a step. Gradients of an applied step give the largest exponent without overflow."""
         lower = state.exponent - 1
         allowed = float32(where(seen.overflow, lower, seen.max_safe_exponent))
         distance = abs(allowed - state.mean)

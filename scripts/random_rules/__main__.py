@@ -1,6 +1,7 @@
-"""Compare random rules of loss scaling in NumPy, in lanes and in update cells: ``python -m scripts.random_rules``.
+"""Compare the results of random loss-scaling rules in NumPy and in update cells: ``python -m scripts.random_rules``.
 
-Each rule is generated from its seed and written to a readable module. The exit code is 1 if any result differs.
+Each rule is generated from its seed and written to a readable module. In NumPy, the rule is computed alone, and side by
+side with rules of other arguments. The exit code is 1 if any result differs.
 """
 
 import argparse
@@ -13,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# How many rules share a graph, and how many rules run in one process. Both numbers are small, because MindSpore never
-# frees a whole graph.
+# How many rules share a graph, and how many rules run in one process. Both numbers are small, because MindSpore frees
+# all memory of a compiled graph only when the process ends.
 TOGETHER, OF_A_PROCESS = 5, 100
 OUTCOMES = ("same", "refused", "noticed", "different")
 
@@ -50,20 +51,20 @@ def told(counts):
 
 
 def in_a_process(first, programs, arguments):
-    """Compare rules in a new process; return the number with each outcome. If the process dies, all rules differ."""
+    """Compare rules in a new process; return the number of rules by outcome. If the process dies, all rules differ."""
     command = [sys.executable, "-m", "scripts.random_rules", "--first", first, "--programs", programs]
     command += ["--steps", arguments.steps, "--folder", arguments.folder]
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     *lines, last = done.stdout.splitlines() or [""]
     if done.returncode not in (0, 1) or not last.startswith("same "):
-        print(f"The process of seeds {first} to {first + programs - 1} ended with {done.returncode}.", done.stdout)
+        print(f"The process of seeds {first} to {first + programs - 1} ended with code {done.returncode}.", done.stdout)
         return collections.Counter(different=programs)
     print(*lines, sep="\n", end="\n" if lines else "", flush=True)
     return collections.Counter({name: int(number) for name, number in map(str.split, last.split(", "))})
 
 
 def compare_rules(first, programs, steps, folder):
-    """Compare rules and return the number with each outcome; print the rules that differ or are refused."""
+    """Compare rules and return the number of rules by outcome; print the rules that differ or are refused."""
     os.environ.setdefault("GLOG_v", "3")
     from scripts.random_rules.compare import compare, make_rule
 

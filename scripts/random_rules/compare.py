@@ -1,7 +1,8 @@
-"""Random rules of loss scaling in readable modules, and their steps in NumPy, in lanes and in update cells.
+"""Make random loss-scaling rules, and compare their steps in NumPy, in lanes and in update cells.
 
-A rule is generated from a seed. Its steps are computed by ``rule.step``, by ``Lanes`` together with rules of the same
-class that have other arguments, and by its update cell. All three must give the same bits.
+A rule is generated from a seed. Its steps are computed in NumPy by ``rule.step``, in lanes by ``Lanes``, which steps
+several rules of one class with different arguments side by side, and by its update cell. All three must give the same
+bits.
 """
 
 import importlib.util
@@ -20,7 +21,8 @@ from scripts.random_rules.writer import write_rule
 
 __all__ = ["RandomRule", "compare", "make_rule", "numpy_runs", "states_of_cells"]
 
-# Values for the largest gradient of a step: ordinary numbers, and numbers from which a rule can learn nothing.
+# Values for the largest gradient of a step: ordinary numbers, and numbers from which a rule can learn nothing (0, a
+# subnormal number, inf and NaN).
 GRADIENTS = (0.25, 3.0, 1e-3, 777.0, 2.0**-126, 0.0, 1e-40, np.inf, np.nan)
 
 
@@ -56,9 +58,10 @@ def make_rule(seed: int, folder: Path) -> RandomRule:
 
 
 def compare(random_rules, steps, of_cells=None):
-    """Take steps of each rule in all three ways; return for each rule "same", "noticed", or what differs, as text.
+    """Take steps of each rule in NumPy, in lanes and in update cells; return "same", "noticed" or the differences.
 
-    A rule is "noticed" if it warns that it computed a subnormal number (nearer to 0 than 2^-126): devices may differ.
+    The result has a text for each rule. "noticed" means that the rule warned of a subnormal number (below 2^-126).
+    Some devices treat such a number as 0, so update cells may differ.
 
     Args:
         random_rules (list[RandomRule]): rules that share a graph in each mode of MindSpore, and take the same steps.
@@ -99,12 +102,12 @@ class Run(NamedTuple):
 
 
 def numpy_runs(random_rule, steps, paths):
-    """Return runs by ``rule.step``: one for each rule of the class, and two more for the first rule.
+    """Take steps with ``rule.step``; return a run for each rule of the random class, and two more of the first rule.
 
     Args:
         random_rule (RandomRule): the rule.
         steps (int): the number of steps.
-        paths (int): the seed of the steps, the same for rules that share a graph.
+        paths (int): the seed of overflows and gradients, the same for rules that share a graph.
     """
     rules, runs = random_rule.rules, []
     for lane, rule in enumerate([*rules, rules[0], rules[0]]):
@@ -116,13 +119,16 @@ def numpy_runs(random_rule, steps, paths):
 
 
 def path_of(paths, lane, steps):
-    """Return the overflow flag and the largest gradient of each random step, from the seeds ``paths`` and ``lane``."""
+    """Return random steps as pairs of overflow flag and largest gradient; ``paths`` and ``lane`` seed the generator."""
     numbers = random.Random(f"{paths} {lane}")
     return [(numbers.random() < 0.2, numbers.choice(GRADIENTS)) for _ in range(steps)]
 
 
 def lane_differences(runs):
-    """Return where ``Lanes`` differs from ``rule.step``, for several rules of one class and for one rule repeated."""
+    """Return, as texts, the first steps at which ``Lanes`` (rules stepped side by side) differs from ``rule.step``.
+
+    Compare once with several rules of one class in the lanes, and once with one rule in all lanes.
+    """
     return [*_lane_differences(runs, "lanes"), *_lane_differences([runs[0], *runs[3:]], "lanes of one rule")]
 
 

@@ -22,7 +22,8 @@ _FIRST = {
     "float32": (0.0, -0.0, 1.5, -2.25, 1e6, 3e38, 0.1, float("inf"), float("nan"), 2.0**31, 5.0, 17.0),
 }
 
-# The parts of a random rule's state, with their dtypes. Parts of a group, such as low, are scalars.
+# The scalar and the vector fields of a random rule's state, with their dtypes. Some scalars belong to a group, such as
+# "low" to the group "spreads".
 _FIELDS = {"few": "int32", "many": "int32", "mark": "int32", "yes": "int32", "no": "int32"}
 _FIELDS |= {"level": "float32", "last": "float32", "before_last": "float32", "kept": "float32"}
 _FIELDS |= {"low": "float32", "middle": "float32", "high": "float32"}
@@ -125,7 +126,7 @@ class _Writer:
         self.seed, self.random = seed, random.Random(seed)
         self.length = self.pick((1, 2, 3, 3, 4, 9))
         self.by_exponent, self.needs_gradients = self.pick((True, False, False)), self.pick((True, True, False))
-        # The adaptive rule counts clean steps, too.
+        # Let some rules count clean steps (steps since the last overflow), as the adaptive rule does.
         self.counts_clean_steps = self.chance(0.3)
         self.lines, self.made, self.pools = [], 0, {}
         self.know("int32", 0, "state.skipped_steps", "state.consecutive_overflows")
@@ -199,7 +200,8 @@ class _Writer:
         name = f"{dtype[0]}{self.made}"
         self.made += 1
         self.lines.append(f"{name} = {expression}")
-        # Add the new value's name three times, so that expressions use new values more often than old values.
+        # Add the new value's name to the pool of names three times, so that expressions use new values more often than
+        # old values.
         self.know(dtype, length, *[name] * 3)
 
     def keep_table(self):
@@ -228,7 +230,7 @@ class _Writer:
             self.know(dtype, self.length, f"{name}.{key}")
 
     def result(self, key):
-        """Return source of the new value of a state field: its old value, another field, a number or an expression."""
+        """Return code for the new value of a state field, at random: an old value, a number or an expression."""
         dtype, length = (_FIELDS[key], 0) if key in _FIELDS else (_VECTORS[key], self.length)
         parts = [name for name, kind in (_VECTORS if length else _FIELDS).items() if kind == dtype]
         way = self.random.random()
@@ -311,7 +313,7 @@ class _Operands(dict):
     def __missing__(self, letter):
         writer, length, depth = self.writer, self.length, self.depth
         if letter == "S":
-            # Each S in a template stands for another scalar, so do not store the operand for the next S.
+            # Each S in a template stands for a different scalar, so do not reuse the operand of one S for the next S.
             return writer.value(self.dtype, 0, 0)
         if letter in ("x", "y", "FF", "FG", "II", "IJ"):
             dtype = {"F": "float32", "I": "int32"}.get(letter[0], self.dtype)
@@ -343,7 +345,7 @@ class _Operands(dict):
         return self[letter]
 
     def beside(self, dtype, is_number=False):
-        """Return a second operand for an operation: a Python number, a value of the first one's length, or a scalar."""
+        """Return an operation's second operand: a Python number, a scalar, or a value as long as the first operand."""
         writer = self.writer
         if writer.chance(0.35):
             return writer.number(dtype)

@@ -50,7 +50,7 @@ def main():
     # Most objects of a build live until its end, so garbage collection would only scan the same objects again and
     # again.
     gc.disable()
-    # conf.py imports modules from this folder.
+    # Sphinx's conf.py imports modules from docs/site.
     sys.path.insert(0, str(DOCS / "site"))
     with tempfile.TemporaryDirectory() as folder:
         for language in FIRST_PAGES:
@@ -64,7 +64,7 @@ def main():
         shutil.rmtree(output, ignore_errors=True)
         shutil.move(Path(folder, "site"), output)
     print(f"Written: {output / 'index.html'}")
-    # Do not let garbage collection scan the objects at exit, either.
+    # Exclude all objects from the garbage collection at exit, which would only take time to scan them.
     gc.freeze()
     return 0
 
@@ -87,7 +87,7 @@ def write_sources(language, folder):
         write(folder / name, page_of(file))
     rows = "".join(_ROW.findall(first.read_text(encoding="utf-8")))
     ordered = [pages[(ROOT / link).resolve()] for link in dict.fromkeys(_PAGE.findall(rows))]
-    # The first page does not list the raw tables and the change log.
+    # The first page does not link to the raw tables and the change log, so add them to the navigation.
     unlisted = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
     words = WORDS[language]
     ordered += [f"{words['changes']} <{page}>" if page == "changelog.md" else page for page in sorted(unlisted)[::-1]]
@@ -114,7 +114,7 @@ _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 
 def with_links(text, page, pages, shown):
     """Return a page's text with links that fit the site; add to ``shown`` the linked files that are not pages."""
-    # Remove the links to the first page and to the other language, because the theme has its own.
+    # Remove the links to the first page and to the other language, because the site's theme adds such links.
     text = re.sub(r"^\[(?:简体中文|English)\]\(\S+\)(?: · \[\w+\]\(\S+\))? ?", "", text, count=1, flags=re.MULTILINE)
 
     def fitting(match):
@@ -191,7 +191,8 @@ def reference(language, folder):
 
 def described(name):
     """Return the Sphinx directives that describe a public name."""
-    # In this package, the names of classes begin with a capital letter; the names of functions do not.
+    # In this package, names of classes begin with a capital letter and names of functions do not, so the first letter
+    # tells them apart.
     kind = "class" if short_name(name)[0].isupper() else "function"
     return [f".. auto{kind}:: {name}", ""]
 
@@ -199,7 +200,8 @@ def described(name):
 def room_page(room):
     """Return a page with the members of a subpackage's modules, except the names that have a page of their own."""
     public = {short_name(name) for names in PUBLIC.values() for name in names}
-    # Leave out the lab's class Parameter: in docstrings, the name stands for MindSpore's class.
+    # Exclude the lab's class Parameter from the page. In docstrings, ``Parameter`` means MindSpore's class, and Sphinx
+    # would link it to the lab's class.
     left_out = ", ".join(sorted({*public, "Parameter"}))
     # Keep these pages out of the navigation, because building it on every page would take most of the time.
     lines = [":orphan:", "", *title_of_name(f"{PACKAGE.name}.{room.stem}")]
@@ -216,12 +218,12 @@ def short_name(name):
 
 
 def title_of_name(name):
-    """Return a title of one long word, which the style sheet does not wrap."""
+    """Return the lines of a title that is one long name, marked so that the style sheet does not wrap it."""
     return [".. rst-class:: name", "", *title(name)]
 
 
 def title(text, line="="):
-    # A Chinese character is two columns wide.
+    # A Chinese character is two columns wide, so draw two characters of the line for each character of the title.
     return [text, line * 2 * len(text), ""]
 
 

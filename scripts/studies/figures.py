@@ -80,7 +80,7 @@ def main():
     parser.add_argument("--render", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(FIGURES):
-        parser.error(f"no figure is called {', '.join(sorted(unknown))}")
+        parser.error(f"there is no figure {', '.join(sorted(unknown))}. The figures are: {', '.join(FIGURES)}")
     for name in [] if arguments.render else arguments.names or FIGURES:
         print(f"{name}: {FIGURES[name].command}", file=sys.stderr, flush=True)
         start = time.monotonic()
@@ -135,7 +135,10 @@ def rendered(text, page):
 
 @functools.cache
 def tables_of(name):
-    """Return the tables of a figure, by name. Each is a list of rows, or of text lines that a page shows unchanged."""
+    """Return the tables of a figure by name, each as a list of rows.
+
+    If the figure's command prints plain text, the table "printed" is a list of its lines, which pages show unchanged.
+    """
     data = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
     if module := FIGURES[name].module:
         return importlib.import_module(module).tables(data)
@@ -153,7 +156,7 @@ def lines_of(rows, words):
 
 
 def translated(cell, words):
-    """Return the translation of a cell, or of each part of the cell between semicolons.
+    """Return a table cell with its text translated. Parts between semicolons are translated separately.
 
     In a key of ``words``, ``#`` stands for any number. The translation has the numbers as {0}, {1}, ...
 

@@ -1,4 +1,4 @@
-"""Train the demo's model for 5,000 steps as one of 256 micro-batches, by each way of scaling, and compare the results.
+"""Compare ways of loss scaling over 5,000 steps of the demo's model, with gradients as small as with 256 micro-batches.
 
     python -m scripts.studies.long_training [--seeds N] [--processes N] [--json FILE]
 
@@ -42,7 +42,7 @@ WAYS = {
     "guided": "guided",
     "fixed": "fixed 2^16",
 }
-# The initial loss scale of all ways that change it, and the fixed scale: the usual value in MindFormers' YAML files.
+# The initial loss scale of each rule, and the scale of the fixed way: the usual value in MindFormers' YAML files.
 START, MICRO_BATCHES = 2.0**16, 256
 STEPS, SEEDS, PIECE = 5000, 3, 2500
 # The demo's samples have 128 bytes; with 32 bytes, a step takes a third of the time.
@@ -58,7 +58,7 @@ def main():
         return
     places = list(itertools.product(range(arguments.seeds), arguments.ways))
     with ThreadPoolExecutor(arguments.processes) as pool:
-        # Train all ways of one seed before the next seed, so that early results can be compared.
+        # Train all ways of scaling with one seed before the next seed, so that early results can be compared.
         list(pool.map(lambda way_and_seed: finish_run(way_and_seed[1], way_and_seed[0], arguments), places))
     runs = whole_runs(arguments.results, arguments.steps)
     result = {"steps": arguments.steps, "ways": {way: list(map(summary, each)) for way, each in runs.items()}}
@@ -193,15 +193,18 @@ class LongTraining:
         recorded = {name: state["seen"].get(name) for name in self.settings}
         if recorded != self.settings:
             raise ValueError(
-                f"{self.file} must be of a run with {self.settings}, but got one with {recorded}. Remove it, or give "
-                "another --unfinished."
+                f"{self.file} must hold an unfinished run with the settings {self.settings}, but its run has "
+                f"{recorded}. Remove the file, or give another folder with --unfinished."
             )
         self.step, self.losses, self.seen = state["step"], state["losses"], state["seen"]
         self.trainings.last_ceiling = state["last_ceiling"]
         checkpoint = load_checkpoint(str(self._checkpoint(self.step)))
         missing, unknown = load_param_into_net(self.compiled.train_step, checkpoint, strict_load=True)
         if missing or unknown:
-            raise ValueError(f"the checkpoint of {self.file} must have all Parameters, but got none of {missing}")
+            raise ValueError(
+                f"{self._checkpoint(self.step)} must have the Parameters of the train-step cell, but lacks {missing} "
+                f"and also has {unknown}. Remove {self.file}, so that the run begins again."
+            )
 
     def _checkpoint(self, step):
         return self.file.with_name(f"{self.file.stem}-{step}.ckpt")
@@ -221,7 +224,7 @@ def method_of(way):
 
 
 def whole_runs(folder, steps):
-    """Return the results of the finished runs in a folder: for each way a list, in the order of the seeds."""
+    """Return the results of the finished runs in a folder: for each way of scaling, a list in the order of seeds."""
     runs = {}
     for way in WAYS:
         each = (json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{way}_*.json")))
@@ -257,7 +260,7 @@ def tables(result):
 
 
 def draw(runs):
-    """Draw the loss on held-out text (above) and the loss scale (below) by step, for the first seed of each way."""
+    """Draw the loss on held-out text (above) and the loss scale (below) of the first run by each way of scaling."""
     figure = canvas.new_figure(9, 5.6)
     canvas.headline(figure, "The demo's model as one of 256 micro-batches: loss on held-out text, and loss scale")
     losses, scales = figure.subplots(2, sharex=True)

@@ -1,4 +1,4 @@
-"""Train the demo's Llama, and LoRA of it, as one of several micro-batches, by each way of scaling the loss.
+"""Compare ways of loss scaling for the demo's Llama, trained in full and with LoRA, by the number of micro-batches.
 
     python -m scripts.studies.micro_batches [--tasks llama lora] [--json FILE]
 

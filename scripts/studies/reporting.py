@@ -28,9 +28,9 @@ def add_json_option(parser):
 def _file_to_write(text):
     file = Path(text)
     if not file.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(file.parent)!r}")
+        raise argparse.ArgumentTypeError(f"there is no folder {str(file.parent)!r}. Create it, or give another path")
     if file.exists() and not file.is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is there and is no regular file")
+        raise argparse.ArgumentTypeError(f"{text!r} exists, but is not a regular file. Give another path")
     return file
 
 

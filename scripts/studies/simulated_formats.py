@@ -107,7 +107,7 @@ class _Product(nn.Cell):
 
 
 def simulate_formats(network, forward=None, gradients=None):
-    """Round the inputs and gradients of all products of a network, in place, before the network first runs.
+    """Make a network that has not run yet round the inputs and gradients of its matrix products and convolutions.
 
     Args:
         network (Cell): the network.
@@ -128,7 +128,8 @@ def simulate_formats(network, forward=None, gradients=None):
         # The product computes in the dtype that `to_float` set for its cell.
         flags = {flag: getattr(cell, flag, False) for flag in _DTYPES}
         product = _Product(getattr(cell, key), forward, gradients).add_flags_recursive(**flags)
-        # A cell keeps a primitive in two places. Remove both entries, because a child cell is kept elsewhere.
+        # nn.Cell stores a primitive in __dict__ and in _primitives, but a child cell in a third dict. Remove the
+        # primitive from both, so that the child cell replaces it.
         del vars(cell)[key], cell._primitives[key]
         setattr(cell, key, product)
     return len(products)

@@ -50,7 +50,8 @@ REGIME_POLICIES = {
     **ADAPTIVE_AND_FIXED,
 }
 
-# Groups of traces: the kinds, by how many bits the gradients imply a ceiling that is too high, and the spread in bits.
+# For each group of traces: the kinds of traces; and by how many bits the ceilings that the gradients imply are too
+# high, as mean and standard deviation.
 EXACT = "show the ceiling"
 GROUPS = {
     EXACT: (KINDS, 0.0, 0.0),
@@ -214,7 +215,10 @@ def figures_table(results):
 
 
 def price_table(results):
-    """Return a table with, for each kind of trace, the costs of a lost bit at which the adaptive rule is cheapest."""
+    """Return a table of the prices of a bit of headroom at which the adaptive rule costs least, by kind of trace.
+
+    A price is the number of skipped steps in 1000 that count as much as a lost bit.
+    """
     rows = [["trace", "adaptive costs least from", "to"]]
     for kind in results[ADAPTIVE]:
         if rates := cheapest_rates({policy: row[kind] for policy, row in results.items()}):
@@ -223,7 +227,10 @@ def price_table(results):
 
 
 def cheapest_rates(on_kind):
-    """Return the least and greatest cost of a lost bit at which no policy beats the adaptive rule, or None."""
+    """Return the lowest and the highest price of a lost bit at which no policy costs less than the adaptive rule.
+
+    Return None if there is no such price.
+    """
     adaptive = on_kind[ADAPTIVE]
     pairs = [
         (adaptive["skipped"] - row["skipped"], row["headroom_lost"] - adaptive["headroom_lost"])

@@ -65,7 +65,7 @@ def main():
 
 
 def measure(name, arguments):
-    """Run the trainings of a task; return its key, its result for JSON, and the data of the picture, or None."""
+    """Run the trainings of a task; return its key, its result for JSON, and its picture's data (None: no picture)."""
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import METHODS, Trainings, use_one_thread
 
@@ -86,7 +86,7 @@ def measure(name, arguments):
 
 
 def about(task, runs, steps):
-    """Return the description of a task, with the figures of each run by method and seed."""
+    """Return the description of a task, with the measured values of each run by method and seed."""
     return {
         "name": task.name,
         "about": task.about,

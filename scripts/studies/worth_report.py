@@ -1,4 +1,4 @@
-"""The results of the trainings of worth_it.py: figures of each run, tables, and a picture.
+"""The results of the trainings of worth_it.py: measured values of each run, tables, and a picture.
 
 Differences are paired by the seed, which gives weights and data, and have intervals of 95 % confidence (Student's t).
 The picture shows the result of a training at each fixed loss scale, and the share of gradients that underflow there.
@@ -17,7 +17,7 @@ MEGATRON, MINDFORMERS = "Megatron-LM's, window 1000, hysteresis 2", "MindFormers
 ADAPTIVE_HIGH, OURS = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_HIGH, GUIDED = "ours, guided from 2^32", "ours, guided from the found scale"
 
-# The pairs of methods that are compared.
+# The pairs of loss-scaling methods that the tables compare.
 PAIRS = (
     (UNSCALED, FP32),
     (OURS, FP32),
@@ -42,7 +42,7 @@ LOWEST = 0.0
 
 
 def figures(runs, fp32, task):
-    """Return the figures of the runs of one method, with a dict for each seed.
+    """Return the measured values of one method's runs, as a dict for each seed.
 
     Args:
         runs (list[dict]): the runs by seed, as ``Trainings.run`` returns them.
@@ -96,7 +96,7 @@ def tables(result):
 
 
 def task_table(task):
-    """Return the table of a task: the figures of each scaling method, as means over the seeds."""
+    """Return the table of a task: the measured values of each scaling method, as means over the seeds."""
     measure = f"{task['measure']} on data not trained on"
     columns = ["way of scaling", "start", "skipped at the start", "skipped later", "headroom lost, bits"]
     rows = [[*columns, "gradients that underflow", measure, "steps to FP32's result"]]
@@ -162,13 +162,16 @@ def skipped_of(run):
 
 
 def difference(task, first, second, figure):
-    """Return the mean of the paired differences, and half the width of its confidence interval; nan for one seed."""
+    """Return the mean difference between two methods, paired by seed, and half the width of its confidence interval.
+
+    With one seed, the half width is nan.
+    """
     pairs = zip(task["runs"][first], task["runs"][second], strict=True)
     return mean_and_interval(np.array([figure(value) - figure(other) for value, other in pairs], float))
 
 
 def mean_and_interval(values):
-    """Return the mean of an array, and half the width of its confidence interval; nan for one value."""
+    """Return the mean of an array, and half the width of its confidence interval, which is nan for one value."""
     with np.errstate(invalid="ignore"):
         half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=min(1, len(values) - 1)) / len(values) ** 0.5
     return float(np.mean(values)), float(half)

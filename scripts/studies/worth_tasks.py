@@ -173,7 +173,7 @@ class Regression(Task):
         return Data(batch, [(*held_out, only_the_last)], float(targets[POINTS:, -1].var()))
 
     def quality(self, network, data):
-        """Return R² of the last output on the held-out points."""
+        """Return R² of the network's last output column on the held-out data."""
         return 1.0 - float(network(*data.held_out[0])) / data.variance
 
 
@@ -331,7 +331,7 @@ class Lora(Llama):
 
     @staticmethod
     def text():
-        """Return the help texts as uint8 of shape (bytes,)."""
+        """Return the help texts of Python's language reference as training data: uint8 of shape (bytes,)."""
         return np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
 
 

@@ -63,9 +63,10 @@ def adaptive(loss_scale):
 
 
 def divided(way, loss_scale, micro_batches):
-    """Return a method for training on one of several micro-batches, whose losses are divided by their number.
+    """Return a method for training on one of several micro-batches, with the loss scale divided by their number.
 
-    Dividing the loss scale instead gives the same gradients, before and after they are unscaled.
+    Gradient accumulation divides the loss by the number of micro-batches. Dividing the loss scale instead gives the
+    same gradients, before and after they are unscaled.
 
     Args:
         way (str): "none", "fixed", "dynamic" (window 1000), "adaptive" or "guided".
@@ -192,7 +193,8 @@ class Trainings:
         self.task = task
         self.look_every = look_every or task.look_every
         self.formats = formats
-        # Cache networks by dtype, compiled trainings by dtype and update cell, weights and recommendations by seed.
+        # Cache each network by its dtype, each compiled training by its dtype and update cell, and the weights and the
+        # recommended loss scale by the seed.
         self._network = functools.cache(self._new_network)
         self.compiled = functools.cache(
             lambda dtype, cell: CompiledTraining(self._network(dtype), task.train_step, cell)
@@ -251,7 +253,10 @@ class Trainings:
         return backward_pass(self._network(mstype.float16))
 
     def look(self, batch, scale):
-        """Return a step's ceiling to a quarter of a bit, and the shares of gradients that underflow and are lost."""
+        """Return a step's loss scale, its ceiling (rounded down to 1/4 bit), and its shares of lost gradients.
+
+        ``underflow`` is the share of gradient elements that become 0, ``lost`` the lost share of the gradient norm.
+        """
 
         @functools.cache
         def gradients(exponent):

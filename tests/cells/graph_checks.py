@@ -36,7 +36,10 @@ def forbidden_plain_constants(graph):
 
 
 def plain_outputs(graph):
-    """Return the outputs that the host computes, such as a TensorToScalar, which is documented for Ascend."""
+    """Return the outputs of nodes that are no tensors, such as numbers, because the host has to compute them.
+
+    The check of documented platforms misses TensorToScalar, because MindSpore documents it for Ascend.
+    """
     return graph.plain_outputs
 
 

@@ -1,4 +1,4 @@
-"""With adaptive scaling, each MindFormers feature takes the same steps as with MindFormers' train-step cell."""
+"""With each MindFormers feature, this package's train-step cell takes the same steps as MindFormers' own."""
 
 import numpy as np
 import pytest

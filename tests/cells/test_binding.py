@@ -1,4 +1,7 @@
-"""An update cell belongs to one train-step cell, even if MindSpore builds this again. A copy belongs to none."""
+"""An update cell belongs to one train-step cell, even if several models train with this train-step cell.
+
+A copy of an update cell belongs to no train-step cell.
+"""
 
 import copy
 

@@ -15,7 +15,7 @@ def test_step_is_that_of_unscaled_training(mode, optimizer):
     reference = nn.TrainOneStepCell(plain.network, plain.optimizer(optimizer))
     for _ in range(3):
         before = scaled.weight()
-        # The loss scale 1024 is a power of two, so scaling rounds nothing and the results are equal.
+        # The loss scale 1024 is a power of two, so scaling rounds nothing, and the results equal unscaled training.
         assert float(step(*scaled.batch())) == float(reference(*plain.batch()))
         np.testing.assert_array_equal(scaled.weight(), plain.weight())
         assert not np.array_equal(scaled.weight(), before)

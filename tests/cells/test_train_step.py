@@ -118,7 +118,10 @@ def test_mindformers_own_checkpoint_resumes_on_its_ladder(graph_mode):
 
 
 def test_mindformers_checkpoint_after_window_1_keeps_counters(graph_mode):
-    """The checkpoint could also be from dynamic scaling; then the loss scale would rise only after 20 steps."""
+    """The values in this checkpoint could also come from dynamic scaling.
+
+    If resuming took the checkpoint for one of dynamic scaling, the loss scale would rise only after 20 steps.
+    """
     theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20)
     loss_scale = Parameter(Tensor(1024.0, mindspore.float32), name="loss_scale")
     for overflow in [False] * 60 + [True] * 3 + [False] * 15:
@@ -149,7 +152,7 @@ def test_checkpoint_without_a_window_starts_the_ladder_afresh(graph_mode, scalin
         resumed.set_train()
         train(resumed, [False, False])
     assert len([warning for warning in caught if "ladder" in str(warning.message)]) == 1
-    # The scale window is two steps, so two steps without overflow raise the loss scale of the checkpoint once.
+    # The scale window is two steps, so two steps without overflow raise the loss scale from the checkpoint once.
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=2)
     state = rule.start(2048.0, 2)
     for _ in range(2):

@@ -111,8 +111,8 @@ def test_gradients_are_those_of_float64_at_every_scale(mode, way):
             relative, absolute = ROUNDING[weight.dtype]
             used = np.float64(np.float32(scale))
             expected = rounded(x * np.float32(scale), weight.dtype).astype(np.float64) / used
-            # Gradient accumulation also rounds the sum over micro-batches. It sums halves of gradients, which may be
-            # subnormal.
+            # Gradient accumulation adds half of the gradient of each of two micro-batches. The halves may be subnormal,
+            # and the sum is rounded too, so allow a larger error.
             relative = relative * (4 if way == "accumulation" else 1.01) + 2.0**-23
             np.testing.assert_allclose(copy.asnumpy(), expected, relative, absolute, err_msg=str(scale))
             if weight.dtype == mstype.float32 and way == "cell":
@@ -163,7 +163,7 @@ def test_float32_weights_keep_the_stock_unscaling():
 
 
 class WithMovingAverages(TrainOneStepWithLossScaleCell):
-    """An optimizer that applies ``hyper_map`` to its weights too. The train-step cell must not cast the weights."""
+    """A user's train-step cell that calls ``hyper_map`` with its weights too, so ``hyper_map`` must not cast values."""
 
     def construct(self, *inputs):
         self.hyper_map(ops.assign, self.averages, self.weights)

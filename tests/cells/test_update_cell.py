@@ -31,7 +31,7 @@ def test_parameters_have_the_names_of_mindformers_own_cell(hysteresis):
 @pytest.mark.parametrize("stock", [nn.TrainOneStepWithLossScaleCell, mindformers.wrapper.MFTrainOneStepCell])
 @pytest.mark.parametrize("hysteresis", [1, 2])
 def test_works_in_the_stock_train_step_cells(mode, stock, hysteresis):
-    """MindSpore's train-step cell runs on a CPU if it is set to the branch for Ascend 910B, which uses IsFinite."""
+    """On a CPU, MindSpore's train-step cell has to take its branch for Ascend 910B, which uses IsFinite."""
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20, hysteresis=hysteresis)
     step = Dense().train_step(update_cell, stock)
     step.ascend_910b_target, step.enable_allfinite = True, False
@@ -46,7 +46,8 @@ def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
     step = Dense().train_step(update_cell, nn.TrainOneStepWithLossScaleCell)
     assert update_cell.state_dict()["scale"] == 1024.0
     update_cell(step.scale_sense, Tensor(True))
-    # set_train() looks at the state, but does not tell the update cell its loss scale.
+    # MindSpore's train-step cell does not pass its loss scale to the update cell, not even in set_train(), so
+    # state_dict() raises an error.
     step.set_train()
     with pytest.raises(RuntimeError, match=r"bind_loss_scale\(train_step.scale_sense\)"):
         update_cell.state_dict()
@@ -75,7 +76,7 @@ def test_an_empty_window_warns_and_starts_at_the_smallest():
 
 
 def test_a_removed_temporary_folder_ends_no_training(mode):
-    """A cleaner of /tmp may remove the folder with the source code generated for a rule, which MindSpore compiles."""
+    """MindSpore still compiles a rule if a cleaner of /tmp has removed the folder with the rule's generated code."""
     scales = []
     for window in (3, 3, 5):
         rule = AdaptiveRule(max_scale_window=window, min_scale_window=window)

@@ -1,4 +1,4 @@
-"""The adaptive update cell takes the steps of the rule in Python and, with fitting settings, of MindSpore's cells."""
+"""The adaptive update cell behaves like its rule in Python and, with suitable settings, like MindSpore's own cells."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_equals_mindformers_own_cell_where_its_ladder_is_right(graph_mode, bound
     assert tuple(theirs.window_list_num) == window_ladder(largest, smallest)
     ours = AdaptiveLossScaleUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
     windows = {held[0] for held in steps_of_both(theirs, ours, ["scale_window"], steps)}
-    # The steps have reached the hidden window 1 and every window of the ladder except 1000.
+    # The steps used every scale window of the ladder except 1000, and the hidden window of one step below the ladder.
     assert windows >= {1, *window_ladder(largest, smallest)} - {1000}
 
 

@@ -162,8 +162,8 @@ FILES = {
     "deep": ("[" * 200_000, "there is none. Looked for"),
     "deep_record": ('{"step": 1, "a": ' + "[" * 100_000 + "}\n", "the line is no complete JSON object"),
     "empty": ("", "there is none. Looked for"),
-    "sweep_of_a_huge_scale": (sweep(loss_scale=10**400, overflow=False), "no sweep of GradientRangeMonitor (Overflow"),
-    "sweep_of_no_scale": (sweep(loss_scale=0, overflow=False), "no sweep of GradientRangeMonitor (KeyError"),
+    "sweep_of_a_huge_scale": (sweep(loss_scale=10**400, overflow=False), "that GradientRangeMonitor wrote (Overflow"),
+    "sweep_of_no_scale": (sweep(loss_scale=0, overflow=False), "that GradientRangeMonitor wrote (KeyError"),
 }
 
 
@@ -218,11 +218,11 @@ def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     file.write_text(json.dumps({"step": 1, "loss_scale": 10**400, "loss_scales": [at_8]}) + "\n")
     code, said = answer(run_program, "plot", file, tmp_path / "a.png")
     assert code == 1
-    assert "gradients.jsonl must hold numbers that can be drawn, but: int too large" in said
+    assert "gradients.jsonl must hold numbers that can be drawn, but drawing failed: int too large" in said
     at_8["parameters"]["weight"]["histogram"]["0"] = {}
     file.write_text(json.dumps({"step": 1, "loss_scale": 8.0, "loss_scales": [at_8]}) + "\n")
     code, said = answer(run_program, "plot", file, tmp_path / "a.png")
-    assert (code, "gradients.jsonl must hold numbers that can be drawn, but: " in said) == (1, True)
+    assert (code, "gradients.jsonl must hold numbers that can be drawn, but drawing failed: " in said) == (1, True)
     file.write_text(line(1, 8.0, scale_window=0) + line(2, 8.0, scale_window=-20))
     assert answer(run_program, "plot", file, tmp_path / "a.png") == (0, "")
 
@@ -374,7 +374,7 @@ def in_safetensors(header):
     return len(header).to_bytes(8, "little") + header
 
 
-# Broken checkpoints for which MindSpore's own reader raises errors about other arguments, NumPy or the system.
+# Broken checkpoints for which MindSpore's own reader raises misleading errors: about arguments, NumPy or the system.
 NO_CHECKPOINTS = {
     "none.safetensors": in_safetensors(b"{}"),
     "odd.safetensors": in_safetensors(b'{"w":{"dtype":"F32","shape":["a"],"data_offsets":[0,4]}}') + bytes(4),

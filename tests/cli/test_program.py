@@ -247,7 +247,7 @@ def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_r
     arguments = ("tune", "--json", "--policy", "tests.shared.own_rules.Follow", "--grid", "margin=0,1")
     tuned = json.loads(run_program(*arguments, guided_record)[1])
     assert {row["configuration"].split()[0] for row in tuned["rows"]} == {"follow"}
-    # For too few replayed steps, this record decides whether they overflow. Recommended settings would be a guess.
+    # This record shows for too few of the replayed steps whether they overflow, so `tune` recommends no settings.
     assert tuned["scale_sense"] is None
     tuned = json.loads(run_program(*arguments, "synthetic:spikes", "--steps=99")[1])
     assert "rule: tests.shared.own_rules.Follow" in tuned["scale_sense"]

@@ -34,7 +34,7 @@ def test_mindspores_train_step_is_refused_with_the_missing_call(kind):
     dense = Dense()
     arguments = {"loss_fn": dense.loss_fn, "optimizer": dense.optimizer(), "loss_scale_manager": kind.manager()}
     for build in (Model, mindspore.amp.build_train_network):
-        with pytest.raises(ValueError, match=r"mindformers_adaptive.enable_loss_scale_on_cpu\(\) before the Model"):
+        with pytest.raises(ValueError, match=r"mindformers_adaptive.enable_loss_scale_on_cpu\(\) before .* Model"):
             build(dense.layer, **arguments)
 
 
@@ -157,5 +157,5 @@ def test_field_named_as_an_attribute_of_the_cell_is_refused():
         def next_state(self, state, seen):
             return state
 
-    with pytest.raises(ValueError, match="rule 'keep' must not be called 'select', which MindSpore's update cell uses"):
+    with pytest.raises(ValueError, match="rule 'keep' must not be called 'select', because MindSpore's update cell"):
         RuleLossScaleUpdateCell(2**10, Keep)

@@ -61,7 +61,7 @@ def assert_takes_the_next_steps(owned, kind, taken=30):
 
 
 class Owner:
-    """An update cell, manager or scaler with a common method ``step``. A manager steps no rule that needs gradients."""
+    """An update cell, manager or scaler with a common method ``step``. A manager skips rules that need gradients."""
 
     def __init__(self, kind, name):
         self.kind = kind
@@ -119,7 +119,7 @@ def named(owned):
 
 def test_a_manager_hands_on_a_state_that_counts_no_step_yet():
     manager = KINDS["adaptive with hysteresis"].manager()
-    # Megatron-LM's scaler is in this state after an overflow.
+    # Megatron-LM's scaler saves these values after one overflow. It saves no count of steps.
     manager.load_state_dict({"scale": 2.0**16, "growth_tracker": 0, "hysteresis_tracker": 1})
     assert manager.get_update_cell().state()["hysteresis_budget"] == 1
 
@@ -320,7 +320,7 @@ def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
             state_owner.load_state_dict({**before, **changes})
     with pytest.raises(KeyError, match="has no 'scale'"):
         state_owner.load_state_dict({name: value for name, value in before.items() if name != "scale"})
-    with pytest.raises(KeyError, match="of which 'growth_tracker', 'hysteresis_tracker' is missing"):
+    with pytest.raises(KeyError, match="It lacks 'growth_tracker', 'hysteresis_tracker'"):
         state_owner.load_state_dict({"scale": 8.0})
     assert is_same(state_owner.state_dict(), before)
 

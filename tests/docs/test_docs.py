@@ -51,7 +51,7 @@ from tests.shared.pages import blocks, blocks_in, chinese, prose, tables
 MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
 
 
-# Python
+# Python blocks of the pages
 
 
 def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
@@ -66,7 +66,7 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
         file.write_text(code, encoding="utf-8")
         printed = run_forked(file).stdout.splitlines()
         if ".state())" in code:
-            # This code prints the state of the loss scaling last.
+            # The last line that this code prints is the state of loss scaling.
             assert re.search(r"\{.*'scale_window': 20, .*'skipped_steps': \d+", printed[-1]), code
         if "RunRecord(" in code:
             assert [line for line in printed if "2 of 40 steps were skipped (5.0%)" in line], code
@@ -117,7 +117,7 @@ def test_arguments_of_a_monitor_are_those_of_its_table(monitor):
     }
 
 
-# YAML
+# YAML blocks of the pages
 
 
 @pytest.mark.parametrize("name", blocks_in("yaml"))
@@ -156,11 +156,11 @@ def read_yaml(text, tmp_path, monkeypatch):
     return MindFormerConfig(**yaml.safe_load(text))
 
 
-# Diffs
+# Diff blocks of the pages
 
 
 def sides(diff):
-    """Return the lines before the change that a diff describes, and the lines after it."""
+    """Return the old and the new version of the text that a diff changes."""
     return ["".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in f" {sign}\n") for sign in "-+"]
 
 
@@ -322,7 +322,7 @@ def test_badges_say_what_the_project_says():
     said |= {"mindspore": pinned["mindspore"], "mindformers": pinned["mindformers"], "license": "Apache 2.0"}
     for name, value in said.items():
         picture = (ROOT / "docs" / "images" / f"badge_{name}.svg").read_text()
-        # Screen readers read the title of the badge, and others see the text.
+        # Screen readers read the title of the badge. All other readers see its text.
         assert picture.partition("</title>")[0].endswith(f": {value}")
         assert f">{value}</text>" in picture
     assert re.search(r"Apache License\s+Version 2\.0", (ROOT / "LICENSE").read_text())

@@ -1,4 +1,4 @@
-"""The documentation's page on a user's own rules has the code of the example file, full tables and true messages."""
+"""The page on a user's own rules shows the code of the example file, complete tables, and the real error messages."""
 
 import math
 import re
@@ -66,7 +66,7 @@ def test_page_is_short():
     assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 145
 
 
-# How a rule's code writes operations that it does not write with the operation's name.
+# How a rule's code writes operations that are not called by their names, such as x + y for the operation add.
 WRITTEN = {
     **{"add": "x + y", "sub": "x - y", "mul": "x * y", "div": "x / y", "floordiv": "x // y", "neg": "-x"},
     **{"less": "x < y", "less_equal": "x <= y", "equal": "x == y", "and": "x & y", "or": "x | y", "not": "~x"},

@@ -10,8 +10,8 @@ from mindformers_adaptive.lab.presets import PRESETS
 from tests.shared.pages import ENGLISH_DOCS, tables
 
 WINDOWS = ("scale_window", "max_scale_window", "min_scale_window")
-# For torch and DeepSpeed: settings of their policy with windows short enough to fill, and the adaptive rule's settings
-# that the page on migrating gives for these.
+# For torch and DeepSpeed: settings of their policies, with windows so short that the loss scale often rises; and the
+# settings of the adaptive rule that the migration page gives for these policies.
 SHORT = {
     "torch": ({"growth_interval": 5}, dict.fromkeys(WINDOWS, 5) | {"min_loss_scale": 1e-30}),
     "deepspeed": ({"init_scale": 2.0**16, "scale_window": 5}, dict.fromkeys(WINDOWS, 5)),
@@ -22,8 +22,8 @@ def windows(value):
     return dict.fromkeys(WINDOWS, value)
 
 
-# For each row of the page's tables: the argument of the torch or DeepSpeed policy, values to try, a function that
-# converts a value for this argument, and one that returns the adaptive rule's arguments.
+# For each row of the migration page's tables: the argument of the torch or DeepSpeed policy, values to try, a function
+# that converts such a value for this argument, and a function that converts it to arguments of the adaptive rule.
 ROWS = {
     "torch": {
         "init_scale": ("init_scale", (2.0**16, 3.0, 2.0**-4), float, lambda value: {"loss_scale_value": value}),
@@ -31,7 +31,7 @@ ROWS = {
             "growth_factor",
             (2.0, 4.0, 1.5),
             float,
-            # The factors 4.0 and 1.5 need a backoff_factor, because 0.5 is not their reciprocal.
+            # The growth factors 4.0 and 1.5 need torch's backoff_factor too: 0.5 is not their reciprocal.
             lambda value: {"scale_factor": value, "backoff_factor": 0.5},
         ),
         "backoff_factor": ("backoff_factor", (0.5, 0.25, 0.75), float, lambda value: {"backoff_factor": value}),

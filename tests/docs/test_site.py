@@ -25,10 +25,10 @@ from mindformers_adaptive.rules.formats import FLOAT16
 from tests.conftest import ROOT
 from tests.shared.pages import blocks_in
 
-pytest.importorskip("sphinx", reason="There is no Sphinx for a Python before 3.11")
+pytest.importorskip("sphinx", reason="Sphinx is not installed; the project installs it for Python 3.11 and later")
 build_site = importlib.import_module("scripts.site.build_site")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
-# The API reference describes the names in these modules on the page of the module's folder.
+# The API reference describes the names of these two modules only on the pages of their subpackages.
 UTILITIES = ("mindformers_adaptive.rules.functions", "mindformers_adaptive.text.table")
 PUBLIC = [name for names in build_site.PUBLIC.values() for name in names]
 # The public classes. Their pages in the API reference show the methods.
@@ -37,7 +37,7 @@ CLASSES = [name for name in PUBLIC if build_site.described(name)[0].startswith("
 pytestmark = pytest.mark.xdist_group("site")
 
 
-# API reference
+# Names and docstrings in the API reference
 
 
 def test_every_public_name_has_a_page():
@@ -114,7 +114,7 @@ def parameters_of(name):
     return list(inspect.signature(described_by(name)).parameters.values())
 
 
-# The site
+# The documentation's site, as built by Sphinx
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def site(tmp_path_factory):
     """Return the folder of the site, built where MindSpore cannot be imported."""
     folder = tmp_path_factory.mktemp("site")
     for package in ("mindspore", "mindformers"):
-        (folder / f"{package}.py").write_text("raise AssertionError('The site is to be built without it')")
+        (folder / f"{package}.py").write_text("raise AssertionError('The build of the site imports this package')")
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "scripts/site/build_site.py", folder / "built"]
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -284,7 +284,7 @@ def members_on_page(site, name):
     anchors = Page(site / "en" / "reference" / f"{build_site.short_name(name)}.html").anchors - {None}
     shown = [it.rpartition(".") for it in anchors]
     of_class = [member for owner, _, member in shown if owner == f"mindformers_adaptive.{name}"]
-    # A field of a dataclass without a default is no attribute of the class.
+    # A dataclass field without a default is no attribute of the class, so getattr() returns None for it.
     return [(member, getattr(described_by(name), member, None)) for member in sorted(of_class)]
 
 
@@ -309,11 +309,11 @@ def test_the_site_shows_methods(site):
     assert {"step", "window_at", "nearest_scale"} <= dict(methods_on_page(site, "AdaptiveRule")).keys()
 
 
-# In a browser
+# Pages of the site in a browser
 
 
-# Shows the pages one after the other in a frame, and adds the HTML of each page, with its search results, as text. All
-# pages share one browser, because starting a browser takes longer than opening a page.
+# This HTML page opens each page of the site in a frame, and then replaces the frame by that page's HTML as text. One
+# browser opens all pages, because starting a browser takes longer than opening a page.
 TOGETHER = """<!DOCTYPE html><meta charset="utf-8"><body><script>
 const open = ([address, ...others]) => {
   const frame = document.createElement("iframe");
@@ -336,8 +336,8 @@ open(ADDRESSES);
 
 @pytest.fixture(scope="module")
 def browse(site):
-    """Return a function that returns a page's HTML in Chromium, and the list of console messages about all pages."""
-    chromium = shutil.which("chromium") or pytest.skip("There is no chromium: apt-get install chromium")
+    """Return a function that returns two things: the HTML of a page in Chromium, and console messages of all pages."""
+    chromium = shutil.which("chromium") or pytest.skip("The program chromium is missing: apt-get install chromium")
     addresses = [page_of_rule(language) for language in LANGUAGES] + [TUTORIAL]
     addresses += [search_for(language, words) for language, words, _ in SEARCHES]
     addresses += [search_for("en", words) for words in SYMBOLS]

@@ -59,7 +59,7 @@ def test_bold_type_in_chinese_is_seen_as_such(page):
     assert re.findall(r"\*\*[^*\n]*[^\w\s*]\*\*\w", without_code) == []
 
 
-# The Chinese pages use a single word for each term: the second word of each pair, never the first word.
+# Each pair holds two Chinese words for the same term. The pages use only the second word, never the first.
 WORDS = {
     "启动器": "启动脚本",
     "警告": "告警",

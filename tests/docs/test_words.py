@@ -19,18 +19,18 @@ from tests.conftest import ROOT
 
 ROOMS = ("mindformers_adaptive", "tests", "scripts", "docs/en", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 NAMES = {"one", "place", "given", "found", "told", "made", "kept", "others", "own", "rest"}
-# "there is none" and "is None" are plain English and Python.
+# Phrases that a reader has to decode. "there is none" (plain English) and "is None" (Python) are allowed.
 _PHRASE = re.compile(r"\b(?:[Ll]ikewise|(?<!there )(?:is|are) none|of one's own|[Tt]hat of|[Tt]hose of)\b")
 _TEST = re.compile(r"def (test_\w+)")
-# Where no other word fits: file, and how often.
+# Files with names or phrases that cannot be replaced by better words, and the number of such places in each file.
 ALLOWED = {
-    # The attribute of a Format in 1.0.0.
+    # The attribute ``given`` of the class Format is kept for users of version 1.0.0.
     "mindformers_adaptive/rules/formats.py": 1,
 }
 
 
 def names_in(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of each variable or argument whose name does not say what it is."""
+    """Yield the line number and the name of each variable or argument whose name does not say what it is."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMES:
             yield node.lineno, node.id
@@ -39,7 +39,7 @@ def names_in(source: str) -> Iterator[tuple[int, str]]:
 
 
 def phrases_in(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the words of each phrase, also where a line break is inside it."""
+    """Yield the line number and the words of each phrase to avoid in a text, even if a line break divides it."""
     for match in _PHRASE.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, match.group()
 
@@ -56,7 +56,7 @@ def prose_in(source: str) -> str:
 
 @functools.cache
 def decoded(room: str) -> tuple[str, ...]:
-    """Return what is to be said in other words in a file or folder, as ``file:line: words``."""
+    """Return the names and phrases to avoid that a file or folder contains, each as ``file:line: words``."""
     path, entries = ROOT / room, []
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     for file in files:

@@ -115,7 +115,7 @@ def test_passes_leave_the_network_alone_and_are_told_of(mode):
     assert all(np.array_equal(a, b) for a, b in zip(random, mindspore.get_rng_state(), strict=True))
     assert nn.Cell.__call__ is call
     assert not any("construct" in vars(cell) for _, cell in network.cells_and_names())
-    # The measurement runs without dropout, so the gradients of the layers ``dropout`` and ``norm`` are equal.
+    # The measurement turns dropout off. So the layer ``dropout`` passes its gradient on to ``norm`` unchanged.
     [of_outputs] = select(ranges, "activation_gradients").batches
     assert of_outputs[0].parameters["dropout"] == of_outputs[0].parameters["norm"]
     # A compiled graph rounds at other operations than PyNative mode, so the losses of the two modes differ slightly.
@@ -151,7 +151,7 @@ def test_network_without_a_backward_pass_is_reported(graph_mode):
         network(Tensor(X))
         raise RuntimeError("a kernel is missing")
 
-    message = "activation gradients of 'layers' need a backward pass in PyNative mode, where .* a kernel is missing"
+    message = "activation gradients of 'layers' need a backward pass in PyNative mode, but .* a kernel is missing"
     with pytest.raises(LayerOutputsError, match=message):
         LayerOutputs(network, ["Dense"]).gradients(fail)
     assert (mindspore.get_context("mode"), nn.Cell.__call__) == (mindspore.GRAPH_MODE, call)

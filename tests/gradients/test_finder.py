@@ -22,7 +22,7 @@ from tests.conftest import CONFIG, PROGRAM, write_corpus
 from tests.shared.networks import HalfPrecisionSum
 from tests.shared.pages import figure
 
-# In graph mode, 33 backward passes take only a moment.
+# Run the tests in graph mode, because a sweep over 33 loss scales takes only a moment there.
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
 ONES = np.ones(2, np.float32)
@@ -141,8 +141,8 @@ def test_a_micro_batch_starts_higher_by_their_number(micro_batches):
 
 @pytest.mark.parametrize(("large", "lost", "needs_scaling"), [(2.0**-20, "3.12", False), (2.0**-23, "24.25", True)])
 def test_underflow_needs_scaling_if_much_of_the_norm_is_lost(find, large, lost, needs_scaling):
-    # At a loss scale of 1, the second of the two gradients, 2^-25, is 0. So half of the gradients underflow, whatever
-    # this gradient's share of the norm.
+    # At a loss scale of 1, FP16 rounds the second of the two gradients, 2^-25, to 0. So half of the gradients underflow
+    # in both cases, but the share of the gradient norm that is lost differs.
     gradients = np.array([1.0, 2.0**-25 / large], np.float32)
     recommendation = find(gradients, factor=large)
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in recommendation.details()
@@ -178,7 +178,7 @@ def test_yaml_to_paste_makes_the_update_cell():
 
 
 def sweep_of(overflows):
-    """Return a sweep of one batch over loss scales 2^0, 2^1, ..., which overflows at each scale with a true flag."""
+    """Return a sweep of one batch over loss scales 2^0, 2^1, ...; ``overflows`` says at which of them it overflows."""
     statistics = [ArrayStatistics(size=1, infs_and_nans=int(overflow), underflowed=0) for overflow in overflows]
     at_scales = [ScaleRanges(2.0**exponent, 1.0, {"weight": each}) for exponent, each in enumerate(statistics)]
     return GradientRanges({"weight": ArrayStatistics(size=1)}, (tuple(at_scales),))
@@ -211,7 +211,7 @@ def test_bad_margin_is_refused():
 
 
 def without_numbers(lines):
-    """Return lines of text with numbers, and the name of the Parameter that loses most, replaced by placeholders."""
+    """Return lines of text in which # replaces each number and each name of a Parameter in parentheses."""
     return [re.sub(r"[\d.]+|\([\w.]+\)", "#", line) for line in lines]
 
 
@@ -225,7 +225,7 @@ def test_demo_from_the_found_scale_skips_at_most_1_of_100_steps(run_forked, tmp_
     scale = yaml.safe_load(text.split("\n\n")[1])["runner_wrapper"]["scale_sense"]["loss_scale_value"]
     assert 2**12 <= scale == 2 ** (int(re.search(r"without overflow was 2\^(\d+)", text)[1]) - MARGIN)
     assert len(text.splitlines()) <= 15
-    # The documentation shows the same output for samples of full length.
+    # The documentation shows the output of ``find`` for full samples. Only numbers and a name may differ.
     assert without_numbers(text.splitlines()) == without_numbers(figure("find")["printed"])
     options += [f"runner_wrapper.scale_sense.loss_scale_value={scale}"]
     options += ["train_dataset.data_loader.num_samples=800", "lr_schedule.total_steps=400"]

@@ -16,7 +16,10 @@ ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "l
 
 
 def sweep(*batches):
-    """Return a gradient sweep over loss scales 1 and 1024. A batch gives the gradients' norms and shares lost at 1."""
+    """Return a gradient sweep over loss scales 1 and 1024.
+
+    A batch maps the name of a Parameter to two norms: of the part of its gradient lost at 1, and of its gradient.
+    """
     measured = []
     for lost in batches:
         at_1 = {name: ArrayStatistics(1, lost=share, reference_norm=norm) for name, (share, norm) in lost.items()}
@@ -63,7 +66,7 @@ def test_a_format_is_named_by_verdict_texts_and_records():
 
 @pytest.mark.parametrize(("lost", "is_harmful"), [(HARMLESS_SHARE, False), (HARMLESS_SHARE + 1e-9, True)])
 def test_harm_begins_above_the_limit(lost, is_harmful):
-    # The other Parameter has most of the gradient norm, but does not hide the loss of the small gradient.
+    # The other gradient is a million times larger. This does not hide that the small gradient underflows.
     verdict = judge(sweep({ATTENTION: (lost, 1.0), OUTPUT: (0.0, 1e6)}), 1)
     assert verdict.is_harmful is is_harmful
 

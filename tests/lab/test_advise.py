@@ -1,4 +1,4 @@
-"""Advice on a run is certain to help: start at a loss scale that held, use larger windows, or look for the cause."""
+"""A run gets only advice that surely helps: start at a loss scale that held, use larger windows, or find the cause."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def rules(run):
 
 
 def demo_run():
-    """Return a run like the demo's: 16 steps skipped at the start, and 7 after raises by scale windows of 20 to 40."""
+    """Return a run like the demo training: 16 steps skipped at the start, 7 later after windows of 20 to 40 steps."""
     skipped = [*range(1, 16), 18, 94, 127, 137, 223, 284, 328, 399]
     policy, scales = make_policy("adaptive", loss_scale_value=2.0**32), [2.0**32]
     for step in range(1, 401):
@@ -118,7 +118,7 @@ def test_a_start_is_a_power_of_two_that_held():
         # advice.
         ([2.0**20] * 1400, 2.0**8, 100, []),
         ([2.0**16] * 50 + [2.0**4] * 20 + [2.0**16] * 1200, 2.0**16, 100, []),
-        # Two raises of the loss scale that led to overflows get no advice either.
+        # Only two raises of the loss scale lead to overflows. These are too few for advice.
         ([2.0**16] * 1900, 2.0**16, 900, []),
         # The loss scale follows the rising ceiling for 2000 steps with a window of 20, and overflows only after its
         # last raises.
@@ -231,7 +231,7 @@ def test_a_run_at_a_scale_of_1_may_be_one_in_bf16():
 
 
 def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
-    """DeepSpeed prints the log's lines if the loss scale cannot fall further. No line has the number of a step."""
+    """DeepSpeed prints this log line for an overflow at the smallest loss scale. The line has no step number."""
     line = "[stage2.py:1628:step] [deepscale] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1"
     log = tmp_path / "deepspeed.log"
     for overflows, rule in ((9, "scale of 1"), (22, "collapse")):
@@ -273,7 +273,7 @@ def test_a_nan_norm_of_an_applied_step_leads_to_the_layer():
     )
     dropped = tuple(range(151, 201))
     assert rules(run_of([2.0**16] * 200, [False] * 200, gradient_norm=norms, dropped_by_norm=dropped)) == []
-    # In a log of Megatron-DeepSpeed it is not known which steps were skipped.
+    # A log of Megatron-DeepSpeed does not show which steps were skipped.
     [advice] = analyze(run_of([1.0] * 9, [False] * 9, known=False, gradient_norm=np.full(9, np.inf))).advice
     assert (advice.rule, "no loss scale can help" in advice.reason) == ("bad gradients", True)
 

@@ -93,7 +93,10 @@ def test_scales_that_a_log_has_rounded_do_not_jump():
 
 
 def path_of(tmp_path, rows):
-    """Return the path of the loss scale, given rows of step, overflow, scale, next scale and, optionally, window."""
+    """Write a run record, and return the table of what the loss scale did that the analysis prints for it.
+
+    Each row gives a step's number, overflow flag, loss scale, next loss scale and, optionally, scale window.
+    """
     fields = ("step", "overflow", "loss_scale", "next_loss_scale", "scale_window")
     lines = [json.dumps(dict(zip(fields, row, strict=False))) for row in rows]
     (tmp_path / "run.jsonl").write_text("\n".join(lines))

@@ -94,9 +94,9 @@ def test_sweep_has_the_largest_gradient_that_fits(tmp_path):
     ("content", "message"),
     [
         ("", "must have at least 1 sweep, but is empty"),
-        (sweep_line(1, [(64, ".")]) + "\n{", r"gradient_ranges.jsonl:2 is no sweep .*JSONDecodeError"),
-        ('{"step": 1}', r"gradient_ranges.jsonl:1 is no sweep .*'batches'"),
-        ("[1]", r"gradient_ranges.jsonl:1 is no sweep"),
+        (sweep_line(1, [(64, ".")]) + "\n{", r"gradient_ranges.jsonl:2 is not a sweep .*JSONDecodeError"),
+        ('{"step": 1}', r"gradient_ranges.jsonl:1 is not a sweep .*'batches'"),
+        ("[1]", r"gradient_ranges.jsonl:1 is not a sweep"),
     ],
 )
 def test_a_file_that_is_no_record_of_sweeps_is_refused(tmp_path, content, message):

@@ -79,7 +79,7 @@ def assert_swept(tried, trace):
 
 
 def assert_same(tried, traces, found_of_lanes):
-    """Assert that each configuration has the measures and the last state of its rule on its trace."""
+    """Assert that the results of a sweep equal the measures and last state from stepping each rule on its trace."""
     for configuration, trace, (measures, final_state) in zip(tried, traces, found_of_lanes, strict=True):
         wanted_measures, wanted_state = stepped(configuration.rule, configuration.start, trace)
         values, wanted = dataclasses.asdict(measures), dataclasses.asdict(wanted_measures)

@@ -10,7 +10,7 @@ import mindspore
 import numpy as np
 import pytest
 
-pytest.importorskip("mindformers.models.qwen3.modeling_qwen3_train", reason="MindFormers before 1.7 cannot train it")
+pytest.importorskip("mindformers.models.qwen3.modeling_qwen3_train", reason="MindFormers before 1.7 cannot train Qwen3")
 
 from mindformers.core.context.build_context import MFContextOperator
 from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -59,7 +59,7 @@ class FlashAttentionScoreOnCpu(nn.Cell):
 
     def __init__(self, head_num, scale_value, keep_prob, input_layout, **_):
         super().__init__()
-        assert (keep_prob, input_layout) == (1.0, "BNSD"), "another layout, or dropout, is not stood in for"
+        assert (keep_prob, input_layout) == (1.0, "BNSD"), "This stand-in supports only the layout BNSD without dropout"
         self.scale = scale_value
         self.matmul, self.matmul_transposed = ops.BatchMatMul(), ops.BatchMatMul(transpose_b=True)
         self.softmax, self.cast = ops.Softmax(), ops.Cast()
@@ -109,8 +109,8 @@ class FourLosses(nn.Cell):
         self.model = build_qwen3().network
         self.per_token = per_token
         for name in LOSSES:
-            # MindFormers stores the losses that its callback prints in Parameters with the names of the losses, so
-            # these weights need other names.
+            # MindFormers' callback prints losses from Parameters that are named like the losses. So the weights of
+            # this network need other names.
             setattr(self, name, Parameter(Tensor([0.5], mstype.float32), name=f"weight_of_{name}"))
         self.tokens = Tensor([4.0], mstype.float32)
         self.cast = ops.Cast()

@@ -53,7 +53,10 @@ def build_pipeline(shard, micro_batches):
 
 
 def sharded(micro_batches):
-    """Return each step's results of the pipeline cell, and the weight of an accumulating MFTrainOneStepCell."""
+    """Return each step's results of the pipeline cell, and the weight after the same step of a reference cell.
+
+    The reference cell is an MFTrainOneStepCell that takes the mean of the losses of the micro-batches.
+    """
     step = build_pipeline(True, micro_batches)
     network = HalfPrecisionSum(SIZE, factor=1 / BATCH)
     control = build(MFTrainOneStepCell, MeanOverMicroBatches(network, micro_batches)).set_train()

@@ -121,13 +121,13 @@ def make_config(folder, section, accumulation=1, max_norm=1e9, steps=STEPS, **ch
 
 
 class Seen(TrainerCallback):
-    """Keeps the loss, the gradient norm, the loss scale and the number of skipped steps after each step."""
+    """Stores the loss, gradient norm and loss scale of each step, and the number of steps skipped so far."""
 
     def __init__(self):
         self.steps = []
 
     def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
-        """Keep the loss, the gradient norm, the loss scale and the number of skipped steps."""
+        """Store the loss, gradient norm and loss scale of the ended step, and the number of steps skipped so far."""
         scale, skipped = (getattr(state, name, 0) for name in ("loss_scale", "skipped_steps"))
         self.steps.append((float(loss), float(grad_norm), scale, skipped))
 

@@ -7,6 +7,7 @@ from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore import nn
 
 from mindformers_adaptive import LossScaleMonitor
+from mindformers_adaptive.gradients.batch_file import save_batch
 from mindformers_adaptive.mindformers.keys import ACCUMULATION, micro_batches_of
 from mindformers_adaptive.mindformers.launcher import launch, load_config, set_key
 from mindformers_adaptive.mindformers.overflow_probe import why
@@ -16,7 +17,6 @@ from mindformers_adaptive.mindformers.trainer import (
     take_accumulation_steps,
 )
 from mindformers_adaptive.mindformers.training_probe import probe
-from mindformers_adaptive.overflow.batch_file import save_batch
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from tests.conftest import CONFIG
@@ -83,7 +83,7 @@ def test_trainer_takes_the_steps_of_the_large_batch():
 
 
 def test_batches_that_cannot_be_cut_are_refused_at_once():
-    with pytest.raises(ValueError, match=r"cut into 3 micro batches.* but its batches have 4 samples"):
+    with pytest.raises(ValueError, match=r"cut into 3 micro-batches.* but its batches have 4 samples"):
         trainer(3, model=build_model()).train()
 
 
@@ -93,7 +93,7 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
     optimizer = nn.SGD(model.trainable_params(), learning_rate=0.1)
     with_wrapper = trainer(2, wrapper=MFTrainOneStepCell(model, optimizer, scale_sense=update_cell))
     # Trainer.train() calls _init_model() before it builds anything, so it is enough to call _init_model().
-    with pytest.warns(UserWarning, match=r"must be 1 with 'wrapper'.*but got 2: nothing is accumulated"):
+    with pytest.warns(UserWarning, match=r"must be 1 with 'wrapper'.*but got 2: no gradients are accumulated"):
         with_wrapper._init_model(is_train=True)
     assert with_wrapper.config.runner_config.batch_size == 4
 

@@ -61,19 +61,19 @@ def test_sidecar_does_not_replace_the_optimizers_state(graph_mode, step, tmp_pat
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
     restored = {"scale_window": 30, "window_index": 1, "cur_iter": 40}
     assert step.loss_scaling_manager.state().items() >= restored.items()
-    # No graph contains the run number, so restoring the optimizer's state does not always restore the run number. The
-    # sidecar file does.
+    # The run number, by which a run finds its records again, is not part of a compiled graph. So MindFormers may not
+    # restore it with the optimizer's state. The sidecar file restores it.
     assert step.loss_scaling_manager.run_number == 7
     (tmp_path / FILE_NAME).write_text("torn")
-    # Here the optimizer restores the state of loss scaling, so the torn sidecar file is not needed. A warning about the
-    # torn file would be an error.
+    # Here loading the optimizer restores the state of loss scaling, so the torn sidecar file is not needed. A warning
+    # about the torn file would fail this test.
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
 
 
 def test_several_processes_get_the_scale_from_the_sidecar(graph_mode, step, tmp_path):
     layouts = pytest.importorskip("mindformers.checkpoint.sharded_tensor")
     if not hasattr(layouts, "complete_optimizer_layout_index"):
-        pytest.skip("this version of MindFormers leaves no state of an optimizer out")
+        pytest.skip("This version of MindFormers restores the whole state of an optimizer")
     known = {each.name: [None, each.dtype, each.shape] for each in step.network.get_parameters()}
     # MindFormers restores a Parameter for which the compiled graph has no layout only if the Parameter's name ends in
     # the name of a weight.

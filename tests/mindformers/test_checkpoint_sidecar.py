@@ -36,14 +36,14 @@ def test_every_torn_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"format": 2, "loss_scale": 1.0, "state": {}}, "its format is 2, and this version reads 1"),
+        ({"format": 2, "loss_scale": 1.0, "state": {}}, "its format is 2, but this version reads only 1"),
         (
             {"format": 1, "loss_scale": 1.0, "state": {"scale_window": "20"}},
-            "its state must hold numbers only, but holds '20'",
+            "'state' in the file must hold only numbers, but holds '20'",
         ),
         (
             {"format": 1, "loss_scale": 1.0, "state": {"bound": True}},
-            "its state must hold numbers only, but holds True",
+            "'state' in the file must hold only numbers, but holds True",
         ),
         ({"format": 1, "loss_scale": 1.0}, "'state'"),
         ({"format": 1, "loss_scale": 1.0, "state": [1]}, "no attribute 'items'"),

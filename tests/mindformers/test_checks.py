@@ -1,4 +1,4 @@
-"""Before training, an error names the key and the remedy for a mistake in YAML, or a setting that a CPU cannot run."""
+"""Mistakes in YAML, and settings that a CPU cannot run, raise errors before training; each names key and remedy."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ WRONG_TYPES = [
     ({"callbacks.2.max_consecutive_overflow": 9}, "'callbacks.2'.*mean 'max_consecutive_overflows'"),
     ({SCALE_SENSE: {"loss_scale_value": 1024}}, "must have a 'type', but has only loss_scale_value"),
     ({SCALE_SENSE: {}}, "must have a 'type', but has no keys. Add"),
-    ({SCALE_SENSE: {"type": None}}, "must have a 'type', but that is empty. Add"),
+    ({SCALE_SENSE: {"type": None}}, "must have a 'type', but the 'type' is empty. Add"),
     ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, "must be a section or a number, but got the text"),
     ({SCALE_SENSE: {**COMPLETE, "scale_facto": 2}}, "but got 'scale_facto'.*'scale_factor'"),
     ({SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER, "hysteresys": 2}}, "'hysteresys'.*'hysteresis'"),
@@ -77,7 +77,7 @@ WRONG_TYPES = [
 ]
 WRONG_VALUES = [
     ({f"{SCALE_SENSE}.type": "AdaptivLossScaleUpdateCell"}, "'Adaptiv.*mean 'AdaptiveLossScaleUpdateCell'"),
-    ({f"{SCALE_SENSE}.type": "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'. A class of your own"),
+    ({f"{SCALE_SENSE}.type": "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'. If you wrote the class"),
     ({TYPE: "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'. Use MFTrainOneStepCell"),
     ({SCALE_SENSE: {1: 2}}, f"'{SCALE_SENSE}' must be a section whose keys are names, but got "),
     ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
@@ -223,7 +223,7 @@ def test_launcher_and_trainer_warn_of_unscaled_float16():
         config = load_config(CONFIG, {"runner_wrapper": {"type": "MFTrainOneStepCell"}})
     with pytest.warns(UserWarning, match="the loss is not scaled"):
         Trainer(config)
-    # The launcher's trainer does not repeat the first warning; a second warning would be an error.
+    # The launcher's trainer must not repeat the first warning; a second warning would fail this test.
     LaunchedTrainer(config)
     # A train-step cell that the user has built brings its own loss scale, so there is no warning.
     model = build_model()
@@ -237,15 +237,15 @@ def test_launcher_and_trainer_warn_of_unscaled_float16():
         ({"optimizer.type": "Adam"}, "'optimizer.type' is Adam, .* second moments. AdamW keeps"),
         (
             {"optimizer.type": "AdamWeightDecay"},
-            "Its eps is 0 there, and weights with a gradient of 0 become NaN. AdamW",
+            "Its eps becomes 0 in float16, so weights with a gradient of 0 become NaN. AdamW",
         ),
         # The largest eps of an optimizer that float16 rounds to 0.
-        ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 2.0**-25}, "Its eps is 0 there"),
+        ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 2.0**-25}, "Its eps becomes 0 in float16"),
         ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 1e-6}, "second moments. AdamW keeps"),
     ],
 )
 def test_weights_in_float16_get_one_warning(optimizer, of_state):
-    text = f"param_init_type' is float16: .* below 1/4096 .*{of_state}.* Set it to float32"
+    text = f"param_init_type' is float16: .* below 1/4096 .*{of_state}.* Set '.*param_init_type' to float32"
     with pytest.warns(UserWarning, match=text) as caught:
         load({f"{MODEL}.param_init_type": "float16", **optimizer})
     assert len(caught) == 1

@@ -107,7 +107,7 @@ def test_cells_are_this_packages_with_the_values_of_the_file(file):
     assert cell.rule.scale_factor == section.scale_factor
     assert cell.rule.hysteresis == section.get("hysteresis", 1)
     assert cell.rule.min_loss_scale == section.get("min_loss_scale", 1.0)
-    # The cell uses the scale window of the file; it does not replace it by the smallest window with a warning.
+    # The cell uses the scale window of the YAML file. It does not warn and fall back to its smallest window.
     assert cell.state()["scale_window"] == section.scale_window
     if file in PROMISED:
         assert (cell.get_loss_scale(), cell.rule.ladder, cell.rule.hysteresis) == PROMISED[file]

@@ -1,4 +1,4 @@
-"""The ``inspect`` command shows the loss-scaling state of the newest checkpoint, of real cells or made for a test."""
+"""The ``inspect`` command shows the loss-scaling state of the newest checkpoint, saved by cells or made by hand."""
 
 import functools
 import json

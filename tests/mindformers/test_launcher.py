@@ -155,7 +155,7 @@ def test_key_missing_in_the_yaml_file_is_added_with_a_warning():
 
 
 def test_a_key_that_is_there_is_set_without_a_warning():
-    # remote_save_url is empty in MindFormers' template. A warning would be an error.
+    # remote_save_url exists in MindFormers' template, but is empty. A warning about it would fail this test.
     config = load("--options", "seed=3", "callbacks.0.type=MFLossMonitor", "remote_save_url=obs://x")
     assert (config.seed, config.remote_save_url) == (3, "obs://x")
 
@@ -178,7 +178,7 @@ def test_a_way_that_leads_nowhere_is_refused(key):
     ("arguments", "message"),
     [
         ([], "the following arguments are required: --config"),
-        (["--config", "missing.yaml"], "argument --config: there is no file 'missing.yaml', seen from "),
+        (["--config", "missing.yaml"], "argument --config: there is no file 'missing.yaml' (current folder: "),
         (["--config", "notes.txt"], "must end in .yaml or .yml, but got 'notes.txt'"),
         (["--config", "run.yaml", "--options"], "argument --options: expected at least one argument"),
         (["--config", "run.yaml", "--options", "seed"], "'seed' must have the form key.sub=value, as in optimizer"),
@@ -232,7 +232,7 @@ FILES = [
     (bytes(range(256)), "must be a file in YAML and UTF-8"),
     ("run_mode: [train]", "'run_mode' must be one of train"),
     ("base_config: run.yaml", "'base_config' must lead to at most 30 files, but from run.yaml it leads to more"),
-    ("base_config: [run.yaml, run.yaml]", "See whether one of them names itself"),
+    ("base_config: [run.yaml, run.yaml]", "See whether one of these files leads back to itself"),
     ("base_config: other.yaml", "such as run.yaml"),
     ("base_config: missing.yaml", "there is no file 'missing.yaml'"),
     ("base_config: 5", "'base_config' must name a YAML file, but got 5"),
@@ -245,7 +245,7 @@ def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp
     not_runs = {"other": "base_config: run.yaml", "list": "[1]"}
     for name, text in {**not_runs, "run": content}.items():
         (tmp_path / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("nothing may be built"))
+    monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("A wrong YAML file must be rejected before launch()"))
     code, printed, errors = run_program("train", "--config", "run.yaml")
     # Leave out the lines of MindFormers' log: its handler keeps the stdout of the test that logged first.
     assert (code, re.sub(r".* - mindformers.* - (INFO|WARNING) - .*\n", "", printed)) == (1, "")

@@ -1,4 +1,4 @@
-"""Loss scaling of MindFormers' mcore models: a real tiny Qwen3 in FP16, and overflows in each of four losses."""
+"""Loss scaling of MindFormers' mcore models: a tiny Qwen3 learns in FP16, and overflow in any loss skips the step."""
 
 import mindspore
 import numpy as np
@@ -107,7 +107,7 @@ def test_qwen3_resumes_as_if_it_had_never_stopped(run, tmp_path):
 
 def test_find_agrees_with_qwen3_and_tokens_lower_the_ceiling(run):
     _, _, lines = run
-    # All steps before the first applied step were skipped, so that step uses the initial weights.
+    # All steps before the first applied step were skipped. So the first applied step uses the initial weights.
     first_applied = next(line for line in lines if not line["overflow"])
     batch = rows(STEPS)[first_applied["step"] - 1]
     mean, per_token = (

@@ -157,7 +157,7 @@ def test_gradients_are_written_as_the_optimizer_takes_them(corpus, run_program):
     # rounding of subnormal numbers at the lower scale.
     assert 0 < float(rows[1].split()[-2]) < 0.01
     [at_scale] = json.loads(Path("ranges.json").read_text())["activation_gradients"]
-    # The gradients belong to the outputs for 2 batches of 8 samples of 32 tokens, with a hidden size of 32.
+    # The layer's gradients have the size of its outputs: 2 batches of 8 samples of 32 tokens, hidden size 32.
     assert {name: each["size"] for name, each in at_scale["layers"].items()} == {
         "model.layers.0.feed_forward": 2 * 8 * 32 * 32
     }

@@ -136,7 +136,7 @@ def test_killed_and_resumed_run_takes_the_same_steps(
         saved_by_reference = reference_form.last_saved(reference_output, rank)
         assert_last_save_is_that_of_the_reference(form.last_saved(output, rank), saved_by_reference, states[last])
     for name in ("scale_window", "window_index", "growth_num", "down_num", "consecutive_overflows"):
-        assert len({state[name] for state in states[2 * SAVED_AT :]}) > 1, f"{name} never moved"
+        assert len({state[name] for state in states[2 * SAVED_AT :]}) > 1, f"the state's {name} never changes"
     assert_one_record_has_every_step_once(output, expected[0])
     for rank in ranks[1:]:
         for step, first in run.steps(0).items():
@@ -210,7 +210,7 @@ def kill_while_saving(run, form, output, after, held, delays):
     time.sleep(delays.uniform(0, 0.1))
     names = form.names(output)
     run.wait_until(lambda: form.names(output) - names or max(run.steps()) == held)
-    # Most saves take only a few milliseconds, so make most delays short.
+    # Most saves take only a few milliseconds. So in most cases, wait only shortly before the kill.
     time.sleep(0.03 * delays.random() ** 4)
     run.kill()
 
@@ -239,7 +239,7 @@ def test_run_past_a_torn_checkpoint_takes_the_nearest_window(uninterrupted, long
     ladder = tuple(range(1, window + 1))
     warning = (
         f"The checkpoint has 'scale_window' {window + 1} with 'list_index' {index + 1}, but the ladder is {ladder}: "
-        f"training goes on at its nearest window, {window} (index {index})."
+        f"training goes on at the nearest window, {window} (index {index})."
     )
     assert resumed.text().count(warning) == 1
     assert (

@@ -39,7 +39,7 @@ OURS = ["Loss scaling by AdaptiveLossScaleUpdateCell of mindformers_adaptive: lo
 
 @pytest.fixture
 def start(run_forked, tmp_path):
-    """Return a function that trains with the README's YAML, started in a named way; it returns the finished process."""
+    """Return a function that runs the README's YAML by a route, such as "Trainer"; it returns the finished process."""
     [diff] = [text for language, text in blocks(ROOT / "README.md") if language == "diff" and "runner_wrapper" in text]
     section = yaml.safe_load("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != "-"))
 

@@ -116,8 +116,9 @@ def test_stopped_and_resumed_run_takes_the_same_steps(
     graph = {"compiled": compiled(name, form.optimizer_state, processes), "environment": ENVIRONMENT}
     expected, output = reference.steps(), tmp_path / "output"
     options = options_of(name, form, output)
-    # Kill and resume a run with the user's rule, and with a checkpoint format that the uninterrupted run does not have.
-    # Otherwise, resume from a copy of the checkpoints that the uninterrupted run had saved up to this step.
+    # If the rule is a user's rule, or the checkpoint format differs from the format of the uninterrupted run, really
+    # kill a run and resume it. In all other cases, resume from a copy of the checkpoints that the uninterrupted run
+    # saved up to step SAVED_AT.
     if form is not shared or name == "log_max":
         with TrainingRun(output, long_corpus, options, LAST, hold_after=SAVED_AT + 4, **graph) as run:
             run.wait_until_saved(form, output)

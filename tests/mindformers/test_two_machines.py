@@ -24,14 +24,14 @@ def ip(*words):
 def machines():
     """Yield two network namespaces, which simulate machines, with a cable between them."""
     if shutil.which("ip") is None:
-        pytest.skip("there is no command ip, which the package iproute2 has")
+        pytest.skip("The command 'ip' is missing. Install the package iproute2.")
     names = [f"machine{number}-{os.getpid()}" for number in (0, 1)]
     try:
         for name in names:
             try:
                 ip("netns", "add", name)
             except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespace can be made here: {error.stderr.strip()}")
+                pytest.skip(f"Creating a network namespace failed: {error.stderr.strip()}. Run with CAP_SYS_ADMIN.")
         ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
@@ -45,7 +45,7 @@ def machines():
 
 @contextlib.contextmanager
 def training(machines, output, corpus, compiled, options, hold_after=None):
-    """Train one process on each machine, with an output folder that both share; kill both processes in the end."""
+    """Train in two processes, one on each simulated machine, with one output folder; kill both processes at the end."""
     options = {**FORM.save_options(output, SAVED_EVERY, keep=2), **options}
     # Let MindSpore give up an unreachable machine after 20 seconds. By default this takes half a minute or more.
     soon = {"MS_NODE_TIMEOUT": "20", "MS_HEARTBEAT_RETRY_TIMEOUT": "20"}

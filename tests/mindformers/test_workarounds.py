@@ -1,4 +1,4 @@
-"""Settings of a YAML file that this package corrects before MindFormers trains, with real configurations and files."""
+"""Tests of how this package corrects settings of a YAML file before MindFormers trains; the checkpoints are real."""
 
 import json
 import os
@@ -139,8 +139,8 @@ def test_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, dam
     )
     with pytest.warns(UserWarning, match=message):
         assert chosen(folder) == "a_rank_0-1_40.ckpt"
-    # Without meta.json, MindFormers would take the newest checkpoint of each process. If resume_training names a file,
-    # this file is not checked.
+    # Without meta.json, MindFormers would take the newest checkpoint of each process, even if that checkpoint is
+    # damaged. A checkpoint file that resume_training names is used without a check.
     (ckpt_folders[0] / "meta.json").unlink()
     with pytest.warns(UserWarning, match="names no complete checkpoint: .* complete file, a_rank_0-1_40"):
         assert chosen(folder) == "a_rank_0-1_40.ckpt"
@@ -192,7 +192,7 @@ def test_note_of_no_complete_iteration_gives_way_to_the_newest(tmp_path, note, p
         (newest / torn).write_text((newest / torn).read_text()[:-3])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(note)
     config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
-    with pytest.warns(UserWarning, match=f"iteration.txt {problem}.*: .* the newest folder, {complete[-1].name}"):
+    with pytest.warns(UserWarning, match=f"txt {problem}.*: .* newest complete folder, {complete[-1].name}"):
         apply_workarounds(config)
     assert config.checkpoint.load_path == str(complete[-1])
 
@@ -203,7 +203,7 @@ def test_the_newest_iteration_is_the_one_that_was_written_last(tmp_path):
         os.utime(save_iteration(tmp_path, step) / "common.json", (age, age))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
     config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
-    with pytest.warns(UserWarning, match="the newest folder, iteration_00000020"):
+    with pytest.warns(UserWarning, match="the newest complete folder, iteration_00000020"):
         apply_workarounds(config)
 
 

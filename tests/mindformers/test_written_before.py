@@ -24,7 +24,7 @@ from tests.shared.every_rule import KINDS
 from tests.shared.versions import NEEDS_SECTION
 
 # The warning of a gradient-guided update cell that continues from these files, whose state has an older form.
-OLDER_FORM_WARNING = "(older form of the|a) state of gradient-guided scaling.*: it starts afresh at loss scale"
+OLDER_FORM_WARNING = "(older form of the|a) state of gradient-guided scaling.*: the rule starts afresh at loss scale"
 
 WRITTEN = Path(__file__).parent / "written_before"
 EXPECTED = json.loads((WRITTEN / "expected.json").read_text())
@@ -137,7 +137,7 @@ def printed_json(run_program):
 def test_inspect_shows_the_state(printed_json, run, file):
     expected = EXPECTED[run]
     shown = printed_json("inspect", WRITTEN / run / file)
-    # For a gradient-guided cell, compare only the counters that the states of all cells have.
+    # For a gradient-guided update cell, compare only those counters that every update cell has in its state.
     names = expected["state"] if expected["kind"] == "adaptive" else STEP_COUNTERS
     assert (shown["kind"], shown["loss_scale"]) == (expected["kind"], expected["loss_scale"])
     assert {name: shown[name] for name in names} == {name: expected["state"][name] for name in names}
@@ -176,7 +176,8 @@ def with_infinities(line):
     return {name: float(value) if value in ("inf", "-inf", "nan") else value for name, value in line.items()}
 
 
-# The YAML keys of the model of the launched runs, and a gradient-guided cell that replaces the cell in the YAML file.
+# The YAML options of the tiny model that the launched runs train, and a gradient-guided update cell that replaces the
+# update cell of the YAML file.
 TINY = {"model.model_config.hidden_size": 8, "model.model_config.num_heads": 2, "model.model_config.multiple_of": 8}
 GUIDED_CELL = "{type: GradientGuidedLossScaleUpdateCell, loss_scale_value: 1048576, exchange_rate: 200}"
 LAST = 30

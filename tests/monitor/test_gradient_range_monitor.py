@@ -66,7 +66,7 @@ def test_training_takes_the_same_steps_with_it(mode, tmp_path):
 
 
 def sum_training(tmp_path, x, **arguments):
-    """Train at a loss scale of 2^10 a network whose gradient at each step is a row of ``x``."""
+    """Train a network at a loss scale of 2^10. Row i of ``x`` is the gradient of step i; return the gradient record."""
     network = HalfPrecisionSum(x.shape[1])
     update_cell = AdaptiveLossScaleUpdateCell(2**10, 2, 20)
     optimizer = nn.SGD(network.trainable_params(), 0.25)
@@ -156,7 +156,10 @@ def test_each_micro_batch_has_its_histogram(graph_mode, tmp_path, micro_batches)
 
 @pytest.mark.parametrize(("dtype", "large", "last"), [(mstype.float16, 6e4, 6e4), (mstype.float32, 5e19, 1e25)])
 def test_histograms_of_large_arrays_are_finite(graph_mode, tmp_path, caplog, dtype, large, last):
-    """A sum in FP16 or a sum of squares in FP32 would be inf; TensorBoard has no histogram bin above 1e20."""
+    """The histogram of a weight is finite, although its sum in FP16 or its sum of squares in FP32 would be inf.
+
+    TensorBoard has no histogram bin above 1e20, so the histogram leaves out the weight's element of 1e25.
+    """
     network = HalfPrecisionSum(101)
     network.weight = Parameter(Tensor([large] * 100 + [last], dtype), name="weight")
     step = TrainOneStepWithLossScaleCell(network, nn.SGD(network.trainable_params(), 0.0), Tensor(1.0, mstype.float32))

@@ -164,7 +164,7 @@ def test_steps_beyond_the_history_are_counted_as_missing(path, history_size):
     ]
     if not history_size:
         for line in lines:
-            # Without a history in the update cell, the loss scale that a step after missing steps used is unknown.
+            # After missing steps, the loss scale of the next step is unknown if the update cell keeps no history.
             line |= {"loss_scale": None} if "step" in line else {}
     assert without_loss(read_record(path)) == lines
 
@@ -207,11 +207,11 @@ def test_a_new_process_goes_on_from_a_checkpoint(path, tmp_path, messages):
     mindspore.load_checkpoint(str(tmp_path / "10.ckpt"), resumed)
     train(resumed, [LossScaleMonitor(path)], OVERFLOWS[10:])
     assert without_loss(read_record(path)) == replay()
-    assert any("the steps after 10 are taken out" in message for message in messages())
+    assert any("the steps after 10 were removed" in message for message in messages())
 
 
 class RunsAnother(Callback):
-    """Runs another training from its first step to its end, after step 3 of the training with this callback."""
+    """A callback that runs another training from start to end, after step 3 of the training that has the callback."""
 
     def __init__(self, run):
         self.run = run
@@ -311,7 +311,7 @@ def test_steps_taken_again_replace_those_before(path, history_size):
     train(network, [LossScaleMonitor(path), LambdaCallback(on_train_step_end=set_back)], flags)
     lines, expected = without_loss(read_record(path)), replay(flags[:3] + flags[6:])
     if not history_size:
-        # Without a history in the update cell, the loss scale of the first step after the reset is unknown.
+        # After the reset, the loss scale of the next step is unknown if the update cell keeps no history.
         expected[3]["loss_scale"] = None
     assert lines == expected
 
@@ -347,7 +347,7 @@ def test_all_of_mindformers_own_cells_is_recorded(path):
     lines, expected = without_loss(read_record(path)), replay(max_scale_window=1000, min_scale_window=20)
     assert lines[-1]["down_num"] == int(cell.window_down_count)
     for line in (*lines, *expected):
-        # MindFormers' own cell counts raises and drops also where they have no effect, so leave both counters out.
+        # MindFormers' own cell also counts changes of the loss scale that cannot change the window. Ignore both counts.
         del line["growth_num"], line["down_num"]
     assert lines == expected
 
@@ -362,7 +362,7 @@ class OwnRule(nn.DynamicLossScaleUpdateCell):
 
 
 class OwnRuleThatCounts(OwnRule):
-    """The update cell ``OwnRule`` that also counts its steps."""
+    """A variant of the update cell ``OwnRule`` that also changes the inherited count of steps."""
 
     def construct(self, loss_scale, overflow):
         ops.assign(self.cur_iter, self.cur_iter + 1)
@@ -406,7 +406,7 @@ def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, cell)
 
 
 class SeesRecord(Callback):
-    """At each save of a checkpoint, where a killed run would resume, notes the last step in the run record."""
+    """Notes the last step in the run record whenever a checkpoint is saved, since a killed run would resume from it."""
 
     def __init__(self, path, saver):
         self.path, self.saver, self.ends = path, saver, []
@@ -554,7 +554,7 @@ def test_two_monitors_of_one_training_write_both(path, tmp_path, monkeypatch, re
     other, saver = path.with_name("other.jsonl"), CheckpointMonitor(directory=str(tmp_path), save_checkpoint_steps=10)
     monitors = [LossScaleMonitor(path, every_n_steps=7), LossScaleMonitor(other, every_n_steps=9)]
     seen = [SeesRecord(file, saver) for file in (path, other)]
-    # MindFormers' trainer keeps only one callback of each class that it sorts.
+    # MindFormers' trainer sorts some callbacks by class, keeping one of each class. It must keep both monitors.
     callbacks = base_trainer.BaseTrainer.sort_callbacks([*monitors, saver, *seen])
     assert sorted(map(id, callbacks)) == sorted(map(id, [*monitors, saver, *seen]))
     train(build_again(history_size=9), callbacks, OVERFLOWS[:25])

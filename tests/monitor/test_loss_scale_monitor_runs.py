@@ -69,7 +69,7 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     options |= form.resume_options(output)
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as stopped:
         stop_after_saving(stopped, form, output, saved + SAVED_EVERY)
-    superseded = f"went on to step {len(before)}: the steps after {saved} are taken out"
+    superseded = f"went on to step {len(before)}: the steps after {saved} were removed"
     assert stopped.text().count(superseded) == 1
 
     scalars = tmp_path / "scalars"

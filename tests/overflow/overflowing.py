@@ -223,7 +223,7 @@ class Attention(nn.Cell):
 
 
 class MaskedScores(nn.Cell):
-    """Attention with a softmax in float32; the function ``mask`` masks the scores, with data from cell attributes."""
+    """Attention with a softmax in float32. The function ``mask`` masks the scores by data in the cell's attributes."""
 
     def __init__(self, mask, growth=1.0, after=1.0, **attributes):
         super().__init__()
@@ -265,7 +265,7 @@ class Holds(nn.Cell):
 
 
 class Writes(nn.Cell):
-    """A layer in FP16 and a function that writes to a Parameter of ones, which is trained or not."""
+    """An FP16 layer and a function that writes to the Parameter ``state``, trainable if ``trained`` is True."""
 
     def __init__(self, function, trained=False):
         super().__init__()

@@ -10,11 +10,12 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
-from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflow, in_float32, watched_passes
+from mindformers_adaptive.gradients.backward import backward_pass, to_numpy
+from mindformers_adaptive.gradients.reading import read_values
+from mindformers_adaptive.gradients.temporary_changes import in_float32, unchanged
+from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflow, watched_passes
 from mindformers_adaptive.overflow.explanation import Explanation
 from mindformers_adaptive.overflow.origin import Origin
-from mindformers_adaptive.overflow.readings import read_values
 from tests.conftest import mindspore_mode
 from tests.overflow.overflowing import (
     HALF,

@@ -138,7 +138,7 @@ def test_weights_outputs_and_modules_are_drawn(plot, tmp_path, picture_of):
     for arguments in (["64/loss_scale_record.jsonl"], ["sweep.json", "--underflow"]):
         code, picture, printed = plot(*arguments, "none.png", "--of", "weights")
         assert (code, picture) == (2, None)
-        assert "arguments --of, --modules and --axis are for sweeps and records of gradients" in printed
+        assert "arguments --of, --modules and --axis can be used only for sweeps and records of gradients" in printed
 
 
 def test_several_sweeps_are_one_picture_with_a_column_each(plot, tmp_path, picture_of):

@@ -16,7 +16,10 @@ STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
 
 @pytest.fixture(scope="module")
 def record():
-    """Return record lines at loss scales of 64 (some gradients underflow) and 2^30 (overflow), also measured at 512."""
+    """Return a gradient record of two steps at a loss scale of 64 and a step at 2^30.
+
+    At 64 some gradients underflow; at 2^30 they overflow. Each step's gradients are measured a second time, at 512.
+    """
     return [{**gradient_line(step, scale, REFERENCE), "loss_scale": scale} for step, scale in STEPS.items()]
 
 
@@ -204,7 +207,7 @@ def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
             {"modules": ["layers.0.atention"]},
             "'layers.0.atention' is not among them. The nearest names are layers.0.at",
         ),
-        ({"modules": ["*"] * 7}, "'modules' must have at most 6 names, one for each row, but got 7"),
+        ({"modules": ["*"] * 7}, "'modules' must have at most 6 names, because .* a row for each module, but got 7"),
         ({"kind": "outputs"}, "There are no outputs to draw: to measure them, give 'layers'"),
         ({"kind": "activation_gradients"}, "There are no activation gradients to draw: to measure them, give"),
     ],

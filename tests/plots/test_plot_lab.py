@@ -96,7 +96,8 @@ def test_front_and_beaten_results_are_told_apart():
     [axes] = figure.axes
     assert [(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(axes, "front")] == [(1, 3.0), (5, 1.0)]
     assert points(axes, "beaten") == ([9], [2.0])
-    # The line of the Pareto front is a staircase, with corners at the coordinates between consecutive results.
+    # The line of the Pareto front is a staircase: between two neighbouring results, it has a corner at the x of the
+    # second result and the y of the first.
     assert points(axes, "front line") == ([1, 5, 5, 5, 5], [3.0, 3.0, 1.0, 1.0, 1.0])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Pareto front", "a", "b, d", "c"]
     assert title(figure) == "x: skipped steps and headroom lost"

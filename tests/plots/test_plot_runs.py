@@ -1,4 +1,4 @@
-"""The picture of runs shows every skipped step, has a true title, and shows nothing that is not recorded."""
+"""The picture of runs shows every skipped step, nothing that the record lacks, and a title that fits the record."""
 
 import json
 import math
@@ -82,7 +82,7 @@ def test_lines_and_marks_are_the_records_on_axes_with_units(adaptive):
     assert (window.get_xlabel(), scale.get_yscale()) == ("step", "log")
     drawn = [entry["loss_scale"] for entry in adaptive] + [adaptive[-1]["next_loss_scale"]]
     assert points(scale, "loss scale") == (list(range(1, 602)), drawn)
-    # The picture cuts off the loss scales at the start, from 2^24 down.
+    # The axis ends below the first loss scales, which fall from 2^24, so that the later loss scales are readable.
     assert scale.get_ylim()[0] < min(drawn) < max(drawn[40:]) < scale.get_ylim()[1] < max(drawn)
     assert artist(scale, "start").get_text() == "the start, from $2^{24}$, is cut off"
     assert points(window, "scale window") == (list(range(1, 601)), [entry["scale_window"] for entry in adaptive])
@@ -205,7 +205,7 @@ def test_every_outlier_of_a_million_steps_is_seen():
     assert points(lower, "skipped steps")[0] == [6, 500_001, 1_000_000]
     assert legend(upper)[1] == "median of 10,000 steps"
     for axes, outliers, value, nothing in ((upper, peaks, 8.0, 9.5), (lower, dips, 2.0**4, 2.0**17)):
-        # Each outlier is visible: the white panel of the picture is darker within a pixel of the outlier.
+        # Each outlier of the loss or the loss scale is drawn: at most a pixel away, the white background is darker.
         assert darkest(axes, outliers + 1, value).max() < 0.9
         assert darkest(axes, outliers + 1, nothing).min() == 1.0
 
@@ -316,7 +316,7 @@ def test_each_run_has_its_lines_and_marks(runs):
 
 def test_title_compares_the_losses_at_the_end_and_the_skips(runs):
     assert title(draw_runs(runs)) == "Loss at the end: 2.00 (512), 3.00 (64); skipped steps: 2 (512), 0 (64)"
-    # The losses of two runs are compared at the last step of the shorter run. Later the longer run has a loss of 1.
+    # Losses are compared at the last step of the shorter run, so the longer run's later loss of 1 must be ignored.
     longer = runs["64"] + [{**row, "step": row["step"] + 40, "loss": 1.0} for row in runs["64"]]
     said = "Loss at step 40: 2.00 (512), 3.00 (64); skipped steps: 2 (512), 0 (64)"
     assert title(draw_runs({"64": longer, "512": runs["512"]})) == said

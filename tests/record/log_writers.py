@@ -114,7 +114,10 @@ def record_line(step, overflow=False, loss_scale=1024.0, **changes):
 
 
 def record(run, every=1, history=1, counted=True):
-    """Return a run's record if the host reads the device only every few steps; the device keeps only the last steps."""
+    """Return the record lines of a run whose host reads the device only once every ``every`` steps.
+
+    The device keeps the last ``history`` steps, so the record has the steps before them as missing.
+    """
     lines = []
     for last in ends(run, every):
         first = max(last - history, last - every) + 1

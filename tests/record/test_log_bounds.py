@@ -36,7 +36,7 @@ def read(folder, lines):
 
 
 def assert_within(run, truth):
-    """Assert that the bounds of the skipped steps hold up to each step, and that known overflow flags are right."""
+    """Assert that the number of steps skipped so far is within its bounds, and that known overflow flags are right."""
     flags = np.array(truth.flags)[run.step - 1] if run.is_numbered else None
     fewest, most = run.skipped_bounds()
     if flags is None:
@@ -74,7 +74,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
 
 
 def damaged(random, lines):
-    """Drop, cut or double log lines, as several ranks do; keep the first and the last numbered lines intact."""
+    """Drop, cut or repeat log lines, as if several ranks wrote one log; keep the first and the last numbered lines."""
     start = next((number for number, line in enumerate(lines) if "OVERFLOW" not in line), 0) + 1
     result, lines, end = lines[:start], lines[start:-2], lines[-2:]
     for line in lines:
@@ -82,7 +82,7 @@ def damaged(random, lines):
         if luck < 0.03:
             result.append(line[: random.integers(1, len(line))].rstrip("\n") + "\n")
         elif luck > 0.03:
-            # Do not double the line of an overflow, because a second line from a rank means another overflow.
+            # Do not repeat a line that reports an overflow, because a second line from a rank means another overflow.
             result += [line] * (1 + (luck > 0.95 and "OVERFLOW" not in line))
     return result + end
 

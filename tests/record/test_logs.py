@@ -71,7 +71,7 @@ def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
     assert (run.loss_scale[-1], run.final_loss_scale, run.loss[-1]) == (65536.0, 32768.0, 2.5)
-    # Until version 0.7, the log has the time of a whole call of the network, which in sink mode takes several steps.
+    # Until MindFormers 0.7, a line gives the time of a network call, which may be several steps: no seconds per step.
     assert run.seconds is None if "507.205" in MINDFORMERS[version] else run.seconds[-1] == 0.507
 
 
@@ -217,7 +217,7 @@ def test_the_outputs_that_mindspore_prints_are_read(tmp_path):
 
 def test_samples_have_the_skips_of_their_flags_and_counts():
     run = read_log(LOGS / "mindformers_1_9_cpu.log")
-    # The expected steps were read by hand from the lines with "overflow cond: True".
+    # The expected skipped steps were read by hand from the log lines with "overflow cond: True".
     assert run.step[run.overflow].tolist() == [1, 2, 3, 4, 5, 8, 11, 14, 19, 23, 31]
     assert run.loss_scale[:9].tolist() == [2.0**k for k in (24, 23, 22, 21, 20, 19, 19, 20, 19)]
     assert (run.lines_read, run.lines_used, run.problems, run.loss[0], run.seconds[0]) == (32, 32, (), 4.155150, 4.705)
@@ -511,7 +511,7 @@ PIECES = st.sampled_from(
 
 @st.composite
 def mutilated(draw, lines):
-    """Drop, double, move and cut log lines at random, and replace parts of the lines by random text or bytes."""
+    """Drop, repeat, move and cut log lines at random, and replace parts of the lines by random text or bytes."""
     result = []
     for line in draw(st.lists(st.sampled_from(lines), min_size=1, max_size=20)):
         line = line.strip("\n")

@@ -1,4 +1,4 @@
-"""A recorded run is turned into a trace: formulas of assumed ceilings, bounds of ceilings, and known ceilings."""
+"""A recorded run becomes a trace with ceilings (largest scales without overflow) that are known, bounded or assumed."""
 
 import dataclasses
 
@@ -29,11 +29,14 @@ def test_interpolated_ceilings_lie_between_skipped_steps():
 
 
 def test_interpolated_ceilings_are_moved_into_the_bounds():
-    # The skip at index 1 gives log2 ceilings of (3 + 2) / 2, but the step before was applied at 2^3, which is higher.
+    # The skip at index 1 implies a log2 ceiling of (3 + 2) / 2 for all three steps. But the step at index 0 was applied
+    # at a loss scale of 2^3, so its log2 ceiling is at least 3.
     assert exponents(run_of([8, 8, 4], ".!.").to_trace().ceiling) == [3, 2.5, 2.5]
-    # After a tolerated overflow the next step has the same loss scale, so half of that scale replaces the next scale.
+    # The overflow is tolerated, so the next step has the same loss scale, 2^3. The log2 ceiling is then interpolated
+    # between this scale and half of it: (3 + 2) / 2.
     assert exponents(run_of([8, 8, 8], "!..").to_trace().ceiling) == [2.5, 3, 3]
-    # A skipped step at the end has no next step, so half of the skipped step's loss scale replaces the next scale.
+    # No step follows the skipped step at the end. So its log2 ceiling is interpolated between its own loss scale, 2^3,
+    # and half of this scale: (3 + 2) / 2.
     assert exponents(run_of([4, 8], ".!").to_trace().ceiling) == [2.5, 2.5]
 
 

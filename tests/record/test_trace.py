@@ -1,4 +1,4 @@
-"""A trace's ceilings (largest loss scales without overflow) lie within bounds, which decide what surely overflows."""
+"""A trace has bounds on each ceiling (largest scale without overflow). Outside the bounds, the outcome is certain."""
 
 import numpy as np
 import pytest

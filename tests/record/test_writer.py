@@ -68,11 +68,11 @@ def test_a_step_that_cannot_follow_is_refused(path, step):
 def test_steps_that_are_taken_again_are_replaced(path, run):
     write(path, entries(1, 27), run=run)
     [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20, run=run)
-    message = f"{path} went on to step 27: the steps after 20 are taken out, because the run takes them again."
+    message = f"{path} went on to step 27: the steps after 20 were removed, because the resumed run takes them again."
     assert read_record(path) == [*entries(1, 20), {"step": 21, "loss": 0.5}]
     # Without the number of the run, the lines of later steps may belong to another run, so the writer keeps the lines.
     saved = beside(path)
-    assert note == message + ("" if run else f" They are kept as {saved[0].name}.")
+    assert note == message + ("" if run else f" They were moved to {saved[0].name}.")
     assert [*map(read_record, saved)] == ([] if run else [entries(21, 27)])
 
 
@@ -155,7 +155,7 @@ def test_the_record_of_an_earlier_run_is_renamed(path, run):
     write(path, entries(1, 5), run=run)
     [note] = write(path, entries(1, 2), run=9)
     [earlier] = beside(path)
-    assert note == f"{path} has the steps of an earlier run: it is kept as {earlier.name}."
+    assert note == f"{path} has the steps of an earlier run: it was renamed to {earlier.name}."
     assert (read_record(path), read_record(earlier)) == (entries(1, 2), entries(1, 5))
     if run:
         # The earlier run finds its record again by the number of the run.
@@ -367,7 +367,7 @@ def test_two_runs_from_one_checkpoint_have_a_record_each(path):
     assert second.run not in (0, 5)
     of_second = path.with_name(f"record_{second.run}.jsonl")
     assert write(path, entries(8, 9), last_step=7, run=second.run) == [
-        f"{of_second} went on to step 8: the steps after 7 are taken out, because the run takes them again."
+        f"{of_second} went on to step 8: the steps after 7 were removed, because the resumed run takes them again."
     ]
     assert (read_record(path), read_record(of_second)) == ([*entries(1, 5), {"step": 6}], entries(6, 9))
 

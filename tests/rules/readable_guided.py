@@ -21,12 +21,16 @@ def max_safe_exponent(largest_gradient):
     return int(exponent) if known else None
 
 
-# For each value of ``trial`` in the state: whether the rule tries a higher limit, and whether its limit has an anchor.
+# For each value of ``trial`` in the state: whether the rule tries a higher limit of the loss scale, and whether this
+# limit has an anchor. An anchored limit does not move with the gradients.
 TRIALS = {0: (False, False), 1: (True, False), -1: (True, True), -2: (False, True)}
 
 
 class ReadableGuided:
-    """The gradient-guided rule for an exchange rate, with loss scales from ``2**lowest`` to ``2**highest``."""
+    """The gradient-guided rule, with loss scales from ``2**lowest`` to ``2**highest``.
+
+    The exchange rate says how many skipped steps in 1000 are worth a bit of headroom.
+    """
 
     def __init__(self, exchange_rate=1.0, lowest=0, highest=127):
         self.patience = max(round(1000 / exchange_rate), 1)
@@ -92,7 +96,8 @@ class ReadableGuided:
             limit -= after and explained
             if is_new:
                 trial = anchored = False
-        # Until a gradient has shown a ceiling (the largest loss scale without overflow), only the limit counts.
+        # Until a gradient has shown a ceiling (the largest loss scale without overflow), the rule's limit alone decides
+        # the next loss scale.
         cheapest = -1024 if unseen and shown is None else int(np.argmin(rates * np.float32(self.patience) + PLACES))
         following = min(max(base + 1 - max(cheapest, limit), self.lowest), self.highest)
         clean = 0 if after or following > exponent else min(state.clean_steps + 1, 64 * self.small)
@@ -103,5 +108,5 @@ class ReadableGuided:
 
 
 def bits_of(shown):
-    """Return as float32 log2 of the loss scale that a step's gradients allow; 0 becomes a number just above 0."""
+    """Return log2 of the largest loss scale that is safe for a step, as float32; a log2 of 0 becomes 2^-100."""
     return np.float32(shown) if shown else NEARLY_ZERO

@@ -122,7 +122,11 @@ def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
         ({**OWN, "precision": [[0, 1], [0, 2]]}, ValueError, "'precision' must have increasing exponents"),
         ({**OWN, "smallest_normal": 0.3}, ValueError, "'smallest_normal' must be a power of two .* but got 0.3"),
         ({**OWN, "smallest_subnormal": 0.5}, ValueError, "'smallest_normal' must be .* of at least 0.5, but got 0.25"),
-        ({**OWN, "largest": 27.5}, ValueError, "'largest' must be a number of the format, but 27.5 lies between two"),
+        (
+            {**OWN, "largest": 27.5},
+            ValueError,
+            "'largest' must be a number that the format can represent, but got 27.5",
+        ),
         ({**OWN, "largest": "28"}, TypeError, "'largest' must be a number above 0"),
         ({**OWN, "overflow": "wrap"}, ValueError, r"'overflow' must be one of \('inf', 'nan', 'saturate'\)"),
     ],

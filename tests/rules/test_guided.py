@@ -26,7 +26,7 @@ def gradient(bits):
 
 
 def run(rule, state, events):
-    """Step the rule by events: "!" is an overflow, None a step without gradient, a number log2 of the ceiling."""
+    """Step the rule by events: each is "!" (overflow), None (no gradient known) or a number (log2 of the ceiling)."""
     lanes = Lanes([rule], [state])
     for event in events:
         lanes.step(np.array([event == "!"]), np.array([math.nan if event in ("!", None) else gradient(event)]))
@@ -172,7 +172,7 @@ def test_a_lone_spike_costs_its_step_and_is_gone(after):
     assert bits_of(spiked) == bits_of(state) - 10
     back = run(RULE, spiked, [18])
     assert (back.loss_scale, back.limit, back.trial, back.clean_steps) == (state.loss_scale, 0, 0, 0)
-    # The rule's statistics of gradients leave out the step after an overflow, because this step is no surprise.
+    # The rule's overflow histogram leaves out the step after an overflow, because large gradients are expected there.
     assert (back.overflow_rate, back.weight) == (state.overflow_rate, state.weight)
 
 
@@ -187,7 +187,8 @@ def test_two_unexplained_overflows_set_a_limit_with_an_anchor():
     assert (state.scale_window, state.clean_steps) == (50, 0)
     apart = run(RULE, settled(), ["!", *[18] * 12, "!", 18])
     assert (bits_of(apart), apart.limit) == (18, 0)
-    # The limit falls by one bit for each of the consecutive overflows, not by the drop of the loss scale.
+    # The limit of the loss scale falls by one bit for each of the three consecutive overflows, although the loss scale
+    # falls much further.
     row = run(RULE, settled(), ["!", 18, "!", "!", "!", 18])
     assert (bits_of(row), row.limit) == (15, row.base + 1 - 15)
 
@@ -200,8 +201,8 @@ def test_failed_trial_makes_the_window_32_times_larger():
         state = run(RULE, state, ["!", 18])
         assert (bits_of(state), state.trial, state.clean_steps) == (17, ANCHORED, 0)
         assert state.scale_window == 1600
-    # A fall of the limit outside a trial makes the scale window small again and removes the limit's anchor. The next
-    # fall sets the anchor again.
+    # An unexplained overflow outside a trial makes the scale window small again, and the limit of the loss scale then
+    # moves with the gradients. The next unexplained overflow anchors the limit, so that it no longer moves.
     state = run(RULE, state, ["!", 18])
     assert (state.scale_window, state.trial) == (50, MOVING)
     assert run(RULE, state, ["!", 18]).trial == ANCHORED
@@ -214,7 +215,8 @@ def test_limit_moves_with_base_unless_it_has_an_anchor():
         after = run(RULE, state, [*[19] * 20, *[20] * 20])
         assert after.base == state.base + 1
         assert bits_of(after) == bits_of(state) + follows
-    # Gradients that are much smaller or larger than usual begin a new regime, so the limit moves with the base.
+    # Gradients that are much smaller or larger than usual begin a new regime. In a new regime, the limit of the loss
+    # scale moves with the gradients.
     after = run(RULE, anchored, [22] * 40)
     assert bits_of(after) >= bits_of(anchored) + 2
 
@@ -304,7 +306,7 @@ def test_state_stays_within_its_bounds(rule, events):
         (
             {"min_loss_scale": 5.0, "max_loss_scale": 7.0},
             ValueError,
-            r"a power of two from 'min_loss_scale' to 'max_loss_scale', but got 5.0 and 7.0. Lower the first",
+            r"a power of two from 'min_loss_scale' to 'max_loss_scale', but got 5.0 and 7.0. Lower 'min_loss_scale'",
         ),
     ],
 )
@@ -317,7 +319,7 @@ def test_bad_arguments_are_refused(arguments, error, message):
 def test_initial_scale_between_powers_of_two_warns(value, expected):
     rule = GuidedRule(min_loss_scale=3.0)
     with pytest.warns(
-        UserWarning, match=rf"must be a power of two here, but got {value}: training starts at {expected}"
+        UserWarning, match=rf"must be a power of two for the rule .*, but got {value}: training starts at {expected}"
     ):
         assert rule.start(value).loss_scale == expected
     assert rule.start(expected).loss_scale == expected

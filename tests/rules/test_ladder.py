@@ -1,4 +1,4 @@
-"""The ladder of scale windows is built by the recipe and rises for every pair of bounds; bad bounds are rejected."""
+"""The ladder (the list of scale windows) rises from the smallest to the largest window; bad bounds are refused."""
 
 import itertools
 
@@ -32,8 +32,8 @@ def is_well_formed(ladder, largest, smallest):
 def test_ladder_is_well_formed_also_where_mindformers_is_not():
     same = compared = 0
     for smallest in range(1, 201):
-        # Try every largest window near the smallest window, and some round and other numbers far from the smallest
-        # window.
+        # As the largest window, try every number from the smallest window to 119 above it, and some round and other
+        # numbers further above.
         for largest in {*range(smallest, smallest + 120), *range(smallest + 120, 3001, 37), *range(500, 3001, 100)}:
             ours = window_ladder(largest, smallest)
             compared += 1
@@ -44,7 +44,8 @@ def test_ladder_is_well_formed_also_where_mindformers_is_not():
             if is_well_formed(theirs, largest, smallest):
                 assert ours == theirs, (largest, smallest)
                 same += 1
-    # The page on compatibility states both numbers: the compared ladders and the equal ladders.
+    # The page on migrating states both numbers: how many lists of scale windows were compared with MindFormers' lists,
+    # and how many were equal.
     assert (compared, same) == (44184, 1534)
 
 

@@ -1,4 +1,4 @@
-"""Migration from Megatron-LM: our update cell gets its arguments and scaler state, and takes its scaler's steps."""
+"""This package's update cell takes Megatron-LM's arguments and scaler state, and then scales as Megatron-LM does."""
 
 import numpy as np
 import pytest
@@ -176,8 +176,8 @@ def test_cell_goes_on_from_megatron_and_back(graph_mode, hysteresis):
     ("changes", "error", "message"),
     [
         ({"scale": float("inf")}, ValueError, "'scale' inf; a loss scale must be finite"),
-        ({"growth_tracker": -1}, ValueError, "'growth_tracker' must not be negative"),
-        ({"hysteresis_tracker": 3}, ValueError, "Give the 'hysteresis' that Megatron-LM was started with"),
+        ({"growth_tracker": -1}, ValueError, "'growth_tracker' must be at least 0"),
+        ({"hysteresis_tracker": 3}, ValueError, "Give the 'hysteresis' with which Megatron-LM was started"),
     ],
 )
 def test_bad_state_is_named(changes, error, message):
@@ -186,7 +186,7 @@ def test_bad_state_is_named(changes, error, message):
 
 
 def test_state_of_a_constant_scaler_is_refused():
-    with pytest.raises(KeyError, match="'scale', 'growth_tracker', 'hysteresis_tracker' is missing"):
+    with pytest.raises(KeyError, match="It lacks 'scale', 'growth_tracker', 'hysteresis_tracker'"):
         cell_from("--fp16").load_state_dict({})
 
 

@@ -216,7 +216,7 @@ TABLES = {
 
 
 def results_of(table, x, y, of):
-    """Evaluate a table's expressions by the operations of ``of``, and return the results by expression."""
+    """Return, by text, the values of the expressions of ``TABLES[table]`` for x and y, with the functions of ``of``."""
     _, dtype, expressions = TABLES[table]
     results = {}
     for expression in expressions.strip().replace("\n", "; ").split("; "):
@@ -234,7 +234,7 @@ DTYPES = {"float32": float32, "int32": int32}
 
 
 class OfVectors(Rule):
-    """A rule that computes all expressions on vectors of numbers."""
+    """A rule that computes all test expressions on vectors of numbers."""
 
     name = "of_vectors"
 
@@ -247,7 +247,7 @@ class OfVectors(Rule):
             self.state |= dict.fromkeys(self.fields_of(name), DTYPES[dtype][len(pairs_of(taken))])
 
     def fields_of(self, table):
-        """Return the names of the state fields that store the results of a table of expressions."""
+        """Return the names of the state fields for the results of ``TABLES[table]``, a field for each expression."""
         number = Plain(1, TABLES[table][0])
         return [f"{table}_{n}" for n in range(len(results_of(table, number, number, PLAIN)))]
 
@@ -259,18 +259,18 @@ class OfVectors(Rule):
         return state.replace(**results)
 
     def starts(self):
-        """Return a list with a single start state, whose vectors hold all pairs of numbers."""
+        """Return a list with a single start state, whose vector fields hold all pairs of test numbers."""
         columns = {dtype: list(zip(*pairs_of(dtype), strict=True)) for dtype in DTYPES}
         fields = {f"{side}_{dtype}": columns[dtype][n] for dtype in columns for n, side in enumerate("xy")}
         return [self.start(1.0)._replace(**fields)]
 
     def results(self, ends):
-        """Return, for each table of expressions, the results for all pairs of numbers, from the states after a step."""
+        """Return, for each table in ``TABLES``, the results of each expression, read from the states after a step."""
         return {name: [getattr(ends[0], field) for field in self.fields_of(name)] for name in TABLES}
 
 
 class OfNumbers(OfVectors):
-    """A rule that computes the expressions on one pair of numbers; a vector of the state has the results of a table."""
+    """A rule that computes all test expressions on one pair of numbers, with the results of each table in a vector."""
 
     name = "of_numbers"
 
@@ -287,7 +287,7 @@ class OfNumbers(OfVectors):
         return state.replace(**results)
 
     def starts(self):
-        """Return a start state for each pair of float32 numbers; the pairs of int32 are fewer and repeat."""
+        """Return a start state for each pair of float32 test numbers. The int32 pairs are fewer, and so repeat."""
         states, integers = [], pairs_of("int32")
         for n, (x, y) in enumerate(pairs_of("float32")):
             whole = dict(zip(("x_int32", "y_int32"), integers[n % len(integers)], strict=True))
@@ -300,7 +300,7 @@ class OfNumbers(OfVectors):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Return the expected results by table and expression, for each pair of numbers."""
+    """Return, for each table in ``TABLES``, the expected results of each expression for all pairs of test numbers."""
     by_name = {}
     for name, (taken, _, _) in TABLES.items():
         rows = [results_of(name, Plain(x, taken), Plain(y, taken), PLAIN) for x, y in pairs_of(taken)]
@@ -328,14 +328,14 @@ def is_equal(number, ours):
 
 
 def in_lanes(rule, states):
-    """Return the states after a step of Lanes, which computes in NumPy, from given start states."""
+    """Return the state after one step from each start state; ``Lanes`` computes the step in NumPy."""
     lanes = Lanes([rule] * len(states), states)
     lanes.step(np.zeros(len(states), bool), np.full(len(states), np.nan))
     return lanes.states()
 
 
 def in_cell(rule, states):
-    """Return the values of an update cell after a step from each of the given states."""
+    """Return the values of the rule's state fields after one step of an update cell from each start state."""
     owned, ends = Owned(RuleLossScaleUpdateCell(1.0, rule)), []
     cell = owned.update_cell
     for state in states:
@@ -372,7 +372,7 @@ def test_a_planted_difference_is_found(expected, monkeypatch):
         assert_results(expected, rule.results(in_lanes(rule, rule.starts())))
 
 
-# Vectors for argmin(), which searches the smallest element, and for take(), which takes an element by index.
+# Test vectors for argmin(), which returns the index of the smallest element, and take(), which returns an element.
 VECTORS = ((0.0, -0.0, 1.0, 0.0), (1.0, -0.0, 0.0, 2.0), (math.nan, 3.0, math.nan, 3.0), (math.nan,) * 4)
 VECTORS += (
     (math.inf, math.nan, math.inf, 1e38),
@@ -384,14 +384,14 @@ INDICES = (0, 1, 3, 4, -1, -4, 7, 2**31 - 1, -(2**31))
 
 
 def table(flag, number):
-    """Return two int32 results for a flag and a number; this is a function for ``tabulate``."""
+    """Return two int32 numbers that depend on a flag and a number; the tests give this function to ``tabulate``."""
     if flag:
         return number * 3, -number
     return number // 2, 2**31 - 1 if number == 5 else 0
 
 
 def of_vectors(vector, index, of):
-    """Return the results of operations on a vector and an index: the int32 results, then the float32 results."""
+    """Return what argmin(), count(), take() and others give for a vector and an index: int32 results, then float32."""
     first, second = of.tabulate(table, flag=vector[0] < vector[1], number=(index, -2, 5))
     again = of.stack([vector[3], vector[0] * 2, vector[1]])
     integers = [of.argmin(vector), of.argmin(again), of.count([x < 1 for x in vector] if of is PLAIN else vector < 1)]
@@ -415,7 +415,7 @@ class OfPlaces(Rule):
 
 
 class Nested(Rule):
-    """A rule that picks elements of a vector if a flag is true; otherwise the second result equals the first."""
+    """A rule that copies a vector to two fields on overflow, and otherwise copies the first field to the second."""
 
     name = title = "nested"
     state = {"pair": int32[2], "first": int32, "second": int32}  # noqa: RUF012
@@ -429,7 +429,7 @@ class Nested(Rule):
 
 
 class Crossed(Nested):
-    """A rule that picks the elements of a vector in another order than they have in the vector."""
+    """A rule that, on overflow, copies the two elements of a vector to two fields in reversed order."""
 
     name = title = "crossed"
 

@@ -60,7 +60,7 @@ def test_window_keeps_its_size_or_takes_the_nearest(bounds, window, index, expec
     assert len(problems) == ((window, index) != expected)
     for problem in problems:
         assert f"'scale_window' {window} with 'list_index' {index}" in problem
-        assert f"goes on at its nearest window, {expected[0]} (index {expected[1]})" in problem
+        assert f"goes on at the nearest window, {expected[0]} (index {expected[1]})" in problem
 
 
 NO_STEPS = {"cur_iter": 1, "last_overflow_iter": 0}
@@ -70,7 +70,7 @@ NO_SKIPS = {"skipped_steps": 0, "consecutive_overflows": 0}
 @pytest.mark.parametrize(
     ("damage", "mended_to", "message"),
     [
-        ({"scale_window": -5}, {}, r"'scale_window' -5 with 'list_index' 5.* index is kept"),
+        ({"scale_window": -5}, {}, r"'scale_window' -5 with 'list_index' 5.* the window of this index"),
         ({"scale_window": 0, "window_index": 99}, {"scale_window": 20, "window_index": 0}, r"neither can be used.*20"),
         ({"window_index": 99}, {}, r"'scale_window' 200 with 'list_index' 99.*nearest window, 200 \(index 5\)"),
         ({"window_index": -7}, {}, r"'scale_window' 200 with 'list_index' -7"),
@@ -79,7 +79,11 @@ NO_SKIPS = {"skipped_steps": 0, "consecutive_overflows": 0}
             {"scale_window": 1, "window_index": -1},
             r"'scale_window' 1 with 'list_index' 5.*hidden window 1",
         ),
-        ({"growth_num": 9}, {"growth_num": 3}, r"'scale_window_up_count' 9, which must lie between 0 and 3: 3 is used"),
+        (
+            {"growth_num": 9},
+            {"growth_num": 3},
+            r"'scale_window_up_count' 9, which must lie between 0 and 3: 3 is used instead",
+        ),
         ({"down_num": -1}, {"down_num": 0}, r"'scale_window_down_count' -1, which .*: 0 is used"),
         # Damaged counters that every rule has, and the values to which these counters are repaired.
         ({"cur_iter": 0}, NO_STEPS, r"'current_iterator_step' 0, which must lie between 1 and"),
@@ -124,7 +128,7 @@ def test_a_hysteresis_budget_beyond_the_hysteresis_is_mended():
 def test_a_state_that_the_guided_rule_cannot_have_starts_afresh(damage):
     values = guided_values()
     repaired, [problem] = repair(GUIDED, {**values, **damage}, SCALE)
-    assert re.search(r"that this cell cannot have: it starts afresh at loss scale 1024\.", problem)
+    assert re.search(r"that the rule cannot reach: the rule starts afresh at loss scale 1024\.", problem)
     fresh = to_values(GUIDED, GUIDED.start(SCALE), 0)
     fresh_values = {name: fresh[name] for name in own_keys(GuidedRule)}
     assert repaired == {**values, **fresh_values, "last_overflow_iter": 30}
@@ -237,7 +241,7 @@ def test_rule_goes_on_from_any_restored_state(rule, data):
         (AdaptiveRule(max_loss_scale=512.0), 1024.0, 512.0, "is not between 'min_loss_scale' and 'max_loss_scale'"),
         (AdaptiveRule(min_loss_scale=2048.0), 1024.0, 2048.0, "2048.0 is used"),
         (GUIDED, 1024.0, 1024.0, None),
-        (GUIDED, 1000.0, 512.0, "1000.0, and this cell needs a power of two: 512.0 is used"),
+        (GUIDED, 1000.0, 512.0, "1000.0, but gradient-guided scaling needs a power of two: 512.0 is used instead"),
         (GuidedRule(max_loss_scale=512.0), 1024.0, 512.0, "is not between 'min_loss_scale' and 'max_loss_scale'"),
     ],
 )

@@ -157,8 +157,8 @@ MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bit
         ),
         # Neither the update cell nor Lanes would call a step() that a rule defines.
         ({"step": lambda self, state, overflow: state}, "'step', which only a rule of this package may have"),
-        ({"title": 5}, "must have text in one line as its title, but has 5"),
-        ({"title": "two\nlines"}, "must have text in one line as its title"),
+        ({"title": 5}, "must have one line of text as 'title', but has 5"),
+        ({"title": "two\nlines"}, "must have one line of text as 'title'"),
         (
             {"tried": {"margin": 2.0}},
             r"must have 'tried' as a dict of the values to try, such as .* has \{'margin': 2.0\}",
@@ -191,7 +191,8 @@ def test_an_error_in_the_first_state_is_told_with_its_line():
     rule = rule_of(halved)
     type(rule).first_state = lambda self, loss_scale: {}["x"]
     with pytest.raises(
-        ValueError, match=rf"^The first state of the rule 'own' raises KeyError: 'x', in line \d+ of {__file__}\.$"
+        ValueError,
+        match=rf"^first_state\(\) of the rule 'own' raises KeyError: 'x', in line \d+ of {__file__}\. Correct ",
     ):
         rule.start(1.0)
 
@@ -232,14 +233,16 @@ def test_a_gradient_counts_where_it_shows_something(gradient, shown):
 def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
     assert rule_of(halved).start(1000.0).loss_scale == 1000.0
     assert not rule_of(halved, min_loss_scale=5.0, max_loss_scale=7.0).moves_by_bits
-    with pytest.warns(UserWarning, match=r"must be a power of two here, but got 1000.0: training starts at 512.0"):
+    with pytest.warns(
+        UserWarning, match=r"must be a power of two for the rule .*, but got 1000.0: training starts at 512.0"
+    ):
         assert Follow().start(1000.0).loss_scale == 512.0
     with pytest.raises(ValueError, match=r"There must be a power of two from .* but got 5.0 and 7.0"):
         Follow(min_loss_scale=5.0, max_loss_scale=7.0)
     assert scales(Follow(min_loss_scale=8.0, max_loss_scale=8.0), [True, False], loss_scale=8.0) == [8.0, 8.0]
 
 
-# How the step of a rule may be written.
+# Ways to write a rule: arguments, helper methods, statements of the step, dataclasses, and copies of the rule.
 
 
 class Bounded(Rule):
@@ -265,7 +268,7 @@ class Bounded(Rule):
 
 
 class Further(Bounded):
-    """A rule with an argument more than its parent class, whose step first takes the parent's step."""
+    """A rule with one more argument than its parent class; its step first takes the parent's step."""
 
     name = "further"
 
@@ -476,7 +479,7 @@ EXCHANGED = [1.0, 2.0**-9, 70000.0, 1e-39, np.nan]
 
 
 class Counters(Rule):
-    """A rule with a vector of counters whose length is an argument."""
+    """A rule with a vector of counters; an argument of the rule sets the length of the vector."""
 
     name = "counters"
     state: ClassVar = {"rung": int32, "wait": int32[2]}
@@ -598,7 +601,7 @@ def test_lanes_go_on_from_states_that_are_put_into_them():
 
 
 def large_again(number):
-    """Compute a number with an intermediate result below 2^-126, by enough operations for a branch of the graph."""
+    """Return a number of normal size, which for 2^16 is computed through a subnormal product (below 2^-126)."""
     return abs(number * 2.0**-80 * 2.0**-64 * 2.0**100 * 2.0**10 - 2.0) + 1.0
 
 
@@ -607,11 +610,11 @@ def large_again(number):
     [
         lambda self, state, seen: state.replace(x=state.loss_scale * 1e-30 * 1e-20 * 1e30),
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64),
-        # The intermediate result is subnormal. No bits are lost, and the final result is large again.
+        # The second product is subnormal. The third is exact and of normal size, but the rule must still warn.
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64 * 2.0**100),
         lambda self, state, seen: state.replace(x=ceil(state.loss_scale * 2.0**-80 * 2.0**-64)),
         lambda self, state, seen: where(seen.overflow, state, state.replace(x=large_again(state.loss_scale))),
-        # The subnormal number comes from constants alone.
+        # The product of the two constants is subnormal, whatever the loss scale is.
         lambda self, state, seen: state.replace(x=state.loss_scale * (float32(2.0**-80) * 2.0**-60)),
     ],
 )
@@ -649,7 +652,7 @@ def test_numbers_that_no_device_flushes_are_not_noticed(next_state):
         (
             INTEGER,
             {"x": 2**40},
-            "has 'x' 1099511627776, which is no int32. Give a number of that dtype or change the state",
+            "has 'x' 1099511627776, which is no int32 number. Give such a number or change the state",
         ),
         (INTEGER, {"x": 1.5}, "has 'x' 1.5, which is no int32"),
         (INTEGER, {"x": 1.0}, "has 'x' 1.0, which is no int32"),
@@ -664,12 +667,12 @@ def test_numbers_that_no_device_flushes_are_not_noticed(next_state):
         (SCALAR, {"x": 10**400}, "has 'x' .*, which is no float32"),
         (SCALAR, {"x": True}, "has 'x' True, which is no float32"),
         (SCALAR, {"x": 1e-40}, "has 'x' 1e-40, which is no float32"),
-        (VECTOR, {"x": [1, 2, 3]}, r"has 'x' \[1, 2, 3\], which is no vector of 2. Give a list of numbers"),
-        (VECTOR, {"x": 1.0}, "has 'x' 1.0, which is no vector of 2"),
-        (VECTOR, {"x": "ab"}, "has 'x' 'ab', which is no vector of 2"),
+        (VECTOR, {"x": [1, 2, 3]}, r"has 'x' \[1, 2, 3\], but this field is a vector. Give a list of 2 numbers"),
+        (VECTOR, {"x": 1.0}, "has 'x' 1.0, but this field is a vector"),
+        (VECTOR, {"x": "ab"}, "has 'x' 'ab', but this field is a vector"),
         (VECTOR, {"x": ["a", "b"]}, "has 'x' 'a', which is no float32"),
         (VECTOR, {"x": np.ones((2, 2))}, "has 'x' .*, which is no float32"),
-        (VECTOR, {"x": {2.0, 1.0}}, "has 'x' .*, which is no vector of 2"),
+        (VECTOR, {"x": {2.0, 1.0}}, "has 'x' .*, but this field is a vector"),
         (INTEGER, [1], r"must be a dict, but is \[1\]"),
         (INTEGER, None, "must be a dict, but is None"),
     ],
@@ -832,7 +835,7 @@ def test_rule_made_from_ours_stays_within_its_bounds(graph_mode, rule_class, arg
 
 
 class SpendsMore(AdaptiveRule):
-    """An adaptive rule that changes a state field that AdaptiveRule with a hysteresis of 1 never changes."""
+    """An adaptive rule with a hysteresis of 1 that, unlike AdaptiveRule, changes the field ``hysteresis_budget``."""
 
     name = "spends_more"
 

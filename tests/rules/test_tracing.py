@@ -1,4 +1,4 @@
-"""A step that cannot run on every device is rejected when the rule is made, with its name, file, line and a remedy."""
+"""A rule whose step cannot run on every device is refused when it is made; the error names the line and a remedy."""
 
 import pickle
 import random
@@ -44,7 +44,7 @@ def made(folder, source):
 
 
 def refusal(folder, statement, after="return state"):
-    """Return the error message for a rule with a statement in its step, the file, and the statement's first line."""
+    """Return the error for a rule with a forbidden statement in its step, and the file and line of the statement."""
     body = textwrap.indent(f"{statement}\n{after}\n", " " * 8)
     with pytest.raises(ValueError, match=r"^The step of the rule 'own' ") as refused:
         made(folder, HEAD + body)
@@ -68,7 +68,7 @@ HAS = ", ".join(["loss_scale", "exponent", "clean", "mean", "vec", "a", "b", "sk
 REPLACED = ", ".join(HAS.split(", ")[:-2])
 TABULATE = r"(Return a tuple of int, in the range of int32 and always of the same length|calls tabulate\(\) with)"
 
-# The problem and the remedy in each error message, with statements of a step that cause it, separated by ;;.
+# For each error message: its problem, its remedy, and statements of a rule's step that cause the error (split at ;;).
 REFUSED = {
     BRANCH: """
         if o: return state.replace(loss_scale=s / 2) ;; if s > 2: s = s / 2 ;; while s > 2: s = s / 2
@@ -171,11 +171,11 @@ REFUSED = {
     """,
     (
         "reads '(overflows|loss_scale)'",
-        "'seen' has only overflow, gradient_known, largest_gradient, max_safe_exponent",
+        "of 'seen', which has only overflow, gradient_known, largest_gradient, max_safe_exponent. Use one of these",
     ): """
         x = seen.overflows ;; x = seen.loss_scale
     """,
-    (r"assigns 'clean' to the state", r"Return state\.replace\(clean=\.\.\.\)"): """
+    (r"assigns state\.clean, but a state cannot be changed", r"Return state\.replace\(clean=\.\.\.\)"): """
         state.clean = 1 ;; state.clean += 1 ;; setattr(state, "clean", n)
     """,
     ("sets '(overflow|largest_gradient|own)' in 'seen', which cannot change", "Use a variable of your own"): """
@@ -212,26 +212,26 @@ REFUSED = {
         x = floor("2") ;; x = take("ab", n) ;; x = s + seen ;; x = stack([s, None])
         x = stack("ab") ;; x = s + Own ;; x = s + int32 ;; x = s + True.__class__
     """,
-    (r"has (4294967296|2147483648|\d+), which does not fit into int32", "Use float32 values"): """
+    (r"uses (4294967296|2147483648|\d+), which int32 cannot hold", "Compute with float32 values"): """
         x = minimum(n, CAP) ;; x = n + CAP ;; x = n + 2**31 ;; x = where(o, n, CAP)
         x = np.array([1, 2, 2**40]) + stack([n, n, n]) ;; x = n + int32(2**40) ;; x = take([1, CAP], n)
         state.replace(clean=CAP) ;; x = where(o, CAP, 1)
     """,
-    ("has .*, which does not fit into int32", "Use float32 values"): """
+    ("uses an integer of .* bits, which int32 cannot hold", "Compute with float32 values"): """
         x = n + 10**400
     """,
-    ("has .*, which does not fit into float32", "Use a smaller number"): """
+    ("uses .*, which float32 cannot hold", "Use a smaller number, or math.inf"): """
         x = s * 1e39 ;; x = s + 2**200 ;; x = s - 1e300 ;; x = v * [1, 1e300, 1] ;; x = s * 10**400
         state.replace(loss_scale=-1e39)
     """,
-    (r"has .*, but devices flush numbers below 2\^-126 to 0", "Use a larger number"): """
+    (r"uses .*, but devices flush numbers below 2\^-126 to 0", "Use a larger number"): """
         x = s * 1e-40 ;; x = s + 5e-324 ;; x = s - 1e-300 ;; x = s * (1e-30 * 1e-30) ;; x = maximum(s, -1e-39)
         state.replace(mean=2.0**-127)
     """,
     ("has a constant that is NaN", "Mark a missing value by a number that cannot occur, such as -1"): """
         x = s + math.nan ;; x = where(o, s, float("nan")) ;; state.replace(mean=math.nan) ;; x = maximum(s, np.nan)
     """,
-    ("has (nan|inf|-inf), which is no int32", "Use a finite number"): """
+    ("converts (nan|inf|-inf) to int32, which cannot represent it", "Use a finite number"): """
         x = n + int32(math.nan) ;; x = int32(math.inf) ;; x = int32(-math.inf)
     """,
     ("combines vectors of lengths", "Use vectors of equal length"): """
@@ -241,7 +241,7 @@ REFUSED = {
     ("(has an empty vector|calls stack without values)", "Give at least one (element|number)"): """
         x = v + [] ;; x = take([], n) ;; x = stack([]) ;; x = v * np.zeros(0)
     """,
-    ("stacks a vector, but stack.. takes numbers only", r"Unpack the vector: stack\(\[\*v, x\]\)"): """
+    ("calls stack.. with a vector, but stack.. takes numbers only", r"Unpack the vector: stack\(\[\*v, x\]\)"): """
         x = stack([v, v]) ;; x = stack([v, 1.0])
     """,
     (r"uses count on bool of shape \(\)", r"Give count\(\) a vector of bool"): """
@@ -257,7 +257,7 @@ REFUSED = {
         x = take(s, n) ;; x = take(v, s) ;; x = take(v, o) ;; x = take(v, stack([n, n]))
     """,
     (
-        r"has a condition of where\(\) that is no flag",
+        r"calls where\(\) with a condition that is no flag",
         r"Write a comparison such as a > b, or stack\(\[...\]\) of flags",
     ): """
         x = where(s, s, 1.0) ;; x = where(n, s, 1.0) ;; x = where(v, v, 1.0) ;; x = where(1, s, 1.0)
@@ -270,11 +270,11 @@ REFUSED = {
     ("chooses between a state and something else", "two states or values"): """
         x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, s, state)
     """,
-    ("has a list or tuple with values in it", r"Use stack\(\[...\]\), or a single value"): """
+    ("uses a list or tuple of values", r"Use stack\(\[...\]\) for a vector, or use only one of the values"): """
         state.replace(vec=[s, s, 1.0]) ;; x = take([1.0, s], n) ;; x = v + (s, 1.0, 2.0) ;; x = count([o, True])
         state.replace(clean=tabulate(lambda n: (n, n), n=(n, 0, 3))) ;; x = argmin([s, s])
     """,
-    ("compares (states|'seen')", r"(Compare parts of the states|Use seen.overflow)"): """
+    ("compares (states|'seen')", r"(Compare numbers|Use seen.overflow)"): """
         x = state == state ;; x = state != state.replace(loss_scale=1.0) ;; if state: s = s / 2 ;; if seen: s = s / 2
         x = state and s ;; x = not seen
     """,
@@ -298,7 +298,7 @@ REFUSED = {
         x = tabulate(lambda n: (1,), n=(n, n, 3))
         x = tabulate(lambda n, m: (1,), n=(n, 0, 300), m=(n, 0, 300))
     """,
-    ("moves loss_scale and uses exponent", "Use one of the two"): """
+    ("sets loss_scale and also uses exponent, the log2 of loss_scale", "Use only one of the two"): """
         return state.replace(exponent=state.exponent - 1, loss_scale=s / 2)
         return state.replace(loss_scale=s / 2, clean=state.exponent)
         return where(o, state.replace(exponent=1), state.replace(loss_scale=s * 2))
@@ -318,10 +318,10 @@ REFUSED = {
         Own.kept = getattr(Own, "kept", s); return state.replace(loss_scale=Own.kept)
         KEPT.append(state); x = KEPT[0].clean + n
     """,
-    ("returns the state of another call", r"Return state.replace\(...\)"): """
+    ("returns the state of another call", r"Return state.replace\(...\) of the argument 'state'"): """
         KEPT.append(state); return KEPT[0] ;; KEPT.append(state.replace(mean=s)); return KEPT[0]
     """,
-    ("differs when it is called again", "It must depend on its arguments only"): """
+    ("does something else when it is called again", "Let it depend on its arguments only"): """
         return state.replace(mean=random.random()) ;; return state.replace(mean=s * random.gauss(0, 1))
         return state.replace(mean=np.random.rand() + s) ;; return state.replace(mean=s * (1 + time.time()))
         return state.replace(mean=s * time.perf_counter())
@@ -336,22 +336,22 @@ REFUSED = {
     ("sets the attribute 'dtype' of a value", "Compute a new value instead"): """
         s.dtype = 'int32'
     """,
-    ("has list .* where one number is needed", r"For a vector use stack\(\[...\]\)"): """
+    ("has the list .* in place of a number", r"For a vector use stack\(\[...\]\)"): """
         x = where(o, [1.0, 2.0], [2, 3]) ;; x = v + [[1.0, 2.0, 3.0]] ;; x = float32([1, 2]) ;; x = argmin([[s, s]])
     """,
-    ("uses the attribute '\\w+', which a value does not have", r"Use \+ - \* / //, comparisons"): """
+    ("uses the attribute '\\w+', which a value in a step does not have", r"Use \+ - \* / //, comparisons"): """
         x = s.astype(1) ;; x = v.sum() ;; x = v.T ;; x = s.item() ;; x = statistics.mean(v)
     """,
     ("assigns an element of a vector", r"Make another vector by stack\(\[...\]\)"): "v[0] = 1.0 ;; v[o] = s",
     ("looks a value up in a set or a dict", "Compare it by ==, or use tabulate"): """
         x = s in {1.0, 2.0} ;; x = {0: 1, 1: 2}.get(n, 3) ;; x = len({n, n + 0}) ;; x = {n: 1}
     """,
-    ("creates a rule or calls its step", r"Create a rule in the constructor, and call next_state\(\)"): """
+    (r"creates a rule or calls its step\(\)", r"Create rules in the constructor and call next_state\(\)"): """
         x = Own() ;; x = Own().next_state(state, seen) ;; x = self.start(1.0) ;; x = self.step(None, False)
     """,
 }
-# Problems found only when the rule's step has returned, so the error message names the line of the step function.
-OF_THE_STEP = ("moves loss_scale", "must return", "returns the state", "differs")
+# These problems are found only after the rule's step has returned, so the error names the line of the step's 'def'.
+OF_THE_STEP = ("sets loss_scale", "must return", "returns the state", "does something else")
 
 CASES = [
     pytest.param(problem, remedy, part.strip(), id=part.strip().replace("@", "at"))
@@ -424,7 +424,7 @@ def test_a_signal_that_is_not_declared_is_refused(tmp_path):
         with pytest.raises(RuleError) as refused:
             made(tmp_path, source + f"        x = seen.{name}\n        return state\n")
         where_it_is = f", in line {HEAD.count(chr(10)) + 1} of {tmp_path / 'strange_rule.py'}"
-        assert_says(str(refused.value), f"reads '{name}'", "set needs_gradients = True", where_it_is)
+        assert_says(str(refused.value), f"reads '{name}'", "Set needs_gradients = True", where_it_is)
 
 
 def test_values_work_within_a_step_only():
@@ -453,7 +453,7 @@ def test_values_work_within_a_step_only():
         lambda: minimum(1, 2),
     ):
         with pytest.raises(
-            RuleError, match=r"only inside next_state, but this code .*, in line \d+ of .*test_tracing\.py\.$"
+            RuleError, match=r"only inside next_state\(\), but this code .*, in line \d+ of .*test_tracing\.py\.$"
         ):
             use()
     with pytest.raises(
@@ -479,11 +479,11 @@ def described(**names):
         ),
         ({"name": None}, "must have a name of letters"),
         *(
-            ({"state": {"x": kind}}, "has 'x' as .* Write int32 or float32, .* or a dict of names")
+            ({"state": {"x": kind}}, "has 'x' as .* Write int32 or float32, .* or a dict such as")
             for kind in (int, bool, "int32", np.int32, 0, None, [], {}, {"a": int32, "b": float32}, {"a": {"b": int32}})
         ),
         ({"state": {"x": {"a": int32[2]}}}, "has 'x' as .* Write int32 or float32"),
-        *(({"state": state}, "must have its state as a dict of names and dtypes") for state in (["x"], None, int32, 7)),
+        *(({"state": state}, "must have 'state' as a dict of names and dtypes") for state in (["x"], None, int32, 7)),
         *(
             ({"state": {key: int32}}, "must be a name of letters, digits and '_'")
             for key in ("a b", "_a", "lambda", 7, "")
@@ -513,8 +513,11 @@ def described(**names):
             for needs_gradients in (("largest_gradient",), None, 1, "True")
         ),
         ({"signals": ("largest_gradient",)}, "has 'signals'.* needs_gradients = True"),
-        ({"recorded": ("x",)}, "has 'x' in 'recorded', which is no number of its state"),
-        ({"recorded": ("x",), "state": {"x": {"a": int32}}}, "has 'x' in 'recorded', which is no number of its state"),
+        ({"recorded": ("x",)}, "has 'x' in 'recorded', but its state has no number of that name"),
+        (
+            {"recorded": ("x",), "state": {"x": {"a": int32}}},
+            "has 'x' in 'recorded', but its state has no number of that name",
+        ),
         ({"recorded": None}, "must have 'recorded' as a tuple of names"),
         ({"recorded": ([],)}, "must have 'recorded' as a tuple of names"),
         ({"next_state": Rule.next_state}, r"has no step. Define next_state\(self, state, seen\)"),
@@ -701,7 +704,7 @@ def test_chance_is_noticed_in_every_rule(tmp_path):
             return state.replace(loss_scale=state.loss_scale * (1.0 + self.share * random.random()))
 
     Noise(0.0)
-    with pytest.raises(ValueError, match=r"differs when it is called again\. It must depend on its arguments only"):
+    with pytest.raises(ValueError, match=r"does something else when it is called again\. Let it depend on its"):
         Noise(0.5)
 
 

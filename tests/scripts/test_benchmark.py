@@ -166,7 +166,7 @@ def test_a_long_record_goes_through_every_command(run_forked, tmp_path):
     ("arguments", "message"),
     [
         (("update", "--json", "missing/result.json"), "there is no folder 'missing'"),
-        (("step", "--json", "."), "is no regular file"),
+        (("step", "--json", "."), "exists, but is not a regular file"),
         (("sweep", "--rounds", "0"), "must be at least 1, but got 0"),
         (("update", "--mode", "our"), "invalid choice: 'our'"),
     ],

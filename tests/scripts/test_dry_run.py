@@ -160,6 +160,6 @@ def test_a_process_that_ends_early_costs_one_case_only(monkeypatch):
     monkeypatch.setattr(program, "SECONDS", 0.1)
     cases = [CASES["control/Add"], CASES["cell/dynamic"]]
     errors = {result["case"]: result["error"] for result in compile_cases(cases)}
-    assert errors == {case.name: "it took longer than 0.1 seconds a case" for case in cases}
+    assert errors == {case.name: "the process took longer than 0.1 seconds for each case" for case in cases}
     assert problem({"case": "control/Add", "error": "", **NOTHING}) == "no kernel was selected"
     assert kernels_of({"kernels": {HCCL: {"AllReduce": 1}, "acl_kernel": {"Assign": 2}}}) == 2

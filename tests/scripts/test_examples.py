@@ -135,8 +135,7 @@ def test_preferences_are_learned_with_the_guided_rule(run_forked):
     printed = run_forked(EXAMPLES / "preferences.py", "--rule", "guided", "--layers", 1).stdout
     [rows] = rows_of_trainings(printed)
     assert len(rows) == 16
-    # Before the training, the preferred and the rejected answer are as likely as in the reference model, so the loss is
-    # log 2.
+    # At the first step, the probability of the preferred and of the other answer has not changed, so the loss is log 2.
     assert rows[0][0] == pytest.approx(np.log(2), abs=1e-3)
     assert mean_of_applied(rows[-5:]) < 0.05
     overflows = [overflow for _, overflow, *_ in rows]

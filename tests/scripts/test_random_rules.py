@@ -47,8 +47,8 @@ def test_random_rules_reach_all_operations(tmp_path):
     assert of_tables - used == set()
 
 
-# For each of these operations, a deliberately wrong NumPy implementation. A rule whose seed is in TELLING takes other
-# steps with the wrong implementation, so the comparison must report it.
+# For each of these operations, a deliberately wrong NumPy implementation. With it, at least one of the
+# rules whose seeds are in TELLING takes other steps, so the comparison must report a difference.
 PLANTED = {
     "div": "{0} / {1}",
     "less": "{0} <= {1}",
@@ -69,6 +69,6 @@ def states_of_first_cells(tmp_path_factory):
 def test_a_planted_difference_is_found(states_of_first_cells, tmp_path, monkeypatch, operation):
     planted = operations.OPERATIONS[operation]._replace(numpy=PLANTED[operation])
     monkeypatch.setitem(operations.OPERATIONS, operation, planted)
-    # Make the random rules again, because a rule that already exists would not use the wrong operation.
+    # Make the random rules again, so that their NumPy steps are generated with the wrong operation.
     outcomes = compare(made(TELLING, tmp_path), STEPS, states_of_first_cells)
     assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in outcomes), outcomes

@@ -126,10 +126,9 @@ class ExportedGraph:
 
     @property
     def plain_constants(self):
-        """set[tuple[str, str, int]]: (type, primitive, input position) of constants that are no tensors, such as an axis.
+        """set[tuple[str, str, int]]: each input of a node that is a constant but no tensor, such as an axis.
 
-        The primitive is the operator that takes the constant, and the position is the index of the constant among the
-        inputs of this operator.
+        Each entry has the type of the constant, the primitive of the node, and the position of this input.
         """
         types = {}
         for node in self._nodes:

@@ -141,7 +141,7 @@ def run_in_processes(processes, folder, script, *arguments):
 
 
 def with_this_python():
-    """Return environment variables whose PATH begins with this Python, because ``msrun`` starts the first ``python``."""
+    """Return environment variables that put this Python first on the PATH, where ``msrun`` looks for ``python``."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 

@@ -65,5 +65,5 @@ def test_a_place_that_takes_no_file_is_named(tmp_path, name, why):
 
 def test_file_where_a_folder_is_needed_is_an_error(tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(FileExistsError, match=r"must be in a folder, but that cannot be made: File exists.*run/a\.png"):
+    with pytest.raises(FileExistsError, match=r"folder of the output file cannot be created: File exists.*run/a\.png"):
         make_folder_of(tmp_path / "run" / "a.png")

@@ -11,7 +11,8 @@ from mindspore import dtype as mstype
 from mindspore.dataset import NumpySlicesDataset
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, wrapper
-from mindformers_adaptive.overflow.batch_file import read_batch, save_batch
+from mindformers_adaptive.gradients.batch_file import read_batch, save_batch
+from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.overflow.explain import explain_overflow
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
@@ -49,7 +50,10 @@ def test_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, t
     np.testing.assert_array_equal(batch[0], np.full((1, 4), 6000, np.float32))
     assert batch[1].shape == (1, 1)
     again = explain_overflow(train_step, [tuple(map(Tensor, batch))], 256.0)
-    assert again.origin.to_dict() == explanation["origin"]
+    assert again.to_dict()["origin"] == explanation["origin"]
+    # Every function that takes batches also takes the path of the saved batch.
+    assert explain_overflow(train_step, "overflow_batch.npz", 256.0).to_dict() == again.to_dict()
+    assert gradient_ranges(train_step, tmp_path / "overflow_batch.npz", [256.0]).overflowed_batches(256.0) == 1
 
 
 def test_nothing_is_explained_unless_asked_for(mindformers_log, tmp_path):
