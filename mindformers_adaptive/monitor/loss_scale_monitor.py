@@ -221,18 +221,29 @@ class LossScaleMonitor(RecordingCallback):
 
     def _note_and_look(self, run_context: Any) -> None:
         self._note_call(run_context)
-        self._look(run_context)
+        self._look(run_context, is_saved=True)
 
-    def _look(self, run_context: Any) -> None:
+    def _will_be_saved(self, params: Any) -> bool:
+        """Return whether a checkpoint callback will save the present step, as the last step or because it is due."""
+        is_last = params.cur_step_num >= params.epoch_num * params.batch_num
+        intervals = ((saver, saver._config.save_checkpoint_steps) for saver in self._savers)
+        return any(
+            is_last or (steps and params.cur_step_num >= saver._last_triggered_step + steps)
+            for saver, steps in intervals
+        )
+
+    def _look(self, run_context: Any, is_saved: bool = False) -> None:
         window = self._reader.window
         entries = self._read_entries(run_context.original_args().net_outputs)
         if not entries:
             return
         fields = (*FIELDS, *self._reader.recorded)
         names = (*fields, *RARE_FIELDS)
-        # Mark the first step after a resume in the record.
+        # Mark the first step after a resume, and the steps that a checkpoint callback saves.
         if self._resumes:
             entries[0]["resumed"], self._resumes = True, False
+        if is_saved or self._will_be_saved(run_context.original_args()):
+            entries[-1]["saved"] = True
         self._append([{field: entry[field] for field in names if field in entry} for entry in entries])
         for entry in entries:
             for field in fields[1:]:

@@ -53,6 +53,7 @@ class RunSeries(NamedTuple):
         gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where the norm is unknown
             or not above 0, or the step was skipped; None if the norm is never known.
         resumed (NDArray): float64 of shape (resumes,), the first step after each time that the training was resumed.
+        saved (NDArray): float64 of shape (checkpoints,), the steps after which a checkpoint was saved.
     """
 
     step: Floats
@@ -67,6 +68,7 @@ class RunSeries(NamedTuple):
     ceiling: Floats | None
     gradient_norm: Floats | None
     resumed: Floats
+    saved: Floats
 
     @property
     def span(self) -> int:
@@ -181,4 +183,5 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         ceiling=ceiling if has_ceiling else None,
         gradient_norm=None if np.isnan(norm).all() else norm,
         resumed=np.array(run.resumed, np.float64),
+        saved=np.array(run.saved, np.float64),
     )

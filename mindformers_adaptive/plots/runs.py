@@ -140,6 +140,11 @@ def draw_runs(
     if measured:
         _draw_underflow(panels["underflow"], measured, lines)
     style: dict[str, Any]
+    if alone and len(run.saved):
+        saved = one_per_column(run.saved)
+        style = {"linestyle": "none", "marker": "^", "clip_on": False, "color": canvas.MUTED, "gid": "saved"}
+        style |= {"label": f"checkpoint ({len(run.saved):,})", "transform": panels["scale"].get_xaxis_transform()}
+        panels["scale"].plot(saved, np.zeros(len(saved)), **style)
     for axes in panels.values():
         if alone and len(run.resumed):
             label = f"resumed ({len(run.resumed):,})" if axes is panels["scale"] else ""

@@ -64,6 +64,7 @@ class RecordedRun:
         is_numbered (bool): whether the log numbers all of its steps. Where overflows at its end have no number, the run
             has at least the steps that their scales need, and nothing bounds how many were skipped.
         resumed (tuple[int, ...]): numbers of the first steps after the training was resumed, as far as the log says.
+        saved (tuple[int, ...]): numbers of the steps after which a checkpoint was saved, as far as the log says.
 
     Raises:
         TypeError: if an argument that must be an array has another type.
@@ -103,6 +104,7 @@ class RecordedRun:
     gradient_norm: Floats | None = None
     is_numbered: bool = True
     resumed: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]

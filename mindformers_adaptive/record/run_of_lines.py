@@ -89,6 +89,7 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
         without_line=without_line if without_line.any() else None,
         is_numbered=not rows.has_tail,
         resumed=_resumed_at(lines),
+        saved=tuple(lines.array("step")[lines.array("saved") == 1].tolist()),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
-__all__ = ["FIELDS", "LARGEST_STEP", "RARE_FIELDS", "LogLine", "Step", "field_descriptions", "step_of"]
+__all__ = ["FIELDS", "LARGEST_STEP", "MARKS", "RARE_FIELDS", "LogLine", "Step", "field_descriptions", "step_of"]
 
 # The largest valid step number. Above 2^53, float64 does not represent every integer, and no training takes so many
 # steps, so a larger number comes from a damaged log line.
@@ -54,6 +54,10 @@ class Step(msgspec.Struct, kw_only=True):
         bool | msgspec.UnsetType | None,
         _field("true in the first step after the training was resumed; only there"),
     ] = msgspec.UNSET
+    saved: Annotated[
+        bool | msgspec.UnsetType | None,
+        _field("true where a checkpoint callback saves after the step; only there"),
+    ] = msgspec.UNSET
 
 
 class LogLine(Step, kw_only=True):
@@ -81,6 +85,8 @@ _BY_NAME = {field.name: field for field in msgspec.structs.fields(Step)}
 # The fields that every line of a run's record has, and the fields that only some of these lines have.
 FIELDS = tuple(name for name, field in _BY_NAME.items() if field.default is not msgspec.UNSET)
 RARE_FIELDS = tuple(name for name in _BY_NAME if name not in FIELDS)
+# The fields that are not about the step itself. They differ between a run that was resumed and one that never stopped.
+MARKS = ("resumed", "saved")
 
 
 def field_descriptions() -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 from filelock import FileLock, Timeout
 
+from mindformers_adaptive.record.step import MARKS
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 
 __all__ = ["RunRecord", "new_run", "read_record"]
@@ -261,7 +262,7 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Returns:
         list[dict]: the lines, including those for missing steps, as they are of a run that was never resumed: without
-        the number of the run, and ``resumed``. Lines that a failed write left unfinished are left out.
+        ``run``, ``resumed`` and ``saved``. Lines that a failed write left unfinished are left out.
 
     Raises:
         OSError: if the file cannot be read.
@@ -286,7 +287,8 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for entry in entries[:1]:
         entry.pop("run", None)
     for entry in entries:
-        entry.pop("resumed", None)
+        for mark in MARKS:
+            entry.pop(mark, None)
     return entries
 
 

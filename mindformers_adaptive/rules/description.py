@@ -23,7 +23,7 @@ DEFAULT_LOSS_SCALE = 2.0**16
 # Names that this package itself uses in states, records or steps. No field of a rule's state may have such a name.
 _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
-_TAKEN |= {"history", "recorded", "resumed", "restored", "inv_scale"}
+_TAKEN |= {"history", "recorded", "restored", "resumed", "run", "saved", "inv_scale"}
 _TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run", "loss_scaling_form"}
 _TAKEN |= {"form"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", LARGEST_GRADIENT.name}

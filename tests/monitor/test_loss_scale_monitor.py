@@ -416,18 +416,21 @@ class SeesRecord(Callback):
             self.ends.append(max(line.get("last_step", line.get("step")) for line in read_record(self.path)))
 
 
+@pytest.mark.parametrize("every_n_steps", [1, 7])
 @pytest.mark.parametrize("order", [["monitor", "saver"], ["saver", "monitor"]])
 @pytest.mark.parametrize("kind", ["MindSpore", "MindFormers"])
-def test_no_checkpoint_is_ahead_of_the_record(path, tmp_path, monkeypatch, kind, order):
+def test_no_checkpoint_is_ahead_of_the_record(path, tmp_path, monkeypatch, kind, order, every_n_steps):
     monkeypatch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path))
     if kind == "MindSpore":
         saver = ModelCheckpoint(directory=str(tmp_path), config=CheckpointConfig(save_checkpoint_steps=10))
     else:
         saver = CheckpointMonitor(directory=str(tmp_path), save_checkpoint_steps=10)
-    callbacks = {"monitor": LossScaleMonitor(path, every_n_steps=7), "saver": saver}
+    callbacks = {"monitor": LossScaleMonitor(path, every_n_steps=every_n_steps), "saver": saver}
     seen = SeesRecord(path, saver)
     train(build_again(history_size=7), [*(callbacks[name] for name in order), seen], OVERFLOWS[:25])
     assert seen.ends[:2] == [10, 20]
+    # Every checkpoint is marked, also the checkpoint that is saved at the end of the training.
+    assert read_log(path).saved == (10, 20, 25)
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:25])
     assert all(line["loss"] is not None for line in read_record(path))
     assert "_check_save_ckpt" not in vars(saver)

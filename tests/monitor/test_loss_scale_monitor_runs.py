@@ -77,6 +77,7 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     lines = read_record(record)
     assert_is_what_happened(lines, killed.steps() | stopped.steps() | last.steps())
     assert read_log(record).resumed == (saved + 1, saved + SAVED_EVERY + 1)
+    assert read_log(record).saved == (*range(SAVED_EVERY, LAST, SAVED_EVERY), LAST)
     # The event file of TensorBoard has the scalars of MindFormers too.
     written = read_scalars(scalars / "rank_0")
     assert written["loss"].keys() == last.steps().keys() == set(range(saved + SAVED_EVERY + 1, LAST + 1))

@@ -164,14 +164,15 @@ def test_losses_that_are_not_finite_are_marked():
     assert legend(loss) == ["loss", "inf or NaN (2)"]
 
 
-def test_where_a_run_was_resumed_is_marked(adaptive):
-    resumed = [line | ({"resumed": True} if line["step"] in (101, 400) else {}) for line in adaptive]
-    figure = draw_one(resumed)
+def test_resumes_and_checkpoints_are_marked(adaptive):
+    marks = {100: {"saved": True}, 101: {"resumed": True}, 400: {"resumed": True, "saved": True}}
+    figure = draw_one([line | marks.get(line["step"], {}) for line in adaptive])
     for axes in figure.axes:
         [marks] = artists(axes, "resumed")
         assert [segment[0][0] for segment in marks.get_segments()] == [100.5, 399.5]
-    assert "resumed (2)" in legend(figure.axes[1])
-    assert not any(artists(axes, "resumed") for axes in draw_one(adaptive).axes)
+    assert {"resumed (2)", "checkpoint (2)"} <= set(legend(figure.axes[1]))
+    assert points(figure.axes[1], "saved")[0] == [100, 400]
+    assert not any(artists(axes, mark) for axes in draw_one(adaptive).axes for mark in ("resumed", "saved"))
 
 
 @pytest.mark.parametrize(("loss", "broken"), [(NAN, 4), (None, 0)])

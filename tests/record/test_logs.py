@@ -405,11 +405,12 @@ def test_every_field_of_the_schema_has_a_meaning(tmp_path):
     assert list(descriptions) == list(Step.__struct_fields__)
     assert all(descriptions.values())
     values = dict.fromkeys(FIELDS, 3) | {"step": 1, "overflow": False, "dropped_by_norm": True}
-    values |= {"seconds": 3, "resumed": True}
+    values |= {"seconds": 3, "resumed": True, "saved": True}
     run = read(tmp_path, json_text({"run": 7, **values, "novelty": {"step": [1]}}) + "\n")
     numbers = ("loss", "loss_scale", "next_loss_scale", "scale_window", "largest_gradient", "gradient_norm", "seconds")
     assert [getattr(run, name).tolist() for name in numbers] == [[3.0]] * 7
-    assert (run.dropped_by_norm, run.resumed, run.skipped_bounds(), run.notes) == ((1,), (1,), (0, 0), ())
+    assert (run.dropped_by_norm, run.resumed, run.saved) == ((1,), (1,), (1,))
+    assert (run.skipped_bounds(), run.notes) == ((0, 0), ())
     for content in ([values], [{**values, "run": 7}]):
         assert run_of_record(content).loss.tolist() == [3.0]
 
