@@ -113,7 +113,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
 
     def load(name: str) -> object:
         if name in _GONE and not prefix:
-            raise ImportError(f"{package} has no {name} any more: see {_GONE[name]}.")
+            raise ImportError(f"{package} no longer has {name}. Use {_GONE[name]} instead.")
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with install_hint(f"{package}.{name}"):

@@ -129,7 +129,7 @@ def scaling_on_cpu(monkeypatch):
 
 @contextlib.contextmanager
 def mindspore_mode(name):
-    """Run the block in graph mode, in pynative mode (synchronous), or asynchronous (PyNative mode as it is by default).
+    """Run the block in "graph" mode, synchronous PyNative mode ("pynative"), or default PyNative mode ("asynchronous").
 
     The mode ``pynative`` computes the same as ``asynchronous``, but waits for each operator. Without this waiting,
     MindSpore's threads spin while they wait for each other, and a small step takes thirty times as long.
@@ -206,9 +206,10 @@ def run_program(capsys):
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Return a function that runs Python with arguments in ``tmp_path`` and returns the finished process.
+    """Return a function that runs Python in the folder ``tmp_path`` and returns the finished process.
 
-    The process can import this checkout like an installed package. Its exit code must be ``expect_exit``.
+    The function takes Python's arguments. The process can import this checkout like an installed package. Its exit code
+    must be ``expect_exit``.
     """
 
     def run(*arguments, expect_exit=0, timeout=600, **environment):

@@ -58,7 +58,7 @@ def imports_of(nodes):
 
 
 def own_modules(names):
-    """Yield the modules of this package among imported names; "" is the package itself."""
+    """From imported names, yield this package's modules, without the package's name ("" for the package itself)."""
     for name in names:
         first, _, inner = name.partition(".")
         if first == "mindformers_adaptive":

@@ -68,8 +68,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             counts = ["overflow", *counts, "skipped_steps", "consecutive_overflows"]
             floats += [LARGEST_GRADIENT.name] if self.needs_gradients else []
             self.history = ScaleHistory(history_size, counts, measures=floats)
-        # Make the Parameters of the rule's fields last. Then it is known which names the other attributes of this cell
-        # use.
+        # Create the Parameters for the rule's fields after all other attributes of this cell. Only then are all
+        # names in use known, so that a field with one of these names is refused.
         self._make_parameters(start)
 
     def _make_parameters(self, start: Any) -> None:
@@ -168,7 +168,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
 
 
 def _place_of(rule: Rule, key: str, places: Mapping[str, int]) -> tuple[str, int | None, Any, bool]:
-    """Return from which result of the rule's step, or from which state field, the step history takes a value.
+    """Return where the step history finds the value ``key``: in a result of the rule's step, or in a state field.
 
     Returns: the name of the value's field; the index of the field in the results of the rule's step, or None if the
     step does not change the field; the index of the value in the field's vector, or None; and whether the value is an

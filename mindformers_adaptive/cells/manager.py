@@ -172,11 +172,11 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
 
 def warn_of_window_as_factor(name: str, scale_factor: float) -> None:
-    """Warn if ``scale_factor`` is so large that it looks like the argument after it, ``scale_window``."""
+    """Warn if ``scale_factor`` is so large that it was probably meant as ``scale_window``, the next argument."""
     if scale_factor >= _LIKE_A_WINDOW:
         warnings.warn(
-            f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by it; 2 is usual. "
-            f"If you mean the window, write scale_window={scale_factor:g}.",
+            f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by this number. "
+            f"The usual value is 2. If you mean the window, write scale_window={scale_factor:g}.",
             stacklevel=3,
         )
 

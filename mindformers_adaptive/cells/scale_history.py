@@ -61,7 +61,7 @@ class ScaleHistory(nn.Cell):
         return next_loss_scale
 
     def steps(self, since: int, last: int) -> list[dict[str, Any]]:
-        """Return the kept steps from ``since + 1`` to the newest step, ``last``; oldest step first, without gaps."""
+        """Return the steps after ``since`` that the ring buffer holds, up to ``last``, in order and without gaps."""
         scales, counts, index = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
         newest_first = []
         # Go back through the ring buffer while the step numbers match. If an earlier state was restored, the rows
@@ -87,5 +87,5 @@ def refuse_kept_graphs(history_size: int) -> None:
         raise ValueError(
             "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
             f"enable_compile_cache), but got {history_size}: a graph from the cache does not write the history. Set "
-            "'history_size' to 0, or switch that cache off."
+            "'history_size' to 0, or switch the cache off."
         )

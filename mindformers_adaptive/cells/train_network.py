@@ -142,7 +142,7 @@ def _what_needs_a_stock_cell(network: Any, boost_level: str) -> str | None:
 
 
 def _check_division(optimizer: object, loss_scale: float, update_cell: object) -> None:
-    """Raise ValueError if the loss scale would divide the gradients twice; warn if it would not divide them at all."""
+    """Raise ValueError if gradients would be divided by the loss scale twice; warn if they would not be divided."""
     if update_cell is not None:
         refuse_dividing_optimizer(optimizer)
         return
@@ -151,7 +151,7 @@ def _check_division(optimizer: object, loss_scale: float, update_cell: object) -
     if divided_by != loss_scale:
         warnings.warn(
             f"With drop_overflow_update=False the optimizer must divide the gradients by {loss_scale}, but {name} has "
-            f"loss_scale={divided_by}: they are {loss_scale / divided_by} times too large. Give it "
+            f"loss_scale={divided_by}: the gradients are {loss_scale / divided_by} times too large. Create {name} with "
             f"loss_scale={loss_scale}, or use FixedScaleTrainOneStepCell, which divides them for any optimizer.",
             stacklevel=3,
         )
@@ -216,8 +216,8 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
         loss = self.network(*inputs)
         if loss.dtype == mstype.float16 and self.sens >= _INFINITE_IN_FLOAT16:
             raise ValueError(
-                f"'loss_scale' must be below {_INFINITE_IN_FLOAT16} with a loss in float16, where it is inf, but got "
-                f"{self.sens}. Return the loss in float32, or give a smaller scale."
+                f"'loss_scale' must be below {_INFINITE_IN_FLOAT16} if the loss is in float16, because larger "
+                f"scales are inf in float16, but got {self.sens}. Return the loss in float32, or give a smaller scale."
             )
         sens = ops.fill(loss.dtype, loss.shape, self.sens)
         grads = self.grad(self.network, self.weights)(*inputs, sens)

@@ -60,7 +60,7 @@ class LossScaleTrainStep(_Base):
         True
     """
 
-    # MindSpore's method gets another name here: in a graph, super() in an overriding method calls that method again.
+    # Give MindSpore's method a second name. In a graph, super() in an overriding method calls the overriding method.
     stock_overflow_status = nn.TrainOneStepWithLossScaleCell.get_overflow_status
     # Whether overflows are detected in gradients that have already been clipped.
     clips_before_detection = False
@@ -127,7 +127,7 @@ class LossScaleTrainStep(_Base):
         elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
             self.measures_at_detection = True
         else:
-            # Measure the largest gradient, then call the user's get_overflow_status(), which cannot do so in a graph.
+            # In a graph, the user's get_overflow_status() cannot measure the largest gradient. So measure it before.
             self.own_overflow_status = self.get_overflow_status
             self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
 
@@ -226,7 +226,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
     ``grads_for_mcore`` must call ``measure_largest_gradient.keep_divisor(divisor)``.
     """
 
-    # Subclasses set these attributes to the methods of MindFormers' cell, which older versions of MindFormers lack.
+    # Subclasses set these to methods of MindFormers' cell. Older versions of MindFormers do not have these methods.
     stock_grads_for_legacy: Any = None
     stock_grads_for_mcore: Any = None
 

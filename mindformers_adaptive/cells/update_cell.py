@@ -243,7 +243,7 @@ class RuleUpdateCell(CompiledUpdateCell):
             state = {**state, **present, **counters_of_megatron(self.rule, state)}
             restored = read_state(self.rule, state)
         if restored.loss_scale is None:
-            raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
+            raise KeyError("The state has no 'scale'. Give a dict that state_dict() returned.")
         missing = [key for key in present if key not in restored.values and key != LARGEST_GRADIENT.name]
         if not self.load_state(state) and missing:
             warnings.warn(f"The state has no {', '.join(missing)}: these values stay as they are.", stacklevel=2)
@@ -331,7 +331,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return super().__call__(*args, **kwargs)
 
     def add_flags_recursive(self, **flags: bool) -> RuleUpdateCell:
-        """Set flags as ``nn.Cell`` does. When training starts, also check a restored state.
+        """Set flags as ``nn.Cell`` does. If ``training`` is True, also check a state restored from a checkpoint.
 
         ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``.
 

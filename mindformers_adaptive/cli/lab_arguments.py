@@ -68,7 +68,7 @@ class Source:
 
     @property
     def recorded(self) -> Measures | None:
-        """Measures, optional: the measures of the recorded run in the steps of the trace; None without a run."""
+        """Measures, optional: the measures of the recorded run on its last steps; None if there is no such run."""
         if self.run is None:
             return None
         trace = self.trace.last(MOST_STEPS_SWEPT)
@@ -118,7 +118,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[Source]:
-    """Read or make the traces of the command line. Warn on the standard error if a policy lacks gradients on a trace.
+    """Read or make the traces that the command line names. Warn on stderr if a policy lacks the gradients it needs.
 
     Args:
         options (Namespace): the options that :func:`add_trace_arguments` declares.
@@ -144,14 +144,14 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
             gradient_format = source.trace.gradient_format
             if rule.needs_gradients and gradient_format != FLOAT16 and "gradient_format" not in texts[name]:
                 print(
-                    f"The gradients of {source.trace.name} are in {gradient_format.name}: there {name!r} needs "
-                    f"gradient_format={gradient_format.name}, or it takes them for float16.",
+                    f"The gradients of {source.trace.name} are in {gradient_format.name}, but policy {name!r} takes "
+                    f"them for float16. Give the policy the parameter gradient_format={gradient_format.name}.",
                     file=sys.stderr,
                 )
             if rule.needs_gradients and source.trace.largest_gradient is None:
                 print_text(
-                    f"{source.trace.name} has no largest gradients: there {name!r} sees overflows only. A record of "
-                    f"{rule.cell} has them.",
+                    f"{source.trace.name} has no largest gradients, so policy {name!r} sees only overflows. A "
+                    f"record of a training with {rule.cell} has them.",
                     file=sys.stderr,
                 )
     return sources
@@ -225,5 +225,8 @@ def _read_folder(folder: Path, assume: str | None) -> list[Source]:
         except ValueError as error:
             print_text(f"{path} is left out: {error}", file=sys.stderr)
     if not sources:
-        raise ValueError(f"The folder {str(folder)!r} must hold at least one log, but no file in it is recognised.")
+        raise ValueError(
+            f"The folder {str(folder)!r} must hold at least one log, but no file in it is recognised. Give a folder of "
+            "training logs or of records of LossScaleMonitor."
+        )
     return sources

@@ -96,9 +96,9 @@ def run(options: argparse.Namespace) -> None:
             "--underflow: leave them out"
         )
     if sweeps and len(sweeps) < len(read):
-        raise UsageError("files of 'probe --output' cannot be drawn with other files: draw the other files separately")
+        raise UsageError("files that 'probe --output' wrote cannot be drawn with other files: draw them separately")
     if options.underflow and len(sweeps) > 1:
-        raise UsageError("argument --underflow needs a single file of 'probe --output', but got several")
+        raise UsageError("argument --underflow needs a single file that 'probe --output' wrote, but got several")
     try:
         if not sweeps:
             figure = _draw_runs(read, chosen)

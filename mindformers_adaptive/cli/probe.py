@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]
-    """Sweep over loss scales with a progress bar, and return the gradient ranges. MindFormers prints to stderr."""
+    """Sweep over loss scales with a progress bar, and return gradient ranges. Output of MindFormers goes to stderr."""
     overrides = read_options(options.options)
     use_register_path(options.register_path)
     with contextlib.redirect_stdout(sys.stderr):

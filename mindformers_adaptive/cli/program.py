@@ -46,7 +46,7 @@ _GROUPS = {
     },
 }
 COMMANDS = {name: purpose for commands in _GROUPS.values() for name, purpose in commands.items()}
-# The names of all options of any subcommand that name a file to write.
+# The options, of all subcommands, whose value is the path of an output file.
 _WRITTEN = ("plot", "picture", "output", "gradients")
 # Removed subcommands, each with the subcommand to use instead.
 _REPLACED_BY = {"simulate": "compare --policies NAME"}
@@ -134,7 +134,7 @@ def _run(command: Any, words: list[str]) -> int:
     elif unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, parser, options)}")
     if same := _read_and_written(options):
-        parser.error(f"{same!r} would be read, and replaced by what is written. Give another file to write")
+        parser.error(f"{same!r} is both an input and the output, so it would be overwritten. Give another output file")
 
     def run() -> None:
         with install_hint(f"'{words[0]}'"):
@@ -144,7 +144,7 @@ def _run(command: Any, words: list[str]) -> int:
 
 
 def _read_and_written(options: argparse.Namespace) -> str | None:
-    """Return the name of a file that the options name both for reading and for writing; None if there is none."""
+    """Return the path of an output file if another option names the same file as an input, else None."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for name, value in vars(options).items():
         words = value if isinstance(value, list) else [value]
@@ -158,7 +158,7 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
     """Call a function that prints a result, print its error if it fails, and return the exit code."""
     try:
         if sys.stdout is None:
-            raise OSError("The output must be open, but it is closed. Send it to a file, or to /dev/null.")
+            raise OSError("The standard output must be open, but is closed. Redirect it to a file, or to /dev/null.")
         run()
         sys.stdout.flush()
     except UsageError as error:
@@ -177,9 +177,9 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
 def _message(error: Exception) -> str:
     if isinstance(error, ImportError | OSError | RuntimeError | TypeError | ValueError) and str(error):
         return str(error)
-    # The messages of other types of errors are unclear without the name of the type.
+    # Put the type of any other error before its message: the message of a KeyError, for example, is only the key.
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return f"{said}. With --traceback the program shows where it comes from."
+    return f"{said}. Run the command again with --traceback to see where it comes from."
 
 
 def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:

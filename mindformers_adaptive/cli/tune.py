@@ -96,7 +96,7 @@ def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list
     """Return all combinations of arguments for each policy. An argument is tried only with policies that accept it."""
     with wrong_usage():
         known = {name: all_arguments(find_rule(name)) for name in policies}
-        # If no policy has an argument of this name, pass the argument to every policy, so that grid() raises an error.
+        # If no policy has an argument of this name, pass it to every policy all the same: grid() then raises the error.
         common = tried.keys() - {key for arguments in known.values() for key in arguments}
         configurations: list[Configuration] = []
         for name, arguments in known.items():

@@ -27,7 +27,7 @@ from mindformers_adaptive.plots.layers import draw_layers
 
 __all__ = ["add_arguments", "run"]
 
-# Options that replace an input that is read from the output folder of a training.
+# Options for inputs that `why --run` reads from the training's output folder if the options are left out.
 _OF_RUN = ("checkpoint", "train_dataset_dir", "loss_scale", "batch", "register_path")
 
 

@@ -9,7 +9,7 @@ __all__ = ["backward_pass", "counts_for", "to_numpy"]
 
 
 def backward_pass(network):
-    """Return a cell that takes the loss scale and a batch, and returns the loss, the gradients and a divisor.
+    """Return a cell that takes the loss scale and a batch, and returns the loss, the gradients and their divisor.
 
     The gradients are as the train-step cell computes them: multiplied by the loss scale, and not yet divided by the
     scale or the divisor. The divisor is the number of tokens if the cell calculates a loss for each token, else 1.
@@ -29,8 +29,8 @@ def backward_pass(network):
         )
     if not network.trainable_params():
         raise ValueError(
-            f"'network' must have a Parameter to train, but {type(network).__name__} has none with requires_grad. Give "
-            "the network before it is frozen."
+            f"'network' must have a Parameter to train, but {type(network).__name__} has only frozen "
+            "Parameters or no Parameters. Set requires_grad=True for at least one Parameter."
         )
     if not isinstance(network, nn.TrainOneStepCell):
         return _OfOneLoss(network, ParameterTuple(network.trainable_params()))
@@ -88,7 +88,7 @@ class _OfOneLoss(nn.Cell):
 
 
 def counts_for(progress):
-    """Return a function to call after each backward pass; it calls ``progress``, if any, with the number of passes."""
+    """Return a function to call after each backward pass. It calls ``progress``, if any, with the passes so far."""
     passes = itertools.count(1)
     return lambda: progress is not None and progress(next(passes))
 

@@ -87,7 +87,7 @@ class LayerOutputs:
 
         with self._watched(lambda name: parts.setdefault(name, []), measure, "outputs", "forward"):
             self._network(*batch)
-        # Leave out cells that matched a pattern but did not run, such as a list of cells, which never runs.
+        # Leave out cells whose names match a pattern but which did not run, such as a CellList, which cannot be called.
         shown = [*parts, *(name for name in self._layers if name in self._named and name not in parts)]
         return {name: merge_statistics(parts.get(name, [])) for name in shown}
 
@@ -126,9 +126,9 @@ class LayerOutputs:
 
     @contextlib.contextmanager
     def _watched(self, enter, see, what, way):
-        """Within the block, run in PyNative mode, and let ``enter`` and ``see`` follow the layers.
+        """Within the block, run in PyNative mode, call ``enter`` before each layer, and ``see`` on each of its outputs.
 
-        Call ``enter`` at each call of a layer, and replace each output of a layer by what ``see`` returns for it.
+        The Tensor that ``see`` returns replaces the output.
         """
         names = {id(cell): name for name, cell in self._layers.items()}
         call = nn.Cell.__call__
@@ -184,7 +184,7 @@ def named_cells(network):
 
 
 def _named_cells(network):
-    """Return two dicts: the layer name of a cell by its path in the network, and the cell by its layer name."""
+    """Return two dicts: from a cell's path in the network to the name of the layer, and from this name to the cell."""
     paths = {path: cell for path, cell in network.cells_and_names() if path}
     # A trainer may put cells around the network. Parameter names leave these cells out, and so do layer names.
     around = _path_around(network)
@@ -194,7 +194,7 @@ def _named_cells(network):
 
 
 def _path_around(network):
-    """Return the prefix, such as "network.", that begins the Parameters' paths in the network, but not their names."""
+    """Return the prefix, such as "network.", that a Parameter's path in the network has, but its name does not have."""
     paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
     around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))
     return around.most_common(1)[0][0] if around else ""

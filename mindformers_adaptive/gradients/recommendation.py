@@ -47,8 +47,8 @@ HARMLESS_SHARE = 0.2
 # to 2**2.8 before the rest of the pass overflows. If a gradient exceeds the largest FP16 number by a factor of more
 # than 8, the pass does not compute in FP16.
 _BEYOND = 8.0
-# A backward pass in FP16 whose gradients do not overflow at a loss scale of 2^32 loses more than this share of the
-# gradients at a loss scale of 1.
+# If a backward pass in FP16 does not overflow even at a loss scale of 2^32, its gradients are so small that it loses
+# more than this share of a Parameter's gradient at a loss scale of 1.
 _NOTHING = 1e-4
 
 _MOST_EVIDENCE = 3
@@ -151,7 +151,7 @@ def _known_shares(statistics: Mapping[str, ArrayStatistics]) -> dict[str, float]
 
 
 def table_of_groups(verdicts: list[Verdict]) -> str:
-    """Return a table to print: for each group of gradients, the share lost at the loss scale of each verdict."""
+    """Return a table to print: a row for each group of gradients, a column with the share lost at each loss scale."""
     lines = [["gradients of", *(f"lost at {as_power_of_two(verdict.loss_scale)}" for verdict in verdicts)]]
     for group in dict.fromkeys(group for verdict in verdicts for group in verdict.groups):
         shares = [verdict.groups.get(group) for verdict in verdicts]

@@ -115,7 +115,7 @@ class GradientRanges:
         return {name: replace(each, norm=each.norm / math.sqrt(len(at_scale))) for name, each in merged.items()}
 
     def overall(self, loss_scale: float, unscaled: bool = False) -> ArrayStatistics:
-        """Return the statistics of all gradients together at a loss scale, over all batches, like :meth:`parameters`.
+        """Return the statistics of all gradients together at a loss scale. Batches are merged as in :meth:`parameters`.
 
         Args:
             loss_scale (float): one of ``loss_scales``.

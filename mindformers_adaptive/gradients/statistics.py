@@ -86,7 +86,7 @@ class ArrayStatistics:
         return replace(divided, histogram={}, signed=signed)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the statistics for JSON, with shares beside the counts, without ``lost`` and ``reference_norm``."""
+        """Return a dict for JSON: all fields except ``lost`` and ``reference_norm``, and shares for some counts."""
         plain = {name: value for name, value in vars(self).items() if name not in ("lost", "reference_norm")}
         return {
             **plain,

@@ -13,8 +13,8 @@ from mindformers_adaptive.gradients.backward import to_numpy
 
 __all__ = ["in_float32", "replaced_in", "unchanged", "without_recomputation"]
 
-# A dtype in an attribute of a cell is the dtype of weights, not of the computation, if the name of the attribute has
-# one of these words.
+# If the name of a cell's attribute contains one of these words, a dtype in this attribute is the dtype of weights, not
+# of the computation.
 _OF_WEIGHTS = ("param", "init", "weight")
 
 

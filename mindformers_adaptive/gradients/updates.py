@@ -1,4 +1,4 @@
-"""Counts the float16 weights that an update, smaller than half the distance to the next number, leaves unchanged."""
+"""Counts the float16 weights that an update below half the distance to the next float16 number leaves unchanged."""
 
 from __future__ import annotations
 

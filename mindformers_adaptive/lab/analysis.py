@@ -136,8 +136,8 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     if np.isnan(run.loss_scale).all():
         raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that has some.")
     changes, used = changes_of(run), forward_fill(run.loss_scale)
-    # Make a trace for each assumption about the ceilings. These traces share all arrays except the ceilings, because
-    # separate arrays of bounds for each assumption would not fit into memory for a long run.
+    # Make a trace for each assumption about the ceilings. Only the ceilings are new arrays, and the traces share all
+    # other arrays: copies of these would not fit into memory for a long run.
     traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
     recorded = tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)
     advice, settings = advise(run, traces, recorded, changes)
@@ -175,7 +175,7 @@ def _outcome_rows(
     settings: Settings | None,
     progress: Callable[[int], None] | None,
 ) -> list[dict[str, Any]]:
-    """Return a row of measures for the run and for each replayed policy, over all assumptions about the ceilings."""
+    """Return a row of measures for the run and each policy, with the fewest and most skipped steps of all traces."""
     outcomes = {"as recorded": recorded}
     if policies := _policies(used, traces[0]):
         outcomes |= compare(policies, traces, progress=progress).measures

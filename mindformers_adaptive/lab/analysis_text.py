@@ -130,7 +130,9 @@ def _between(numbers: Mapping[str, Any], name: str = "") -> str:
     fewest, most = numbers[f"{name}at_least"], numbers[f"{name}at_most"]
     if most is None:
         return f"at least {fewest}"
-    return str(fewest) if fewest == most else f"at least {fewest} and at most {most}"
+    if fewest == most:
+        return str(fewest)
+    return f"at least {fewest} and at most {most}" if fewest else f"at most {most}"
 
 
 def _listed(steps: Mapping[str, Any]) -> str:

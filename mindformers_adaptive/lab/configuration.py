@@ -69,7 +69,7 @@ class Configuration:
             try:
                 rule, start = start_rule(policy, arguments)
             except UserWarning as warning:
-                raise ValueError(f"{warning} In a configuration this is an error: give a valid value.") from None
+                raise ValueError(f"{warning} A configuration must have valid values, so give another value.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
         name = rule_class.name if rule_class in RULES.values() else path
         self.policy = policy if isinstance(policy, str) else name
@@ -182,7 +182,7 @@ def _configured(policy: str | type[Rule], arguments: Mapping[str, Any]) -> Confi
     except (ArithmeticError, TypeError, ValueError) as error:
         if any(repr(name) in str(error) for name in arguments):
             raise
-        # The error of a user's rule may not name the argument that is refused, so name all arguments.
+        # A user's rule may raise an error that does not name the invalid argument. So name all arguments in the error.
         tried = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"The arguments {tried} are refused: {error}") from error
@@ -216,7 +216,7 @@ def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
 
 
 def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """Return a short name of a rule with these arguments, and which arguments the short name shows."""
+    """Return a short name for the rule with these arguments, and the names of the arguments that it shows."""
     if type(rule) is not AdaptiveRule:
         return rule.name, set()
     smallest, largest = rule.min_scale_window, rule.max_scale_window

@@ -92,7 +92,7 @@ class DynamicRule:
 
     @property
     def moves_by_one_factor(self) -> bool:
-        """bool: whether a drop undoes a raise, so that the scale moves by one factor in both directions."""
+        """bool: whether the loss scale falls by the same factor as it rises, so that a drop undoes a raise."""
         return self.backoff_factor is None or math.isclose(self.backoff_factor * self.growth_factor, 1.0)
 
     def start(self, loss_scale: float, scale_window: int | None = None, clean_steps: int = 0) -> DynamicState:

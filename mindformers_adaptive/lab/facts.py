@@ -81,7 +81,7 @@ def start_up_of(run: RecordedRun) -> StartUp:
 
 
 def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
-    """Return which steps are in a log line that surely has enough consecutive clean steps for a loss scale to hold."""
+    """Return for each step whether its log line must contain 20 (``_HELD``) consecutive steps without overflow."""
     ends, _, most = np.asarray(run.lines, np.int64).T
     steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
     return np.repeat(steps - skipped >= _HELD * (skipped + 1), steps)
@@ -129,8 +129,11 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
             where = f": {at_start} at the start, because {as_power_of_two(first)} was too high, and "
             where += f"{fewest - at_start} later"
         said = f"{fewest:,} of {counted(steps, 'step')} were skipped ({fewest / steps:.1%}){where}."
+    elif fewest == 0 and most == steps:
+        said = f"The log does not show how many of its {counted(steps, 'step')} were skipped."
     else:
-        said = f"At least {fewest:,} and at most {most:,} of {counted(steps, 'step')} were skipped "
+        least = f"At least {fewest:,} and at most" if fewest else "At most"
+        said = f"{least} {most:,} of {counted(steps, 'step')} were skipped "
         said += f"({fewest / steps:.1%} to {most / steps:.1%})."
     sentences = [said]
     if bad["bad_steps"]:

@@ -186,13 +186,13 @@ class MeasureAccumulator:
         # If all earlier steps were skipped, the first applied step is in this chunk of steps or in a later chunk.
         before_first = np.where(skipped == steps, steps, np.argmin(overflow, axis=0))
         counts["steps_to_first_applied"] += np.where(counts["steps_to_first_applied"] == start, before_first, 0)
-        # Join the skip flags of all lanes (one lane per policy). An added step that is not skipped ends each lane, so
-        # no series of skipped steps spans two lanes.
+        # Concatenate the skip flags of all lanes (one lane per policy). Add an applied step at the end of each lane, so
+        # that no series of skipped steps spans two lanes.
         lane_by_lane = np.zeros((len(self._run), steps + 1), np.bool_)
         lane_by_lane[:, :steps] = overflow.T
         lane, step = np.divmod(consecutive_runs(np.flatnonzero(lane_by_lane)), steps + 1)
         lane, (first, last) = lane[:, 0], step.T
-        # A series of skipped steps at the start of this chunk may have begun in an earlier chunk.
+        # A series of skipped steps at the start of this chunk may have begun in an earlier chunk. Add its length there.
         lengths = last + 1 - first + np.where(first == 0, self._run[lane], 0)
         np.maximum.at(counts["longest_skip_run"], lane, lengths)
         self._run = np.zeros_like(self._run)
@@ -326,7 +326,7 @@ def _one_more_than_steps(name: str, values: ArrayLike, trace: Trace) -> NDArray[
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (len(trace) + 1,):
         raise ValueError(
-            f"'{name}' must have one number for each of the {len(trace)} steps of the trace {trace.name!r} and one for "
-            f"after the last, but got shape {array.shape}. Append the value after the last step."
+            f"'{name}' must have one number for each of the {len(trace)} steps of the trace {trace.name!r} and one "
+            f"more for the time after the last step, but got shape {array.shape}. Append the value after the last step."
         )
     return array

@@ -22,7 +22,7 @@ _STARTS = ("loss_scale", "scale_window", "clean_steps")
 
 
 def make_policy(name: str | type[Rule], **params: Any) -> Policy:
-    """Return the loss-scaling policy with the given name. It takes the parameters of the system it comes from.
+    """Return the loss-scaling policy with the given name. Its parameters are as in the original, such as PyTorch.
 
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``: ``loss_scale_value``
     (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the smallest window) and all
@@ -94,12 +94,12 @@ def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, A
     for key, value in params.items():
         preset_key = preset.aliases.get(key, key)
         if preset_key in values:
-            raise TypeError(f"{key!r} and {preset_key!r} of the policy {name!r} are one parameter. Give only one.")
+            raise TypeError(f"{key!r} and {preset_key!r} of the policy {name!r} are the same parameter. Give only one.")
         parameter = preset.parameters[preset_key]
         values[preset_key] = parameter.check(key, value)
         if parameter.sets is None and values[preset_key] != parameter.default:
             warnings.warn(
-                f"'{key}' of the policy {name!r} has no effect: the system always uses "
+                f"'{key}' of the policy {name!r} has no effect: the original system always uses "
                 f"{parameter.default}, but got {value!r}. Leave '{key}' out.",
                 stacklevel=4,
             )
@@ -129,7 +129,7 @@ def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
     if "clean_steps" in named and values[named["clean_steps"]] >= values[named["scale_window"]]:
         raise ValueError(
             f"'{named['clean_steps']}' must be below '{named['scale_window']}' ({values[named['scale_window']]}), but "
-            f"got {values[named['clean_steps']]}. A counter that reaches its limit starts again at 0."
+            f"got {values[named['clean_steps']]}. A counter starts again at 0 there, so give a smaller number."
         )
 
 

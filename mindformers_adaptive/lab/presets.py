@@ -34,7 +34,7 @@ _count: _Check = partial(require_integer, least=0, remedy="A fresh counter is 0.
 
 
 class Parameter(NamedTuple):
-    """A parameter of the loss scaler that a preset reproduces.
+    """A parameter of a preset, which reproduces the loss scaler of another system, such as PyTorch.
 
     Attributes:
         sets (str, optional): the argument of ``DynamicRule`` or of its ``start()`` that the parameter sets; None if

@@ -31,8 +31,8 @@ from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
 
-# The number of loss scales to collect before measuring them, so that arrays are long enough for NumPy and short enough
-# for a CPU cache.
+# How many loss scales to collect before computing measures from them. So arrays are long enough for NumPy to be fast,
+# and short enough for a CPU cache.
 _SCALES_AT_ONCE = 2**16
 
 
@@ -161,7 +161,7 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
         [87, 5]
     """
     if len(configurations) == 0:
-        raise ValueError("'configurations' must have at least 1 configuration, but got none. Make some with grid().")
+        raise ValueError("'configurations' must have at least 1 configuration, but got none. Make them with grid().")
     side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
     for index, configuration in enumerate(configurations):
         side_by_side[type(configuration.rule), configuration.rule.traced.shape].append(index)
@@ -199,7 +199,7 @@ def replay_side_by_side(
 def _chunks(
     lanes: Lanes, count: int, traces: Sequence[Trace]
 ) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64] | None]]:
-    """Replay rules on traces. Yield the start, the loss scales and the scale windows of each chunk of steps."""
+    """Replay rules on traces in chunks of steps. Yield each chunk's first step, its loss scales and its windows."""
     steps = max(_SCALES_AT_ONCE // count, 1)
     for start in range(0, len(traces[0]), steps):
         stop = min(start + steps, len(traces[0]))
@@ -234,7 +234,7 @@ class Comparison:
     starts: dict[str, float]
 
     def means(self) -> dict[str, dict[str, float | None]]:
-        """Return, by policy and by measure, the mean over the traces on which the measure is not None."""
+        """Return, for each policy and measure, the mean over the traces for which the measure is known (not None)."""
         means: dict[str, dict[str, float | None]] = {}
         for policy, on_traces in self.measures.items():
             rows: list[dict[str, Any]] = [measures.as_dict() for measures in on_traces]
@@ -245,7 +245,7 @@ class Comparison:
     def pareto_front(self) -> list[str]:
         """Return the policies on the Pareto front of mean skipped steps and mean lost headroom."""
         means = self.means()
-        # A mean that is None becomes nan in the array.
+        # The mean of the lost headroom may be None. In this float array, None becomes nan.
         skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
         front = pareto_front(skipped, headroom)
         return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
@@ -352,7 +352,7 @@ def compare(
     """
     for name, entries in (("policies", policies), ("traces", traces)):
         if len(entries) == 0:
-            raise ValueError(f"'{name}' must have at least 1 entry, but got none. There is nothing to compare.")
+            raise ValueError(f"'{name}' must have at least 1 entry, but got none. Give policies and traces.")
     numbers = itertools.count(1)
 
     def measured(make: Callable[[], Policy]) -> Iterator[Measures]:
@@ -388,8 +388,8 @@ def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
         >>> pareto_front([1, 2, 3, 1], [5.0, 1.0, 2.0, 5.0]).tolist()
         [True, True, False, True]
     """
-    # NaN (no headroom) counts as the worst headroom. unique() sorts the results by skipped steps, then by lost
-    # headroom. A result is on the Pareto front only if less headroom is lost than in all results before.
+    # Sort the results by skipped steps, then by lost headroom; NaN (no headroom) comes last. Earlier results do not
+    # skip more steps. So a result is on the Pareto front only if it loses less headroom than each earlier result.
     points, places = np.unique(
         np.column_stack([skipped, np.nan_to_num(headroom, nan=np.inf, posinf=np.inf)]), axis=0, return_inverse=True
     )

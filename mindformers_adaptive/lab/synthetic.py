@@ -127,9 +127,10 @@ def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> ND
 
 
 def _next_depth(depth: float, random: np.random.Generator) -> float:
-    """Draw the depth of the next regime, from 0 to 14 bits, at a distance of 4 to 14 bits from ``depth``.
+    """Return by how many bits the next regime lowers the ceiling: a random number from 0 to 14, not near ``depth``.
 
-    The first draw is deeper than ``depth``. If it is above 14 bits, draw deeper or shallower depths until 0 to 14 bits.
+    The number differs from ``depth``, the bits of the last regime, by 4 to 14 bits. The first draw is above ``depth``.
+    If it is above 14 bits, draw again, above or below ``depth``, until the number is from 0 to 14.
     """
     change = random.uniform(*_DEPTHS)
     while not 0.0 <= depth + change <= _DEPTHS[1]:

@@ -83,9 +83,9 @@ class Tuning:
         return int(self._order()[0])
 
     def _order(self) -> NDArray[np.int64]:
-        """Return the indices of the configurations, the best first: by mean cost, configurations in doubt last.
+        """Return the indices of the configurations, best first: by mean cost, but uncertain configurations come last.
 
-        A configuration is in doubt if the traces show the outcome of less than 90 % of its steps.
+        A configuration is uncertain if the traces show for less than 90 % of its steps whether they overflow.
         """
         undecided = [self.known_share(index) < DECIDED_FROM for index in range(len(self.configurations))]
         order: NDArray[np.int64] = np.lexsort((self.costs.mean(axis=1), undecided))
@@ -141,7 +141,7 @@ class Tuning:
         }
 
     def rows(self, count: int = 10) -> list[dict[str, Any]]:
-        """Return the best configurations, ready for JSON. First come those with outcomes known for 90 % of the steps.
+        """Return the best configurations, ready for JSON. Configurations whose cost is uncertain come last.
 
         Args:
             count (int): the largest number of configurations. Default: 10.
@@ -298,7 +298,7 @@ def tune(
     def swept(assumed_traces: Sequence[Trace]) -> Iterator[SweepResult]:
         for trace, result, assumed_trace in zip(traces, sweeps, assumed_traces, strict=True):
             other = assumed_trace.last(MOST_STEPS_SWEPT)
-            # If another assumption gives the same ceilings of a trace, reuse the sweep over the unchanged trace.
+            # If an assumption about the ceilings leaves a trace's ceilings unchanged, reuse the sweep over that trace.
             yield result if np.array_equal(trace.ceiling, other.ceiling) else sweep(tuning_grid, other)
             done(next(numbers))
 

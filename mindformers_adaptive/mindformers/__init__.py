@@ -1,1 +1,1 @@
-"""Integration with MindFormers: registration, launcher, trainer, and measurements for the training of a YAML file."""
+"""Integration with MindFormers: registration, launcher, trainer, and measurements of the training in a YAML file."""

@@ -72,16 +72,16 @@ def load_newest(path):
 def _load(file):
     if file.suffix not in (".ckpt", ".safetensors"):
         raise ValueError(
-            f"{str(file)!r} must be a checkpoint, but its name ends neither in .ckpt nor in .safetensors. Give another "
-            "file, or a folder of them."
+            f"{str(file)!r} must be a checkpoint, but its name ends neither in .ckpt nor in .safetensors. Give a file "
+            "with one of these endings, or a folder of checkpoints."
         )
-    remedy = "Give one that was written to its end."
+    remedy = "Give a checkpoint that was written completely."
     if file.stat().st_size == 0:
         raise ValueError(f"{str(file)!r} must be a checkpoint, but is empty. {remedy}")
     try:
         return mindspore.load_checkpoint(str(file), format=file.suffix[1:])
     except Exception as error:
-        # For a damaged file, MindSpore raises errors of several types, about arguments that the user never gave.
+        # Replace MindSpore's errors about a damaged file: they name arguments of MindSpore that the user never gave.
         raise ValueError(
             f"{str(file)!r} must be a checkpoint with at least one Parameter, but MindSpore finds none in it. {remedy}"
         ) from error

@@ -42,12 +42,13 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     def _save_megatron_ckpt_file_format(self, cb_params):
         if cb_params.cur_step_num == self._last_triggered_step:
             return
-        # LossScaleMonitor reads the last steps when _check_save_ckpt() is called. MindFormers omits this call at the
-        # end of a training.
+        # LossScaleMonitor reads the last steps when _check_save_ckpt() is called. At the end of a training, MindFormers
+        # does not call this method. So call it here.
         self._check_save_ckpt(cb_params, True)
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
         if isinstance(update_cell, RuleUpdateCell):
-            # MindFormers saves common_info as common.json in the folder of this step, and then marks it as complete.
+            # MindFormers saves common_info as common.json in the checkpoint folder, and then marks the checkpoint as
+            # complete. So this object saves the loss-scaling state before the mark.
             self.common_info = CommonInfoWithLossScale(cb_params.network)
         if self._config.async_save:
             if self._complete_folders is None:
@@ -188,8 +189,9 @@ def _load_sidecar(update_cell, folder):
             # MindFormers restores the loss scale itself; load_state() restores the rest of the loss-scaling state.
             update_cell.load_state(sidecar[1])
             return
-        # The loss-scaling state was restored with the optimizer's Parameters. With several devices MindFormers may
-        # leave out Parameters that no graph uses, so set the Parameters named by RUN and FORM from the sidecar file.
+        # The loss-scaling state was restored with the optimizer's Parameters. With several devices, MindFormers may
+        # leave out Parameters that no graph uses. So set the number of the run (RUN) and the form of the state (FORM)
+        # from the sidecar file.
         for name in (RUN, FORM):
             if name in sidecar[1]:
                 getattr(update_cell, name).set_data(Tensor(to_integer(name, sidecar[1][name]), mstype.int32))

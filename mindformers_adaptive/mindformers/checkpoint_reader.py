@@ -39,8 +39,8 @@ _FIELDS = (
 # Parameters of this package's adaptive update cell that MindFormers' own adaptive cell lacks.
 _NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
 
-# _Values: the values of a checkpoint file by key, or of a loss-scaling state by name. _Fields: the fields of the state
-# by Parameter name.
+# _Values: a dict from a key of a checkpoint file, or a name in a loss-scaling state, to the value. _Fields: a dict from
+# the name of a Parameter to the state field that the Parameter holds.
 _Values = dict[str, Any]
 _Fields = dict[str, Field]
 
@@ -221,7 +221,7 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
 
 
 def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -> _Fields:
-    """Return the fields to read, without a rule's vectors if the rule has changed since, and so their elements too."""
+    """Return the fields to read. If the rule has changed since the save, leave out vectors: elements may have moved."""
     readable = {name: field for name, field in fields.items() if name != FORM}
     by_name = {_last_part(name): value for name, value in content.items()}
     for rule in checkpoint.rules if FORM in by_name else ():
@@ -313,7 +313,7 @@ def _read_sidecar(file: Path, fields: _Fields) -> _Values:
 
 
 def _refuse(file: Path, fields: _Fields) -> _Values:
-    raise ValueError(f"the name must end in {' or '.join(_READERS)}, but is {file.name!r}")
+    raise ValueError(f"the name of a checkpoint file must end in {' or '.join(_READERS)}, but is {file.name!r}")
 
 
 def _last_part(key: str) -> str:
@@ -327,7 +327,8 @@ def _one_line(error: Exception) -> str:
 
 _Reader = Callable[[Path, _Fields], _Values]
 _READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
-# Small files of a checkpoint folder iteration_N. A resume prefers the optimizer's file, then these files in this order.
+# Small files of a checkpoint folder iteration_N that can hold the loss scale. If several files hold it, a resume takes
+# it from the optimizer's file, else from the first of these files.
 _SMALL_FILES: dict[str, _Reader] = {"common.json": _read_common, FILE_NAME: _read_sidecar}
 
 

@@ -31,8 +31,8 @@ _TRAIN_STEP = "runner_wrapper"
 # MindFormers itself sets micro_batch_num and parallel_config.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
 _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
-# An auto_register value that begins so names a module in this package's own register_path folder. The class in this
-# module is registered already, so auto_register has nothing to load.
+# The start of each auto_register value that names a module in this package's own register_path folder. The class in
+# such a module is registered already, so there is nothing to load.
 OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
 
@@ -82,7 +82,7 @@ def _check_resuming(resume: Any) -> None:
         kind = "the text " if isinstance(resume, str) else ""
         raise TypeError(
             f"'resume_training' must be True, False or the name of a checkpoint file, but got {kind}{resume!r}. Write "
-            "it without quotation marks."
+            "True and False without quotation marks."
         )
 
 
@@ -96,8 +96,8 @@ def _check_format_of_checkpoints(config: Any) -> None:
     if DTensor is None and config.get("checkpoint") and value_at(config, "context.mode") in (1, "PYNATIVE_MODE"):
         raise ValueError(
             "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for this "
-            "section in PyNative mode, MindFormers needs hyper-parallel, which is not installed. Set the mode to 0, or "
-            "remove the section: CheckpointMonitor saves checkpoints without it."
+            "section in PyNative mode, MindFormers needs hyper-parallel, which is not installed. Set 'context.mode' to "
+            "0, or remove the 'checkpoint' section: the callback CheckpointMonitor saves checkpoints without it."
         )
 
 
@@ -108,7 +108,7 @@ def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str
     try:
         if origin == "mindformers_adaptive":
             with warnings.catch_warnings():
-                # The class warns again when MindFormers creates it for the training.
+                # Ignore warnings in this check: the class warns again when MindFormers creates it for the training.
                 warnings.simplefilter("ignore")
                 cls(**arguments)
         elif origin in ("mindspore", "mindformers"):
@@ -144,7 +144,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
         elif not may_take_more:
             raise TypeError(f"{message}It takes {', '.join(accepted)}.")
         elif nearest:
-            warnings.warn(f"{message}The key is passed on unchanged.", stacklevel=4)
+            warnings.warn(f"{message}The key is passed to {cls.__name__} unchanged.", stacklevel=4)
     positional = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
     required = [each.name for each in positional if each.default is each.empty]
     missing = [name for name in required if name not in section]
@@ -178,12 +178,12 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
     if MindFormerRegister.is_exist(kind, name):
         return MindFormerRegister.get_cls(kind, name)  # type: ignore[no-any-return]
     known = sorted(other for other in MindFormerRegister.registry[kind] if _may_stand_at(path, kind, other))
-    nearest = did_you_mean(name, known, most=3, similarity=0.8)
-    if path == _TRAIN_STEP and not nearest:
-        nearest = f"{train_step_instead_of(section)} "
+    suggestion = did_you_mean(name, known, most=3, similarity=0.8)
+    if path == _TRAIN_STEP and not suggestion:
+        suggestion = f"{train_step_instead_of(section)} "
     raise ValueError(
-        f"'{path}.type' must name a registered class, but got {name!r}. {nearest}If you wrote the class, "
-        "add 'auto_register' to the section."
+        f"'{path}.type' must name a registered class, but got {name!r}. {suggestion}If {name!r} is a class that you "
+        f"wrote, add the key 'auto_register' to the section '{path}'."
     )
 
 
@@ -199,7 +199,7 @@ def _may_stand_at(path: str, kind: str, name: str) -> bool:
 
 
 def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Return the keyword arguments of a class, and whether a user's class may take more from ``**kwargs``."""
+    """Return the keyword arguments of a class, and whether a user's class takes others by ``**kwargs``."""
     names, may_take_more = set(), False
     for base in [each for each in cls.__mro__ if "__init__" in vars(each)] if inspect.isclass(cls) else [cls]:
         parameters = _parameters_of(base)

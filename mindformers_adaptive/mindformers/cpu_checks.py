@@ -13,7 +13,7 @@ __all__ = ["check_cpu"]
 _CPU_MODEL: dict[str, tuple[bool, str]] = {
     "use_flash_attention": (False, "MindSpore has no flash attention (FlashAttentionScore) for a CPU"),
     "fused_rms_norm": (False, "MindSpore has no fused norm (RmsNorm) for a CPU"),
-    "use_rope_slice": (True, "a CPU does not broadcast the matrices of the other way"),
+    "use_rope_slice": (True, "otherwise the rotary embedding needs a product that a CPU does not broadcast"),
 }
 _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 
@@ -35,7 +35,9 @@ def check_cpu(config: Any, model_config: Any = None) -> None:
     """
     model = model_values(config) if model_config is None else vars(model_config)
     if problems := [*_cpu_problems(config, model)]:
-        raise ValueError("This cannot be trained on a CPU:\n" + "\n".join(f"- {problem}." for problem in problems))
+        raise ValueError(
+            "This configuration cannot be trained on a CPU:\n" + "\n".join(f"- {problem}." for problem in problems)
+        )
 
 
 def _cpu_problems(config: Any, model: Mapping[str, Any]) -> Iterator[str]:
@@ -63,20 +65,20 @@ def _cpu_problems(config: Any, model: Mapping[str, Any]) -> Iterator[str]:
         parts = value_at(parallel, f"parallel_config.{key}")
         if isinstance(parts, int) and parts > 1:
             yield (
-                f"'parallel_config.{key}' must be 1, but is {parts}: it needs semi-automatic parallelism. Share the "
-                "work by 'data_parallel'"
+                f"'parallel_config.{key}' must be 1, but is {parts}: a value above 1 needs semi-automatic parallelism, "
+                "which MindSpore does not compile for a CPU. Divide the work by 'parallel_config.data_parallel'"
             )
     if config.get("checkpoint") and (value_at(parallel, "parallel_config.data_parallel") or 1) > 1:
         yield (
-            "'checkpoint' must be left out with several processes: MindFormers then asks for the layout of "
-            "semi-automatic parallelism, which a CPU does not have, and stops at the first save. CheckpointMonitor "
-            "saves to .ckpt and .safetensors without it"
+            "'checkpoint' must be left out with several processes: with this section, MindFormers asks for the layout "
+            "of semi-automatic parallelism, which a CPU does not have, and stops at the first save. The callback "
+            "CheckpointMonitor saves .ckpt and .safetensors files without the section"
         )
     folder = value_at(config, "monitor_config.dump_path")
     if value_at(config, "monitor_config.monitor_on") and folder:
         yield (
             f"'monitor_config.dump_path' must be '', but is {folder!r}: MindSpore writes no dumps (TensorDump) on a "
-            "CPU. What the formats print to the log and to TensorBoard does not need it"
+            "CPU. The formats of 'monitor_config' that write to the log or to TensorBoard do not need the path"
         )
     if value_at(config, "optimizer.type") == "Lamb":
         yield "'optimizer.type' must be another optimizer, but is Lamb. Set it to AdamW"

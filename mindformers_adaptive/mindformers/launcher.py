@@ -76,7 +76,7 @@ def load_config(
     try:
         config = MindFormerConfig(path, **run_mode)
     except KeyError as error:
-        # MindFormers raises KeyError for an unknown key.
+        # MindFormers raises KeyError if a section has an unknown key or lacks a key. Name the file in the error too.
         raise ValueError(f"{path}: {error.args[0]}") from error
     for key, value in overrides.items():
         if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
@@ -139,7 +139,7 @@ def _check_files(path: str) -> None:
         bases = content.get("base_config", [])
         for base in bases if isinstance(bases, list) else [bases]:
             if not isinstance(base, str):
-                raise TypeError(f"{file}: 'base_config' must name a YAML file, but got {base!r}. Take the key out.")
+                raise TypeError(f"{file}: 'base_config' must name a YAML file, but got {base!r}. Remove the key.")
             waiting.append(require_yaml_file(os.path.join(os.path.dirname(file), base)))
 
 

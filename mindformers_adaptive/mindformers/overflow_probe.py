@@ -1,4 +1,4 @@
-"""Find out why the training of a MindFormers YAML file overflows, and which of its settings helps."""
+"""Find out why a training that a MindFormers YAML file describes overflows, and which setting in the file helps."""
 
 import dataclasses
 import functools
@@ -19,7 +19,8 @@ from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["DEFAULT_BATCHES", "why"]
 
-# Each batch costs three passes in PyNative mode, and a model that overflows does so with almost any batch.
+# Each batch costs up to three passes in PyNative mode, and a model that overflows does so with almost any batch. So two
+# batches are enough.
 DEFAULT_BATCHES = 2
 
 _SECTION = "model.model_config"
@@ -47,7 +48,7 @@ def why(
     failure="",
     progress=None,
 ):
-    """Say why the training of a YAML file overflows, in which layer, and which of its settings helps.
+    """Say why the training that a YAML file describes overflows, in which layer, and which setting in the file helps.
 
     The passes are made by the train-step cell that a training would use, with the weights that it would start from, as
     in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. If they overflow, each setting of the file's

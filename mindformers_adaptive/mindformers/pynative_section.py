@@ -44,7 +44,7 @@ def is_for_pynative_trainer(content: object, mode: int | None = None) -> bool:
     if both := [name for name in _GRAPH if content.get(name)]:
         raise ValueError(
             "The file must be for one of MindFormers' two trainers, but has 'training' of the PyNative trainer and "
-            f"{', '.join(map(repr, both))} of the graph-mode trainer. Take out the sections of the other one."
+            f"{', '.join(map(repr, both))} of the graph-mode trainer. Remove the sections of one trainer."
         )
     context = content.get("context")
     mode = context.get("mode", 1) if mode is None and isinstance(context, Mapping) else mode
@@ -80,13 +80,13 @@ def read_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str
         raise TypeError(f"'config' must be a YAML file or a dict of its keys, but got {str(config)[:80]!r}.")
     training = config.get("training") or {}
     if not isinstance(training, Mapping):
-        raise TypeError(f"'training' must be a section of keys, but got {training!r}. Write its keys below, indented.")
+        raise TypeError(f"'training' must be a section of keys, but got {training!r}. Indent its keys below it.")
     other_keys = {name: value for name, value in training.items() if name != "loss_scale"}
     return {**config, "training": other_keys}, training.get("loss_scale")
 
 
 def read_section(section: object) -> dict[str, Any]:
-    """Check the section ``training.loss_scale``; return its arguments, and the class of the loss-scaling rule.
+    """Check the section ``training.loss_scale``; return the class of its loss-scaling rule, and the rule's arguments.
 
     Args:
         section (Union[float, Mapping]): a number for a fixed loss scale, or ``type`` and the arguments, as in the
@@ -126,7 +126,7 @@ def read_section(section: object) -> dict[str, Any]:
     of_rule = {name: value for name, value in arguments.items() if name not in (*of_start, "loss_scale_value")}
     try:
         with warnings.catch_warnings():
-            # The rule warns again when it is created for the training.
+            # Ignore warnings in this check: the rule warns again when it is created for the training.
             warnings.simplefilter("ignore")
             make_rule(rule, **of_rule).start(arguments["loss_scale_value"], **of_start)
     except (TypeError, ValueError) as error:
@@ -135,7 +135,7 @@ def read_section(section: object) -> dict[str, Any]:
 
 
 def _rule_of(arguments: dict[str, Any]) -> type[Rule]:
-    """Remove ``type``, and ``rule`` if the type needs it, from the arguments, and return the rule that they name."""
+    """Return the rule that ``type`` (or ``rule``, if the type needs it) names. Remove these keys from ``arguments``."""
     kind = arguments.pop("type", None)
     if kind == Rule.cell:
         try:
@@ -143,7 +143,7 @@ def _rule_of(arguments: dict[str, Any]) -> type[Rule]:
         except (TypeError, ValueError) as error:
             raise type(error)(f"'{SECTION}': {error}") from error
     if (rule := rule_of_cell(kind)) is None:
-        wrong = "lacks it" if kind is None else f"got {kind!r}"
+        wrong = "it is missing" if kind is None else f"got {kind!r}"
         kind_of_error = ValueError if isinstance(kind, str) else TypeError
         raise kind_of_error(f"'{SECTION}.type' must be {_TYPES}, but {wrong}. Write 'type: AdaptiveLossScale'.")
     return rule
@@ -188,7 +188,7 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
         if isinstance(callback, Mapping) and callback.get("type") == "GradientRangeMonitor":
             raise ValueError(
                 f"'callbacks.{index}.type' must be a callback of the PyNative trainer, but GradientRangeMonitor works "
-                "with the graph-mode trainer only. Take it out; LossScaleMonitor works with both."
+                "with the graph-mode trainer only. Remove this callback; LossScaleMonitor works with both trainers."
             )
 
 
@@ -206,13 +206,13 @@ def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stackleve
     if name in ("float16", "fp16") and kind is None:
         warnings.warn(
             f"'{key}' is {dtype}, in which small gradients become 0, but there is no '{section}', so the loss is not "
-            f"scaled. Add a section of type AdaptiveLossScale, or '{short}: 1.0' if that is what you mean.",
+            f"scaled. Add a section of type AdaptiveLossScale, or '{short}: 1.0' to train without loss scaling.",
             stacklevel=stacklevel,
         )
     if name in ("bfloat16", "bf16") and kind:
         warnings.warn(
             f"'{key}' is {dtype}, which has the range of float32 and needs no loss scaling, but '{section}' is of type "
-            f"{kind}. Training goes on with it. Set '{short}: 1.0' to train without, or '{key}' to float16 if that is "
-            "what you mean.",
+            f"{kind}. Training goes on with loss scaling. Set '{short}: 1.0' to train without loss scaling, or set "
+            f"'{key}' to float16 if you meant to train in float16.",
             stacklevel=stacklevel,
         )

@@ -106,7 +106,9 @@ def restore(scaler, folder):
     try:
         saved = read_sidecar(folder)
         if saved is None:
-            raise ValueError(f"{folder} has no {FILE_NAME}: the training that saved it did not scale the loss")
+            raise ValueError(
+                f"{folder} has no {FILE_NAME}: the training that saved this checkpoint did not scale the loss"
+            )
         loss_scale, state = saved
         scaler.update_cell.load_state({**state, "loss_scale": loss_scale})
     except (TypeError, ValueError) as error:
@@ -114,7 +116,7 @@ def restore(scaler, folder):
 
 
 class _Step:
-    """A stand-in for the network, in which monitors find the loss scale and the update cell of a loss scaler."""
+    """A stand-in for the network that monitors search: it holds the loss scale and the update cell of a loss scaler."""
 
     def __init__(self, scaler):
         self.scale_sense, self.loss_scaling_manager = scaler.scale_value, scaler.update_cell
@@ -124,7 +126,7 @@ class _Step:
 
 
 class _NoUpdate:
-    """Replaces the optimizer in a step that overflowed, so that the optimizer's state and step count do not change."""
+    """A stand-in for the optimizer in a step that overflowed: it changes no weight, optimizer state or step count."""
 
     def __init__(self, optimizer):
         self.parameters = optimizer.parameters
@@ -250,7 +252,7 @@ class LossScaledTraining:
         local = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
         unscaled = self.scaler.unscale(tuple(local)) if local else ()
         for gradient, divided in zip(local, unscaled, strict=True):
-            # Do not use mul_(), which changes nothing on a CPU.
+            # Overwrite the gradient by copy_(), because mul_() leaves a Tensor unchanged on a CPU.
             gradient.copy_(divided)
         return tuple(local)
 

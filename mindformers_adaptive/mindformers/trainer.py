@@ -137,16 +137,17 @@ class Trainer(mindformers.Trainer):
         elif (ignored := self.config.runner_config.gradient_accumulation_steps or 1) > 1:
             warnings.warn(
                 f"'runner_config.gradient_accumulation_steps' must be 1 with 'wrapper', but got {ignored}: no "
-                "gradients are accumulated, because the wrapper is trained as it is. To accumulate gradients, put "
-                "nn.GradAccumulationCell around the model in the wrapper.",
+                "gradients are accumulated, because the train-step cell 'wrapper' is trained unchanged. To accumulate "
+                "gradients, put nn.GradAccumulationCell around the model before you create 'wrapper'.",
                 stacklevel=4,
             )
 
     def _give_wrapper(self, network, optimizer):
         if network is not self.model:
             warnings.warn(
-                f"MindFormers would put a {type(network).__name__} around the model, but 'wrapper' is trained as it "
-                "is, without this cell. If you need the cell, put it around the model when you make the wrapper.",
+                f"MindFormers would put a {type(network).__name__} around the model, but it trains the train-step cell "
+                "'wrapper' unchanged, so the model is trained without this cell. If you need the cell, put it around "
+                "the model before you create 'wrapper'.",
                 stacklevel=2,
             )
         if hasattr(self.wrapper, "scale_sense"):
@@ -231,8 +232,8 @@ def _model_of(wrapper, reset_model):
         )
     if reset_model or getattr(models[0].config, "use_past", False):
         raise ValueError(
-            "'wrapper' must have a model that is not built anew, but MindFormers builds the model anew if "
-            "reset_model=True or the model has use_past=True. Leave 'reset_model' out, and make the model with "
+            "MindFormers must not rebuild the model in 'wrapper', but it rebuilds a model if reset_model=True or the "
+            "configuration of the model has use_past=True. Leave 'reset_model' out, and create the model with "
             "use_past=False."
         )
     return models[0]

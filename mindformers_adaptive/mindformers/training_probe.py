@@ -90,7 +90,7 @@ def probe(
 
 
 class Training(NamedTuple):
-    """The parts of a YAML file's training that a measurement needs, built in one process.
+    """The train step and the data that a YAML file describes, built in one process for a measurement.
 
     Attributes:
         train_step (Cell): the train-step cell, with the model as its ``network``. Its optimizer is a stand-in that has
@@ -125,7 +125,7 @@ def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None
     named["checkpoint.load_path"] = value_at(config, "checkpoint.load_path")
     key, path = next(((key, path) for key, path in named.items() if path), ("", None))
     if checkpoint is None:
-        remedy = " Give another with --checkpoint, or measure new weights with --options load_checkpoint=''."
+        remedy = " Give another checkpoint with --checkpoint, or use new weights with --options load_checkpoint=''."
         _require_checkpoint(f"'{key}' of the YAML file", path, remedy)
     training = Training(*_build(config), micro_batches)
     if path is None:

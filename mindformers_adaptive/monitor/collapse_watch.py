@@ -56,7 +56,7 @@ class CollapseWatch(Callback):
         self._longest = 0
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Check the overflows of the first and every tenth step, or of every step if the update cell cannot count them.
+        """Check the overflows after the first and every tenth step; after every step if the update cell counts none.
 
         Args:
             run_context (RunContext): MindSpore's information about the training.
@@ -67,7 +67,7 @@ class CollapseWatch(Callback):
             self._look(self._reader, run_context.original_args())
 
     def on_train_end(self, run_context: Any) -> None:
-        """Check the last step, and warn if no step of the training was applied.
+        """Check the loss and the overflows of the last step, and warn if no step of the training was applied.
 
         Args:
             run_context (RunContext): MindSpore's information about the training.

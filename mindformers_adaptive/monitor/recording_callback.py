@@ -67,7 +67,7 @@ class RecordingCallback(Callback):
         self._tensorboard_dir = _require_path("tensorboard_dir", tensorboard_dir)
         self._all_ranks = require_flag("all_ranks", all_ranks)
         self._on_write_error = require_choice("on_write_error", on_write_error, ("warn", "raise"))
-        # Whether this process writes, and the writer of TensorBoard files.
+        # Whether this process writes a record and TensorBoard files, and the object that writes the TensorBoard files.
         self._writes, self._writer = False, None
         self._record: Any = None
         self._update_cell: Any = None
@@ -79,7 +79,8 @@ class RecordingCallback(Callback):
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Model.fit also enters and leaves its callbacks during a training, for each evaluation.
+        # Model.fit calls __enter__ and __exit__ not only for the training, but also for each evaluation within the
+        # training. So close the files only at the outermost __exit__.
         self._entered -= 1
         if self._entered == 0:
             self._release()
@@ -185,8 +186,9 @@ def _require_path(name: str, value: Any) -> Path | None:
     """Return a path as a Path, or None if it was left out."""
     if value is not None and not isinstance(value, str | os.PathLike):
         raise TypeError(
-            f"'{name}' must be a path, but got {value!r} of type {type(value).__name__}. Give text, or leave it out."
+            f"'{name}' must be a path, but got {value!r} of type {type(value).__name__}. Give the path as text, or "
+            f"leave '{name}' out."
         )
     if value == "":
-        raise ValueError(f"'{name}' must be a path, but got ''. Give the name of a file or folder, or leave it out.")
+        raise ValueError(f"'{name}' must be a path, but got ''. Give a file or folder, or leave '{name}' out.")
     return None if value is None else Path(value)

@@ -112,7 +112,7 @@ class StepReader:
 
     def steps_taken(self) -> int | None:
         """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
-        # Once a step count is saturated or damaged, do not rely on it any more.
+        # If the update cell's step count is damaged or has reached the int32 limit, ignore this count from now on.
         if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
             self._parameters.pop("cur_iter", None)
         return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None
@@ -127,11 +127,11 @@ class StepReader:
         self._skipped_by_others = max((skipped_steps or 0) - self._state().get("skipped_steps", 0), 0)
 
     def read(self, step: int, count: int, outputs: Any) -> list[dict[str, Any]]:
-        """Return what is known of each step since the last call.
+        """Return what loss scaling did in the steps since the previous call of this method, as far as it is known.
 
         Args:
             step (int): the number of the last step.
-            count (int): the number of steps since the last call, at least 1.
+            count (int): the number of steps since the previous call, at least 1.
             outputs (object): the outputs of the train-step cell in the last step.
 
         Returns:
@@ -165,7 +165,8 @@ class StepReader:
         norm, squares = (outputs[at] if len(outputs) > at else None for at in (_PLACE_OF_NORM, _PLACE_OF_SQUARES))
         if isinstance(norm, Tensor) and norm.size == 1:
             return float(norm.asnumpy().item())
-        # The squared norms cover the gradients of all processes only if this process trains alone.
+        # In a distributed training, the squared norms need not cover the gradients of all processes, so the norm is
+        # unknown.
         if isinstance(squares, Tensor) and not self._train_step.is_distributed:
             return math.sqrt(np.sum(squares.asnumpy(), dtype=np.float64))
         return None

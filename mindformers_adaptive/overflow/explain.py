@@ -183,8 +183,9 @@ def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
                 return Pass(scale, loss, calls, of_calls, weights, source, sees_operators=not graph)
             except Exception as error:
                 raise PyNativeError(
-                    f"The layers of this network can be seen only if it runs in {'graph' if graph else 'PyNative'} "
-                    f"mode, where it fails: {_reason(error)}. Check the shapes and types of the batch."
+                    "The layers of this network can be seen only if the network runs in "
+                    f"{'graph' if graph else 'PyNative'} mode, but it fails in this mode: {_reason(error)}. Check the "
+                    "shapes and types of the batch."
                 ) from error
             finally:
                 done()
@@ -215,7 +216,7 @@ class _Passes:
 
     def __init__(self, run, batches, loss_scale, forward_is_harmless=False):
         self._run, self._batches, self._by_scale = run, batches, {}
-        # By loss scale, the first pass that overflows and its batch, or None.
+        # For each loss scale that was run: the first pass that overflows and its batch, or None.
         self._first_bad = {}
         # inf in the forward pass does no harm if the gradients of the same batches are finite at some loss scale.
         self.forward_is_harmless = forward_is_harmless
@@ -233,7 +234,7 @@ class _Passes:
 
     @property
     def closest(self):
-        """list[Pass]: the passes that show how close layers are to overflow; at a scale without overflow, if any."""
+        """list[Pass]: the passes in which the distance of layers from overflow is measured, at ``closest_scale``."""
         return self._by_scale[self.closest_scale]
 
     @property
@@ -296,7 +297,7 @@ def _look(run, batches, loss_scale):
 
 
 def _try_scale(seen):
-    """Try the largest lower loss scale that the recorded gradients allow. Return a list with one result."""
+    """Try the largest loss scale below the training's that the recorded gradients allow. Return a list of one item."""
     if seen.forward:
         return [Tried("a lower loss_scale_value", None, None, note="it overflows before the loss is scaled")]
     if not seen.safe:

@@ -211,7 +211,8 @@ class Explanation:
             known = [pair for pair in readings if pair[0] is not None and math.isfinite(pair[0].headroom)]
             known = [pair for pair in known if pair[0].finite or not forward_overflows]
             known.sort(key=lambda pair: pair[0].headroom)
-            # Round the bits left before overflow down, so that no layer seems further from overflow than it is.
+            # Round down the number of bits left before overflow, so that no layer seems further from overflow than it
+            # is.
             rows = [
                 [f"  {name}", f"{math.floor(10 * reading.headroom) / 10:.1f}" if reading.finite else "overflow"]
                 for reading, name in known[:_MOST_LAYERS]

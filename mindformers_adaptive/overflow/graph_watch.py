@@ -113,7 +113,8 @@ def _backward_order(calls, weights):
         for child in reversed(inside.get(call.index, [])):
             yield from go_back(child)
         of_inputs = [gradient for gradient in call.gradients if not gradient.of_output]
-        # The gradients of a layer's weights come before the gradients that the layer passes back to its predecessors.
+        # Yield the gradients of a layer's weights before the gradients of the layer's inputs, because the backward pass
+        # goes on from the inputs.
         for index, value in enumerate(call.inputs):
             if value.weight in weights:
                 call.gradients.append(Gradient(False, index, weights.pop(value.weight)))
@@ -146,7 +147,8 @@ class _Watched(nn.Cell):
             return super().__getattr__(name)
         except AttributeError:
             layer = vars(self)["_cells"].get("layer")
-            # Do not take flags, such as fp16, from the replaced cell: these settings are for that cell alone.
+            # Attributes that this wrapper lacks come from the wrapped cell. Exclude flags such as fp16: they must apply
+            # to the wrapped cell, not to the wrapper.
             if layer is None or name.startswith("_") or name in layer.get_flags():
                 raise
             return getattr(layer, name)
@@ -170,7 +172,7 @@ class _Watched(nn.Cell):
         return value
 
     def read(self, measured, index, parent):
-        """Return this cell's last call, as measured by its sinks (extra Parameters), and reset the cell's time."""
+        """Return the last call of the wrapped cell, as its sinks measured it, and mark the cell as not called."""
         call = Call(index, self.layer_name, type(self.layer).__name__, parent=parent)
         for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):
             for sink in sinks:
@@ -205,7 +207,7 @@ def _readings(values):
 
 
 class _Measure(nn.Cell):
-    """Returns a value unchanged. Measurements of the value and its gradient are the gradient of the second input."""
+    """Returns a value unchanged. The second input gets measurements of the value and its gradient as gradient."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)

@@ -59,7 +59,10 @@ def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
 
 
 def _constants_and_masks(seen: Pass) -> set[int]:
-    """Return the calls whose outputs depend on no weight and no input, or are large only because of such a value."""
+    """Return the indexes of the calls whose outputs do not count as values of a layer.
+
+    These outputs depend on no weight and no input, or they are large only because of an added constant such as a mask.
+    """
     constant: set[int] = set()
     masked = set(Masks(seen).calls)
     for call in seen.calls:
@@ -72,7 +75,7 @@ def _constants_and_masks(seen: Pass) -> set[int]:
         gets_gradient = call.gradients and (seen.sees_operators or call.inputs)
         if len(constants) == len(call.inputs) and not gets_gradient:
             constant.add(call.index)
-        # A mask is added to attention scores, and then the sum is as large as the mask.
+        # The sum of attention scores and a mask is as large as the mask, so such a sum is not near an overflow.
         is_sum = call.operator and call.kind.startswith(_ADDS) and len(call.inputs) > 1
         half = max((reading.largest for reading in call.outputs), default=0.0) / 2
         is_as_large = is_sum and any(reading.largest >= half or not reading.finite for reading in constants)
@@ -82,5 +85,5 @@ def _constants_and_masks(seen: Pass) -> set[int]:
 
 
 def _closest(readings: list[Reading]) -> Reading | None:
-    """Return the reading with the least headroom, and of several that overflowed, the one with most inf and NaN."""
+    """Return the reading with the least headroom; among several with inf or NaN, the reading with most of these."""
     return min(readings, key=lambda reading: (reading.headroom, -reading.infs_and_nans), default=None)

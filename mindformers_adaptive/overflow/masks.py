@@ -10,7 +10,7 @@ __all__ = ["MULTIPLIES", "Masks"]
 
 # Operators that replace elements of a tensor by given values.
 _FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike", "MaskedScatter"}
-# Parts of the names of operators that multiply: inf times 0 is NaN.
+# Parts of the names of operators that multiply. They can make NaN of the -inf in a mask, because inf times 0 is NaN.
 MULTIPLIES = ("Mul", "Rmul", "Imul", "atmul", "Bmm", "Mm", "mm", "Conv", "Dense", "Linear", "Norm", "Div")
 
 
@@ -38,8 +38,8 @@ class Masks:
             if call.index in self._begins or self._goes_on(call):
                 self.calls.add(call.index)
         for call in reversed(seen.calls):
-            # The output of a cell belongs to a mask if every output with inf or NaN of the calls inside the cell does
-            # so.
+            # The inf or NaN in the output of a cell belongs to a mask if all inf and NaN that were computed inside the
+            # cell belong to masks.
             inside = [each.index for each in seen.inside(call) if has_bad_output(each)] if has_bad_output(call) else []
             if inside and self.calls.issuperset(inside):
                 self.calls.add(call.index)
@@ -69,12 +69,18 @@ class Masks:
         return has_bad_output(call) and call.index not in self.calls
 
     def joins_weights(self, call: Call) -> bool:
-        """Return whether a mask among the inputs of a call hides values that depend on weights; in graph mode, True."""
+        """Return whether an input of a call combines a mask with values that depend on weights.
+
+        In graph mode this is not known, so return True.
+        """
         sources = [value.source for value in self._masked_inputs(call)]
         return not self._pass.sees_operators or any(source in self._from_weights for source in sources)
 
     def begins(self, call: Call) -> Iterator[tuple[Call, Operand | None]]:
-        """Yield each call where a mask begins, with the operand that is the mask, or None if the call makes a mask."""
+        """Trace the masks in the inputs of a call back, and yield each call in which a mask first appears.
+
+        Each call comes with its input that is the mask, or with None if the call itself computes the mask.
+        """
         waiting, visited = [call], {call.index}
         while waiting:
             each = waiting.pop()
@@ -111,7 +117,7 @@ class Masks:
 
 
 def multiplies(call: Call) -> bool:
-    """Return whether a call multiplies its inputs. A mask is added to values, never multiplied by them."""
+    """Return whether a call multiplies its inputs. Masks are added, so an operator that multiplies applies no mask."""
     return call.operator and any(part in call.kind for part in MULTIPLIES)
 
 

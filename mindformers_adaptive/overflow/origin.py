@@ -116,7 +116,7 @@ def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
 
 
 def _is_unknown(value: Operand) -> bool:
-    """Return whether a value has inf or NaN and was not seen where it comes from."""
+    """Return whether a value has inf or NaN and comes from no recorded call, batch, weight or buffer."""
     return not (value.reading.finite or value.source is not None or value.weight or value.buffer)
 
 
@@ -160,7 +160,7 @@ def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
 
 
 def _made_by(seen: Pass, call: Call) -> Origin:
-    """Return the origin if an operator, or a cell without such an operator, makes inf or NaN from finite inputs."""
+    """Return the origin of an overflow in a call, an operator or cell that made inf or NaN from finite inputs."""
     bad = next(reading for reading in call.outputs if not reading.finite)
     weights = [value.weight for value in call.inputs if value.weight]
     inputs = [value.reading for value in call.inputs if not value.weight]
@@ -197,7 +197,7 @@ def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
         return Origin("forward", "", seen.calls[0].kind, "", "batch", reading)
     around = seen.calls[call.parent or 0]
     while around.parent is not None and any(_is_unknown(each) for each in around.inputs):
-        # The surrounding cell got an input of unknown origin too, so look at the cell around that cell.
+        # The enclosing cell has an input with inf or NaN of unknown origin, so continue with the next outer cell.
         call, around = around, seen.calls[around.parent]
     what = f"a value that it gives to {_operator(call) or call.name}, from an operator that cannot be seen"
     largest = largest_of(each.reading for each in around.inputs)
@@ -205,7 +205,7 @@ def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
 
 
 def _backward_origin(seen: Pass, forward_is_harmless: bool) -> Origin:
-    """Return the origin for the first gradient that is inf or NaN; all earlier gradients of the pass are finite."""
+    """Return where the first inf or NaN among the gradients of a pass came from; all earlier gradients are finite."""
     masks = Masks(seen)
     for index, gradient in seen.backward:
         if not gradient.reading.finite:

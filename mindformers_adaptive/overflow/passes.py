@@ -120,7 +120,7 @@ class Pass:
         return not all(reading.finite for reading in self.weights.values())
 
     def inside(self, call: Call) -> Iterator[Call]:
-        """Yield the recorded calls that were made within a call of a cell, at any depth."""
+        """Yield all calls of operators and inner cells that a call of a cell made, directly or through inner cells."""
         within = {call.index}
         for other in self.calls[call.index + 1 :]:
             if other.parent in within:

@@ -34,9 +34,10 @@ _COMPUTING = [name for name in _METHODS if not (name.endswith("_") or name.start
 _TENSOR_METHODS = [*(f"__{name}__" for name in _DUNDERS.split()), *_COMPUTING]
 # Methods that write to their Tensor. Do not put a hook on that Tensor, because a hook returns another Tensor.
 _IN_PLACE = ["__setitem__", *(name for name in _METHODS if name.endswith("_") and not name.startswith("_"))]
-# The functions of mindspore.mint come from the module functional_overload.
+# The functions of mindspore.mint are defined in the module functional_overload, so their calls are recorded there.
 _OF_MINT = [name for name, value in vars(functional_overload).items() if name.endswith("_instance") and callable(value)]
-# Operators that are not Primitives in Python. Functions such as ops.softmax call them.
+# Classes of operators that do not inherit from Primitive. Functions such as ops.softmax call these operators, so they
+# are recorded too.
 _INNER = [kind for kind in vars(inner).values() if isinstance(kind, type) and kind.__module__ == inner.__name__]
 # Operators that communicate between processes, or print. Some of these operators write to their inputs.
 _COMMUNICATES = {name for name, kind in vars(comm_ops).items() if isinstance(kind, type)} | {"Print"}
@@ -107,7 +108,7 @@ class Watch:
             yield
 
     def take(self, *_):
-        """Return ``calls``, ``backward`` and ``loss_source`` of a ``Pass`` for the last pass, and forget that pass."""
+        """Return the last pass as ``calls``, ``backward`` and ``loss_source`` of a ``Pass``, and delete the record."""
         recorded = self._calls, self._backward, self._loss_source
         self._start()
         return recorded
@@ -239,7 +240,7 @@ class Watch:
         self._kept.append(tensor)
 
     def _hook(self, tensor, begun, of_output):
-        """Return a copy of the last input or output of a call, whose gradient is recorded in the backward pass."""
+        """Return a copy of a tensor, the newest input or output of a call, with a hook that records its gradient."""
         backward, index = self._backward, len(begun.outputs if of_output else begun.inputs) - 1
 
         def record(gradients):

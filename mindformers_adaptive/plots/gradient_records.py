@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The quantiles of the gradients' magnitudes at which the bands begin and end.
+# The picture draws bands between these quantiles of the gradients' magnitudes, and a line at the median.
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-# The number of values for each group of Parameters in a step: the quantiles of the magnitudes, the largest gradient,
-# and the underflowed and subnormal share.
+# This many numbers describe a group of Parameters in a step: the quantiles of the gradients' magnitudes, the largest
+# magnitude, the share of gradients that underflowed, and the share that is subnormal.
 _COLUMNS = len(_QUANTILES) + 3
 
 # The key for the statistics of all gradients together. No group of Parameters has this name.
@@ -197,7 +197,7 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str, 
 
 
 def _worst(group: GroupSeries) -> list[str]:
-    """Return phrases with the highest shares of a group's gradients that underflow or are subnormal in any step."""
+    """Return texts with the largest share, over the steps, of a group's gradients that underflow or are subnormal."""
     known = {"underflow": group.underflowed, "are subnormal": group.subnormal}
     return [
         f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # outermost of these bars also count all gradients further out.
 _BELOW, _ABOVE = 6, 4
 
-# The distance of the histogram's bar of underflows, and of its bar of inf and NaN, from the other bars.
+# The bar of underflows and the bar of inf and NaN stand this many bar widths apart from the histogram's other bars.
 _APART = 3
 
 # A line of the label beside a row of panels has room for this many letters.
@@ -86,7 +86,7 @@ def draw_histograms(
 
 
 class _Column(NamedTuple):
-    """A column of panels: the name of a sweep, the sweep, one of its loss scales, and the statistics of each row."""
+    """A column of panels: a sweep with its name, one loss scale of the sweep, and statistics for each row of panels."""
 
     name: str
     ranges: GradientRanges
@@ -184,8 +184,8 @@ def require_signed(counts: ArrayStatistics) -> SignedHistogram:
     """Return the histogram of the values with their signs, or raise ValueError if the signs were not measured."""
     if counts.signed is None:
         raise ValueError(
-            "'axis' must be 'log2' for values that were measured without signs, or of which none is finite, but "
-            "got 'linear'. Measure the values with their signs, or leave 'axis' out."
+            "'axis' must be 'log2' for values that were measured without signs or are all inf or NaN, but got "
+            "'linear'. Measure the values with their signs, or leave 'axis' out."
         )
     return counts.signed
 

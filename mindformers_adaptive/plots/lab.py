@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The ceiling is the largest loss scale without overflow. The ceilings in a trace and the ceilings computed from its
-# gradients are drawn as one line, unless their log2 differ by at least _SAME_BITS in more than the share _FEW of the
+# The ceiling is the largest loss scale without overflow. The ceilings computed from a trace's gradients get a second
+# line beside the ceilings in the trace, if the two differ by at least _SAME_BITS bits in more than a share _FEW of the
 # steps.
 _SAME_BITS, _FEW = 0.05, 0.05
 
@@ -62,7 +62,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
     canvas.style_axes(lower, title="skipped steps")
     for row, ((name, result), (colour, dashes)) in enumerate(zip(replays.items(), canvas.LINE_STYLES, strict=False)):
-        # Draw earlier lines wider, so that all lines are visible where they cover each other.
+        # The first line is the widest and the last line the narrowest, so that all stay visible where they overlap.
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
         line: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": width, "gid": name}
         canvas.draw_steps(upper, steps, result.loss_scale, label=canvas.as_text(name), **line)
@@ -157,8 +157,8 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
     measured = np.isfinite(x) & np.isfinite(y)
     if not measured.any():
         raise ValueError(
-            "At least 1 result must have headroom to measure, but none of "
-            f"{len(x)} has: all steps were skipped or had no ceiling. Compare on another trace."
+            f"At least 1 of the {len(names)} results must have a headroom, but in each result all steps were skipped "
+            "or had no ceiling. Compare on another trace."
         )
     x, y, shown = x[measured], y[measured], np.array(names, object)[measured].tolist()
     front = pareto_front(x, y)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The largest height of a picture of layers, and the height of the row of one layer, in inches. Higher pictures are hard
-# to look at.
+# The largest height of a picture of layers, in inches. A taller picture is hard to look at.
 _HIGHEST = 40.0
+# The height of the row of one layer, in inches.
 _LINE = 0.21
 
 
@@ -42,7 +42,7 @@ def draw_layers(explanation: Explanation) -> Figure:
         ValueError: if no layer was seen.
     """
     if not explanation.layers:
-        raise ValueError("There are no layers to draw: the network has no cells inside.")
+        raise ValueError("'explanation' must have at least 1 layer to draw. Explain a network that has cells inside.")
     names = [layer.layer or "(the network)" for layer in explanation.layers]
     figure = canvas.new_figure(11, min(2.4 + _LINE * len(names), _HIGHEST))
     axes = figure.subplots()

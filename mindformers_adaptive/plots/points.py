@@ -1,4 +1,4 @@
-"""Reduce the points of a line or a row of marks to points that can be distinguished in a picture."""
+"""Draw fewer points of a long line, or of a row of marks, where a picture could not show all of them apart."""
 
 from __future__ import annotations
 

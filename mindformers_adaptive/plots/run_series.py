@@ -89,7 +89,7 @@ class RunSeries(NamedTuple):
         return gaps[:0] if len(gaps) > _GAPS_PER_STEP * len(self.step) else gaps
 
     def broken(self, x: Floats, y: Floats) -> tuple[Floats, Floats]:
-        """Return the points of a line outside the record's gaps, with a nan that breaks the line where a gap starts."""
+        """Return a plotted line without its points in gaps of the record; a nan breaks the line where a gap starts."""
         first, last = self.gaps.T
         outside = np.searchsorted(first, x, "right") == np.searchsorted(last, x)
         x, y = x[outside], y[outside]

@@ -1,4 +1,4 @@
-"""Find which steps each line of a training log is about, and bounds on how many of these steps were skipped.
+"""Find the steps that each line of a training log covers, and how many of them were skipped at least and at most.
 
 A log line is about one step, or about all steps since the line before. It states the loss scale after the last of these
 steps, and often whether that step overflowed or how many steps were skipped. If no line counts the skipped steps, the
@@ -37,8 +37,8 @@ Flags = NDArray[np.bool_]
 # the skipped steps. No training has more than _MOST_STEPS steps.
 _LONGEST_INTERVAL, _MOST_STEPS = 10_000, 10**7
 
-# Tolerances in bits for comparing loss scales. The first allows for float32 rounding and eight printed digits. Bounds
-# on a scale further apart than the second mean that the scale is printed coarsely, such as 9.5.
+# Tolerances in bits for comparing loss scales. The first allows for float32 rounding and eight printed digits. If the
+# bounds on a scale are further apart than the second tolerance, the log prints the scale coarsely, such as 9.5.
 _NEAR_BITS, _WIDE_BITS = 1e-4, 1e-2
 
 # Limits of a valid loss scale: just above the largest float32, and just below the smallest positive float32.
@@ -117,7 +117,7 @@ class LogRows:
         return self._name_of(self._lines.where[min(row + self._first, len(self._lines) - 1)])
 
     def _note(self, texts: Sequence[str], all_of_them: str) -> None:
-        """Add the first three texts to the notes on the log. If there are more texts, add a note with their number."""
+        """Add the first three texts to the notes on the log. If there are more, add a note with the total number."""
         self.notes += texts[:_NOTES_OF_A_KIND]
         if len(texts) > _NOTES_OF_A_KIND:
             self.notes.append(all_of_them.format(len(texts)))
@@ -318,7 +318,7 @@ class LogRows:
         self.stated_after = np.where(wide, self.after, self.stated_after)
 
     def _moves(self, bits: float) -> tuple[Integers, Integers, Integers]:
-        """Return for each log row how often the loss scale fell and rose at least, and the number of overflow lines."""
+        """Return for each log row lower bounds on loss-scale drops and raises, and its number of overflow lines."""
         at_start = math.log2(self.scale_at_start)
         low, high = (np.append(at_start, bound[:-1]) for bound in (self.low, self.high))
         low, high = (np.where(self.follows, bound, np.nan) for bound in (low, high))
@@ -372,7 +372,7 @@ def _factors(difference: Any, bits: float) -> Any:
 def _links(
     overflows: Sequence[LogLine], before: tuple[float, float], after: tuple[float, float], bits: float
 ) -> list[tuple[int, int]]:
-    """Return how often the loss scale at least rose and fell before, between and after the given overflows.
+    """Return lower bounds on the raises and drops of the loss scale before, between and after the given overflows.
 
     ``before`` and ``after`` bound the binary logarithm of the scale before and after all of the overflows.
     """

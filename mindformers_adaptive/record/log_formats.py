@@ -68,13 +68,13 @@ class _Record(LogFormat):
 
 
 def missing_steps(content: dict[str, object]) -> LogLine:
-    """Return the record line for missing steps as a LogLine; raise ValueError if the line's numbers do not fit."""
+    """Return a record line for missing steps as a LogLine; raise ValueError if its step numbers are invalid."""
     number, first, last = (content.get(name) for name in ("missing_steps", "first_step", "last_step"))
     if not (type(number) is type(first) is type(last) is int and 0 < first <= last <= LARGEST_STEP):
-        raise ValueError("the line lacks first_step or last_step")
+        raise ValueError("missing_steps, first_step or last_step is missing or no valid number")
     if number == last - first + 1:
         return LogLine(step=last, steps=number)
-    raise ValueError("missing_steps is not the number of steps from first_step to last_step")
+    raise ValueError("missing_steps differs from the number of steps from first_step to last_step")
 
 
 class _MindFormers(LogFormat):
@@ -111,7 +111,7 @@ class _MindFormers(LogFormat):
             return None if match is None else LogLine(step=_step(match[1]), **values)
         flag, scale = self.flag.search(line), _number(self.scale, line)
         if flag is None and scale is None:
-            raise ValueError("the line has neither a readable 'overflow cond' nor a readable 'loss_scale'")
+            raise ValueError("'overflow cond' and 'loss_scale' are missing or cannot be read")
         epoch, step, steps_per_epoch = map(int, match.groups())
         return LogLine(
             step=_step(max(epoch - 1, 0) * steps_per_epoch + step),
@@ -164,7 +164,7 @@ class _Megatron(LogFormat):
         value = None if scale is None else _as_number(scale[1])
         count = None if skipped is None else int(skipped[1])
         if value is None and count is None:
-            raise ValueError("the line has neither a readable loss scale nor a readable number of skipped iterations")
+            raise ValueError("the loss scale and the number of skipped iterations are missing or cannot be read")
         seconds = None if time is None else _as_number(time[2])
         return LogLine(
             step=_step(match[1]),
@@ -217,7 +217,7 @@ FORMATS: dict[str, LogFormat] = {
 
 def _step(text: str | int) -> int:
     if int(text) > LARGEST_STEP:
-        raise ValueError(f"the step {text} is larger than 2^53")
+        raise ValueError(f"the step number {text} is larger than 2^53")
     return int(text)
 
 

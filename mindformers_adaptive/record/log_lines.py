@@ -151,8 +151,8 @@ class LogLines:
             del column[flushed:]
         rows = flushed + len(self._pending)
         del self.where[rows:]
-        # Drop the overflow lines among the superseded rows too: these lines name no step, but may belong to a
-        # superseded step.
+        # Drop also the overflow lines that were printed between the superseded step lines. An overflow line names no
+        # step, but may belong to a superseded step.
         self.overflows = [(row, overflow) for row, overflow in self.overflows if row < rows]
         self.formats = [(row, named) for row, named in self.formats if row < rows]
         self._last_format = self.formats[-1][1] if self.formats else None
@@ -166,7 +166,7 @@ class LogLines:
         self._append(line, where)
 
     def finish(self) -> None:
-        """Move the remaining log lines into the columns, and add notes on merged and superseded lines."""
+        """Store the data of the last log lines in the columns, and add notes on merged and superseded log lines."""
         self._flush(len(self._pending))
         self.notes += self._restarts[:_RESTARTS_NAMED]
         if len(self._restarts) > _RESTARTS_NAMED:

@@ -54,7 +54,7 @@ class _TextLines:
             try:
                 with open(path, "rb") as file:
                     if not file.seekable():
-                        raise OSError(errno.ESPIPE, "it is a pipe, and is read more than once. Save it to a file first")
+                        raise OSError(errno.ESPIPE, "it is a pipe, but is read twice. Save the log to a file first")
                     mark = file.read(2)
                 is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
                 # In text mode, a carriage return ends a line too, as in the output of a progress bar.
@@ -132,8 +132,9 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     run = run_of_lines(lines, log_format, texts.name_of)
     if np.isnan(run.loss_scale).all():
         raise ValueError(
-            f"The log must show what loss scale a step used, but {counted(used, 'line')} of steps in {_names(paths)} "
-            "cannot show this. Give a log of a training with loss scaling, with several lines of steps."
+            f"The log must show the loss scale that a step used, but no line of {_names(paths)} shows it (lines about "
+            f"steps: {used}). Give the log of a training with loss scaling, with several lines about steps: a line may "
+            "state only the loss scale after its step."
         )
     notes = [*lines.notes, *run.notes]
     if texts.undecodable:
@@ -171,8 +172,8 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
         )
     if all("missing_steps" in content for content in record):
         raise ValueError(
-            "There must be at least 1 step to draw, but there is none. Let the run take a step, or check that the "
-            "file is the record of this run."
+            "The record must have at least 1 step to draw, but has none. Wait until the run has taken a step, or check "
+            "that the file is the record of this run."
         )
     lines = LogLines()
     for number, content in enumerate(record, start=1):
@@ -180,9 +181,9 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
         line = missing_steps(dict(content)) if is_gap else step_of({"loss_scale": None, **content})
         if isinstance(line, str):
             raise ValueError(
-                f"Line {number} of the record must be a step of LossScaleMonitor, but {line}. Read the file with "
-                "mindformers_adaptive.record.writer.read_record; draw_gradient_records draws records "
-                "of GradientRangeMonitor."
+                f"Line {number} of the record is not a step that LossScaleMonitor wrote: {line}. Read the file with "
+                "mindformers_adaptive.record.writer.read_record. For a record of GradientRangeMonitor, use "
+                "draw_gradient_records."
             )
         lines.add(line, number, "line {}".format)
     lines.finish()
@@ -236,7 +237,10 @@ def _require_format(format: object) -> str:
     if not isinstance(format, str):
         raise TypeError(f"'format' must be text, but got {format!r} of type {type(format).__name__}. Use {names}.")
     if format not in FORMATS:
-        raise ValueError(f"'format' must be one of {names}, but got {format!r}. Leave it out: the lines show it.")
+        raise ValueError(
+            f"'format' must be one of {names}, but got {format!r}. Leave 'format' out to recognize the format from the "
+            "lines of the log."
+        )
     return format
 
 
@@ -251,8 +255,8 @@ def _require_paths(path: object) -> tuple[Path, ...]:
         if not isinstance(name, str | os.PathLike):
             raise TypeError(
                 f"'path' must be a path or an iterable of paths, but got {name!r} of type {type(name).__name__}. Give "
-                "the name of the log."
+                "the path of the log file."
             )
     if not paths:
-        raise ValueError("'path' must name at least one log, but got none. Give the name of the log.")
+        raise ValueError("'path' must name at least one log, but got none. Give the path of the log file.")
     return tuple(map(Path, paths))

@@ -215,8 +215,9 @@ class RecordedRun:
         """
         assume = assume or self.assumptions[0]
         if assume not in ASSUMPTIONS:
-            raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out.")
-        # A rule without a smallest loss scale can get to a scale of 0, and no ceiling lies below 0.
+            raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave 'assume' out.")
+        # A rule without a smallest loss scale can lower the scale to 0. No ceiling lies below 0, so an overflow at 0
+        # would contradict every ceiling: replace 0 by a tiny positive scale.
         scale = np.maximum(forward_fill(self.loss_scale), np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
@@ -242,7 +243,7 @@ class RecordedRun:
 
 
 def bound_shares(trace: Trace) -> dict[str, float]:
-    """Return, for each kind of bounds on the ceiling, the share of a trace's steps that have such bounds.
+    """Return the shares of a trace's steps whose ceiling has both bounds, only a lower, only an upper, or no bound.
 
     A log bounds the ceiling of a step on one side only: a step is either applied or skipped. So "both" is 0 for logs.
     Measured and synthetic ceilings have both bounds.
@@ -279,9 +280,9 @@ def forward_fill(scale: Floats) -> Floats:
 
 
 def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Floats]:
-    """Return, for each step, the values at the last chosen step up to it and at the first chosen step from it on.
+    """Return, for each step, the values at the nearest chosen step before it and at the nearest chosen step after it.
 
-    A chosen step is its own last and first chosen step. ``missing`` is the value if there is no such step.
+    A chosen step counts as nearest to itself, on both sides. ``missing`` is the value if there is no chosen step.
     """
     at = np.flatnonzero(chosen)
     padded = np.concatenate([[missing], values[at], [missing]])
@@ -290,7 +291,7 @@ def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Flo
 
 
 def _skipped_runs(scale: Floats, overflow: Flags) -> tuple[NDArray[np.int64], Floats]:
-    """Return the first and last index of each run of consecutive skipped steps, and the smallest scale in the run."""
+    """Return for each series of consecutive skipped steps the first and last index, and the smallest loss scale."""
     runs = consecutive_runs(np.flatnonzero(overflow))
     between = np.minimum.reduceat(np.append(scale, np.inf), (runs + np.array([0, 1])).ravel())
     return runs, between[::2]

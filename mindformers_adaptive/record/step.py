@@ -85,7 +85,8 @@ _BY_NAME = {field.name: field for field in msgspec.structs.fields(Step)}
 # The fields that every line of a run's record has, and the fields that only some of these lines have.
 FIELDS = tuple(name for name, field in _BY_NAME.items() if field.default is not msgspec.UNSET)
 RARE_FIELDS = tuple(name for name in _BY_NAME if name not in FIELDS)
-# The fields that are not about the step itself. They differ between a run that was resumed and one that never stopped.
+# The fields of a record line that say whether the run was resumed before the step, or saved after it. They do not
+# describe the step itself, and differ between a run that was resumed and a run that never stopped.
 MARKS = ("resumed", "saved")
 
 

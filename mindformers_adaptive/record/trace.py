@@ -1,4 +1,4 @@
-"""Traces for replays of loss scaling: bounds on each step's ceiling, the largest loss scale without overflow."""
+"""Traces for replays of loss scaling: bounds on the largest loss scale (ceiling) at which a step does not overflow."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def implied_ceilings(largest_gradient: ArrayLike, gradient_format: Format = FLOA
 
 
 def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
-    """Return the first and the last number of each run of consecutive integers.
+    """Split increasing integers into stretches of consecutive numbers; return the first and last number of each.
 
     Args:
         numbers (ArrayLike): increasing integers, shape (numbers,).
@@ -147,7 +147,7 @@ def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
 
 
 def just_below(scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the next smaller float64 for each loss scale, the highest ceiling at which it overflows; inf for inf."""
+    """Return the highest ceiling at which each loss scale overflows: the next smaller float64, or inf for inf."""
     return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
 
 

@@ -31,7 +31,7 @@ class _Line(msgspec.Struct):
     last_step: int | None = None
 
     def span(self) -> tuple[int, int]:
-        """Return the first and last step of the line; raise ValueError if the line names no step."""
+        """Return the first and last step of this record line; raise ValueError if the line names no step."""
         first, last = (self.step, self.step) if self.missing_steps is None else (self.first_step, self.last_step)
         if first is None or last is None:
             raise ValueError("it names no step")
@@ -178,7 +178,7 @@ class RunRecord:
         return notes
 
     def append(self, entries: Iterable[Mapping[str, object]]) -> None:
-        """Write a record line for each entry, and a line for the steps that are missing before the entry.
+        """Write each entry as a line of the record. If steps are missing before an entry, write a line for them first.
 
         Args:
             entries (Iterable[Mapping]): by increasing step, each with an int ``step``.
@@ -337,7 +337,7 @@ def _look_through(path: Path, last_step: int) -> _Content:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, _Line | None]]:
-    """Yield the end in bytes, the text and the steps of each record line; None for the steps of an unfinished line.
+    """Yield the end (byte offset), the text and the steps of each record line; an unfinished line has None as steps.
 
     A failed write leaves the beginning of a line, and a machine that fails may leave anything at the end of the file.
 

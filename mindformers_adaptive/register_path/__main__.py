@@ -1,4 +1,7 @@
-"""Print this folder, for ``run_mindformer.py --register_path "$(python -m mindformers_adaptive.register_path)"``."""
+"""Print the path of the folder ``mindformers_adaptive/register_path``, which MindFormers needs to use this package.
+
+Usage: ``run_mindformer.py --register_path "$(python -m mindformers_adaptive.register_path)"``.
+"""
 
 from pathlib import Path
 

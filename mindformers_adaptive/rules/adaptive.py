@@ -1,4 +1,4 @@
-"""The adaptive rule changes the loss scale in raises and drops, and the scale window after three raises or drops."""
+"""The adaptive rule raises and drops the loss scale, and changes the scale window after three raises or three drops."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ class AdaptiveRule(Rule):
         )
 
     def window_at(self, window_index: int) -> int:
-        """Return the scale window at a position on the ladder of windows, or the hidden window of 1 step.
+        """Return the scale window at an index of the ladder; -1 is the hidden window (1 step), not on the ladder.
 
         Args:
             window_index (int): the window's position on the ladder, from 0, or -1 for the hidden window.

@@ -118,7 +118,7 @@ def check_description(rule: Any) -> None:
         )
     [base] = [owner for owner in type(rule).__mro__ if owner.__module__ == _BASE and owner.__name__ == "Rule"]
     if type(rule).next_state is base.next_state:
-        raise ValueError(f"{of} has no step. Define next_state(self, state, seen).")
+        raise ValueError(f"{of} does not define its step. Define the method next_state(self, state, seen).")
     try:
         inspect.signature(rule.next_state).bind(None, None)
     except (TypeError, ValueError):
@@ -193,11 +193,11 @@ def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any
         value (Any): a number, or a sequence for a vector.
         like (Any): any number if a number is expected; for a vector, a tuple or list of the expected length.
     """
-    of = f"The first state of the rule {rule.name!r} has"
+    problem = f"The first state of the rule {rule.name!r} has {key!r} ="
     if isinstance(like, (tuple, list)):
         numbers = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(numbers, (list, tuple)) or len(numbers) != len(like):
-            raise ValueError(f"{of} {key!r} {value!r}, but this field is a vector. Give a list of {len(like)} numbers.")
+            raise ValueError(f"{problem} {value!r}, but this field is a vector. Give a list of {len(like)} numbers.")
         return tuple(checked_value(rule, key, dtype, number, 0) for number in numbers)
     number = value.item() if getattr(value, "size", 0) == 1 else value
     if dtype == "int32":
@@ -207,5 +207,8 @@ def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any
         fits = fits and not 0 < abs(number) < SMALLEST_FLOAT32
     if not fits:
         shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-        raise ValueError(f"{of} {key!r} {shown}, which is no {dtype} number. Give such a number or change the state.")
+        raise ValueError(
+            f"{problem} {shown}, which is not a valid {dtype} number. Give {key!r} such a number, or change its dtype "
+            "in the rule's 'state'."
+        )
     return int(number) if dtype == "int32" else to_float32(number)

@@ -58,7 +58,7 @@ class Field(NamedTuple):
         return {self.name: tuple(value) if self.shape else value}
 
     def value_in(self, values: Mapping[str, Any]) -> Any:
-        """Return the content of the field's Parameter, taken from a dict with the names in ``keys``.
+        """Return the content of the field's Parameter from a dict that stores it under the names in ``keys``.
 
         Args:
             values (Mapping[str, Any]): values by name, for at least the names in ``keys``.

@@ -153,7 +153,7 @@ class Format:
         require_integer("exponent", exponent, 2, remedy, most=8 if is_ieee else 7, unit="number of bits")
         require_integer("mantissa", mantissa, 1, remedy, most=23, unit="number of bits")
         bias = 2 ** (exponent - 1) - 1
-        # The mantissa of the format's largest number is this many units in the last place below 2.
+        # The mantissa of the format's largest number is 2 minus this many units in the last place.
         lacking = 2 if overflow == "nan" else 1
         largest = (2.0 - lacking * 2.0**-mantissa) * 2.0 ** (bias if is_ieee else bias + 1)
         normal = 2.0 ** (1 - bias)
@@ -161,15 +161,15 @@ class Format:
         return cls(title, largest, normal, normal * 2.0**-mantissa, overflow, rounding)
 
     def to_config(self) -> str | dict[str, Any]:
-        """Return the format's name, or a dict of its numbers, which JSON can store and :func:`find_format` accepts.
+        """Return this floating-point format as its name, or as a dict for JSON. :func:`find_format` accepts both.
 
         Returns:
             Union[str, dict].
         """
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
 
-    # Keep ``given`` for code written for version 1.0.0, which had no to_config(). The attribute has no docstring, so
-    # that the API reference leaves it out.
+    # In version 1.0.0, the property ``given`` did what to_config() does now. Keep it for code written for that version.
+    # It has no docstring, because the API reference then leaves it out.
     given = property(lambda self: self.to_config())
 
     def quantum(self, exponent: int) -> float:
@@ -188,8 +188,9 @@ class Format:
         return self.smallest_subnormal
 
 
-# These formats have the numbers of ml_dtypes, as tests check. Only hifloat8 has the numbers in the definition of HiF8,
-# and rounds ties away from 0, as CANN does when it converts from float32.
+# These formats represent the same numbers as the dtypes of NumPy and ml_dtypes with the same names, as tests check.
+# Neither library has hifloat8: its numbers follow the definition of HiF8, and it rounds ties away from 0, as CANN does
+# when it converts from float32.
 FLOAT16 = Format.from_bits(5, 10, name="float16")
 FORMATS = {
     number_format.name: number_format

@@ -41,7 +41,8 @@ class DType:
     def __getitem__(self, length: Any) -> DType:
         if type(length) is not int or not 1 <= length <= _LONGEST_VECTOR or self.shape:
             raise ValueError(
-                f"{self}[...] must have one length, an integer from 1 to {_LONGEST_VECTOR}, but got {length!r}."
+                f"{self}[...] must have one length, an integer from 1 to {_LONGEST_VECTOR}, but got {length!r}. For a "
+                f"vector of 8 numbers, write {self.name}[8]."
             )
         return DType(self.name, (length,))
 
@@ -111,7 +112,7 @@ class State:
                 remedy = f"Put {dtype}(...) around it" if value.shape == shape else f"Give it the shape {shape}"
                 raise refused(
                     f"returns {name!r} as {value.dtype} of shape {value.shape}, but the state declares {dtype} of "
-                    f"shape {shape}. {remedy}, or correct the state"
+                    f"shape {shape}. {remedy}, or change the declaration of {name!r} in the rule's state"
                 )
             checked[name] = value
         return State({**self._values, **checked}, self._dtypes)
@@ -136,7 +137,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
         pairs = {name: (x._values[name], y._values[name]) for name in x._values}
         return State({name: a if a is b else where(condition, a, b) for name, (a, b) in pairs.items()}, x._dtypes)
     if isinstance(x, State) or isinstance(y, State):
-        raise refused("chooses between a state and something else. Give where(condition, a, b) two states or values")
+        raise refused("calls where() with only one state. Give where(condition, a, b) two states or two values")
     x, y = of_one_dtype("where", x, y)
     return computed("where", (condition, x, y), x.dtype, shape_of(condition, x, y))
 
@@ -176,7 +177,7 @@ def stack(values: Sequence[Any]) -> Any:
 
 
 def _are_whole_vector(parts: Sequence[Value]) -> bool:
-    """Return whether the values are all elements of one vector, in the order of the vector."""
+    """Return whether the values are the elements of one vector, complete and in the order of the vector."""
     vector = parts[0].args[0] if parts[0].op == "element" else None
     elements = [part.extra for part in parts if part.op == "element" and part.args[0] is vector]
     return vector is not None and elements == list(range(*vector.shape)) and len(parts) == len(elements)
@@ -231,8 +232,8 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
             spans.append(range(bounds[0], bounds[1] + 1))
         else:
             raise refused(
-                f"calls tabulate() with a wrong argument {name!r}. Write {name}=flag, or {name}=(value, lowest, "
-                "highest) with an int32 value"
+                f"calls tabulate() with an argument {name!r} that is neither a flag nor an int32 value with bounds. "
+                f"Write {name}=flag, or {name}=(value, lowest, highest) with an int32 value"
             )
         values.append(int32(value))
     if not callable(function) or not spans or math.prod(map(len, spans)) > _LARGEST_TABLE:
@@ -258,7 +259,7 @@ def _filled_table(function: Callable[..., Any], names: tuple[str, ...], spans: t
         if not is_row or not all(type(number) is int and abs(number) <= LARGEST_INT32 for number in row):
             name = getattr(function, "__name__", function)
             raise refused(
-                f"tabulates {name}, which returned {row!r}. Return a tuple of int, in the range of int32 and always of "
-                "the same length"
+                f"calls tabulate() with the function {name}, which returned {row!r}. Return a tuple of int, in the "
+                "range of int32 and always of the same length"
             )
     return np.array(rows, np.int32).reshape(*map(len, spans), -1)

@@ -24,8 +24,9 @@ DROP = 10
 # The overflow histogram starts as if it had counted this many steps, with an overflow rate that halves from bin to bin.
 PRIOR_STEPS = 2
 
-# ``low`` follows log2 of the ceiling, the largest loss scale without overflow, that the gradients of each step show.
-# ``low`` falls at once. It rises by LOW_SHARE of the distance, plus LOW_STEP bits.
+# ``low`` is the recent minimum of log2 of the ceiling, the largest loss scale without overflow. If the gradients of a
+# step show a lower ceiling, ``low`` falls to it at once. If they show a higher ceiling, ``low`` rises towards it by
+# LOW_SHARE of the difference plus LOW_STEP bits.
 LOW_SHARE = 2.0**-2
 LOW_STEP = 0.1875
 
@@ -42,8 +43,8 @@ CLIMB = 0.5625
 REACH = 1.25
 
 # An overflow is explained if the gradients of the next applied step show a ceiling below the loss scale that
-# overflowed. Explained overflows come in groups. So after such an overflow, the recent minimum ``low`` and the mean
-# ``level`` of log2 of the ceiling start again this many bits below the shown ceiling, which keeps the loss scale low.
+# overflowed. Explained overflows come in groups, so the loss scale stays low after such an overflow: the rule sets the
+# recent minimum ``low`` and the mean ``level`` of log2 of the ceiling to this many bits below the shown ceiling.
 CAREFUL = 6.0
 
 # The ceiling that the gradients show can be too low: where the largest gradient is summed in float32, the real ceiling
@@ -62,28 +63,31 @@ WINDOW_FACTOR = 32
 LARGEST_WINDOWS = 64
 
 # The limit is the upper bound that unexplained overflows set on the loss scale. A limit with an anchor stays at the
-# same loss scale. A limit without an anchor moves with ``base``, and so with the gradients. In a trial, the rule tries
-# whether a limit that is one bit higher overflows. The field ``trial`` of the state has one of these values:
+# same loss scale. A limit without an anchor moves with ``base``, the exponent that follows the gradients. In a trial,
+# the rule raises the limit by one bit, to see whether the loss scale overflows there. The field ``trial`` of the state
+# has one of these values:
 # MOVING: no anchor, no trial. TRIAL: no anchor, a trial.
 # ANCHORED: an anchor, no trial. ANCHORED_TRIAL: an anchor, a trial.
 MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 
-# The upper bound that unexplained overflows set on the loss scale (the limit) stays at one loss scale only while the
-# gradients are as usual. The gradients are much smaller than usual if the recent minimum of log2 of the ceiling
-# (``low``) pulls the mean (``level``) up by PULLED bits or more in one step. They are much larger than usual if log2 of
-# the ceiling that they show is BELOW bits or more under ``level``.
+# Unexplained overflows set an upper bound on the loss scale (the limit), which moves with the gradients when these
+# become much smaller or larger than usual. The gradients are much smaller than usual if ``low``, the recent minimum of
+# log2 of the ceiling, pulls its mean ``level`` up by PULLED bits or more in one step. They are much larger than usual
+# if log2 of the ceiling of one step is BELOW bits or more under ``level``.
 PULLED, BELOW = 0.5, 5.0
 
-# ``cheapest`` is the index of the cheapest bin of the overflow histogram. Until a step has a known largest gradient,
-# ``cheapest`` has this very low value, so that the histogram does not lower the loss scale.
+# ``cheapest`` is the index of the cheapest bin of the overflow histogram. The larger of ``cheapest`` and ``limit`` says
+# by how many bits the rule lowers the loss scale. Until the largest gradient of a step is known, ``cheapest`` is this
+# very low number, so that only ``limit`` counts.
 NOTHING_SHOWN = -1024
 
-# The first value of ``low``, the recent minimum of log2 of the ceiling; the mean ``level`` begins at -UNSEEN. No real
-# ceiling is so high, so ``low`` equals UNSEEN exactly until a step has a known largest gradient.
+# The first value of ``low``, the recent minimum of log2 of the ceiling. UNSEEN is above log2 of every real ceiling, so
+# ``low`` == UNSEEN means that no step so far had a known largest gradient. The mean ``level`` begins at -UNSEEN.
 UNSEEN = 1024.0
 
-# The lower limit of the overflow rates, also added to exponents measured from the gradients. Without this number,
-# running means that approach 0 would become subnormal, and some devices flush subnormal numbers to 0.
+# The rule's running means must not become subnormal when they approach 0, because some devices flush subnormal numbers
+# to 0. So this number is the lower limit of the overflow rates, and is added to log2 of each ceiling before ``low`` and
+# ``level`` are computed from it.
 NEARLY_ZERO = 2.0**-100
 
 # The smallest and the largest exchange rate of the guided rule: the number of skipped steps in 1000 that a bit of
@@ -264,8 +268,9 @@ class GuidedRule(Rule):
         # gradient is known.
         bits = float32(shown) + NEARLY_ZERO
         middle = float32(base)
-        # If ``low``, the recent minimum of log2 of the ceiling, is below ``base``, count the bins of the overflow
-        # histogram from ``low``. So a ceiling that only goes on falling does not raise the overflow rate of many bins.
+        # Find the bins of the overflow histogram whose loss scale is above the ceiling of this step. The scale of bin k
+        # has the exponent base + 1 - k. If ``low``, the recent minimum of log2 of the ceiling, is below ``base``, use
+        # ``low`` in place of ``base``. Otherwise a ceiling that keeps falling would raise the rates of many bins.
         below_base = [float(index - 1) for index in range(NUM_BINS)]
         overflowed = float32(minimum(middle, state.low) - below_base > bits)
         rate, weight = state.overflow_rate, state.weight
@@ -288,11 +293,11 @@ class GuidedRule(Rule):
             seen.gradient_known, int32(minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))), base
         )
 
-        # Compute the upper bound that unexplained overflows set on the loss scale. The exponent of this bound is
-        # base + 1 - limit; there is no bound if ``limit`` is 0 or negative. The bound moves with ``base``, unless it
-        # has an anchor, which keeps it at the same loss scale. An unexplained overflow (a fall) lowers the bound. A
-        # trial raises the bound by a bit. An explained overflow raises the bound by a bit, too, because it delays the
-        # next trial.
+        # Compute ``limit``. It stands for the upper bound that unexplained overflows set on the loss scale: the bound
+        # has the exponent base + 1 - limit, where ``base`` is the exponent that follows the gradients. If ``limit`` is
+        # 0 or negative, there is no bound. With an anchor, ``limit`` changes with ``base`` so that the bound stays. An
+        # unexplained overflow (``fall``) lowers the bound, and a trial raises it by one bit. An explained overflow
+        # restarts the wait for the next trial, so it raises the bound by one bit, too.
         is_tried, anchored = abs(state.trial) == 1, state.trial < 0
         unusual = seen.gradient_known & ((lowest_level >= mean + PULLED) | (bits - state.level <= -BELOW))
         unchanged = where(unusual, MOVING, state.trial)
@@ -311,8 +316,9 @@ class GuidedRule(Rule):
         tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
         trial = where(fall, where(anchored == is_tried, ANCHORED, MOVING), where(higher, tried, unchanged))
 
-        # Choose the cheapest bin of the overflow histogram, and keep the loss scale within the limit and the bounds of
-        # the rule.
+        # Find the next loss scale. An overflow lowers it by DROP bits. After another step, it is the scale of the
+        # cheapest bin of the overflow histogram, but at most the bound that ``limit`` sets. It stays within
+        # min_loss_scale and max_loss_scale.
         state = where(seen.gradient_known, moved, state)
         cheapest = argmin(state.overflow_rate * self.patience + [float(index) for index in range(NUM_BINS)])
         cheapest = where(unseen, where(seen.gradient_known, cheapest, NOTHING_SHOWN), cheapest)
@@ -326,15 +332,15 @@ class GuidedRule(Rule):
             trial=trial,
             clean_steps=where(starts_anew, 0, clean),
             contradictions=contradictions,
-            # The exponent of the next step's loss scale. If that step and more steps overflow, this field keeps the
-            # exponent of the first of them.
+            # The exponent of the next step's loss scale. Overflows leave this field unchanged, so in a series of
+            # overflows it stays the exponent at which the series began.
             first_exponent=following,
         )
         return where(seen.overflow, state, applied).replace(exponent=following)
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (
-            # Until a step has a known largest gradient, the overflow histogram keeps its initial rates.
+            # Until the largest gradient of a step is known, the overflow histogram keeps the initial rates of its bins.
             (values["low"] != UNSEEN or tuple(values["overflow_rate"]) == _PRIOR_RATES)
             and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
             and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0
@@ -349,9 +355,9 @@ class GuidedRule(Rule):
         return None if sound else f"The checkpoint has a state of {self.title} that the rule cannot reach"
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        # The checkpoint may come from a guided rule with another ``exchange_rate``, which sets the limits of the scale
-        # window, and of the weight of a new step in the overflow histogram. Move the restored scale window and weight
-        # into the limits of the present ``exchange_rate``.
+        # The limits of the scale window, and of a new step's weight in the overflow histogram, depend on
+        # ``exchange_rate``. The checkpoint may come from a guided rule with another ``exchange_rate``. So move the
+        # restored scale window and weight into the limits of the present rule.
         limits: dict[str, tuple[float, float]] = {
             "scale_window": (self.smallest_window, self.largest_window),
             "weight": (min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1))), 1.0),

@@ -101,8 +101,8 @@ class Lanes:
             values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
         after = self._step.function(self._count, *map(values.__getitem__, self._step.inputs))
         values.update(zip(self._step.outputs, after, strict=True))
-        # Do not change the counter arrays in place: the step function may have returned the same arrays as values of
-        # fields.
+        # Make new arrays for the counters. The step function may have returned a counter array also as the value of a
+        # field of the rule, which a change in place would spoil.
         values["skipped_steps"] = values["skipped_steps"] + overflow
         values["consecutive_overflows"] = (values["consecutive_overflows"] + _ONE) * overflow
 
@@ -140,9 +140,9 @@ def _step_of(rules: Sequence[Any]) -> NumpyStep:
     if any(rule is not first for rule in rules):
         shape = steps[0].shape
         if any(step.shape != shape for step in steps):
-            raise ValueError("All 'rules' must have the same traced.shape. Group the rules by it, as sweep() does.")
+            raise ValueError("All 'rules' must have the same traced.shape. Group the rules by traced.shape first.")
         return lower_to_numpy(first.name, steps, is_watched)
-    # Keep the generated function, because each call of Rule.step() creates Lanes for the same rule.
+    # Each call of Rule.step() creates a new Lanes object. So store the generated function on the rule and reuse it.
     if "_single" not in vars(first):
         vars(first)["_single"] = lower_to_numpy(first.name, steps[:1], is_watched)
     step: NumpyStep = vars(first)["_single"]

@@ -73,7 +73,7 @@ def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = Fa
 
 
 def _result(value: Value, variable: str) -> str:
-    """Return an expression for a step's result in every lane (run); repeat a result that depends on no input."""
+    """Return the code for a step's result as an array over the lanes (runs), even if all lanes have the same result."""
     has_inputs = any(taken.op == "input" for taken in needed_by([value]))
     return variable if has_inputs else f"in_all_lanes({variable}, lanes)"
 

@@ -120,7 +120,8 @@ _NAN_PRODUCT = {
 # The NumPy and MindSpore expressions of each operation. Rows whose names begin with the same word are variants of one
 # operation; the first variant whose guard returns True for the values of the step is used.
 OPERATIONS = {
-    # MindSpore's compiler removes an addition of a number near 0. But the sum -0.0 + 0.0 must become 0.0.
+    # MindSpore's compiler removes the addition of a constant near 0, so -0.0 + 0.0 would stay -0.0. To get 0.0,
+    # subtract the negated constant instead.
     "add nearly zero": Operation("{0} + {1}", "{0} - {minus}", _has_nearly_zero, _MINUS),
     "add": _both("{0} + {1}"),
     "sub": _both("{0} - {1}"),
@@ -174,7 +175,8 @@ OPERATIONS = {
         "ops.gather({0}, ops.minimum(ops.maximum({1}, NONE), {last}), 0)",
         constants={"last": lambda value: np.int32(value.args[0].shape[0] - 1)},
     ),
-    # Count the true flags by a sum in float32, because Ascend sums float32. The sum is exact up to 2**24 flags.
+    # Count the true flags as a sum in float32, because Ascend devices sum float32, not bool. The sum is exact up to
+    # 2**24 flags.
     "count": Operation(
         "np.count_nonzero({0}, axis=0).astype(np.int32)",
         "ops.cast(reduce_sum(ops.cast({0}, mstype.float32)), mstype.int32)",
@@ -214,13 +216,13 @@ _ROWS: dict[str, list[str]] = {}
 for _name in OPERATIONS:
     _ROWS.setdefault(_name.partition(" ")[0], []).append(_name)
 
-# Nodes that fold() does not evaluate: inputs, constants, and operations whose form, not only whose constants, can
-# differ between rules.
+# Nodes that fold() does not evaluate: inputs, constants, and operations that can differ between rules not only in
+# constants but also in structure, such as the size of a table.
 _UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_exponent")
 
 
 def operation_of(values: Sequence[Any]) -> Operation:
-    """Return the first row of OPERATIONS that fits an operation in all of ``values``.
+    """Return the first row of OPERATIONS whose guard is True for each traced value in ``values``, or that has no guard.
 
     The values are the results of the same operation in the traced steps of several rules.
     """

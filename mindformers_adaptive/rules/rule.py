@@ -126,7 +126,7 @@ class Rule(metaclass=_CheckedOnCreation):
         if self.min_loss_scale > self.max_loss_scale:
             raise ValueError(
                 f"'min_loss_scale' must not be above 'max_loss_scale', but got {self.min_loss_scale} and "
-                f"{self.max_loss_scale}. Lower the first or raise the second."
+                f"{self.max_loss_scale}. Lower 'min_loss_scale' or raise 'max_loss_scale'."
             )
         self.gradient_format = find_format(gradient_format)
 
@@ -217,7 +217,7 @@ class Rule(metaclass=_CheckedOnCreation):
         if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
             raise ValueError(
                 f"'{argument}' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
-                f"({self.max_loss_scale}), but got {loss_scale}. Change the value or that bound."
+                f"({self.max_loss_scale}), but got {loss_scale}. Change the value or one of the bounds."
             )
         power = self.nearest_scale(loss_scale)
         if power != loss_scale:
@@ -246,8 +246,8 @@ class Rule(metaclass=_CheckedOnCreation):
                 )
         if first_values:
             raise ValueError(
-                f"The first state of the rule {self.name!r} has {', '.join(map(repr, first_values))}, but the state of "
-                f"the rule declares {', '.join(values) or 'nothing'}. Correct one of the two."
+                f"The first state of the rule {self.name!r} has {', '.join(map(repr, first_values))}, but the rule's "
+                f"attribute 'state' declares only {', '.join(values) or '{}'}. Correct first_state() or 'state'."
             )
         return self.State(**{**dict.fromkeys(self.State._fields, 0), **values, "loss_scale": power})
 
@@ -270,7 +270,7 @@ class Rule(metaclass=_CheckedOnCreation):
 
         if not is_traced_now(self) and getattr(state, "_fields", None) != self.State._fields:
             raise TypeError(
-                f"'state' must be what start() or step() of the rule {self.name!r} returned, but got {state!r}."
+                f"'state' must be a state from start() or step() of the rule {self.name!r}, but got {state!r}."
             )
         if not isinstance(overflow, (bool, np.bool_)) and overflow not in (0, 1):
             raise TypeError(f"'overflow' must be True or False, but got {overflow!r}. Give one of the two.")
@@ -329,7 +329,9 @@ class Rule(metaclass=_CheckedOnCreation):
                 "new value."
             )
         if name in OF_EVERY_RULE:
-            raise ValueError(f"The rule {self.name!r} assigns self.{name}, a name that is taken. Choose another one.")
+            raise ValueError(
+                f"The rule {self.name!r} assigns self.{name}, but the class Rule needs this name. Choose another name."
+            )
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -342,7 +344,7 @@ class Rule(metaclass=_CheckedOnCreation):
 
 @functools.cache
 def _state_class(name: str, fields: tuple[str, ...]) -> Any:
-    """Return a NamedTuple class for states of a rule. The states can be pickled, although no module has the class."""
+    """Return a NamedTuple class for states of a rule. Pickle restores a state by creating the class again."""
 
     def reduce(state: Any) -> tuple[Any, ...]:
         return _state_of, (name, fields, *state)

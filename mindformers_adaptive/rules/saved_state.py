@@ -1,4 +1,4 @@
-"""Convert the state of a loss-scaling rule to and from the values in update cells and checkpoints; repair values."""
+"""Convert the state of a loss-scaling rule to and from the values in update cells and checkpoints."""
 
 from __future__ import annotations
 
@@ -129,17 +129,18 @@ def repair_loss_scale(rule: Any, loss_scale: float, name: str) -> float:
             f"The checkpoint has '{name}' {loss_scale}; a loss scale must be finite and above 0. Resume from "
             f"another checkpoint, or set '{name}'."
         )
-    bounded = min(max(loss_scale, rule.min_loss_scale), rule.max_loss_scale)
-    if bounded != loss_scale:
+    scale_in_bounds = min(max(loss_scale, rule.min_loss_scale), rule.max_loss_scale)
+    if scale_in_bounds != loss_scale:
         warnings.warn(
             f"The checkpoint has '{name}' {loss_scale}, which is not between 'min_loss_scale' and "
-            f"'max_loss_scale': {bounded} is used instead.",
+            f"'max_loss_scale': {scale_in_bounds} is used instead.",
             stacklevel=3,
         )
-    power: float = rule.nearest_scale(bounded)
-    if power != bounded:
+    power: float = rule.nearest_scale(scale_in_bounds)
+    if power != scale_in_bounds:
         warnings.warn(
-            f"The checkpoint has '{name}' {bounded}, but {rule.title} needs a power of two: {power} is used instead.",
+            f"The checkpoint has '{name}' {scale_in_bounds}, but {rule.title} needs a power of two: {power} is used "
+            "instead.",
             stacklevel=3,
         )
     return power
@@ -169,8 +170,8 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     }
     form, step = form_of(rule), now.values["cur_iter"]
     if abs(now.form) != form:
-        # The loaded state was saved by another rule or another version. The adaptive rules and MindFormers' own cell
-        # share names of Parameters, so a changed field of an adaptive rule was loaded from such a state.
+        # Another rule or another version saved the loaded state. If a field of an adaptive rule changed, the field too
+        # was loaded from that state, because the adaptive rules and MindFormers' own cell share Parameter names.
         return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
     if now.form != before.form or step < before.values["cur_iter"]:
         return rule_fields | steps
@@ -179,8 +180,8 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
     if changed & rule_fields:
         # A checkpoint without the Parameter ``loss_scaling_form`` has no Parameters of a user's rule. For a built-in
-        # rule, this function may report values from training steps as loaded. That is harmless: repair() never changes
-        # a state that the rule can reach by training steps.
+        # rule, this function may mistake values that training steps computed for values from a checkpoint. This mistake
+        # is harmless: repair() never changes a state that the rule can reach by training steps.
         has_begun = before.form == form
         has_former_names = is_built_in or (rule.parameter_names and not may_have_stepped)
         may_be_loaded = has_former_names or is_other_run or (has_begun and not may_have_stepped)
@@ -188,9 +189,9 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
         return set()
     if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:
-        # Only step counters differ from the initial values: the checkpoint may be of MindFormers' own cell, and have
-        # the initial scale window. With fewer clean steps than this window, the values are consistent and need no
-        # repair.
+        # Only the step counters changed. MindFormers' own cell may have saved the checkpoint while its scale window
+        # still was the initial window. As long as the number of clean steps is below this window, the counters fit the
+        # window and need no repair.
         return set()
     has_moved = "last_overflow_iter" in changed or before.loss_scale != now.loss_scale
     return steps if is_other_run or (has_moved and "skipped_steps" not in changed) else set()
@@ -289,7 +290,7 @@ def _call(rule: Any, method: str, *arguments: Any) -> Any:
         return getattr(rule, method)(*arguments)
     except Exception as error:
         raise ValueError(
-            f"The rule {rule.name!r} cannot judge a restored state, because {method}() raises {told(error, rule)}. "
+            f"The rule {rule.name!r} cannot check a restored state, because {method}() raises {told(error, rule)}. "
             f"Correct {method}()."
         ) from error
 

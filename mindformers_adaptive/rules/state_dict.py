@@ -12,7 +12,8 @@ from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 __all__ = ["FORM", "FORMER_NAMES", "RUN", "RestoredState", "counters_of_megatron", "grad_scaler_in", "read_state"]
 __all__ += ["to_integer", "to_state_dict"]
 
-# Names, in a checkpoint and in a state_dict(), of the run's number and of the form of the rule's state.
+# The names under which a checkpoint and a state_dict() save the number of the run, and the form of the rule's state: a
+# checksum of the rule's name and of the fields of its state.
 RUN, FORM = "loss_scaling_run", "loss_scaling_form"
 # Names of the loss scale in a state of Megatron-LM, in a checkpoint, and in the state of a loss scaler, in this order.
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
@@ -108,8 +109,8 @@ def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
 def _values_in(fields: Sequence[Field], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the given fields that a state contains, by their names in ``state()``."""
     values: dict[str, Any] = {}
-    # In a checkpoint, look for the full names of the update cell's Parameters only: a Parameter of the network may have
-    # the name of a field.
+    # In a checkpoint, look only for the full Parameter names of the update cell, because a Parameter of the network may
+    # have the same short name as a field of the rule's state.
     if STEP_FIELDS[0].parameter in state and STEP_FIELDS[0].name not in state:
         state = _by_key(fields, state)
     names_of_fields = {key for field in fields for key in field.keys}

@@ -160,7 +160,7 @@ def _input(name: str, dtype: str, shape: tuple[int, ...] = ()) -> Any:
 
 
 def _state_before(rule: Any, constants: Mapping[str, int]) -> tuple[dict[str, Value], dict[str, tuple[str, ...]]]:
-    """Return the traced values of the state before a step, by name, and each field's names of its elements, if any."""
+    """Return the traced values of the state before a step, by name, and for each field the names of its elements."""
     loss_scale = _input("loss_scale", "float32")
     exponent = Value("exponent", (loss_scale, *_bounds(rule)), "int32", ())
     before: dict[str, Value]

@@ -44,7 +44,7 @@ class RuleError(ValueError):
 
 
 def refused(problem: str) -> RuleError:
-    """Return the error for the step that is being traced; ``problem`` completes "The step of the rule ..."."""
+    """Return the error that names the rule being traced, says what its step does (``problem``), and names the line."""
     trace = _present.trace
     if trace is None:
         return RuleError(f"Values of a rule's step work only inside next_state(), but this code {problem}{_place()}")
@@ -119,11 +119,11 @@ class Value:
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
         trace = _present.trace
         if trace is None:
-            raise refused(f"creates a value by {op!r}. Write a plain number; in a state, float32[8] is a vector of 8")
+            raise refused(f"creates a value by {op!r}. Write a plain number, or in 'state' float32[8] for 8 numbers")
         if len(trace.values) >= _MOST_VALUES:
             raise refused(
                 f"records more than {_MOST_VALUES} operations, and MindSpore would compile them for minutes. Compute "
-                "with whole vectors, and by take, count, argmin and tabulate"
+                "with whole vectors, and use take, count, argmin and tabulate"
             )
         for name, value in zip(Value.__slots__, (args, dtype, extra, op, len(trace.values), shape, trace), strict=True):
             object.__setattr__(self, name, value)
@@ -165,7 +165,7 @@ class Value:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise refused("uses a number as a vector. Only a vector has elements, such as a field of float32[3]")
+            raise refused("uses a number as a vector. Only a vector, such as a field of float32[3], has elements")
         return self.shape[0]
 
     def __ne__(self, other: object) -> Value:  # type: ignore[override]
@@ -180,7 +180,7 @@ class Value:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Value:
         if method != "__call__" or ufunc.__name__ not in _UFUNCS or options:
             raise refused(f"calls numpy.{ufunc.__name__}. {_INSTEAD}")
-        # Convert NumPy operands to Python numbers and lists. Then Python calls the operator of the Value.
+        # Convert NumPy operands to Python numbers and lists, so that Python calls the operator of Value, not NumPy's.
         operands = (operand if isinstance(operand, Value) else np.asarray(operand).tolist() for operand in inputs)
         value: Value = _UFUNCS[ufunc.__name__](*operands)
         return value
@@ -229,8 +229,8 @@ for _name, _problem in {
     "bool": "has an 'if', 'and', 'or', 'not' or 'while' on a value, or a comparison such as a < b < c. "
     "Use where(condition, a, b), & | and ~, or minimum and maximum",
     "xor": "has '^'. Compare flags by != instead",
-    "mod": "has '%', whose last bit depends on the device. Use a - a // b * b of integers",
-    "pow": "has '**' with a value, whose last bit depends on the device. Use products",
+    "mod": "has '%', whose result depends on the device. Use a - a // b * b of integers",
+    "pow": "has '**' with a value. The last bit of the power depends on the device. Use products",
     "matmul": "has '@'. Use products",
     "lshift": "shifts bits. Multiply instead",
     "rshift": "shifts bits. Divide by // instead",
@@ -245,7 +245,7 @@ for _name, _problem in {
 for _name in ("int", "index", "complex", "trunc", "floor", "ceil", "array"):
     setattr(Value, f"__{_name}__", Value.__float__)  # type: ignore[attr-defined]
 
-# Operations for NumPy's ufuncs, by name. NumPy calls a ufunc if it combines a NumPy number or array with a Value.
+# The operation on traced values for each allowed NumPy ufunc, by name. np.float32(2) * value calls a ufunc too.
 _UFUNCS: dict[str, Callable[..., Any]] = {
     **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv},
     **{"floor_divide": operator.floordiv, "negative": operator.neg, "absolute": abs},
@@ -338,7 +338,7 @@ def of_one_dtype(op: str, *operands: Any) -> tuple[Value, ...]:
 
 
 def shape_of(*values: Value) -> tuple[int, ...]:
-    """Return the common shape of numbers and vectors of one length; reject vectors of different lengths."""
+    """Return the shape of an operation's result: () if all operands are numbers; reject vectors of unequal lengths."""
     shapes = {value.shape for value in values if value.shape}
     if len(shapes) > 1:
         lengths = " and ".join(str(length) for (length,) in sorted(shapes))

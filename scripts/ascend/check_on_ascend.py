@@ -79,7 +79,7 @@ def verdict(check):
     return "as it should be"
 
 
-# The check "compile"
+# The check "compile": update cells and train steps, each compiled for the device
 
 
 def compile_checks():
@@ -95,7 +95,7 @@ def compile_checks():
         yield name, lambda case=case: getattr(steps, case.function)(**case.arguments)
 
 
-# The check "steps"
+# The check "steps": 50 train steps, compared with the rule in NumPy
 
 
 class Sum(nn.Cell):
@@ -143,8 +143,8 @@ def follow_the_rule(name):
         state = rule.step(state, overflow, np.inf if overflow else FACTOR * value)
         if (overflow, state.loss_scale) != seen[:2]:
             raise AssertionError(
-                f"step {number}: overflow {seen[0]} and loss scale {seen[1]}, but the rule says overflow {overflow} "
-                f"and loss scale {state.loss_scale}"
+                f"step {number}: the device computed overflow {seen[0]} and next loss scale {seen[1]}, but the rule in "
+                f"NumPy computed overflow {overflow} and next loss scale {state.loss_scale}"
             )
     if not 2 <= overflows <= STEPS // 2:
         raise AssertionError(
@@ -156,7 +156,7 @@ def step_checks():
     return [(name, lambda name=name: follow_the_rule(name)) for name in CELLS]
 
 
-# The check "resume"
+# The check "resume": 25 train steps, a checkpoint, and 25 more steps, compared with 50 steps in a row
 
 
 def resume(name):

@@ -1,4 +1,4 @@
-"""Compile cases for an Ascend in this process, which program.py starts in the environment of a dry run.
+"""Compile test cases for an Ascend. The script program.py starts this one in a new process, as a dry run.
 
     python -m scripts.ascend.compiler LOG RESULTS CASE [CASE ...]
 

@@ -11,7 +11,7 @@ LEARNING_RATES = ("current_default_lr", "current_grouped_lr")
 
 
 def forget_printed(names):
-    """Make MindFormers forget these Parameters, or a second train-step cell could not make any of the same name."""
+    """Remove Parameters from MindFormers' register, so that a second train-step cell can register the same names."""
     with contextlib.suppress(ImportError):  # before MindFormers 1.7
         from mindformers.utils.parameter_register import parameter_register
 

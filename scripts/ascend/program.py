@@ -105,7 +105,10 @@ def _in_processes(cases):
 
 
 def _compile_group(cases, stand_ins, logs, level):
-    """Compile cases in a new process; return the results of compiled cases, and of a case that crashes the process."""
+    """Compile test cases in a new process; return a result for each compiled case, and an error for a case that failed.
+
+    If a case ends the process, the case's error is the last result, and the later cases have no result.
+    """
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder, "results.jsonl"), Path(folder, "log")
         results.touch()

@@ -29,14 +29,15 @@ PLUGIN = (
 # The library of CANN's kernels. MindSpore opens this library by name.
 KERNELS = "libopapi.so"
 
-# The oldest MindSpore that the stand-ins work with. Version 2.7 asks even a dry run for the device's properties.
+# The oldest MindSpore that works with the stand-ins for CANN. MindSpore 2.7 asks the device for its properties even in
+# a dry run, and no stand-in can answer.
 OLDEST = (2, 9)
 
-# A stand-in without an answer prints this text before its name.
+# A stand-in for a CANN function that is not in ANSWERS prints this text and the name of the function, and aborts.
 CALLED = "A stand-in for CANN was called: "
 
-# The answers of stand-in functions: a pattern of function names, and the body of a C function whose first argument is
-# `object`.
+# The stand-ins that return a value instead of aborting: a pattern for the names of CANN functions, and the body of the
+# stand-in in C. In the body, `object` is the first argument of the function.
 ANSWERS = (
     # Whether a kernel exists and how much memory it needs: 0 means that it exists and needs none. CANN would check
     # shapes and dtypes here.
@@ -46,15 +47,16 @@ ANSWERS = (
     (r"aclDestroy(Tensor|Scalar|(Int|Float|Bool)Array|TensorList|AclOpExecutor)|aclopDestroyAttr", "return 0;"),
     (r"aclopSetAttr\w+|aclSetAclOpExecutorRepeatable|aclInit|aclFinalize|aclnnInit|aclnnFinalize", "return 0;"),
     (r"(Un)?InitHugeMemThreadLocal|ReleaseHugeMem", "return 0;"),
-    # Constructors of graph engine classes; some of them run while a library is loaded. The two Register classes have no
-    # members, an Operator has virtual functions and a shared_ptr, the other classes have at most a shared_ptr.
+    # Constructors of classes in CANN's graph engine. Some of them run while MindSpore loads a library, so they must not
+    # abort. Set as many bytes to 0 as an object has: none in the two Register classes; 24 in an Operator, which has
+    # virtual functions and a shared_ptr; 16 in the other classes, which have at most a shared_ptr.
     (r"_ZN2ge(23OperatorCreatorRegister|22InferShapeFuncRegister)C[12]E.*", "return object;"),
     (r"_ZN2ge8OperatorC[12]E.*|_ZN2ge15OperatorFactory14CreateOperatorEPKcS\d_", "return memset(object, 0, 24);"),
     (r"_ZN2ge(6Tensor|10TensorType|7Promote)C[12]E.*", "return memset(object, 0, 16);"),
     # The attributes of kernels: SetAttr stores nothing, and GetAttr succeeds but leaves the default value.
     (r"_ZN2ge8Operator7SetAttrE.*", "return object;"),
     (r"_ZNK2ge8Operator7GetAttrE.*", "return 0;"),
-    # The map from error codes to messages: an empty std::map.
+    # CANN's map from error codes to messages. The stand-in returns an empty std::map.
     (r"_ZN2ge13StatusFactory8InstanceEv", "return &empty_map;"),
 )
 
@@ -70,9 +72,10 @@ static struct { void *less; long color; void *parent, *leftmost, *rightmost; siz
 static void *called(const char *name) { fprintf(stderr, "CALLED%s\\n", name); fflush(stderr); abort(); }
 """.replace("CALLED", CALLED)
 
-# In a dry run, MindSpore has no name for the Ascend chip, but needs a name. So this function replaces MindSpore's
-# function and returns the name from an environment variable. It calls the constructor of std::string in the ABI of
-# MindSpore's wheel. The function is aligned, because C++ takes a member function at an odd address for a virtual one.
+# In a dry run, MindSpore needs the name of the Ascend chip, but cannot find it. So this C function replaces MindSpore's
+# function and returns the name from an environment variable. The C function calls the constructor of std::string in the
+# ABI of MindSpore's wheel. The function must have an even address, because an odd address in a C++ pointer to a member
+# function marks a virtual function.
 CHIP = """
 #include <stdlib.h>
 void _ZNSsC1EPKcRKSaIcE(void *string, const char *text, const void *allocator);
@@ -119,14 +122,14 @@ def folder_of_stand_ins(cache):
         try:
             whole.rename(folder)
         except OSError:
-            # Another process has made the folder of stand-ins first.
+            # If another process made the same folder of stand-ins first, use that folder.
             if not folder.exists():
                 raise
     return folder
 
 
 def _make(folder):
-    # MindSpore looks for the names of these folders in the paths of the libraries.
+    # MindSpore searches the paths of CANN's libraries for "latest" and "lib64", so name the folders like this.
     libraries = folder / "latest" / "lib64"
     libraries.mkdir(parents=True)
     absent, undefined = _wanted()
@@ -158,7 +161,7 @@ def _wanted():
 
 
 def _searched():
-    """Return the names of CANN functions that MindSpore looks up at run time: kernels, and functions with an answer."""
+    """Return the names of CANN functions that MindSpore looks up at run time: kernels, and functions in ANSWERS."""
     answered = set()
     plugin = _mindspore() / "lib" / "plugin"
     for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):
@@ -191,7 +194,7 @@ def _compile(source, target, *options):
     command = ["gcc", "-shared", "-fPIC", "-O1", "-w", "-fno-builtin", "-x", "c", "-", "-o", str(target), *options]
     compiled = subprocess.run(command, input=source, capture_output=True, text=True)
     if compiled.returncode != 0:
-        raise RuntimeError(f"gcc could not compile the stand-ins: {compiled.stderr[-1000:]}")
+        raise RuntimeError(f"gcc could not compile the stand-ins for CANN's libraries: {compiled.stderr[-1000:]}")
 
 
 def _mindspore():

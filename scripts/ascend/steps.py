@@ -28,7 +28,7 @@ ROWS = 128
 
 
 def control(operator):
-    """Compile the operator of a control case. An Ascend has a kernel for Add, but none for the other operators."""
+    """Compile one operator, to test the dry run itself. An Ascend has a kernel for Add, but not for the others."""
     halves = Tensor(np.ones((2, 3)), mindspore.float16)
     singles = halves.astype(mindspore.float32)
     primitive, inputs = {
@@ -49,7 +49,7 @@ class Call(nn.Cell):
         return self.function(*inputs)
 
 
-# Update cells
+# Compile update cells
 
 
 def update_cell(way, **options):
@@ -81,7 +81,7 @@ def update_cell_alone(way, **options):
     Owner(update_cell(way, **options)).compile(Tensor(True))
 
 
-# Train steps without a model
+# Compile train steps of small networks
 
 
 class Layers(nn.Cell):
@@ -255,7 +255,7 @@ def compile_watched(step, inputs):
         backward.compile(Tensor(START, mindspore.float32), *inputs)
 
 
-# Train steps in several processes
+# Compile train steps for several processes
 
 
 def split(network):
@@ -291,7 +291,7 @@ NETWORKS = {
 }
 
 
-# Whole models
+# Compile the train steps of whole models
 
 
 def launched(way, config, as_it_is=False, watched=False, **options):

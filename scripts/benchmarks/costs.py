@@ -29,7 +29,7 @@ from scripts.benchmarks.scales import measure_scales, scales_table
 from scripts.benchmarks.sweep import measure_sweep, sweep_tables
 from scripts.studies.reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
-# A loss scale at which no step overflows from the start. The demo's loss scale settles at this value.
+# A loss scale at which no step of the demo overflows, not even the first. The demo's loss scale settles at this value.
 START = 2.0**14
 # The scale window for measuring whole steps. No measurement fills this window, so the loss scale never changes.
 LARGE_WINDOW = 1000
@@ -116,7 +116,7 @@ def tables(result):
     return TABLES[result["benchmark"]](result)
 
 
-# One update of the loss scale
+# The command "update": measure one update of the loss scale
 
 
 def measure_update(arguments):
@@ -145,7 +145,7 @@ def make_updates(name, calls):
     def update(_):
         for flag in flags:
             output = cell(flag)
-        # Wait for the device. In PyNative mode the flag is returned before the state is computed.
+        # Wait for the device. In PyNative mode, the overflow flag is returned before the new state is computed.
         output.asnumpy()
         for parameter in cell.get_parameters():
             parameter.asnumpy()
@@ -198,7 +198,7 @@ def update_tables(result):
     return {"cells": rows}
 
 
-# A train step
+# The command "step": measure a train step
 
 
 def measure_step(arguments):
@@ -242,7 +242,7 @@ def ways_of_a_step(task, names, folder):
 
 
 def make_step(task, network, batch, name, folder):
-    """Return a function that takes a train step (for MONITOR with a callback) or, for GRADIENTS, measures gradients."""
+    """Return a function that runs one train step, or for ``name`` GRADIENTS one measurement of the gradients."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
     from mindspore.train.callback import RunContext
@@ -252,13 +252,13 @@ def make_step(task, network, batch, name, folder):
 
     train_step = task.train_step(network, make_update_cell(name, held=True))
     if name == "no scaling":
-        # Without this, the loss scale would be 1, at which the same backward pass takes longer.
+        # Use the same loss scale as the other ways. At the default of 1, the same backward pass takes longer.
         train_step.set_sense_scale(Tensor(START, mstype.float32))
 
     def plain_step(count):
         train_step(*batch(count))[0].asnumpy()
         if (loss_scale := train_step.scale_sense.asnumpy().item()) != START:
-            raise RuntimeError(f"{name} must keep the loss scale {START:g}, but set it to {loss_scale:g}. Change START")
+            raise RuntimeError(f"{name} set the loss scale from {START:g} to {loss_scale:g}. Lower START in costs.py")
 
     if name not in (MONITOR, GRADIENTS):
         return plain_step
@@ -298,7 +298,7 @@ def step_tables(result):
 
 
 def extra_cost(times, name):
-    """Return how much longer steps with a way of scaling take than with the dynamic cell, in percent, as text."""
+    """Return as text by how many percent a step with the cell ``name`` takes longer than with the dynamic cell."""
     if name == DYNAMIC:
         return "0"
     of_looks = ratio(times, GRADIENTS, DYNAMIC)[0] / LOOK_EVERY if name == GRADIENTS else 0.0
@@ -313,7 +313,7 @@ def update_share(result, name):
     return extra / time_above(result["times"], DYNAMIC)[0]
 
 
-# The overflow detection
+# The command "detection": measure the overflow detection
 
 
 def measure_detection(arguments):
@@ -354,7 +354,7 @@ def ways_of_detection(count, size):
         return ops.neg(gradients[0][0:1])
 
     def largest_values(gradients):
-        # The baseline of all ways of overflow detection: a pass with only one primitive for each Tensor.
+        # The baseline for the times of overflow detection: only one primitive, a maximum, for each gradient Tensor.
         return ops.stack([ops.ReduceMax()(gradient) for gradient in gradients])
 
     random = np.random.default_rng(0)
@@ -376,7 +376,7 @@ def detection_tables(result):
     rows = [["Tensors", f"`{ALL_FINITE}`", *DETECTIONS.values(), NUMPY]]
     for count, times in result["times"].items():
         ratios = [ratio(times, name, PLAIN, EMPTY) for name in (ALL_FINITE, *DETECTIONS)]
-        # NumPy is called without MindSpore, so no empty call is subtracted from its time.
+        # The maxima in NumPy do not call MindSpore, so do not subtract the time of an empty MindSpore call from theirs.
         plain, (numpy, error) = time_above(times, PLAIN, EMPTY)[0], times[NUMPY]
         ratios.append((numpy / plain, error / plain))
         rows.append([str(count), *(with_error(*each, 1) for each in ratios)])

@@ -39,7 +39,10 @@ JSON = "JSON alone"
 
 
 def commands(record, picture, steps):
-    """Return, by name, Python's arguments for each command that uses a record; the last command changes the record."""
+    """Return Python's arguments for each command that reads a record, by the name of the command.
+
+    The last command, "resume", also changes the record.
+    """
     return {
         JSON: ["-c", READ, record],
         "analyze": ["-c", PROGRAM, "analyze", record],
@@ -79,7 +82,7 @@ def run(command):
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command[2:])} failed with {process.returncode}")
+        raise RuntimeError(f"The command {' '.join(command[2:])} failed with exit code {process.returncode}")
     return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 

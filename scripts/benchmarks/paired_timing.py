@@ -51,7 +51,7 @@ def take_turns(ways, copies, rounds):
 
 
 def typical_times(times):
-    """Return the time of each way of computing in milliseconds, and its standard error, which is NaN for one copy.
+    """Return each way's time in milliseconds and its standard error, which is NaN if the way has only one copy.
 
     Args:
         times (dict): from :func:`take_turns`.
@@ -100,7 +100,7 @@ def time_above(typical, name, above=None):
 
 
 def spread_percent(times):
-    """Return by how many percent the times of equal copies differ (standard deviation), averaged over all ways."""
+    """Return the standard deviation, in percent, of the times of copies of the same way, averaged over all ways."""
     _, logarithms = _compared(times)
     return 100.0 * float(np.mean([np.var(of_copies, ddof=1) for of_copies in logarithms.values()])) ** 0.5
 
@@ -116,7 +116,10 @@ def with_error(value, error, digits):
 
 
 def _compared(times):
-    """Return the median time of a call and, for each way of computing, the logarithms of its copies' relative times."""
+    """Return the median time of a call and, by the name of the way, the logarithm of each copy's relative time.
+
+    The relative time of a copy is its time divided by the median time of all copies in the same round.
+    """
     medians = np.median(np.concatenate(list(times.values())), axis=0)
     logarithms = {name: np.median(np.log(copies / medians), axis=1) for name, copies in times.items()}
     return float(np.median(medians)), logarithms

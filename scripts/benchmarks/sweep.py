@@ -61,7 +61,10 @@ def make_configurations():
 
 
 def make_trace(steps):
-    """Return a trace of all kinds of behaviour in turn, with steps at which every scale or no scale overflows."""
+    """Return a trace of all kinds of synthetic ceilings in turn.
+
+    At some steps, every loss scale overflows; at some steps, no loss scale overflows.
+    """
     kinds = synthetic_traces(math.ceil(steps / 8), seed=0).values()
     ceiling = np.concatenate([kind.ceiling for kind in kinds])[:steps]
     ceiling[500::1000] = 0.0

@@ -31,7 +31,8 @@ def fixed_divided_by_the_optimizer(network, loss_fn):
 def fixed_for_any_optimizer(network, loss_fn):
     """Use a fixed loss scale. The optimizer does not divide the gradients, so the train-step cell divides them."""
     optimizer = nn.AdamWeightDecay(network.trainable_params(), learning_rate=0.001)
-    # This adds mixed precision and the loss function; without loss_scale_manager=None level O2 brings its own manager.
+    # build_train_network() adds mixed precision and the loss function. Pass loss_scale_manager=None, because level O2
+    # otherwise adds a loss-scale manager.
     unscaled = mindspore.amp.build_train_network(network, optimizer, loss_fn, AMP_LEVEL, loss_scale_manager=None)
     return Model(FixedScaleTrainOneStepCell(unscaled.network, optimizer, loss_scale=1024.0))
 

@@ -44,7 +44,7 @@ def make_train_step(policy, optimizer, scaler):
         gradients = scaler.unscale(gradients)
         grads_finite = amp.all_finite(gradients)
         if grads_finite:
-            # Clip the gradients: a spike that does not overflow must not move the policy far.
+            # Clip the gradients: a reward spike without overflow must not change the policy network much.
             optimizer(ops.clip_by_global_norm(gradients, 1.0))
         scaler.adjust(grads_finite, gradients)
         return grads_finite

@@ -53,7 +53,7 @@ def make_update_cell(rule):
 
 
 class StepTable(Callback):
-    """Collects a row for each step, and prints the table when the training ends.
+    """Collects a table row for each training step, and prints the table of all steps when the training ends.
 
     ``loss_scale`` is the scale that the step used; ``next_loss_scale`` and ``scale_window`` are values after it.
     """

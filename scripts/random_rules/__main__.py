@@ -21,7 +21,7 @@ OUTCOMES = ("same", "refused", "noticed", "different")
 
 
 def main():
-    """Compare random rules, and print the number of rules with each outcome."""
+    """Compare random rules in NumPy and in update cells, and print how many rules had each outcome."""
     arguments = read_arguments()
     counts = collections.Counter()
     last = arguments.first + arguments.programs
@@ -51,7 +51,7 @@ def told(counts):
 
 
 def in_a_process(first, programs, arguments):
-    """Compare rules in a new process; return the number of rules by outcome. If the process dies, all rules differ."""
+    """Compare rules in a new process; return how many had each outcome. If it dies, count all rules as different."""
     command = [sys.executable, "-m", "scripts.random_rules", "--first", first, "--programs", programs]
     command += ["--steps", arguments.steps, "--folder", arguments.folder]
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
@@ -64,7 +64,7 @@ def in_a_process(first, programs, arguments):
 
 
 def compare_rules(first, programs, steps, folder):
-    """Compare rules and return the number of rules by outcome; print the rules that differ or are refused."""
+    """Compare rules and return how many had each outcome; print the rules that differ or are refused."""
     os.environ.setdefault("GLOG_v", "3")
     from scripts.random_rules.compare import compare, make_rule
 

@@ -1,8 +1,7 @@
-"""Make random loss-scaling rules, and compare their steps in NumPy, in lanes and in update cells.
+"""Make random loss-scaling rules, and check that NumPy, ``Lanes`` and update cells compute the same steps.
 
-A rule is generated from a seed. Its steps are computed in NumPy by ``rule.step``, in lanes by ``Lanes``, which steps
-several rules of one class with different arguments side by side, and by its update cell. All three must give the same
-bits.
+A rule is generated from a seed. Its steps are computed in NumPy by ``rule.step``, by ``Lanes``, which steps several
+rules of one class with different arguments side by side, and by its update cell. All three must give the same bits.
 """
 
 import importlib.util
@@ -102,7 +101,7 @@ class Run(NamedTuple):
 
 
 def numpy_runs(random_rule, steps, paths):
-    """Take steps with ``rule.step``; return a run for each rule of the random class, and two more of the first rule.
+    """Take steps with ``rule.step``; return a Run for each rule of ``random_rule``, and two more of its first rule.
 
     Args:
         random_rule (RandomRule): the rule.

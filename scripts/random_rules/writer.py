@@ -6,7 +6,8 @@ import re
 __all__ = ["write_rule"]
 
 _LARGEST = "3.4028234663852886e+38"
-# Constants in the random rules: Python and NumPy numbers, and attributes of the rule. Those after the bar are rarer.
+# Operands in the code of random rules: Python and NumPy numbers, and attributes of the rule. The operands after the
+# character | are used less often.
 _NUMBERS = {
     "float32": "0 1 -1 2 0.0 1.0 -1.0 0.5 2.0 -2.5 0.1 3.3 1e6 7 self.share self.limit self.share*3 self.steps | "
     f"-0.0 {_LARGEST} -{_LARGEST} math.inf -math.inf 1e30 1e-3 1e-30 -2147483904.0 16777217.0 2.0**127 -3e38 "
@@ -22,17 +23,27 @@ _FIRST = {
     "float32": (0.0, -0.0, 1.5, -2.25, 1e6, 3e38, 0.1, float("inf"), float("nan"), 2.0**31, 5.0, 17.0),
 }
 
-# The scalar and the vector fields of a random rule's state, with their dtypes. Some scalars belong to a group, such as
-# "low" to the group "spreads".
+# The scalar fields and the vector fields of a random rule's state, with their dtypes. The rule declares some scalar
+# fields in groups: for example, the field "low" is in the group "spreads".
 _FIELDS = {"few": "int32", "many": "int32", "mark": "int32", "yes": "int32", "no": "int32"}
 _FIELDS |= {"level": "float32", "last": "float32", "before_last": "float32", "kept": "float32"}
 _FIELDS |= {"low": "float32", "middle": "float32", "high": "float32"}
 _VECTORS = {"counts": "int32", "rates": "float32", "old_rates": "float32"}
 
-# Templates of expressions in a rule's step. x and y have the dtype of the result, and one of them may be a number; v
-# and w have this dtype; a and b are numbers; F, I and B are float32, int32 and bool; C is a flag; K an index; V a
-# vector of this dtype; P a position in V; M and N are vectors of bool and float32. Templates of vectors also have U, a
-# stack of scalars; L, a list of numbers; G, a list of flags; S and T, scalars of this dtype. Each S is a new scalar.
+# Templates of expressions in a rule's step, by the dtype of the result. Each letter stands for an operand:
+#     x, y     a value of the result's dtype, and such a value or a number, in any order
+#     v, w     values of the result's dtype
+#     a, b     numbers
+#     F, I, B  values of the dtypes float32, int32 and bool
+#     FF, FG   as x and y, but float32
+#     II, IJ   as x and y, but int32
+#     C, K     a scalar flag, and a scalar index
+#     V, P     a vector of the result's dtype, and a position in this vector
+#     M, N     vectors of bool and of float32
+# Only templates of vectors have these letters:
+#     U        a stack of scalars
+#     L, G     a list of numbers, and a list of flags
+#     S, T     scalars of the result's dtype; each S in a template is another scalar, each T is the same scalar
 _COMMON = (
     "where(B, x, y); where(C, v, w); minimum(x, y); maximum(x, y); minimum(maximum(x, y), a); maximum(a, maximum(b, v))"
     "; v + v; v - v; v * a * b; b * (a * v); a - (v - b); v + a + b; -(-v); v * 0; v * -1; 0 - v; v + 0; v * a + v * b"
@@ -83,7 +94,7 @@ from mindformers_adaptive.rules import tabulate, take, where
 
 WEIGHTS = np.array({weights}, np.float32)
 FIRST_LOSS_SCALE = {loss_scale}
-# The arguments of each lane.
+# The arguments of the rules that are stepped side by side, a dict for each rule.
 ARGUMENTS = {arguments}
 
 
@@ -115,7 +126,7 @@ class RandomRule(Rule):
 
 
 def write_rule(seed):
-    """Return the source of the module of a random rule."""
+    """Return the source code of a Python module that defines a randomly generated rule."""
     return _Writer(seed).module()
 
 
@@ -126,7 +137,7 @@ class _Writer:
         self.seed, self.random = seed, random.Random(seed)
         self.length = self.pick((1, 2, 3, 3, 4, 9))
         self.by_exponent, self.needs_gradients = self.pick((True, False, False)), self.pick((True, True, False))
-        # Let some rules count clean steps (steps since the last overflow), as the adaptive rule does.
+        # Some generated rules use the number of clean steps (steps since the last overflow), as the adaptive rule does.
         self.counts_clean_steps = self.chance(0.3)
         self.lines, self.made, self.pools = [], 0, {}
         self.know("int32", 0, "state.skipped_steps", "state.consecutive_overflows")
@@ -247,7 +258,8 @@ class _Writer:
     def write_return(self):
         before, share = "state", 0.85
         if self.chance(0.4):
-            # A change in `both` takes effect on both sides of the where() below, whatever the flag is.
+            # Change some fields before where() may choose between two new states, so that these changes take
+            # effect whichever state where() chooses.
             keys = self.random.sample([*_FIELDS, *_VECTORS], 4)
             self.lines.append(f"both = state.replace({_named({key: self.result(key) for key in keys})})")
             before, share = "both", 0.5
@@ -304,7 +316,7 @@ def _named(changes):
 
 
 class _Operands(dict):
-    """The operands for which the letters in an expression's template stand, each generated at its first use."""
+    """The operands that replace the letters of an expression's template, each generated when it is first used."""
 
     def __init__(self, writer, dtype, length, depth):
         super().__init__()
@@ -345,7 +357,7 @@ class _Operands(dict):
         return self[letter]
 
     def beside(self, dtype, is_number=False):
-        """Return an operation's second operand: a Python number, a scalar, or a value as long as the first operand."""
+        """Return a random second operand of an operation: a number, a scalar, or a value as long as the first one."""
         writer = self.writer
         if writer.chance(0.35):
             return writer.number(dtype)

@@ -47,10 +47,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="the folder of the site, which is replaced")
     output = parser.parse_args().output
-    # Most objects of a build live until its end, so garbage collection would only scan the same objects again and
-    # again.
+    # Most objects that Sphinx creates live until the site is built, so garbage collection would only scan the same
+    # objects again and again.
     gc.disable()
-    # Sphinx's conf.py imports modules from docs/site.
+    # Put docs/site on the import path, because Sphinx's conf.py imports modules from this folder.
     sys.path.insert(0, str(DOCS / "site"))
     with tempfile.TemporaryDirectory() as folder:
         for language in FIRST_PAGES:
@@ -198,7 +198,7 @@ def described(name):
 
 
 def room_page(room):
-    """Return a page with the members of a subpackage's modules, except the names that have a page of their own."""
+    """Return the API page of a subpackage. The page leaves out public names, because each has a separate page."""
     public = {short_name(name) for names in PUBLIC.values() for name in names}
     # Exclude the lab's class Parameter from the page. In docstrings, ``Parameter`` means MindSpore's class, and Sphinx
     # would link it to the lab's class.
@@ -218,7 +218,7 @@ def short_name(name):
 
 
 def title_of_name(name):
-    """Return the lines of a title that is one long name, marked so that the style sheet does not wrap it."""
+    """Return the reST lines of a page title that is one long name, with a style class that keeps it on one line."""
     return [".. rst-class:: name", "", *title(name)]
 
 

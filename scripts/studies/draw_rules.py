@@ -58,7 +58,7 @@ def draw_scale_and_window(figure, trace):
 
     lower.step(np.arange(1, STEPS + 1), replayed.scale_window, where="post", color=SECOND, linewidth=1.6)
     lower.set_yscale("log")
-    # Every window has a grid line, but the labels 30 and 40 would not fit.
+    # Every window has a grid line, but the lines at 30 and 40 have no labels, because the labels would not fit.
     names, windows = {1: "1 (hidden)", 30: "", 40: ""}, (1, *window_ladder(1000, 20))
     lower.set_yticks(windows, [names.get(window, str(window)) for window in windows])
     lower.minorticks_off()

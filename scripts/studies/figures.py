@@ -128,14 +128,14 @@ def rendered(text, page):
         return "\n".join([block["begin"], *lines, block["end"]])
 
     begin, end = r"(?P<begin><!-- figures: (?P<name>\w+)/(?P<table>\w+) -->)", r"(?P<end><!-- end of figures -->)"
-    # A block of a table without an end mark must not extend into the next block.
+    # If a page lacks the end mark of a table, the match must not extend into the next table of the page.
     between = r"(?:(?!<!-- figures: ).)*?"
     return re.sub(rf"^{begin}${between}^{end}$", shown, text, flags=re.MULTILINE | re.DOTALL)
 
 
 @functools.cache
 def tables_of(name):
-    """Return the tables of a figure by name, each as a list of rows.
+    """Return the tables of a measurement, a key of ``FIGURES``, as a dict from a table's name to its list of rows.
 
     If the figure's command prints plain text, the table "printed" is a list of its lines, which pages show unchanged.
     """
@@ -149,7 +149,7 @@ def tables_of(name):
 
 
 def lines_of(rows, words):
-    """Return the lines of a table for a page, with the cells translated by ``words``."""
+    """Return a table as Markdown lines, with the text of its cells translated by the dict ``words``."""
     if isinstance(rows[0], str):
         return ["```text", *rows, "```"]
     return list(table([[translated(cell, words) for cell in row] for row in rows]))

@@ -25,7 +25,8 @@ from scripts.studies.worth_report import FP32, LOWEST, interval, mean_and_interv
 
 PICTURE = "docs/images/quality_by_format.svg"
 
-# The formats of the matrices and of the gradients. FP16 is the device's own; other formats are simulated.
+# For each name, the format of the inputs of matrix products and convolutions, and the format of the gradients. The
+# device can compute in FP16, so only the other formats are simulated.
 FP16 = "FP16"
 FORMATS = {
     FP16: ("float16", "float16"),
@@ -65,9 +66,9 @@ DIGITS = 5
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
-    parser.add_argument("--seeds", type=reporting.positive, help="at most so many (default: as many as each task has)")
+    parser.add_argument("--seeds", type=reporting.positive, help="seeds of each task (default: all that it has)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
-    parser.add_argument("--add", action="store_true", help="to what the file of --json has")
+    parser.add_argument("--add", action="store_true", help="add the trainings to the file that --json names")
     parser.add_argument("--again", metavar="NAME", help="with --add: train methods again that have this in their names")
     reporting.add_json_option(parser)
     parser.add_argument("--picture", type=Path, default=reporting.ROOT / PICTURE, help=f"file (default: {PICTURE})")
@@ -95,9 +96,10 @@ def main():
 
 
 def measure(tasks, key, name, again, seeds):
-    """Train a task in a format by the methods that ``tasks`` lacks or ``again`` names, and add the runs to ``tasks``.
+    """Train a task in a number format by each method that lacks runs in ``tasks``, and add the new runs to ``tasks``.
 
-    Yield each method after its trainings, and "found" after the recommendations.
+    Methods that have ``again`` in their names are trained again. Yield each method after its trainings, and "found"
+    after the recommendations.
     """
     trainings, methods = trainings_in(key, name)
     task = tasks.setdefault(key, about(trainings.task))

@@ -60,7 +60,7 @@ def trainings():
 
 
 def summary(record):
-    """Return a summary of a run, detailed enough for a test to repeat the beginning of the run.
+    """Return a summary of a run. A test repeats the first steps of the run, and compares them with the summary.
 
     The summary has the steps skipped before and after the first applied step, and the mean losses of the last applied
     steps and of the ``EARLY`` steps. ``scales`` has log2 of the loss scale at each step, with an exclamation mark after
@@ -84,7 +84,7 @@ def scale_of(row):
 
 
 def tables(result):
-    """Return the table of a result by its name, as a list of rows; the first row has the names of the columns."""
+    """Return the only table of a result, as {name: rows}; the first row has the names of the columns."""
     rows = [["from", "rule", "skipped before the first applied step", "skipped after it", "final loss", "mean"]]
     for training in result["trainings"]:
         before, after, losses = ([run[name] for run in training["runs"]] for name in ("before", "after", "loss"))

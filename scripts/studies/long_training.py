@@ -1,4 +1,4 @@
-"""Compare ways of loss scaling over 5,000 steps of the demo's model, with gradients as small as with 256 micro-batches.
+"""Compare ways of loss scaling over 5,000 steps of the demo's model, with gradients 256 times smaller than usual.
 
     python -m scripts.studies.long_training [--seeds N] [--processes N] [--json FILE]
 
@@ -7,8 +7,9 @@ script is stopped, start it again: unfinished runs continue. The results of a fi
 docs/figures/long_training/, and the run is not trained again; ``--results FOLDER`` trains all runs into another folder.
 Prints Markdown, and draws docs/images/long_training.svg. Runs of the same seed have the same weights and data.
 
-Instead of the loss, the loss scale is divided by 256, which gives the same gradients. FP32 needs no division. The way
-"alone" is FP16 without scaling and without division.
+Gradient accumulation over 256 micro-batches would divide the loss, and so the gradients, by 256. Here the loss scale is
+divided by 256 instead, which gives the same gradients. FP32 needs no division. The way "alone" is FP16
+without scaling and without division.
 """
 
 import argparse
@@ -42,7 +43,8 @@ WAYS = {
     "guided": "guided",
     "fixed": "fixed 2^16",
 }
-# The initial loss scale of each rule, and the scale of the fixed way: the usual value in MindFormers' YAML files.
+# The initial loss scale of the rules, and the loss scale of the trainings with a fixed scale: 2^16, as usual in
+# MindFormers' YAML files. And the number of micro-batches in a batch, by which these scales are divided.
 START, MICRO_BATCHES = 2.0**16, 256
 STEPS, SEEDS, PIECE = 5000, 3, 2500
 # The demo's samples have 128 bytes; with 32 bytes, a step takes a third of the time.
@@ -163,7 +165,7 @@ class LongTraining:
                 self._keep()
 
     def _looked(self, batch):
-        """Return the next step's batch; if a look is due, first measure loss and gradients with the present weights."""
+        """Return the next step's batch; if a measurement is due, first measure the present loss and gradients."""
         if self.step % self.look_every == 0 or self.step == self.settings["steps"]:
             look = {"step": self.step, "quality": self.trainings.task.quality(self.compiled.network, self.data)}
             if self.settings["way"] != "fp32":
@@ -193,8 +195,8 @@ class LongTraining:
         recorded = {name: state["seen"].get(name) for name in self.settings}
         if recorded != self.settings:
             raise ValueError(
-                f"{self.file} must hold an unfinished run with the settings {self.settings}, but its run has "
-                f"{recorded}. Remove the file, or give another folder with --unfinished."
+                f"The unfinished run in {self.file} has the settings {recorded}, but this run has {self.settings}. "
+                "Remove the file to begin again, or give another folder with --unfinished."
             )
         self.step, self.losses, self.seen = state["step"], state["losses"], state["seen"]
         self.trainings.last_ceiling = state["last_ceiling"]
@@ -202,15 +204,15 @@ class LongTraining:
         missing, unknown = load_param_into_net(self.compiled.train_step, checkpoint, strict_load=True)
         if missing or unknown:
             raise ValueError(
-                f"{self._checkpoint(self.step)} must have the Parameters of the train-step cell, but lacks {missing} "
-                f"and also has {unknown}. Remove {self.file}, so that the run begins again."
+                f"The checkpoint {self._checkpoint(self.step)} does not fit the train-step cell: it lacks the "
+                f"Parameters {missing}, and has the unknown Parameters {unknown}. Remove {self.file} to begin again."
             )
 
     def _checkpoint(self, step):
         return self.file.with_name(f"{self.file.stem}-{step}.ckpt")
 
     def forget(self):
-        """Remove the checkpoint and the file from which the run could continue."""
+        """Remove the run's checkpoint and state file, which are not needed after its last step."""
         self._checkpoint(self.step).unlink()
         self.file.unlink()
 
@@ -246,7 +248,7 @@ def summary(run):
 
 
 def tables(result):
-    """Return the table of a result by its name, as a list of rows; the first row has the names of the columns."""
+    """Return the only table of a result, as {name: rows}; the first row has the names of the columns."""
     columns = ["way of scaling", "seeds", "skipped at the start", "skipped later", "headroom lost, bits"]
     rows = [[*columns, "loss on held-out text", "more than FP32's"]]
     fp32 = {run["seed"]: run["quality"] for run in result["ways"].get("fp32", [])}

@@ -55,7 +55,7 @@ def main():
 
 
 def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
-    """Return a task's runs by seed: for each number of micro-batches and each way of scaling, and in FP32."""
+    """Return a task's runs: a list over the seeds for FP32, and for each number of micro-batches and way of scaling."""
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import FP32, METHODS, Trainings, divided
 
@@ -72,7 +72,7 @@ def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
 
 
 def figures(run):
-    """Return a run's values for the tables: final loss, skipped steps, share of gradients lost at first, all losses."""
+    """Return a run's final loss, skipped steps, lost share of the first step's gradient norm, and measured losses."""
     return {
         "quality": run["quality"],
         "skipped": len(run["skipped"]),

@@ -107,7 +107,7 @@ class _Product(nn.Cell):
 
 
 def simulate_formats(network, forward=None, gradients=None):
-    """Make a network that has not run yet round the inputs and gradients of its matrix products and convolutions.
+    """Change a network before its first run, so that it rounds inputs and gradients of products and convolutions.
 
     Args:
         network (Cell): the network.

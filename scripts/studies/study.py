@@ -148,7 +148,7 @@ def study(policies, traces):
 
 
 def regime_study(steps, seeds):
-    """Measure how policies follow the ceiling when a regime begins and ends, on traces without spikes.
+    """Measure how policies follow lasting falls of the ceiling and the rises after them, on traces without spikes.
 
     Returns:
         dict, by change of the ceiling and policy. ``recovery`` has the median and the 90th percentile of the steps
@@ -215,9 +215,9 @@ def figures_table(results):
 
 
 def price_table(results):
-    """Return a table of the prices of a bit of headroom at which the adaptive rule costs least, by kind of trace.
+    """Return a table, by kind of trace, of the price range of a lost bit in which the adaptive rule is cheapest.
 
-    A price is the number of skipped steps in 1000 that count as much as a lost bit.
+    The price is the number of skipped steps in 1000 that count as much as a lost bit of headroom.
     """
     rows = [["trace", "adaptive costs least from", "to"]]
     for kind in results[ADAPTIVE]:
@@ -227,9 +227,10 @@ def price_table(results):
 
 
 def cheapest_rates(on_kind):
-    """Return the lowest and the highest price of a lost bit at which no policy costs less than the adaptive rule.
+    """Return the lowest and the highest price of a lost bit at which the adaptive rule is the cheapest policy.
 
-    Return None if there is no such price.
+    The price is the number of skipped steps in 1000 that count as much as a lost bit of headroom. Return None if there
+    is no such price.
     """
     adaptive = on_kind[ADAPTIVE]
     pairs = [
@@ -255,7 +256,7 @@ def guided_rows(results):
 
 
 def guided_means(results):
-    """Return a table, header first: the guided rule, and the scale window that is best over all kinds of trace."""
+    """Return a table, header first, that compares the guided rule with the window best over all kinds of trace."""
     rows = [["gradients", *columns_of_rates("guided", "best", "share", "by kind")]]
     for group, by_policy in results.items():
         rows.append([group])
@@ -270,7 +271,7 @@ def columns_of_rates(*names):
 
 
 def against_best(by_policy, kind, rate):
-    """Return table cells (guided rule, best scale window, ratio of the costs of both), and the ratio as a number."""
+    """Return three table cells (guided rule, best scale window, ratio of their costs), and the ratio as a number."""
     guided = by_policy[f"guided {rate:g}"][kind]
     windows = {str(window): by_policy[str(window)][kind] for window in FIXED_WINDOWS}
     best = cheapest(windows, rate)

@@ -73,7 +73,7 @@ def skipped_at_the_start(skipped, steps):
 
 
 def reached(run, fp32, higher_is_better):
-    """Return the first step at which a run is as good as FP32 is after ``REACHED_AT`` of the steps, or None."""
+    """Return the first step at which a run is as good as the FP32 run after 80 % of its steps; None if never."""
     goal = [look["quality"] for look in fp32["looks"] if look["step"] <= REACHED_AT * fp32["steps"]][-1]
     good_enough = np.greater_equal if higher_is_better else np.less_equal
     return next((look["step"] for look in run["looks"] if good_enough(look["quality"], goal)), None)
@@ -183,7 +183,7 @@ def interval(result, digits):
 
 
 def winner(result, first, second, higher_is_better=False):
-    """Return the better of two methods, or ``-`` if the confidence interval contains 0."""
+    """Return the better of two methods, or ``-`` if the confidence interval of their difference contains 0."""
     middle, half = result
     if not abs(middle) > half:
         return "-"

@@ -77,7 +77,10 @@ class Task:
 
 
 class Branches(nn.Cell):
-    """A Dense layer 2-24, then for each output Dense 24-24-1 with tanh, times a factor; returns the squared error.
+    """A small network with one output or several; returns the weighted squared error of its outputs.
+
+    A Dense layer computes 24 values from the 2 inputs. For each output, two Dense layers follow (24 to 24, 24 to 1).
+    After each layer but the last there is a tanh. Each output is multiplied by a factor.
 
     Args:
         dtype (mindspore.dtype): the dtype in which the Dense layers compute; factors and loss are float32.
@@ -298,7 +301,7 @@ class Llama(Task):
 
 
 class Lora(Llama):
-    """LoRA on the help texts of Python's language reference, for the demo's model after a training in FP32.
+    """A training of LoRA adapters on the help texts of Python. The demo's model is trained in FP32 before.
 
     Args:
         steps (int): the number of steps of each of the two trainings.

@@ -63,9 +63,10 @@ def adaptive(loss_scale):
 
 
 def divided(way, loss_scale, micro_batches):
-    """Return a method for training on one of several micro-batches, with the loss scale divided by their number.
+    """Return a loss-scaling method whose loss scale is divided by the number of micro-batches in a batch.
 
-    Gradient accumulation divides the loss by the number of micro-batches. Dividing the loss scale instead gives the
+    A training by this method takes one micro-batch in each step. Gradient accumulation divides the loss by the number
+    of micro-batches. Dividing the loss scale instead gives the
     same gradients, before and after they are unscaled.
 
     Args:
@@ -120,12 +121,12 @@ class CompiledTraining:
         self.initial = [(value, value.asnumpy().copy()) for value in self.train_step.get_parameters()]
 
     def run(self, loss_scale, weights, batches):
-        """Train from this initial loss scale and these weights; return the record that ``LossScaleMonitor`` writes."""
+        """Train from an initial loss scale and initial weights; return a record as ``LossScaleMonitor`` writes it."""
         self.begin(loss_scale, weights)
         return list(self.go_on(batches))
 
     def begin(self, loss_scale, weights):
-        """Reset all Parameters, then set this initial loss scale and these weights."""
+        """Reset all Parameters, then set the initial loss scale and the weights."""
         put_back(self.initial)
         set_weights(self.network, weights)
         manager = self.train_step.loss_scaling_manager
@@ -133,7 +134,8 @@ class CompiledTraining:
         put_back(zip(manager.get_parameters(), fresh, strict=True))
         ops.assign(self.train_step.scale_sense, Tensor(loss_scale, mstype.float32))
         if self.train_step._fixed_scale is not None:
-            # Otherwise the train-step cell would treat the new scale as restored from a checkpoint, and set it back.
+            # Also change the cell's fixed scale. The train-step cell sets any other loss scale back to its fixed scale,
+            # because a checkpoint could have replaced the loss scale.
             self.train_step._fixed_scale = loss_scale
 
     def go_on(self, batches, first=1):

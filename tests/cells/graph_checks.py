@@ -36,7 +36,7 @@ def forbidden_plain_constants(graph):
 
 
 def plain_outputs(graph):
-    """Return the outputs of nodes that are no tensors, such as numbers, because the host has to compute them.
+    """Return the outputs, such as numbers, that are not tensors. The host, not the Ascend, has to compute such outputs.
 
     The check of documented platforms misses TensorToScalar, because MindSpore documents it for Ascend.
     """

@@ -147,7 +147,8 @@ def test_moving_averages_of_batch_norm_go_on_in_a_skipped_step(graph_mode):
 
 
 def test_mindspores_graphs_for_a_cpu_take_no_lazy_inline(run_forked):
-    # Run this in its own process, because MindSpore keeps the failed setting for operators that it compiles afterwards.
+    # Run the training in its own process, because MindSpore keeps the failed setting of lazy inline for operators that
+    # it compiles afterwards.
     # If this test fails, lazy inline works, and the table of features can list it.
     finished = run_forked(ROOT / "tests" / "cells" / "lazy_inline.py", expect_exit=1)
     assert "must be a Primitive ValueNode, but get ValueNode<FuncGraph>" in finished.stderr

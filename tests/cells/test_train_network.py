@@ -1,4 +1,4 @@
-"""Defaults of the loss-scale managers, and training with them by ``build_train_network`` and ``Model``."""
+"""The loss-scale managers have MindSpore's defaults; ``build_train_network`` and ``Model`` train with the managers."""
 
 import mindspore.train.amp
 import numpy as np
@@ -161,7 +161,7 @@ def test_a_factor_that_looks_like_a_window_is_warned_of(factor):
     manager = amp.DynamicLossScaleManager(4, factor)
     with pytest.warns(UserWarning, match=message.format("DynamicLossScaleManager")):
         build_train_network(dense.network, dense.optimizer(), level="O0", loss_scale_manager=manager)
-    # Any other scale factor gives no warning. The tests turn warnings into errors.
+    # A scale factor of 16 must give no warning. In the tests, a warning is an error.
     AdaptiveLossScaleManager(4, 16)
     build_train_network(
         dense.network, dense.optimizer(), level="O0", loss_scale_manager=amp.DynamicLossScaleManager(4, 16)

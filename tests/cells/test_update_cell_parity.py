@@ -66,7 +66,8 @@ def test_equals_mindformers_own_cell_where_its_ladder_is_right(graph_mode, bound
     assert tuple(theirs.window_list_num) == window_ladder(largest, smallest)
     ours = AdaptiveLossScaleUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
     windows = {held[0] for held in steps_of_both(theirs, ours, ["scale_window"], steps)}
-    # The steps used every scale window of the ladder except 1000, and the hidden window of one step below the ladder.
+    # The steps used every scale window of the ladder except 1000. They also used the hidden window, which is 1 step
+    # long and not on the ladder.
     assert windows >= {1, *window_ladder(largest, smallest)} - {1000}
 
 

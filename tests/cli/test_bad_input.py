@@ -155,7 +155,7 @@ def sweep(**tried):
 
 # The content of each bad log file, and the error message expected of every command except plot.
 FILES = {
-    "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "must show what loss scale a step used"),
+    "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "must show the loss scale that a step used"),
     "a_huge_integer": (line(1, 10**400) + line(2, 10**400), "there is none. The first line that nearly fits is"),
     "digits": ("9" * 5000, "there is none. Looked for"),
     "binary": (bytes(range(256)) * 400, "there is none. Looked for"),
@@ -201,7 +201,7 @@ def test_a_pipe_is_no_log(run_program, tmp_path, command):
     code, said = answer(run_program, command, f"/dev/fd/{reading}", *arguments.get(command, []))
     os.close(reading)
     assert code == 1
-    assert "must be a file that can be read, but: it is a pipe, and is read more than once. Save it to a file" in said
+    assert "must be a file that can be read, but: it is a pipe, but is read twice. Save the log to a file" in said
 
 
 @pytest.mark.parametrize("command", ["analyze", "plot"])
@@ -246,8 +246,8 @@ class Mine(Rule):
 """
     (tmp_path / "mine.py").write_text(rule)
     arguments = ("compare", *SPIKES, "--policies", "mine.Mine")
-    expected = "KeyError: 'lost'. With --traceback the program shows where it comes from.\n"
-    assert answer(run_program, *arguments) == (1, expected)
+    code, said = answer(run_program, *arguments)
+    assert (code, bool(re.fullmatch(r"KeyError: 'lost'\. .*--traceback.*\n", said))) == (1, True), said
     with pytest.raises(KeyError, match="lost"):
         run_program(*arguments, "--traceback")
 
@@ -282,7 +282,7 @@ def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_p
 
 
 def test_interrupt_during_imports_prints_no_traceback(run_python, tmp_path):
-    # Python imports this file instead of NumPy, as if Ctrl-C were pressed during the import.
+    # Python imports this file instead of NumPy. It raises KeyboardInterrupt, as Ctrl-C during the import would.
     (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
     for arguments in (["--help"], ["analyze", LOG]):
         finished = run_python("-m", "mindformers_adaptive", *arguments, expect_exit=130)
@@ -321,7 +321,7 @@ def test_a_file_that_is_read_is_not_replaced(run_program, tmp_path):
     for command in commands:
         code, said = answer(run_program, *command)
         assert code == 2
-        assert "would be read, and replaced by what is written. Give another file to write" in said
+        assert re.search(r"would be overwritten\. Give another output file", said)
     contents = {path.read_bytes() for path in (picture, page, weights)}
     assert contents == {pathlib.Path(LOG).read_bytes()}
 
@@ -352,7 +352,7 @@ def test_an_output_that_takes_nothing_is_an_error(run_program, monkeypatch, comm
     # Python sets sys.stdout to None if the shell closed it with >&-.
     monkeypatch.setattr("sys.stdout", None)
     code, said = answer(run_program, command)
-    assert (code, said) == (1, "The output must be open, but it is closed. Send it to a file, or to /dev/null.\n")
+    assert (code, bool(re.fullmatch(r".*output must be open, .* to a file.*\n", said))) == (1, True), said
     with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
         monkeypatch.setattr("sys.stdout", full)
         assert answer(run_program, command) == (1, "[Errno 28] No space left on device\n")

@@ -99,7 +99,8 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
     ):
         with pytest.raises(error, match=message):
             kind.cell(**arguments)
-    # With MindSpore's cache of compiled graphs, a training recorded only 14 of 20 steps, and recorded these wrongly.
+    # With MindSpore's cache of compiled graphs, a training recorded only 14 of 20 steps, and these wrongly. So a cell
+    # that records steps (history_size above 0) is refused while the cache is on.
     monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
     with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
         kind.cell(history_size=3)

@@ -61,7 +61,7 @@ def assert_takes_the_next_steps(owned, kind, taken=30):
 
 
 class Owner:
-    """An update cell, manager or scaler with a common method ``step``. A manager skips rules that need gradients."""
+    """Gives update cell, manager and scaler a common method ``step``. A manager cannot step gradient-guided rules."""
 
     def __init__(self, kind, name):
         self.kind = kind
@@ -216,7 +216,7 @@ def own_values(kind, state):
 
 
 def damages(kind):
-    """Yield each state field with an index into the field, and a value that no run can reach at this index."""
+    """Yield (field, index, value) for each element of each state field, with values that no run can reach there."""
     for field in all_fields(kind.rule_class):
         if field.name == "largest_gradient" or (field.name == "hysteresis_budget" and kind.rule.hysteresis == 1):
             continue

@@ -63,9 +63,9 @@ def test_paths_move_all_that_the_rules_keep(kind):
     assert len({step.state.loss_scale for step in kind.path(400)}) > 10
 
 
-# Lower limit of the guided rule's overflow rates. Without this limit, the rates would be subnormal after 111 steps at
-# the test's first exchange rate, and after 68,000 steps at the second exchange rate. The test of the second exchange
-# rate starts with the rates after most of these 68,000 steps.
+# The guided rule keeps its overflow rates from falling below this limit. Without the limit, the rates would become
+# subnormal: after 111 steps with exchange_rate=500, and after 68,000 steps with exchange_rate=1. To save most of these
+# 68,000 steps, the test with exchange_rate=1 starts from rates that are almost subnormal.
 SMALLEST_RATE = 2.0**-100
 
 
@@ -136,7 +136,8 @@ def test_manager_follows_the_model_and_the_record_has_its_steps(graph_mode, scal
     assert not all(entry["overflow"] for entry in expected)
     assert is_same([{name: entry[name] for name in expected[0]} for entry in read_record(record)], expected)
 
-    # A new update cell continues from the manager's state, and the old cell no longer belongs to the manager.
+    # A manager's get_update_cell() makes a new update cell, which continues from the manager's state. The old update
+    # cell no longer belongs to the manager.
     state, old = manager.state_dict(), manager.update_cell
     cell = manager.get_update_cell()
     assert is_same(cell.state_dict(), state)

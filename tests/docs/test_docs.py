@@ -51,7 +51,7 @@ from tests.shared.pages import blocks, blocks_in, chinese, prose, tables
 MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
 
 
-# Python blocks of the pages
+# Tests of the Python code blocks on the documentation's pages
 
 
 def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
@@ -60,7 +60,7 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
     file = tmp_path / "example.py"
     file.write_text("import mindformers_adaptive\nmindformers_adaptive.no_such_name", encoding="utf-8")
     assert "no attribute 'no_such_name'" in run_forked(file, expect_exit=1).stderr
-    # The page on a user's own rules assumes that log_max.py is in the folder of the program.
+    # Code on the page about user-defined rules imports log_max.py, so copy this file to the folder of the code.
     shutil.copy(ROOT / "scripts" / "examples" / "log_max.py", tmp_path)
     for code in codes:
         file.write_text(code, encoding="utf-8")
@@ -117,7 +117,7 @@ def test_arguments_of_a_monitor_are_those_of_its_table(monitor):
     }
 
 
-# YAML blocks of the pages
+# Tests of the YAML blocks on the documentation's pages
 
 
 @pytest.mark.parametrize("name", blocks_in("yaml"))
@@ -148,7 +148,7 @@ def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
 
 
 def read_yaml(text, tmp_path, monkeypatch):
-    """Return a YAML text as MindFormers reads it, with this package registered."""
+    """Return the MindFormerConfig that MindFormers makes of a YAML text, with this package registered."""
     # MindFormers copies the files that auto_register names into the working folder.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REGISTER_PATH", str(ROOT / "mindformers_adaptive" / "register_path"))
@@ -156,7 +156,7 @@ def read_yaml(text, tmp_path, monkeypatch):
     return MindFormerConfig(**yaml.safe_load(text))
 
 
-# Diff blocks of the pages
+# Tests of the diff blocks on the documentation's pages
 
 
 def sides(diff):
@@ -198,7 +198,7 @@ def test_python_diff_leads_from_the_stock_cells_to_these():
     assert float(loss) > 0
 
 
-# Commands
+# Tests of the commands on the documentation's pages
 
 
 def commands(block):
@@ -242,7 +242,7 @@ def options_in(text):
 def check_script(script, words):
     """Assert that a script exists and has the options of a command."""
     if script == "run_mindformer.py":
-        # run_mindformer.py is MindFormers' own script. Our launcher has the same options, with hyphens.
+        # run_mindformer.py is MindFormers' own script. This package's launcher has the same options, with hyphens.
         assert "-" not in "".join(option[2:] for option in options_of(words))
         script = "scripts/launch/run_mindformer.py"
     assert (ROOT / script).is_file()
@@ -312,7 +312,7 @@ def test_commands_of_the_program_are_those_of_its_help(monkeypatch):
     assert listed in help_of_the_program()
 
 
-# Figures and lists
+# Tests of the figures and lists on the documentation's pages
 
 
 def test_badges_say_what_the_project_says():
@@ -322,7 +322,7 @@ def test_badges_say_what_the_project_says():
     said |= {"mindspore": pinned["mindspore"], "mindformers": pinned["mindformers"], "license": "Apache 2.0"}
     for name, value in said.items():
         picture = (ROOT / "docs" / "images" / f"badge_{name}.svg").read_text()
-        # Screen readers read the title of the badge. All other readers see its text.
+        # Screen readers read the title of the badge, and sighted users see its text. So both must have the value.
         assert picture.partition("</title>")[0].endswith(f": {value}")
         assert f">{value}</text>" in picture
     assert re.search(r"Apache License\s+Version 2\.0", (ROOT / "LICENSE").read_text())

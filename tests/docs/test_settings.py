@@ -22,8 +22,9 @@ def windows(value):
     return dict.fromkeys(WINDOWS, value)
 
 
-# For each row of the migration page's tables: the argument of the torch or DeepSpeed policy, values to try, a function
-# that converts such a value for this argument, and a function that converts it to arguments of the adaptive rule.
+# Each row of the migration page's tables has four items here: an argument of the torch or DeepSpeed policy; values of
+# the row to try; a function that converts a value of the row to the value of this argument; and a function that
+# converts a value of the row to arguments of the adaptive rule.
 ROWS = {
     "torch": {
         "init_scale": ("init_scale", (2.0**16, 3.0, 2.0**-4), float, lambda value: {"loss_scale_value": value}),

@@ -28,7 +28,7 @@ from tests.shared.pages import blocks_in
 pytest.importorskip("sphinx", reason="Sphinx is not installed; the project installs it for Python 3.11 and later")
 build_site = importlib.import_module("scripts.site.build_site")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
-# The API reference describes the names of these two modules only on the pages of their subpackages.
+# The functions of these two modules have no separate pages, but are described on the pages of their subpackages.
 UTILITIES = ("mindformers_adaptive.rules.functions", "mindformers_adaptive.text.table")
 PUBLIC = [name for names in build_site.PUBLIC.values() for name in names]
 # The public classes. Their pages in the API reference show the methods.
@@ -37,7 +37,7 @@ CLASSES = [name for name in PUBLIC if build_site.described(name)[0].startswith("
 pytestmark = pytest.mark.xdist_group("site")
 
 
-# Names and docstrings in the API reference
+# Tests of the public names and of their docstrings, which the API reference shows
 
 
 def test_every_public_name_has_a_page():
@@ -114,7 +114,7 @@ def parameters_of(name):
     return list(inspect.signature(described_by(name)).parameters.values())
 
 
-# The documentation's site, as built by Sphinx
+# Tests of the documentation's site after Sphinx has built it
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def site(tmp_path_factory):
     """Return the folder of the site, built where MindSpore cannot be imported."""
     folder = tmp_path_factory.mktemp("site")
     for package in ("mindspore", "mindformers"):
-        (folder / f"{package}.py").write_text("raise AssertionError('The build of the site imports this package')")
+        (folder / f"{package}.py").write_text(f"raise AssertionError('The site build must not import {package}')")
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "scripts/site/build_site.py", folder / "built"]
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -229,11 +229,11 @@ def test_no_chinese_is_left_of_removed_docstrings():
 
 
 def words(text):
-    """Return the words of a text without its markup, which differs between a docstring and its entry in the catalog."""
+    """Return the words of a text without its markup: a docstring and its translation entry have different markup."""
     return " ".join(re.findall(r"\w+", text))
 
 
-# Methods
+# Tests of the methods on the API reference's pages of classes
 
 # The type at the start of a property's docstring.
 _TYPE = re.compile(r"\w+(\[.*?\])?(, optional)?: ")
@@ -284,7 +284,7 @@ def members_on_page(site, name):
     anchors = Page(site / "en" / "reference" / f"{build_site.short_name(name)}.html").anchors - {None}
     shown = [it.rpartition(".") for it in anchors]
     of_class = [member for owner, _, member in shown if owner == f"mindformers_adaptive.{name}"]
-    # A dataclass field without a default is no attribute of the class, so getattr() returns None for it.
+    # A dataclass field without a default is not an attribute of the class, so its member in the pair is None.
     return [(member, getattr(described_by(name), member, None)) for member in sorted(of_class)]
 
 
@@ -309,7 +309,7 @@ def test_the_site_shows_methods(site):
     assert {"step", "window_at", "nearest_scale"} <= dict(methods_on_page(site, "AdaptiveRule")).keys()
 
 
-# Pages of the site in a browser
+# Tests of the documentation's pages in a browser
 
 
 # This HTML page opens each page of the site in a frame, and then replaces the frame by that page's HTML as text. One
@@ -346,7 +346,7 @@ def browse(site):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        # With a virtual time budget, time stands still while a page is loaded.
+        # Chromium's virtual time stands still while a page loads, so slow loading uses up no time budget (in ms).
         options += [
             "--virtual-time-budget=100000",
             "--dump-dom",
@@ -405,7 +405,7 @@ def test_browser_shows_a_page_without_errors(browse, language):
         assert text in shown
 
 
-# What a new user searches for in the first hour, and the page that answers the question.
+# Each entry: a language of the site, words that a new user searches for, and the page that must be a result.
 SEARCHES = [
     ("en", "exchange_rate", "guided.html"),
     ("en", "AdaptiveLossScaleUpdateCell", "reference/AdaptiveLossScaleUpdateCell.html"),
@@ -420,7 +420,7 @@ SEARCHES = [
     ("zh", "断点续训", "resuming.html"),
     ("zh", "梯度引导", "guided.html"),
 ]
-# A search that finds both guides and names of the API reference, and a search for the exact name of a class.
+# The words of two searches: one finds guides as well as API reference pages, one is the exact name of a class.
 SYMBOLS = ("history device", "GuidedRule")
 
 

@@ -22,9 +22,9 @@ NAMES = {"one", "place", "given", "found", "told", "made", "kept", "others", "ow
 # Phrases that a reader has to decode. "there is none" (plain English) and "is None" (Python) are allowed.
 _PHRASE = re.compile(r"\b(?:[Ll]ikewise|(?<!there )(?:is|are) none|of one's own|[Tt]hat of|[Tt]hose of)\b")
 _TEST = re.compile(r"def (test_\w+)")
-# Files with names or phrases that cannot be replaced by better words, and the number of such places in each file.
+# Files in which this check allows names or phrases that it rejects elsewhere, and how many it allows in each file.
 ALLOWED = {
-    # The attribute ``given`` of the class Format is kept for users of version 1.0.0.
+    # The attribute ``given`` of the class Format keeps its unclear name, because users of version 1.0.0 use it.
     "mindformers_adaptive/rules/formats.py": 1,
 }
 
@@ -39,13 +39,13 @@ def names_in(source: str) -> Iterator[tuple[int, str]]:
 
 
 def phrases_in(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line number and the words of each phrase to avoid in a text, even if a line break divides it."""
+    """Find the phrases to avoid in a text, also across line breaks; yield the line number and the words of each."""
     for match in _PHRASE.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, match.group()
 
 
 def prose_in(source: str) -> str:
-    """Return the comments and strings of a Python file, each on its line."""
+    """Return the comments and strings of a Python file without the code; each keeps its line number."""
     lines = [""] * (source.count("\n") + 2)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):

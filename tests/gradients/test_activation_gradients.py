@@ -22,8 +22,8 @@ def test_gradients_are_right_in_their_dtype_and_order(mode):
     ranges = sweep(
         [(Tensor(X),)], [2, 64], observe_output_gradients=lambda scale, arrays: seen.setdefault(scale, arrays)
     )
-    # The loss is the sum of pair(shared(shared(x))). Every weight is 1, so each matrix product multiplies the gradient
-    # by 4.
+    # The loss is the sum of pair(shared(shared(x))). Each layer has 4 inputs and 4 outputs, and every weight is 1. So
+    # each layer multiplies the gradient by 4.
     expected = {"shared": [16.0] * 4 + [4.0] * 4, "pair": [1.0] * 4, "pair.dense": [1.0] * 4}
     for scale in (2, 64):
         gradients_of = select(ranges, "activation_gradients").parameters(scale)

@@ -1,4 +1,4 @@
-"""The monitor saves the batch at which a loss scale collapses; reading the batch file runs no code in this file."""
+"""The monitor saves the batch at which a loss scale collapses; code hidden in a batch file never runs."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""The error of each Parameter between two files, and the command that compares two checkpoints or gradients."""
+"""Comparing two files of checkpoints or gradients, by function or command, gives the error of each Parameter."""
 
 import json
 import math

@@ -42,7 +42,7 @@ class TimesFactor(nn.Cell):
 
 @pytest.fixture(scope="module")
 def find():
-    """Return a function like find_loss_scale() for a network that sums in FP16, whose graph compiles only once."""
+    """Return a replacement for find_loss_scale() that compiles only once; its network sums in FP16."""
     network = TimesFactor(HalfPrecisionSum(2))
     sweep = GradientSweep(network)
 
@@ -141,8 +141,8 @@ def test_a_micro_batch_starts_higher_by_their_number(micro_batches):
 
 @pytest.mark.parametrize(("large", "lost", "needs_scaling"), [(2.0**-20, "3.12", False), (2.0**-23, "24.25", True)])
 def test_underflow_needs_scaling_if_much_of_the_norm_is_lost(find, large, lost, needs_scaling):
-    # At a loss scale of 1, FP16 rounds the second of the two gradients, 2^-25, to 0. So half of the gradients underflow
-    # in both cases, but the share of the gradient norm that is lost differs.
+    # The network has two gradients: ``large`` and 2^-25. At a loss scale of 1, FP16 rounds 2^-25 to 0. So half of the
+    # gradients always underflow, but the lost share of the gradient norm depends on ``large``.
     gradients = np.array([1.0, 2.0**-25 / large], np.float32)
     recommendation = find(gradients, factor=large)
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in recommendation.details()

@@ -44,7 +44,7 @@ def test_layers_are_chosen_by_name_or_class(layers, names):
     ranges = gradient_ranges(Twice(), [(Tensor(X),), (Tensor(2 * X),)], [1], layers=layers)
     assert ranges.outputs.keys() == ranges.to_dict()["outputs"].keys() == names
     if "shared" in names:
-        # The network calls the layer twice for each of the two batches.
+        # The network calls the layer ``shared`` twice for each of the two batches, with 4 output elements per call.
         assert ranges.outputs["shared"].size == 16
         assert ranges.output_table().splitlines()[1].split()[:2] == ["shared", "8.00e+00"]
 
@@ -86,7 +86,7 @@ def test_bad_layers_are_refused(layers, error, message):
 
 
 class Around(nn.Cell):
-    """A cell around a network, as a trainer makes one, which adds no prefix to the names of Parameters."""
+    """A cell around a network, like a trainer's cell: it adds no prefix to the names of the network's Parameters."""
 
     def __init__(self, network):
         super().__init__(auto_prefix=False)

@@ -163,7 +163,8 @@ def test_table_has_a_row_for_each_scale_or_each_parameter(report):
     lines = [line.split() for line in report.table().splitlines()]
     assert lines[0][:3] == ["loss", "scale", "overflowed"]
     assert [line[:2] for line in lines[1:]] == [["2^-6", "1/2"], ["1000", "1/2"], ["2^15", "1/2"]]
-    # The expected numbers are divided by the loss scale, and leave out the inf of the second batch.
+    # The largest gradient, the smallest gradient and the gradient norm. The table divides them by the loss scale, and
+    # ignores the inf in the second batch.
     assert lines[2][2:5] == ["1.00e+00", "9.54e-07", "1"]
     assert [line.split()[0] for line in report.table(1000).splitlines()] == ["at", "weight", "all"]
     with pytest.raises(ValueError, match=r"must be one of the sweep's loss scales, 2\^-6, 1000, 2\^15, but got 3"):

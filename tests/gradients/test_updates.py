@@ -1,4 +1,4 @@
-"""The share of weight updates that rounding to float16 undoes equals a count in NumPy, and the finder reports it."""
+"""The share of weight updates lost to float16 rounding equals a count in NumPy; the loss-scale finder reports it."""
 
 import argparse
 

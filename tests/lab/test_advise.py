@@ -57,7 +57,7 @@ POLICIES = {
 
 
 def random_run(seed):
-    """Return a run of a random policy on random ceilings; for some runs the log does not know every step."""
+    """Return a run of a random policy on random ceilings; for some runs, it is unknown which steps overflowed."""
     random = np.random.default_rng(seed)
     steps, name = int(random.choice([60, 300, 1000])), str(random.choice([*POLICIES]))
     exponents = random.uniform(4, 24) + KINDS[str(random.choice([*KINDS]))](random, steps)
@@ -167,7 +167,7 @@ def test_a_scale_is_no_start_where_its_steps_are_inferred(tmp_path):
 
 
 def test_a_scale_held_where_few_of_many_steps_are_inferred(tmp_path):
-    """Wherever the skipped step is among the 100 steps of a log line, 20 consecutive steps are without overflow."""
+    """Wherever the one skipped step is among the 100 steps of a log line, 20 or more steps in a row had no overflow."""
     log = tmp_path / "train.log"
     line = "iteration {:8d}/ 1000 | loss scale: {:.1f} | number of skipped iterations: {:3d} |\n"
     lines = [line.format(100, 2.0**17, 15), line.format(200, 2.0**17, 0), line.format(300, 2.0**16, 1)]

@@ -93,7 +93,7 @@ def test_scales_that_a_log_has_rounded_do_not_jump():
 
 
 def path_of(tmp_path, rows):
-    """Write a run record, and return the table of what the loss scale did that the analysis prints for it.
+    """Write a run record; return the rows of the table of loss-scale changes that the analysis prints for this record.
 
     Each row gives a step's number, overflow flag, loss scale, next loss scale and, optionally, scale window.
     """
@@ -219,6 +219,14 @@ def test_overflows_without_step_numbers_have_no_upper_bound(tmp_path):
     assert facts["verdict"][0].startswith("At least 2 steps were skipped. The log does not number all of its steps")
     assert "at least 2: 0 known at their position" in analysis.text(details=True)
     assert str(2**53) not in analysis.text(details=True) + json.dumps(facts)
+
+
+def test_a_log_that_shows_no_skipped_steps_gets_no_bounds(tmp_path):
+    line = " iteration {:8}/     100 | loss scale: 1.0 | grad norm: nan |\n"
+    (tmp_path / "train.log").write_text("".join(map(line.format, range(1, 21))))
+    analysis = analyze(read_log(tmp_path / "train.log"))
+    assert analysis.to_dict()["verdict"][0] == "The log does not show how many of its 20 steps were skipped."
+    assert "at most 20: 0 known at their position" in analysis.text(details=True)
 
 
 def test_a_run_without_steps_or_scales_is_refused():

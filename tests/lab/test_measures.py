@@ -20,12 +20,12 @@ INF = math.inf
     [
         ([8, 8, 8], [8, 8, 8, 8], {"skipped": 0, "headroom_lost": 0.0, "steps_to_first_applied": 0}),
         ([8, 8, 8], [4, 2, 1, 1], {"headroom_lost": 2.0, "headroom_regret": 2.0, "scale_changes": 2}),
-        # The change of the loss scale after the last step counts too.
+        # A change of the loss scale after the last step is included in ``scale_changes``.
         ([8, 8], [8, 8, 16], {"skipped": 0, "scale_changes": 1}),
         # Skipped steps lose no headroom; the mean headroom is taken over the applied steps only.
         ([8, 8, 8], [16, 4, 8, 8], {"skipped": 1, "skipped_regret": 1, "headroom_lost": 0.5, "scale_changes": 2}),
         ([8, 8, 8, 8], [32, 16, 8, 9, 9], {"skipped": 3, "longest_skip_run": 2, "steps_to_first_applied": 2}),
-        # A step with a ceiling of infinity cannot overflow: it has no headroom and counts as unbounded.
+        # A step with an infinite ceiling cannot overflow, so it has no headroom and is counted in ``unbounded``.
         ([INF, 8, INF], [1, 4, 1e30, 1], {"headroom_lost": 1.0, "unbounded": 2, "skipped": 0}),
         # A ceiling above the largest float32 counts as infinity.
         ([1e39, 8], [4, 4, 4], {"headroom_lost": 1.0, "unbounded": 1}),

@@ -66,13 +66,13 @@ def test_clean_steps_before_raises(name):
 @pytest.mark.parametrize(
     ("name", "params", "expected"),
     [
-        # Only a raise of the scale refills this budget of tolerated overflows. Without a budget, every overflow lowers
-        # the scale.
+        # In these cases, only a raise of the loss scale refills the budget of tolerated overflows. With an empty
+        # budget, every overflow lowers the loss scale.
         ("megatron", {"hysteresis": 2}, ".!.vv.vvv.v"),
         ("megatron", {"hysteresis": 1}, ".v.vv.vvv.v"),
         ("deepspeed", {"delayed_shift": 2}, ".!.vv.vvv.v"),
         ("deepspeed", {"delayed_shift": 3}, ".!.!v.vvv.v"),
-        # Every step without overflow refills this budget of tolerated overflows too.
+        # With consecutive_hysteresis, each step without overflow refills the budget of tolerated overflows.
         ("deepspeed", {"delayed_shift": 2, "consecutive_hysteresis": True}, ".!.!v.!vv.!"),
     ],
 )
@@ -170,7 +170,7 @@ def test_replay_goes_on_where_deepspeed_would_stop():
     assert seen == [(1.0, False), (1.0, True), (1.0, True), (2.0, True)]
     policy = make_policy("deepspeed", init_scale=2.0, raise_error_at_min_scale=False)
     assert (replay(policy, "!!!"), policy.stopped) == ([1.0] * 3, False)
-    # A tolerated overflow at the smallest loss scale does not stop the training.
+    # delayed_shift=2 tolerates the first overflow, so only the second one at the smallest loss scale stops training.
     policy = make_policy("deepspeed", init_scale=1.0, delayed_shift=2)
     assert [(policy.step(True), policy.stopped) for _ in "!!"] == [(1.0, False), (1.0, True)]
 

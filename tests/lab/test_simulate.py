@@ -72,8 +72,8 @@ def test_comparison_side_by_side_equals_single_replays(lengths):
 def test_pareto_front_leaves_out_what_another_beats_in_both():
     trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
     comparison = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
-    # Policy "one" loses more headroom than policy "four" with the same skipped steps; "five" skips as many as
-    # "sixteen".
+    # Policy "four" is better than "one": it loses less headroom and skips as many steps. In the same way, "sixteen" is
+    # better than "five". So the front has only "four" and "sixteen".
     assert comparison.pareto_front() == ["four", "sixteen"]
     assert [row["policy"] for row in comparison.rows() if row["on_front"]] == ["four", "sixteen"]
 

@@ -104,7 +104,7 @@ def stepped(rule, state, trace):
 
 
 def traces_with_gradients():
-    """Return traces with gradients that imply the ceiling or a wrong ceiling, or are unknown at many or all steps."""
+    """Return traces whose gradients imply the right ceiling or a wrong one, or are unknown at many or all steps."""
     synthetic = list(synthetic_traces(STEPS, seed=0).values())
     hidden = [with_gradients(trace, offset, 0.4, seed=1) for trace in synthetic for offset in (3.0, -2.0)]
     independent = [independent_ceiling(STEPS, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]

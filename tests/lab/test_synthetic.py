@@ -56,7 +56,7 @@ def test_a_random_walk_takes_small_steps_far_away():
 
 
 def stretches(levels):
-    """Return lengths and levels of a trace's stretches, between which its level changes."""
+    """Return the length and the level of each stretch of a trace; a stretch is a run of steps with equal levels."""
     begins = np.flatnonzero(np.diff(levels, prepend=np.nan))
     return np.diff(begins, append=len(levels)), levels[begins]
 

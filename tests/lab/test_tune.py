@@ -184,14 +184,14 @@ def test_grid_leaves_out_windows_that_do_not_fit():
         (lambda: grid("adaptive", window=[1]), TypeError, r"'adaptive' has no parameter 'window'"),
         (lambda: grid("adaptive", max_scale_window=[5]), ValueError, r"must have at least one combination .* but got"),
         (lambda: grid("adaptive", hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
-        (lambda: Configuration("adaptive", scale_window=25), ValueError, r"a window of the ladder .* this is an error"),
-        (lambda: Configuration("adaptive", max_scale_window=5), ValueError, r"'max_scale_window' must be .* an error"),
+        (lambda: Configuration("adaptive", scale_window=25), ValueError, r"of the ladder .* give another value"),
+        (lambda: Configuration("adaptive", max_scale_window=5), ValueError, r"'max_scale_window' must be .* value"),
         (lambda: grid("guided", windows=[1]), TypeError, r"no parameter 'windows'. .* loss_scale_value, exchange_rate"),
         (lambda: grid("guided", exchange_rate=[0]), ValueError, r"must be a number from 0.001 to 1000.* got 0"),
         (
             lambda: grid("guided", loss_scale_value=[1000]),
             ValueError,
-            r"must be a power of two .* this is an error",
+            r"must be a power of two .* give another value",
         ),
         (lambda: grid("guided", max_loss_scale=[2.0]), ValueError, r"'loss_scale_value' must lie between"),
         (lambda: tune([]), ValueError, r"'traces' must have at least 1 trace, but got none"),
@@ -206,7 +206,7 @@ def test_bad_arguments_are_refused(make, error, message):
 
 
 def test_exchange_rate_that_is_asked_for_is_near_the_best():
-    """Tuning for an exchange rate (steps per lost bit) recommends a rule with about this exchange rate."""
+    """If tuning weighs costs by an exchange rate (steps per lost bit), it recommends a guided rule with this rate."""
     trace = with_gradients(synthetic_trace("random walk", 2500, seed=1))
     costs = {}
     for rate in (0.5, 20.0):

@@ -57,7 +57,7 @@ def main(legacy, async_save):
 
 
 def wait_until_saved(step):
-    """Wait at most a minute until a step is saved in the background, because later the disk has no room."""
+    """Wait up to a minute for the background save of a step to end, because this script then limits the file size."""
     files = [f"saved/iteration_{step:08d}/a-{kind}-0000000-0000001.safetensors" for kind in ("model", "opt")]
     legacy, end = f"saved/checkpoint/rank_0/a_rank_0-1_{step}.safetensors", time.monotonic() + 60
     while not (is_whole(legacy) or all(map(is_whole, files))) and time.monotonic() < end:

@@ -33,7 +33,7 @@ def build_qwen3(**options):
     mindspore.set_seed(0)
     sizes = {"vocab_size": VOCABULARY, "seq_length": SEQ_LENGTH, "max_position_embeddings": 32, "hidden_size": 32}
     sizes |= {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    # Compute in FP16 everything but the weights and the operators with a dtype of their own.
+    # Compute in FP16, but keep weights, normalisation, softmax and rotary embedding in FP32.
     single = ("params_dtype", "layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype")
     dtypes = {**dict.fromkeys(single, "fp32"), "compute_dtype": "fp16"}
     config = Qwen3Config(**sizes, **dtypes, head_dim=16, hidden_dropout=0.0, **options)

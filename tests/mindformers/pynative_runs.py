@@ -251,7 +251,7 @@ class Built(Model):
         super().__init__()
 
     def init_states(self):
-        """Give the weights of the model their memory and values."""
+        """Allocate memory for the weights of the model, and set them to their initial values."""
         for parameter, other in zip(self.get_parameters(), Model().get_parameters(), strict=True):
             parameter.set_data(Tensor(other.asnumpy()))
 

@@ -30,7 +30,7 @@ class HoldAfter(Callback):
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class PlantedOverflow(Callback):
-    """Sets a weight of one process to inf during chosen steps, and restores the weight afterwards.
+    """Makes chosen steps overflow: sets a weight to inf in only one process, and restores the weight after the step.
 
     If such a step is not skipped, the other weights become NaN, so that tests notice it.
 

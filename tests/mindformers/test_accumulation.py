@@ -92,7 +92,7 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
     optimizer = nn.SGD(model.trainable_params(), learning_rate=0.1)
     with_wrapper = trainer(2, wrapper=MFTrainOneStepCell(model, optimizer, scale_sense=update_cell))
-    # Trainer.train() calls _init_model() before it builds anything, so it is enough to call _init_model().
+    # Trainer.train() calls _init_model(), which gives the warning, before it builds anything. So call only this.
     with pytest.warns(UserWarning, match=r"must be 1 with 'wrapper'.*but got 2: no gradients are accumulated"):
         with_wrapper._init_model(is_train=True)
     assert with_wrapper.config.runner_config.batch_size == 4

@@ -47,7 +47,7 @@ def test_a_restored_scale_is_told_from_one_that_a_user_has_set(tmp_path):
 
 
 def load_nothing(checkpoint, network, optimizer=None):
-    """Restore nothing, like MindFormers' loading function if a checkpoint has no optimizer state."""
+    """Restore nothing, as MindFormers' loading function does for a checkpoint without optimizer state."""
 
 
 def test_sidecar_does_not_replace_the_optimizers_state(graph_mode, step, tmp_path):
@@ -105,7 +105,7 @@ def test_without_a_sidecar_or_an_adaptive_cell_nothing_changes(step, tmp_path):
 
 
 def rows_on_a_full_disk(run_forked, tmp_path, legacy, async_save):
-    """Save after every second of 14 steps; the saves of 6, 8 and 10 fail. Return files and warnings after each step."""
+    """Train 14 steps, saving every second step; saves 6, 8 and 10 fail. Return each step's files and warnings."""
     run_forked(ROOT / "tests" / "mindformers" / "full_disk.py", json.dumps([legacy, async_save]))
     return {int(step): row for step, row in json.loads((tmp_path / "rows.json").read_text()).items()}
 

@@ -1,4 +1,4 @@
-"""Every YAML file under configs/ loads as for a user, and gives this package's cells the values in the file."""
+"""Every YAML file under configs/ loads with the launcher, and this package's cells get the values in the file."""
 
 import inspect
 
@@ -21,7 +21,7 @@ FILES = sorted(file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*.y
 DEFAULT_LADDER = (20, 30, 40, 50, 100, 200, 500, 1000)
 PRETRAIN = "ascend/pretrain_llama2_7b_fp16.yaml"
 CLUSTER = "ascend/cluster_llama2_7b_fp16.yaml"
-# For each file: the initial loss scale, the window ladder and the hysteresis.
+# For YAML files under configs/: the initial loss scale, the window ladder and the hysteresis of the update cell.
 PROMISED = {
     "tiny_llama_cpu_fp16.yaml": (2.0**32, DEFAULT_LADDER, 1),
     "tiny_llama_cpu_fp16_parallel.yaml": (2.0**32, DEFAULT_LADDER, 1),

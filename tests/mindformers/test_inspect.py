@@ -261,7 +261,7 @@ def test_weights_of_a_safetensors_file_are_not_read(tmp_path):
     file = save(
         {"scale_window": 20, "weight": weights, "optimizer.scale_window": weights}, tmp_path / "x", "safetensors"
     )
-    read_checkpoints(file)  # so that imports do not count as memory of the second call
+    read_checkpoints(file)  # Import all modules before memory is measured.
     tracemalloc.start()
     (checkpoint,) = read_checkpoints(file)
     peak = tracemalloc.get_traced_memory()[1]
@@ -271,7 +271,7 @@ def test_weights_of_a_safetensors_file_are_not_read(tmp_path):
 
 
 def save(what, path, file_format):
-    """Save a cell, or values by Parameter name, as a checkpoint; return the file."""
+    """Save a cell, or a dictionary of values by Parameter name, as a checkpoint; return the path of the file."""
     file = path.with_name(f"{path.name}.{file_format}")
     file.parent.mkdir(exist_ok=True)
     if isinstance(what, nn.Cell):

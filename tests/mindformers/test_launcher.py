@@ -38,8 +38,8 @@ def load(*arguments):
     return load_config(CONFIG, overrides(*arguments), may_add=train.OPTION_KEYS)
 
 
-# An option of the launcher, its text on the command line, the key of the YAML file that it sets, and the value, which
-# differs from the value in the file.
+# Each entry: an option of the launcher, the text after the option on the command line, the YAML key that the option
+# overrides, and the new value of the key, which differs from the value in the file.
 OPTIONS = [
     ("run-mode", "finetune", "run_mode", "finetune"),
     ("mode", "1", "context.mode", 1),
@@ -247,7 +247,8 @@ def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp
         (tmp_path / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("A wrong YAML file must be rejected before launch()"))
     code, printed, errors = run_program("train", "--config", "run.yaml")
-    # Leave out the lines of MindFormers' log: its handler keeps the stdout of the test that logged first.
+    # Leave out MindFormers' log lines. Its log handler writes to the stdout of the test that logged first, so the
+    # output of this test has these lines only if this test logged first.
     assert (code, re.sub(r".* - mindformers.* - (INFO|WARNING) - .*\n", "", printed)) == (1, "")
     assert message in errors.partition("adaptive-loss-scale train: error: ")[2]
 

@@ -1,4 +1,4 @@
-"""Data-parallel runs of the launcher in several processes on a CPU: if one process overflows, all processes skip."""
+"""In data-parallel trainings on a CPU, an overflow in one process makes all processes skip the step."""
 
 import json
 import os
@@ -25,7 +25,7 @@ FORM = LegacyFormat("ckpt")
 
 @pytest.fixture(scope="module")
 def four_processes(long_corpus, tmp_path_factory):
-    """Return the output folder of a finished run of four processes; the last process overflows in the steps PLANTED."""
+    """Return the output folder of a run of four processes; the last process overflowed on purpose in steps PLANTED."""
     output = tmp_path_factory.mktemp("four") / "output"
     callbacks = [
         *callbacks_that_save(every=SAVED_EVERY),

@@ -1,4 +1,4 @@
-"""The pipeline train-step cell as far as a CPU allows: micro-batches, clipping, sharded and unsharded optimizers."""
+"""The pipeline train-step cell skips, clips and accumulates correctly on a CPU, with or without a sharded optimizer."""
 
 import json
 import math

@@ -17,7 +17,7 @@ SCRIPT = ROOT / "tests" / "mindformers" / "pynative_two_processes.py"
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """Return the results of each training in each of two processes."""
+    """Train in two processes; return a dictionary for each process: the results of its trainings by name."""
     folder = tmp_path_factory.mktemp("two")
     command = ["msrun", "--worker_num=2", "--local_worker_num=2", f"--master_port={free_port()}", "--join=True"]
     subprocess.run(

@@ -50,7 +50,7 @@ def test_register_alone_replaces_each_stock_class(run_python):
     ours = {full_name(cell): full_name(getattr(wrapper, name)) for name, cell in STOCK.items()}
     assert imported == stock
     replaced = {name: ours.get(cell, cell) for name, cell in stock.items()}
-    # Some classes of this package have no counterpart of the same name in MindFormers.
+    # Some classes of this package replace no class of MindFormers, so register() adds their names.
     added = {name: full_name(getattr(wrapper, name)) for name in wrapper.__all__}
     added["AdaptiveLossScale"] = added["AdaptiveLossScaleUpdateCell"]
     assert once == {**replaced, **added}

@@ -32,7 +32,7 @@ KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
 # At step SAVED_AT, the window index, all counters and the overflows in a row are above 0, so a counter lost in the
 # checkpoint is noticed.
 SAVED_AT, LAST = 14, 40
-# A run that is to be killed during a save is held this many steps before the last step.
+# A run that will be killed during a save is paused this many steps before its last step.
 UNTAKEN = 2
 
 # The names of the update cell's Parameters in a checkpoint, the loss scale included.
@@ -98,7 +98,7 @@ def test_killed_and_resumed_run_takes_the_same_steps(
         in_this |= {"environment": {"MS_NODE_TIMEOUT": "20"}}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
-        # Hold the run before its last step, because it is to be killed during or after a save.
+        # Pause the run before its last step, so that it does not end before the test kills it.
         held = last - UNTAKEN if in_a_save else SAVED_AT + 4
         how = in_this | {"hold_after": None if kill == kills else held - resumed_from}
         # Start this run with msrun, which ends the first process when the second process is killed.
@@ -205,12 +205,12 @@ def as_restored(state, cur_iter):
 
 
 def kill_while_saving(run, form, output, after, held, delays):
-    """Kill a run that saves at each step, during a save after step ``after``, or at step ``held`` at the latest."""
+    """Kill a run during its first save seen after step ``after``; if none is seen, kill the run at step ``held``."""
     run.wait_until(lambda: max(run.steps(), default=0) >= after)
     time.sleep(delays.uniform(0, 0.1))
     names = form.names(output)
     run.wait_until(lambda: form.names(output) - names or max(run.steps()) == held)
-    # Most saves take only a few milliseconds. So in most cases, wait only shortly before the kill.
+    # Most saves take only a few milliseconds, so most of these random waits are short.
     time.sleep(0.03 * delays.random() ** 4)
     run.kill()
 

@@ -1,4 +1,4 @@
-"""Started in any way, the README's YAML trains with this package's cell; without the package, it does not train."""
+"""However it is started, the README's YAML trains with this package's cell; without the package, it does not train."""
 
 import re
 
@@ -39,7 +39,7 @@ OURS = ["Loss scaling by AdaptiveLossScaleUpdateCell of mindformers_adaptive: lo
 
 @pytest.fixture
 def start(run_forked, tmp_path):
-    """Return a function that runs the README's YAML by a route, such as "Trainer"; it returns the finished process."""
+    """Return a function that starts the README's YAML in a chosen way, such as "Trainer", and returns the process."""
     [diff] = [text for language, text in blocks(ROOT / "README.md") if language == "diff" and "runner_wrapper" in text]
     section = yaml.safe_load("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != "-"))
 

@@ -31,8 +31,8 @@ from tests.shared.versions import NEEDS_SECTION
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
 
 SAVED_AT, LAST = 8, 20
-# This exchange rate keeps the loss scale so near to the largest scale without overflow that the runs overflow both
-# before and after the save.
+# With such a large ``exchange_rate``, the guided rule keeps the loss scale just below the first scale that overflows.
+# So the runs overflow both before and after the save.
 GUIDED = (GuidedRule(exchange_rate=200), "type: GradientGuidedLossScaleUpdateCell, exchange_rate: 200")
 RULES = {
     "guided": GUIDED,
@@ -59,7 +59,7 @@ def options_of(rule, form, output):
 
 @pytest.fixture(scope="module")
 def uninterrupted(long_corpus, compiled, tmp_path_factory):
-    """Return a function that makes an uninterrupted run once; it returns the run and its output folder."""
+    """Return a cached function that trains without interruption, and returns the run and its output folder."""
 
     @functools.cache
     def run(rule, form, processes):

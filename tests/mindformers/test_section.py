@@ -54,7 +54,7 @@ def test_a_number_is_a_scale_that_stays():
         ("big", TypeError, "'training.loss_scale' must be a section or a number, but got 'big'. Write 'type:"),
         (True, TypeError, "'training.loss_scale' must be a section or a number, but got True"),
         (-2.0, ValueError, "'training.loss_scale' must be .*, but got -2.0"),
-        ({}, TypeError, "'training.loss_scale.type' must be .* lacks it. Write 'type: Adaptive"),
+        ({}, TypeError, "'training.loss_scale.type' must be .* missing.*'type: Adaptive"),
         ({"type": "Dynamic"}, ValueError, "'training.loss_scale.type' must be Adaptive.* 'Dynamic'"),
         (
             ADAPTIVE | {"window": 3},

@@ -1,4 +1,4 @@
-"""The state from which a scaler continues when a checkpoint of MindFormers' PyNative trainer is loaded."""
+"""Loading a checkpoint of MindFormers' PyNative trainer restores the state of the loss scaler from that checkpoint."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_everything_that_the_scaler_has_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "has no loss_scale.json: the training that saved it did not scale the loss. Loss scaling starts afresh"),
+        (None, "has no loss_scale.json: .* did not scale the loss.* Loss scaling starts afresh"),
         ("{", "loss_scale.json cannot be used: .* Loss scaling starts afresh"),
         ('{"format": 1, "loss_scale": 0, "state": {}}', "'loss_scale' 0.0; a loss scale must be .*starts afresh"),
     ],

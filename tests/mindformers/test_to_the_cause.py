@@ -20,8 +20,8 @@ from tests.overflow.overflowing import Attention, Stack, values
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
 LORA = "{pet_type: lora, lora_rank: 2, lora_alpha: 2, target_modules: '.*wq|.*wv'}"
-# Each broken training: factors that multiply weights, by parts of the weights' names; options of the launcher; and how
-# the first line that ``why`` prints must begin.
+# Trainings that must break. Each has three entries: {part of a weight's name: factor that multiplies such weights},
+# the launcher's options, and a pattern for the beginning of the output of ``why``.
 BROKEN = {
     "weights": (
         {"feed_forward": 4000.0},
@@ -59,7 +59,7 @@ def weights(corpus, tmp_path_factory):
 
 
 def pasted(text):
-    """Return the arguments of the only ``why`` command in a log."""
+    """Return the arguments of the ``why`` command that a log or advice suggests; there must be only one command."""
     commands = set(re.findall(r"adaptive-loss-scale (why [^\n'()]*)", text))
     assert len(commands) == 1, commands
     return shlex.split(commands.pop())

@@ -1,4 +1,4 @@
-"""MindFormers' Python API: the examples train a stock Llama by the rule, and Trainer uses the wrapper that it gets."""
+"""Through MindFormers' Python API, examples train a Llama with the adaptive rule; Trainer uses the user's wrapper."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ COLUMNS = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", "scale_w
 
 
 def rows_of(printed):
-    """Return the rows of the table that an example prints, as lines of a run record with the norm of all gradients."""
+    """Parse the table of steps that an example prints; return each row as a record line, with the key "global_norm"."""
     number = r"(-?[\d.]+|nan|inf)"
     pattern = rf"^ *(\d+) +{number} +(True|False) +{number} +{number} +(\d+) +{number}$"
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in re.findall(pattern, printed, re.MULTILINE)]
@@ -157,7 +157,7 @@ def test_wrapper_that_conflicts_with_arguments_is_refused():
         ({"model": other}, "'model' must be the same LlamaForCausalLM object as in 'wrapper', .* of type LlamaFor"),
         ({"model": "glm4_9b"}, "'model' must be the same LlamaForCausalLM object as in 'wrapper', .* of type str"),
         ({"optimizers": nn.SGD(model.trainable_params())}, "'optimizers' must be the same SGD object as in 'wrapper'"),
-        ({"reset_model": True}, "must have a model that is not built anew"),
+        ({"reset_model": True}, "'wrapper'.*reset_model=True.*use_past=False"),
         ({"wrapper": build_train_step(other, mindformers.wrapper.MFTrainOneStepCell)}, "able to detect an overflow"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -22,9 +22,9 @@ from tests.shared.records import assert_follows
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 STOCK = mindformers.core.callback.TrainingStateMonitor
-# In FP16, the gradient of the weight is the input value of the step times the loss scale. With the value SPIKE, loss
-# scales from 2^32 down to 2^14 overflow, and 2^13 does not. Without the scale, the 4 elements of this gradient are 4,
-# so the gradient norm is THRESHOLD.
+# In FP16, each element of the weight's gradient is the input value of the step times the loss scale. With the input
+# value SPIKE, loss scales from 2^32 down to 2^14 overflow, and 2^13 does not. The unscaled gradient then has 4 elements
+# with the value 4, so its norm is 8, which is THRESHOLD.
 START, OVERFLOWS_AT_START = 2.0**32, 19
 THRESHOLD = 8.0
 SPIKE = 4.0
@@ -117,8 +117,8 @@ def test_steps_dropped_by_norm_leave_the_scale_alone():
     assert [norm for norm, _ in applied] == [2 * value for _, value in applied]
     assert not any(math.isfinite(line["gradient_norm"]) for line in lines if line["overflow"])
     assert [line["step"] for line in lines if line["overflow"]] == [*range(1, OVERFLOWS_AT_START + 1), overflowed_again]
-    # The rule counts a dropped step as a clean step. The 20th step since the overflows raises the loss scale, and then
-    # the next SPIKE overflows.
+    # The rule counts a step that is dropped for its gradient norm as a clean step. So the 20th step after the overflows
+    # raises the loss scale, and the next step with the input value SPIKE overflows.
     rule = AdaptiveRule()
     assert_follows(rule, rule.start(START), lines)
     for step in dropped:

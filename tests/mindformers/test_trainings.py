@@ -72,7 +72,7 @@ def test_losses_scales_and_weights_equal_a_plain_loop(seen, name):
     trained, loop = seen[name], seen[f"{name} loop"]
     np.testing.assert_array_equal(trained["steps"][:, [0, 2, 3]], loop["steps"][:, [0, 2, 3]])
     assert_same_weights(trained, loop)
-    # The guided rule may need only one overflow to bring the initial loss scale down.
+    # Accept a single overflow of the guided rule: one may be enough to bring the initial loss scale down.
     assert (1 if name == "guided" else 5) <= overflows_of(trained).sum() <= STEPS - 4
 
 
@@ -103,7 +103,7 @@ def test_unchanged_trainer_takes_the_same_steps_in_float32(seen, name):
 
 
 def test_gradients_are_clipped_by_their_norm_without_the_scale(seen):
-    """If ``Tensor.mul_`` works in place, MindFormers clips gradients by their norm without the loss scale."""
+    """If ``Tensor.mul_`` works in place, MindFormers clips gradients by the norm of the unscaled gradients."""
     stock, trained = seen["stock clipped in place"], seen["scaled clipped in place"]
     np.testing.assert_array_equal(trained["steps"][:, :2], stock["steps"][:, :2])
     assert_same_weights(trained, stock)

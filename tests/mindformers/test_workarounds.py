@@ -1,4 +1,4 @@
-"""Tests of how this package corrects settings of a YAML file before MindFormers trains; the checkpoints are real."""
+"""Tests, with real checkpoint files, of how this package corrects settings of a YAML file before MindFormers trains."""
 
 import json
 import os

@@ -68,7 +68,7 @@ def train_step_of(run, file):
     if file == "update_cell.json":
         cell.load_state_dict(json.loads(path.read_text()))
     elif file == SIDECAR:
-        # MindFormers restores the loss scale separately from the sidecar file.
+        # MindFormers itself restores the loss scale, from common.json. The sidecar file restores the state of the rule.
         step.scale_sense.set_data(Tensor(EXPECTED[run]["loss_scale"], mindspore.float32))
         restores_sidecar(lambda checkpoint, network, optimizer: None)(str(path), network, optimizer)
     else:

@@ -87,7 +87,7 @@ class LegacyFormat:
         note = self.note(output, rank)
         if not note.exists():
             return None
-        # Do not use the step in the file name: a resumed run counts this step from 1 again.
+        # Do not read the step number from the file name: in a resumed run, the numbers in file names restart at 1.
         return int(_load(note.parent / json.loads(note.read_text())["last_ckpt_file"])["step_num"])
 
     def last_saved(self, output, rank=0):
@@ -300,18 +300,18 @@ class TrainingRun:
         return self
 
     def wait_until(self, happened, timeout=900):
-        """Wait until ``happened()`` is true; check as often as possible with at most a fifth of a processor core."""
+        """Call ``happened()`` until it is true, as often as possible in at most a fifth of a processor core's time."""
         start = looked_at = time.monotonic()
         while not happened():
-            assert self.process.poll() is None, "the run ended too early:\n" + self.text()[-5000:]
-            assert looked_at < start + timeout, "waited too long:\n" + self.text()[-5000:]
+            assert self.process.poll() is None, "the run ended too early; its log ends:\n" + self.text()[-5000:]
+            assert looked_at < start + timeout, f"waited over {timeout} s; the log ends:\n" + self.text()[-5000:]
             time.sleep(max(0.0005, 4 * (time.monotonic() - looked_at)))
             looked_at = time.monotonic()
 
     def wait_until_saved(self, form, output, processes=1):
         """Wait until the first checkpoint since the start of the run is complete in all ``processes`` processes."""
-        # Watch the files that name complete checkpoints: loading a checkpoint takes as long as several steps, or
-        # longer.
+        # Do not load checkpoints to see whether they are complete: that takes as long as several steps, or longer.
+        # Watch the files that name the last complete checkpoint instead.
         notes = [form.note(output, rank) for rank in range(processes)]
         before = [_written_at(note) for note in notes]
         self.wait_until(
@@ -337,7 +337,7 @@ class TrainingRun:
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
 
     def steps(self, rank=0):
-        """Return the steps that a process has printed, by number."""
+        """Return, by step number, the values of each step in the log lines that a process has printed."""
         pattern = (
             r"step:\[ *(\d+)/ *\d+\], loss:\[([^/]+)/.* overflow cond: (True|False), loss_scale: (\S+), "
             r"global_norm: (\S+?),?\s"
@@ -376,7 +376,8 @@ def _is_worker(process, rank):
 def build_train_step(config):
     """Return the train-step cell that MindFormers builds from a configuration around a dense layer."""
     dense = Dense()
-    # The arguments that MindFormers' trainer passes to a train-step cell. Other cells would not take `parallel_config`.
+    # The arguments that MindFormers' trainer passes to build_wrapper(). For cells that MindFormers does not define,
+    # build_wrapper() removes `parallel_config`, because such cells do not accept it.
     default_args = {
         "network": dense.network,
         "optimizer": dense.optimizer(),
@@ -388,5 +389,5 @@ def build_train_step(config):
         "lr_scheduler": None,
         "grouped_lr_scheduler": None,
     }
-    # Pass a copy of the section, because MindFormers puts the update cell that it builds into it.
+    # Pass a copy of the section `runner_wrapper`: MindFormers replaces its `scale_sense` by the update cell it builds.
     return build_wrapper(copy.deepcopy(config.runner_wrapper), default_args=default_args).set_train()

@@ -75,7 +75,7 @@ def fixed_scale():
 
 
 def shards(step):
-    """Ask MindFormers how weights are sharded, as its `checkpoint:` section does; return the answer or the error."""
+    """Ask MindFormers how weights are sharded, as it does to save by `checkpoint:`; return the answer or the error."""
     if BEFORE_1_7:
         return None
     from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor
@@ -96,7 +96,7 @@ def data_parallel_step(update_cell):
 
 
 def pipeline_step(update_cell):
-    """Return a train step with gradients that stay local; only overflow detection tells of another process's overflow.
+    """Return a train step whose gradients stay local; overflows of other processes are seen by overflow detection only.
 
     The pipeline cell requires semi-automatic parallelism, whose compiler rejects a CPU, so this mode is left before the
     cell compiles.

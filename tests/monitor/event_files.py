@@ -19,7 +19,7 @@ def read_starts(folder):
 
 
 def _events(folder):
-    # Import MindSpore here, before protobuf, because MindSpore chooses the protobuf implementation.
+    # Import MindSpore before protobuf, because MindSpore sets the environment variable for protobuf's implementation.
     import mindspore  # noqa: F401
     from tensorboardX.proto.event_pb2 import Event
 

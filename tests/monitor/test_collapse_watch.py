@@ -46,7 +46,7 @@ def test_good_training_or_one_with_a_monitor_is_not_told_of(mindformers_log):
     assert not [record for record in mindformers_log.records if record.filename == "collapse_watch.py"]
     [first] = [record for record in mindformers_log.records if "and no loss scale can help" in record.getMessage()]
     assert first.filename == "loss_scale_monitor.py"
-    # The analysis and the picture of the run record report the bad loss too.
+    # The analysis and the picture of the run record also report that the loss is inf or NaN.
     [advice, *_] = analyze(read_log("record.jsonl")).advice
     assert (advice.rule, advice.figures["first_step"]) == ("bad loss", 1)
     assert "adaptive-loss-scale why" in advice.change

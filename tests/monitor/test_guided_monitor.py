@@ -17,7 +17,8 @@ from tests.shared.records import assert_follows
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
-# The largest gradient of a step is the sum of the last column of its batch.
+# The gradient of weight j is the sum of column j of the batch. In a batch without inf, the largest sum is the last
+# column's.
 LARGEST = (3 + 7 + 11) / 8
 # The steps that overflow: two steps in a row, a single step, and three steps in a row.
 OVERFLOWS = [bool(int(digit)) for digit in "00110001000111000"]

@@ -264,13 +264,13 @@ def test_run_goes_on_in_a_record_that_was_put_aside(path, tmp_path):
 
 
 def beside(path):
-    """Return the only file beside the record ``path`` that has the record's name and the number of a run."""
+    """Return the record beside ``path`` whose name is extended by a run's number; there must be exactly one."""
     [file] = path.parent.glob(f"{path.stem}_*{path.suffix}")
     return file
 
 
 def save(network, folder, form):
-    """Save a train step as MindSpore does, or as MindFormers does if it saves no optimizer state."""
+    """Save a train step as MindSpore does; as "sidecar", save it as MindFormers does without the optimizer state."""
     if form == "sidecar":
         CommonInfoWithLossScale(network).save_common(str(folder / "common.json"))
     else:
@@ -311,7 +311,8 @@ def test_steps_taken_again_replace_those_before(path, history_size):
     train(network, [LossScaleMonitor(path), LambdaCallback(on_train_step_end=set_back)], flags)
     lines, expected = without_loss(read_record(path)), replay(flags[:3] + flags[6:])
     if not history_size:
-        # After the reset, the loss scale of the next step is unknown if the update cell keeps no history.
+        # An update cell without a history does not show that its state was set back. So the loss scale that the next
+        # step used is unknown.
         expected[3]["loss_scale"] = None
     assert lines == expected
 
@@ -347,13 +348,14 @@ def test_all_of_mindformers_own_cells_is_recorded(path):
     lines, expected = without_loss(read_record(path)), replay(max_scale_window=1000, min_scale_window=20)
     assert lines[-1]["down_num"] == int(cell.window_down_count)
     for line in (*lines, *expected):
-        # MindFormers' own cell also counts changes of the loss scale that cannot change the window. Ignore both counts.
+        # MindFormers' own cell also counts raises and drops of the loss scale that cannot change the scale window. So
+        # do not compare the counts of raises and drops.
         del line["growth_num"], line["down_num"]
     assert lines == expected
 
 
 class OwnRule(nn.DynamicLossScaleUpdateCell):
-    """A user's update cell that halves the loss scale on overflow, and never changes the inherited count of steps."""
+    """A user's update cell that halves the loss scale on overflow, but never advances MindSpore's count of steps."""
 
     def construct(self, loss_scale, overflow):
         halved = self.select(overflow, loss_scale * self.reciprocal(self.scale_factor), loss_scale)
@@ -362,7 +364,7 @@ class OwnRule(nn.DynamicLossScaleUpdateCell):
 
 
 class OwnRuleThatCounts(OwnRule):
-    """A variant of the update cell ``OwnRule`` that also changes the inherited count of steps."""
+    """Like ``OwnRule``, halves the loss scale on overflow; also advances MindSpore's count of steps."""
 
     def construct(self, loss_scale, overflow):
         ops.assign(self.cur_iter, self.cur_iter + 1)
@@ -429,7 +431,7 @@ def test_no_checkpoint_is_ahead_of_the_record(path, tmp_path, monkeypatch, kind,
     seen = SeesRecord(path, saver)
     train(build_again(history_size=7), [*(callbacks[name] for name in order), seen], OVERFLOWS[:25])
     assert seen.ends[:2] == [10, 20]
-    # Every checkpoint is marked, also the checkpoint that is saved at the end of the training.
+    # The record marks the step of every checkpoint, also of the checkpoint that is saved at the end of the training.
     assert read_log(path).saved == (10, 20, 25)
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:25])
     assert all(line["loss"] is not None for line in read_record(path))

@@ -206,7 +206,7 @@ class OwnGradient(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """Attention made of functions, without a cell for the product, the mask or the softmax."""
+    """Attention that computes the product, the mask and the softmax by calls of functions instead of cells."""
 
     def __init__(self, growth=1.0, mask=None):
         super().__init__()
@@ -223,7 +223,7 @@ class Attention(nn.Cell):
 
 
 class MaskedScores(nn.Cell):
-    """Attention with a softmax in float32. The function ``mask`` masks the scores by data in the cell's attributes."""
+    """Attention with a float32 softmax. ``mask(cell, scores)`` masks the scores by the attributes of the cell."""
 
     def __init__(self, mask, growth=1.0, after=1.0, **attributes):
         super().__init__()
@@ -265,7 +265,7 @@ class Holds(nn.Cell):
 
 
 class Writes(nn.Cell):
-    """An FP16 layer and a function that writes to the Parameter ``state``, trainable if ``trained`` is True."""
+    """An FP16 layer and a function that writes to the Parameter ``state``; ``trained`` makes ``state`` trainable."""
 
     def __init__(self, function, trained=False):
         super().__init__()
@@ -304,7 +304,7 @@ class Stack(nn.Cell):
 
 
 class Calls(nn.Cell):
-    """A layer in FP16, followed by a function of the layer's output."""
+    """A layer in FP16, whose output is passed to ``function``."""
 
     def __init__(self, function, growth=1.0, width=4):
         super().__init__()

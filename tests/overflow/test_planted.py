@@ -315,7 +315,7 @@ def masked_classes(x):
 
 
 def test_a_mask_that_is_multiplied_by_0_is_said_to():
-    """MindSpore's cross entropy multiplies the mean over all classes by the label smoothing, which is 0 here."""
+    """MindSpore's cross entropy is NaN if a class is masked by -inf: it multiplies the mean log-softmax by 0."""
     with mindspore_mode("pynative"):
         explanation = explain_overflow(Stack(Calls(masked_classes)), [(Tensor(ONES),)], 1.0)
     assert explanation.headline.startswith(
@@ -465,7 +465,8 @@ def test_in_a_graph_of_llama(model, passes_in_a_graph, case):
     assert origin_of(passes_in_a_graph, model, changes, tokens(), scale) == (phase, layer)
 
 
-# These cases come last, because from here on MindFormers creates its mcore layers.
+# These cases come last, because their fixture ``qwen3`` makes MindFormers create mcore layers until this file ends.
+# The cases with a Llama need MindFormers' legacy layers.
 IN_QWEN3 = {
     "norm": ({"layers.0.input_layernorm": 1e5}, 1, ("forward", "decoder.layers.0.input_layernorm", "Cast")),
     "query and key": (

@@ -2,13 +2,13 @@
 
 
 def artist(axes, gid):
-    """Return the only artist of matplotlib in a panel that has a given gid."""
+    """Return the matplotlib artist whose gid is ``gid`` in a panel; there must be exactly one."""
     [artist] = artists(axes, gid)
     return artist
 
 
 def artists(axes, gid):
-    """Return all artists of matplotlib in a panel that have a given gid."""
+    """Return all matplotlib artists whose gid is ``gid`` in a panel."""
     return [artist for artist in axes.get_children() if artist.get_gid() == gid]
 
 

@@ -1,4 +1,4 @@
-"""Picture files are never half written, matplotlib is imported late and without global state, and titles fit."""
+"""Plots never leave half-written files, import matplotlib late and without global state, and fit their titles."""
 
 import math
 
@@ -122,7 +122,8 @@ def test_blocks_have_the_extremes_and_medians_of_their_points(values, data):
     gathered = gather(np.arange(len(values)) * 2.0, values, blocks)
     start, sizes = 0, []
     for middle, *extremes in zip(*gathered, strict=True):
-        # The x values of the points are 2 apart, so the end of a block of points follows from its middle and its start.
+        # The x value of a point is twice its index, so the middle of a block of points is its first index plus its last
+        # index. ``end`` is the index after the last.
         end = round(middle) - start + 1
         block = [value for value in values[start:end] if math.isfinite(value)] or [math.nan]
         np.testing.assert_array_equal(extremes, (min(block), np.median(block), max(block)))

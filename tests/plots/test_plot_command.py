@@ -52,7 +52,8 @@ def test_record_of_gradients_is_drawn(plot, tmp_path, picture_of):
     code, picture, printed = plot("gradient_ranges.jsonl", "out.png")
     assert (code, printed) == (0, "written: out.png\n")
     assert picture == picture_of(draw_gradient_records({"gradient_ranges.jsonl": GRADIENTS["64"]}))
-    # A gradient record of one line is valid JSON, like the file of a gradient sweep, but is still drawn as a record.
+    # A gradient record with only one line is also valid JSON, as is the file of a gradient sweep. It must not be drawn
+    # as a gradient sweep.
     write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"][:1])
     picture = plot("gradient_ranges.jsonl", "out.png")[1]
     assert picture == picture_of(draw_gradient_records({"x": GRADIENTS["64"][:1]}))
@@ -112,7 +113,7 @@ def test_sweep_is_drawn_alone(plot, tmp_path):
     for files in (["sweep.json", "64/loss_scale_record.jsonl"], ["64/loss_scale_record.jsonl", "sweep.json"]):
         code, picture, printed = plot(*files, "none.png")
         assert (code, picture) == (2, None)
-        assert "cannot be drawn with other files: draw the other files separately" in printed
+        assert "cannot be drawn with other files: draw them separately" in printed
     code, _, printed = plot("64/gradient_ranges.jsonl", "none.png", "--underflow")
     assert code == 2
     assert "--loss-scales and --underflow need a file that 'probe --output' wrote" in printed
@@ -122,7 +123,7 @@ def test_lines_without_scales_and_gradients_are_refused(plot, tmp_path):
     write(tmp_path / "other.jsonl", [{"step": 1, "learning_rate": 0.1}])
     code, picture, printed = plot("other.jsonl", "none.png")
     assert (code, picture) == (1, None)
-    assert "Line 1 of the record must be a step of LossScaleMonitor" in printed
+    assert "Line 1 of the record is not a step that LossScaleMonitor wrote" in printed
 
 
 def test_weights_outputs_and_modules_are_drawn(plot, tmp_path, picture_of):

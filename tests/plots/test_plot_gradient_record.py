@@ -27,8 +27,8 @@ def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
     series = series_of_gradients(record, lambda name: name)
     for number, step in enumerate(STEPS):
         for name in NAMES:
-            # The bands in the picture show the gradients at the training's loss scale, or at 512 if the training's
-            # scale overflowed.
+            # The bands show quantiles of the gradients that were measured at the loss scale of the training, or at 512
+            # if the gradients overflow at the loss scale of the training.
             scale = 64.0 if STEPS[step] == 64.0 else REFERENCE
             gradients = np.abs(in_fp16(step, scale)[name].astype(np.float64)) / scale
             nonzero = gradients[gradients > 0]

@@ -136,7 +136,7 @@ def test_far_outlier_in_skipped_steps_gets_a_logarithmic_axis():
 
 @pytest.mark.parametrize("skipped", [[1, 2], []])
 def test_results_without_any_headroom_are_refused(skipped):
-    message = f"At least 1 result must have headroom to measure, but none of {len(skipped)} has"
+    message = f"{len(skipped)} results must have a headroom.*another trace"
     with pytest.raises(ValueError, match=message):
         draw_pareto_front(skipped, [math.nan for _ in skipped], ["a" for _ in skipped], "x")
 

@@ -82,7 +82,8 @@ def test_lines_and_marks_are_the_records_on_axes_with_units(adaptive):
     assert (window.get_xlabel(), scale.get_yscale()) == ("step", "log")
     drawn = [entry["loss_scale"] for entry in adaptive] + [adaptive[-1]["next_loss_scale"]]
     assert points(scale, "loss scale") == (list(range(1, 602)), drawn)
-    # The axis ends below the first loss scales, which fall from 2^24, so that the later loss scales are readable.
+    # The first loss scales fall from 2^24. The upper end of the loss-scale axis lies below them, so that the much
+    # smaller loss scales of the later steps are readable.
     assert scale.get_ylim()[0] < min(drawn) < max(drawn[40:]) < scale.get_ylim()[1] < max(drawn)
     assert artist(scale, "start").get_text() == "the start, from $2^{24}$, is cut off"
     assert points(window, "scale window") == (list(range(1, 601)), [entry["scale_window"] for entry in adaptive])
@@ -206,13 +207,17 @@ def test_every_outlier_of_a_million_steps_is_seen():
     assert points(lower, "skipped steps")[0] == [6, 500_001, 1_000_000]
     assert legend(upper)[1] == "median of 10,000 steps"
     for axes, outliers, value, nothing in ((upper, peaks, 8.0, 9.5), (lower, dips, 2.0**4, 2.0**17)):
-        # Each outlier of the loss or the loss scale is drawn: at most a pixel away, the white background is darker.
+        # Each outlier of the loss or the loss scale is drawn: the picture is darker than the white background within a
+        # pixel of the outlier.
         assert darkest(axes, outliers + 1, value).max() < 0.9
         assert darkest(axes, outliers + 1, nothing).min() == 1.0
 
 
 def darkest(axes, x, y):
-    """Return, for each point of a panel, the darkest of three adjacent pixels, from 0 (black) to 1 (white)."""
+    """Return, for each point of a panel, the brightness at the point, from 0 (black) to 1 (white).
+
+    This is the brightness of the darkest of three pixels: the point's pixel, and the pixels to its left and its right.
+    """
     picture = np.asarray(axes.figure.canvas.buffer_rgba())[::-1, :, :3].min(axis=2) / 255
     across, up = axes.transData.transform(np.column_stack([x, np.full(len(x), y)])).astype(int).T
     return np.min([picture[up, across + near] for near in (-1, 0, 1)], axis=0)
@@ -231,8 +236,8 @@ def test_run_of_a_log_is_named_and_drawn_without_window():
 @pytest.mark.parametrize(
     ("record", "error", "message"),
     [
-        ([], ValueError, "There must be at least 1 step to draw, but there is none"),
-        ([{"missing_steps": 3, "first_step": 1, "last_step": 3}], ValueError, "There must be at least 1 step to draw"),
+        ([], ValueError, "at least 1 step to draw, but has none"),
+        ([{"missing_steps": 3, "first_step": 1, "last_step": 3}], ValueError, "at least 1 step to draw"),
         ([{"step": 1, "loss_scales": []}], ValueError, "Line 1 .* `overflow`.*draw_gradient_records"),
         *(
             (record, TypeError, "'record' must be a list of lines, each a dict, but got .*read_record")

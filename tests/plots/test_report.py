@@ -36,7 +36,7 @@ def write(folder, record=RECORD, gradients=None):
 
 @pytest.fixture
 def page_of(tmp_path, run_program):
-    """Return a function that writes the page of the given runs and returns its text."""
+    """Return a function that writes the HTML report on one or more runs, and returns the HTML."""
 
     def write_page(*runs, options=()):
         code, printed, errors = run_program("report", *runs, "--output", str(tmp_path / "report.html"), *options)
@@ -151,7 +151,7 @@ def test_what_cannot_be_told_is_refused(tmp_path, monkeypatch, run_program, argu
     assert (tmp_path / "page.html").read_text() == "as it was"
 
 
-# Tests of the page in a browser
+# Tests that open the HTML page of a run in a browser
 
 # A page that shows the report in a frame of the given width, and collects what is visible there.
 _FRAME = """<!DOCTYPE html><iframe id="page" src="report.html" width="{width}" height="900" style="border:0"></iframe>

@@ -1,4 +1,4 @@
-"""In random runs, logged as each program does, the true number of skips lies within the bounds read from the log."""
+"""The true number of skipped steps lies within the bounds read from a log, for random runs in each program's format."""
 
 import itertools
 
@@ -107,7 +107,8 @@ def test_a_restart_supersedes_what_came_after_its_checkpoint(tmp_path_factory, s
     whole = random_run(random, 150, smallest=1.0)
     reached, checkpoint = 100, int(random.integers(1, 80 // every)) * every
     first = [values[:reached] for values in whole]
-    # After the restart, the steps come from another run at the same scale.
+    # The log of a restarted run: until the restart it has steps of ``whole``, and after the restart it has steps of
+    # another random run.
     other = random_run(random, 150, smallest=1.0)
     second = [values[checkpoint:] for values in other]
     truth = whole._make([*old[:checkpoint], *new] for old, new in zip(first, second, strict=True))

@@ -71,7 +71,8 @@ def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
     assert (run.loss_scale[-1], run.final_loss_scale, run.loss[-1]) == (65536.0, 32768.0, 2.5)
-    # Until MindFormers 0.7, a line gives the time of a network call, which may be several steps: no seconds per step.
+    # Until MindFormers 0.7, a line has the time of a network call. A call may take several steps, so the seconds per
+    # step are unknown.
     assert run.seconds is None if "507.205" in MINDFORMERS[version] else run.seconds[-1] == 0.507
 
 
@@ -110,7 +111,7 @@ def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
         "per_step_time:    103ms, lr: 1.000000e-03, grad_norm:   1.500000, throughput:   0.10T }\n"
     )
     for text in (pynative, mindformers_line(1, False, "unavailable")):
-        with pytest.raises(ValueError, match=r"must show what loss scale .*, but 1 line of steps in .*run\.log"):
+        with pytest.raises(ValueError, match=r"must show the loss scale .*run\.log .*lines about steps: 1"):
             read(tmp_path, text)
 
 
@@ -222,8 +223,8 @@ def test_samples_have_the_skips_of_their_flags_and_counts():
     assert run.loss_scale[:9].tolist() == [2.0**k for k in (24, 23, 22, 21, 20, 19, 19, 20, 19)]
     assert (run.lines_read, run.lines_used, run.problems, run.loss[0], run.seconds[0]) == (32, 32, (), 4.155150, 4.705)
     run = read_log(LOGS / "megatron_gpt2_n4.log")
-    # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. Nine drops lead from a
-    # loss scale of 2^32 to 2^23, so the first of the 19 skipped steps was tolerated.
+    # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. In the first line, the
+    # loss scale falls from 2^32 to 2^23 by nine drops, but 10 steps are skipped. So the first skip caused no drop.
     assert [int(run.overflow[start : start + 10].sum()) for start in range(0, 200, 10)] == [10, 8, 1] + [0] * 17
     assert run.loss_scale[:10].tolist() == [2.0**k for k in (32, 32, 31, 30, 29, 28, 27, 26, 25, 24)]
     assert np.flatnonzero(~run.position_known).tolist() == list(range(10, 30))
@@ -380,7 +381,8 @@ def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
         note for note in run.notes if "log:2: 1 step(s) cannot lead from the scale of the line before to 64" in note
     ]
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
-    # If the last line had the loss scale of the previous line, none of its steps could have been skipped.
+    # The loss scale cannot rise from 2^11 to 2^20 in the four steps of the last line, so the rise does not show that
+    # they were applied. Only step 12 was certainly applied, by the line's flag. So at most three steps were skipped.
     assert read(tmp_path, *lines).lines.tolist() == [[4, 0, 3], [8, 0, 6], [12, 0, 9]]
 
 
@@ -457,7 +459,8 @@ def test_a_flag_that_no_line_names_follows_from_the_counts(tmp_path):
 
 @pytest.mark.parametrize(
     ("counts", "bounds"),
-    # The counter of skipped steps decreases, exceeds the number of steps, lacks the last skip, or is right.
+    # Four pairs of counters of skipped steps, after steps 1 and 6: the counter decreases, exceeds the number of steps,
+    # does not count the skipped step 6, or is right.
     [((5, 2), (1, 5)), ((0, 9), (1, 5)), ((3, 3), (1, 5)), ((0, 3), (3, 3))],
 )
 def test_a_count_that_cannot_be_is_not_relied_on(tmp_path, counts, bounds):

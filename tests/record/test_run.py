@@ -29,8 +29,9 @@ def test_interpolated_ceilings_lie_between_skipped_steps():
 
 
 def test_interpolated_ceilings_are_moved_into_the_bounds():
-    # The skip at index 1 implies a log2 ceiling of (3 + 2) / 2 for all three steps. But the step at index 0 was applied
-    # at a loss scale of 2^3, so its log2 ceiling is at least 3.
+    # The step at index 1 is skipped at a loss scale of 2^3, and the next step is applied at 2^2. So log2 of the ceiling
+    # is assumed to be in the middle, (3 + 2) / 2, at this step and at the steps before and after. But the step at index
+    # 0 was applied at a loss scale of 2^3, so its log2 ceiling is at least 3.
     assert exponents(run_of([8, 8, 4], ".!.").to_trace().ceiling) == [3, 2.5, 2.5]
     # The overflow is tolerated, so the next step has the same loss scale, 2^3. The log2 ceiling is then interpolated
     # between this scale and half of it: (3 + 2) / 2.
@@ -123,8 +124,9 @@ def shown(exponents):
 
 def test_known_gradients_show_the_ceilings():
     run = run_of([4, 4, 4, 16, 4, 4], "...!..", largest_gradient=shown([5, None, 3, None, 4, 1]))
-    # Log2 of the ceiling at index 1 is between 5 and 3. At the skipped step it is between 3 and 4, below the loss
-    # scale. The last step was applied at a loss scale of 2^2.
+    # The steps at index 1 and 3 have no gradients, so log2 of their ceilings is interpolated: index 1 gets the mean of
+    # 5 and 3, and index 3 the mean of 3 and 4. The gradients of the last step imply a log2 ceiling of 1, but this step
+    # was applied at a loss scale of 2^2, so its log2 ceiling is at least 2.
     assert run.assumptions[0] == "gradients"
     assert exponents(run.to_trace().ceiling) == [5, 4, 3, 3.5, 4, 2]
     assert exponents(run.to_trace("interpolated").ceiling) == [3] * 6
@@ -136,14 +138,14 @@ def test_gradients_above_an_overflow_are_lowered():
     gradients = shown([7, None, 7, 7, None, 8])
     trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()
     assert exponents(trace.ceiling) == [3.5, 3.5, 3.5, 3.5, 4, 4.5]
-    # If only one of three skipped steps contradicts the gradients, it is a spike, so the implied ceilings are not
-    # lowered.
+    # Near only one of the three skipped steps, the gradients imply a ceiling (2^9) above the loss scale that overflowed
+    # (2^4). This overflow counts as a spike, so the implied ceilings are not lowered.
     trace = run_of([8, 16, 8, 16, 8, 16, 8], ".!.!.!.", largest_gradient=shown([3.5, None] * 2 + [9, None, 3.5]))
     assert exponents(trace.to_trace().ceiling)[4] == 9
 
 
 def test_the_trace_has_the_gradients_of_applied_steps_only():
-    # A policy cannot use an inf as the largest gradient of an applied step.
+    # A rule cannot use inf as the largest gradient of an applied step.
     gradients = np.array([np.inf, 2.0, 0.0, np.nan, np.inf, 8.0])
     trace = run_of([8, 4, 4, 4, 4, 4], "!....!", known=[True] * 6, largest_gradient=gradients).to_trace()
     np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan, np.nan])

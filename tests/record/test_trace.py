@@ -1,4 +1,4 @@
-"""A trace has bounds on each ceiling (largest scale without overflow). Outside the bounds, the outcome is certain."""
+"""A trace bounds each step's largest safe loss scale. Whether a loss scale outside the bounds overflows is certain."""
 
 import numpy as np
 import pytest

@@ -34,7 +34,7 @@ def beside(path):
 
 
 def write(path, *parts, last_step=0, run=0):
-    """Resume a run record after a step, append lines, and return the notes that the writer gives."""
+    """Resume a run record after a step, append lines, and return the sentences that resume() returns for the user."""
     record = RunRecord(path)
     notes = record.resume(last_step, run)
     for part in parts:
@@ -104,7 +104,7 @@ def test_the_record_of_another_run_is_never_continued(path, run, other):
     [note] = write(path, entries(5, 7), last_step=4, run=run)
     [first] = beside(path)
     assert note == f"{path} is the record of another run: this run is recorded in {first.name}."
-    # Only a run with a number finds its record file again.
+    # A run resumes its own record file only if the run has a number. Without a number, it begins another file.
     assert bool(write(path, entries(8, 8), last_step=7, run=run)) == (not run)
     assert read_record(path) == entries(1, 9)
     assert sorted(line["step"] for file in beside(path) for line in read_record(file)) == [5, 6, 7, 8]

@@ -108,5 +108,5 @@ class ReadableGuided:
 
 
 def bits_of(shown):
-    """Return log2 of the largest loss scale that is safe for a step, as float32; a log2 of 0 becomes 2^-100."""
+    """Return log2 of a safe loss scale as float32; 0 becomes 2^-100, so that running means cannot become subnormal."""
     return np.float32(shown) if shown else NEARLY_ZERO

@@ -1,4 +1,4 @@
-"""The adaptive rule in plain Python follows a hand-made table for each branch, and rejects bad input."""
+"""The adaptive rule in plain Python reaches the states that hand-made tables of events expect; bad input is refused."""
 
 import math
 

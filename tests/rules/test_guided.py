@@ -1,4 +1,4 @@
-"""The gradient-guided rule takes the steps of a version with branches, and stays within its invariants and bounds."""
+"""The gradient-guided rule computes the same steps as a version with if statements, and stays within its bounds."""
 
 import math
 from fractions import Fraction
@@ -59,7 +59,7 @@ BOUNDS = ((0, 127), (4, 20), (-10, 40))
 
 
 def random_steps(random, steps):
-    """Return random ceilings and gradients with noise, regimes and hidden ceilings, in a column for each run."""
+    """Return random, noisy ceilings, and gradients that show wrong ceilings in some stretches; a column for a run."""
     lanes, step = len(RATES) * len(BOUNDS), np.arange(steps)[:, np.newaxis]
     low = random.integers(3, 20, lanes) * (step // random.integers(40, 400, lanes) % 2)
     ceiling = random.normal(17, 1, lanes) - low + random.normal(0, 0.6, (steps, lanes))
@@ -187,8 +187,8 @@ def test_two_unexplained_overflows_set_a_limit_with_an_anchor():
     assert (state.scale_window, state.clean_steps) == (50, 0)
     apart = run(RULE, settled(), ["!", *[18] * 12, "!", 18])
     assert (bits_of(apart), apart.limit) == (18, 0)
-    # The limit of the loss scale falls by one bit for each of the three consecutive overflows, although the loss scale
-    # falls much further.
+    # Three consecutive overflows lower the loss scale by 10 bits each, but the limit (the upper bound that unexplained
+    # overflows set on the loss scale) by only one bit each.
     row = run(RULE, settled(), ["!", 18, "!", "!", "!", 18])
     assert (bits_of(row), row.limit) == (15, row.base + 1 - 15)
 
@@ -201,8 +201,8 @@ def test_failed_trial_makes_the_window_32_times_larger():
         state = run(RULE, state, ["!", 18])
         assert (bits_of(state), state.trial, state.clean_steps) == (17, ANCHORED, 0)
         assert state.scale_window == 1600
-    # An unexplained overflow outside a trial makes the scale window small again, and the limit of the loss scale then
-    # moves with the gradients. The next unexplained overflow anchors the limit, so that it no longer moves.
+    # After an unexplained overflow while no higher limit of the loss scale is tried, the scale window is small again,
+    # and the limit moves with the gradients. After the next unexplained overflow, the limit no longer moves.
     state = run(RULE, state, ["!", 18])
     assert (state.scale_window, state.trial) == (50, MOVING)
     assert run(RULE, state, ["!", 18]).trial == ANCHORED

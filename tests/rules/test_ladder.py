@@ -39,13 +39,13 @@ def test_ladder_is_well_formed_also_where_mindformers_is_not():
             compared += 1
             assert is_well_formed(ours, largest, smallest), (largest, smallest, ours)
             assert all(type(window) is int for window in ours)
-            # MindFormers' own update cell calls the generator of windows with an interval of 100 and a factor of 2.
+            # MindFormers' update cell generates its list of scale windows with an interval of 100 and a factor of 2.
             theirs = tuple(_get_window_list(largest, smallest, 100, 2)[1])
             if is_well_formed(theirs, largest, smallest):
                 assert ours == theirs, (largest, smallest)
                 same += 1
-    # The page on migrating states both numbers: how many lists of scale windows were compared with MindFormers' lists,
-    # and how many were equal.
+    # The page migrating.md (in both languages) states how many lists of scale windows were compared with MindFormers'
+    # lists, and how many were equal. If a number changes, change the page too.
     assert (compared, same) == (44184, 1534)
 
 

@@ -207,7 +207,7 @@ maximum(x, -2147483648); maximum(0, minimum(x, 3)); minimum(x, x); int32(float32
 int32(float32(x) * float32(y)); x < 2147483647; where(x < 0, -x, x); abs(x) - x; -x - y; x * x; x * y + x
 """
 
-# For each table of expressions: the dtype of x and y, the dtype of the results, and the expressions.
+# The tables of test expressions, by name: the dtype of the inputs x and y, the dtype of the results, the expressions.
 TABLES = {
     "floats_of_floats": ("float32", "float32", FLOATS_OF_FLOATS),
     "integers_of_floats": ("float32", "int32", INTEGERS_OF_FLOATS),
@@ -216,7 +216,7 @@ TABLES = {
 
 
 def results_of(table, x, y, of):
-    """Return, by text, the values of the expressions of ``TABLES[table]`` for x and y, with the functions of ``of``."""
+    """Return a dict from each expression of a table to its value for x and y; the module ``of`` has its functions."""
     _, dtype, expressions = TABLES[table]
     results = {}
     for expression in expressions.strip().replace("\n", "; ").split("; "):
@@ -247,7 +247,7 @@ class OfVectors(Rule):
             self.state |= dict.fromkeys(self.fields_of(name), DTYPES[dtype][len(pairs_of(taken))])
 
     def fields_of(self, table):
-        """Return the names of the state fields for the results of ``TABLES[table]``, a field for each expression."""
+        """Return the names of the state fields that store the results of a table's expressions, one name for each."""
         number = Plain(1, TABLES[table][0])
         return [f"{table}_{n}" for n in range(len(results_of(table, number, number, PLAIN)))]
 
@@ -259,18 +259,18 @@ class OfVectors(Rule):
         return state.replace(**results)
 
     def starts(self):
-        """Return a list with a single start state, whose vector fields hold all pairs of test numbers."""
+        """Return a list with one start state. Its vectors x and y hold the numbers of all pairs of test numbers."""
         columns = {dtype: list(zip(*pairs_of(dtype), strict=True)) for dtype in DTYPES}
         fields = {f"{side}_{dtype}": columns[dtype][n] for dtype in columns for n, side in enumerate("xy")}
         return [self.start(1.0)._replace(**fields)]
 
     def results(self, ends):
-        """Return, for each table in ``TABLES``, the results of each expression, read from the states after a step."""
+        """Return the results of each table of test expressions, read from the states after a step of this rule."""
         return {name: [getattr(ends[0], field) for field in self.fields_of(name)] for name in TABLES}
 
 
 class OfNumbers(OfVectors):
-    """A rule that computes all test expressions on one pair of numbers, with the results of each table in a vector."""
+    """A rule that computes all test expressions on one pair of numbers; a vector holds a table's results."""
 
     name = "of_numbers"
 
@@ -287,7 +287,7 @@ class OfNumbers(OfVectors):
         return state.replace(**results)
 
     def starts(self):
-        """Return a start state for each pair of float32 test numbers. The int32 pairs are fewer, and so repeat."""
+        """Return a state for each pair of float32 test numbers, with a pair of int32 test numbers (these repeat)."""
         states, integers = [], pairs_of("int32")
         for n, (x, y) in enumerate(pairs_of("float32")):
             whole = dict(zip(("x_int32", "y_int32"), integers[n % len(integers)], strict=True))
@@ -300,7 +300,7 @@ class OfNumbers(OfVectors):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Return, for each table in ``TABLES``, the expected results of each expression for all pairs of test numbers."""
+    """Return, for each table of test expressions, the expected results of each expression for all pairs of numbers."""
     by_name = {}
     for name, (taken, _, _) in TABLES.items():
         rows = [results_of(name, Plain(x, taken), Plain(y, taken), PLAIN) for x, y in pairs_of(taken)]
@@ -328,7 +328,7 @@ def is_equal(number, ours):
 
 
 def in_lanes(rule, states):
-    """Return the state after one step from each start state; ``Lanes`` computes the step in NumPy."""
+    """Return the state after one step from each start state, computed in NumPy for all start states at once."""
     lanes = Lanes([rule] * len(states), states)
     lanes.step(np.zeros(len(states), bool), np.full(len(states), np.nan))
     return lanes.states()
@@ -391,7 +391,7 @@ def table(flag, number):
 
 
 def of_vectors(vector, index, of):
-    """Return what argmin(), count(), take() and others give for a vector and an index: int32 results, then float32."""
+    """Return the int32 results and the float32 results of argmin(), count(), take() and other vector functions."""
     first, second = of.tabulate(table, flag=vector[0] < vector[1], number=(index, -2, 5))
     again = of.stack([vector[3], vector[0] * 2, vector[1]])
     integers = [of.argmin(vector), of.argmin(again), of.count([x < 1 for x in vector] if of is PLAIN else vector < 1)]
@@ -487,7 +487,8 @@ def test_a_gradient_shows_the_largest_exponent_at_which_it_fits(graph_mode, grad
     rule = OfGradients(gradient_format=gradient_format)
     largest = rule.gradient_format.largest
     gradients = [0.0, math.inf, math.nan, 1e-40, 2.0**-127, 2.0**-126, 1.0, 3.25, 2.0**-10, LARGEST, -1.0, 2.0**100]
-    # Gradients that just fit into the format at some exponent of the loss scale, and the neighbours of such gradients.
+    # Add the largest gradients that, times a loss scale 2^n, do not overflow the format, and for each of them the next
+    # smaller and the next larger float32 number.
     for fits in (np.float32(largest * 2.0**-n) for n in (1, 5, 30, 100)):
         gradients += [float(np.nextafter(fits, np.float32(toward))) for toward in (0, fits, LARGEST)]
     owned = Owned(RuleLossScaleUpdateCell(1024.0, rule))

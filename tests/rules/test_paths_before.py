@@ -8,7 +8,8 @@ import numpy as np
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
-# The digests that adaptive_paths() gave with the hand-written version of the adaptive rule.
+# Hashes of the states in random runs, computed with the former hand-written version of the adaptive rule. The present
+# adaptive rule must give the same hashes.
 BEFORE = json.loads(Path(__file__).with_name("paths_before.json").read_text(encoding="utf-8"))
 STEPS = 500
 

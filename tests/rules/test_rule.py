@@ -58,13 +58,13 @@ def rule_of(next_state, *, state=None, first=MappingProxyType({}), needs_gradien
 @pytest.mark.parametrize(
     ("package", "name", "said"),
     [
-        ("mindformers_adaptive", "TextRule", "see mindformers_adaptive.Rule"),
+        ("mindformers_adaptive", "TextRule", "Use mindformers_adaptive.Rule"),
         ("mindformers_adaptive.rules", "TextRule", "its state and a method next_state. See docs/en/own_rule.md"),
         ("mindformers_adaptive.rules", "Field", "a dict as its state"),
     ],
 )
 def test_a_name_of_before_says_what_is_there_instead(package, name, said):
-    with pytest.raises(ImportError, match=f"{package} has no {name} any more: .*{said}"):
+    with pytest.raises(ImportError, match=f"{package} .*{name}.*{said}"):
         getattr(importlib.import_module(package), name)
 
 
@@ -118,7 +118,7 @@ def test_what_is_no_flag_and_no_state_of_the_rule_is_refused(overflow):
     rule, other = rule_of(halved), rule_of(halved, state=INTEGER)
     with pytest.raises(TypeError, match=r"'overflow' must be True or False, but got .*Give one of the two\."):
         rule.step(rule.start(1.0), overflow)
-    with pytest.raises(TypeError, match=r"'state' must be what start\(\) or step\(\) of the rule 'own' returned"):
+    with pytest.raises(TypeError, match=r"'state' must be .*start\(\) or step\(\) of the rule 'own'"):
         other.step(rule.start(1.0), False)
 
 
@@ -155,7 +155,7 @@ MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bit
             ({name: 3}, f"'{name}', which only a rule of this package may have. Leave it out or rename it")
             for name in MADE
         ),
-        # Neither the update cell nor Lanes would call a step() that a rule defines.
+        # A rule that defines step() is refused, because the package would never call this step().
         ({"step": lambda self, state, overflow: state}, "'step', which only a rule of this package may have"),
         ({"title": 5}, "must have one line of text as 'title', but has 5"),
         ({"title": "two\nlines"}, "must have one line of text as 'title'"),
@@ -181,9 +181,7 @@ def test_attribute_named_like_the_rules_own_is_refused(attribute):
             super().__init__()
             setattr(self, attribute, 3)
 
-    with pytest.raises(
-        ValueError, match=f"The rule 'own' assigns self.{attribute}, a name that is taken. Choose another"
-    ):
+    with pytest.raises(ValueError, match=f"The rule 'own' assigns self.{attribute}, .*Choose another name"):
         Own()
 
 
@@ -360,7 +358,7 @@ def test_pick_between_equal_numbers_by_a_vector_is_a_vector():
 
 @dataclasses.dataclass
 class Dated(Rule):
-    """A rule that is a dataclass, which cannot be hashed, with another rule as an attribute."""
+    """A rule that has no hash, because it is a dataclass, and that holds another rule as an attribute."""
 
     name: ClassVar = "dated"
     state: ClassVar = {"clean": int32, "rung": int32}
@@ -601,7 +599,7 @@ def test_lanes_go_on_from_states_that_are_put_into_them():
 
 
 def large_again(number):
-    """Return a number of normal size, which for 2^16 is computed through a subnormal product (below 2^-126)."""
+    """Return a number of normal size; for the input 2^16, one product on the way is subnormal (below 2^-126)."""
     return abs(number * 2.0**-80 * 2.0**-64 * 2.0**100 * 2.0**10 - 2.0) + 1.0
 
 
@@ -610,7 +608,7 @@ def large_again(number):
     [
         lambda self, state, seen: state.replace(x=state.loss_scale * 1e-30 * 1e-20 * 1e30),
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64),
-        # The second product is subnormal. The third is exact and of normal size, but the rule must still warn.
+        # The result is of normal size, but the product before it is subnormal, so the rule must warn.
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64 * 2.0**100),
         lambda self, state, seen: state.replace(x=ceil(state.loss_scale * 2.0**-80 * 2.0**-64)),
         lambda self, state, seen: where(seen.overflow, state, state.replace(x=large_again(state.loss_scale))),
@@ -645,34 +643,34 @@ def test_numbers_that_no_device_flushes_are_not_noticed(next_state):
 @pytest.mark.parametrize(
     ("state", "first", "message"),
     [
-        (INTEGER, {"y": 1}, r"has 'y', but the state of the rule declares x\. Correct one of the two"),
-        ({}, {"y": 1}, r"has 'y', but the state of the rule declares nothing\. Correct one of the two"),
-        (INTEGER, {"loss_scale": 1}, "has 'loss_scale', but the state of the rule declares x"),
-        ({"x": {"a": float32}}, {"x": 1.0}, "has 'x', but the state of the rule declares a"),
+        (INTEGER, {"y": 1}, r"has 'y', .*'state'.* x\. Correct first_state\(\) or 'state'"),
+        ({}, {"y": 1}, r"has 'y', .*'state'.* {}\. Correct first_state\(\) or 'state'"),
+        (INTEGER, {"loss_scale": 1}, r"has 'loss_scale', .*'state'.* x\."),
+        ({"x": {"a": float32}}, {"x": 1.0}, r"has 'x', .*'state'.* a\."),
         (
             INTEGER,
             {"x": 2**40},
-            "has 'x' 1099511627776, which is no int32 number. Give such a number or change the state",
+            "has 'x' .*1099511627776, .*int32 number.* change .*state",
         ),
-        (INTEGER, {"x": 1.5}, "has 'x' 1.5, which is no int32"),
-        (INTEGER, {"x": 1.0}, "has 'x' 1.0, which is no int32"),
-        (INTEGER, {"x": True}, "has 'x' True, which is no int32"),
-        (INTEGER, {"x": "1"}, "has 'x' '1', which is no int32"),
-        (INTEGER, {"x": None}, "has 'x' None, which is no int32"),
-        (INTEGER, {"x": [1]}, r"has 'x' \[1\], which is no int32"),
-        (INTEGER, {"x": np.array([1, 2])}, "has 'x' .*, which is no int32"),
-        (SCALAR, {"x": Fraction(1, 3)}, r"has 'x' Fraction\(1, 3\), which is no float32"),
-        (SCALAR, {"x": 1j}, "has 'x' 1j, which is no float32"),
-        (SCALAR, {"x": 1e39}, r"has 'x' 1e\+39, which is no float32"),
-        (SCALAR, {"x": 10**400}, "has 'x' .*, which is no float32"),
-        (SCALAR, {"x": True}, "has 'x' True, which is no float32"),
-        (SCALAR, {"x": 1e-40}, "has 'x' 1e-40, which is no float32"),
-        (VECTOR, {"x": [1, 2, 3]}, r"has 'x' \[1, 2, 3\], but this field is a vector. Give a list of 2 numbers"),
-        (VECTOR, {"x": 1.0}, "has 'x' 1.0, but this field is a vector"),
-        (VECTOR, {"x": "ab"}, "has 'x' 'ab', but this field is a vector"),
-        (VECTOR, {"x": ["a", "b"]}, "has 'x' 'a', which is no float32"),
-        (VECTOR, {"x": np.ones((2, 2))}, "has 'x' .*, which is no float32"),
-        (VECTOR, {"x": {2.0, 1.0}}, "has 'x' .*, but this field is a vector"),
+        (INTEGER, {"x": 1.5}, "has 'x' .*1.5, .*int32"),
+        (INTEGER, {"x": 1.0}, "has 'x' .*1.0, .*int32"),
+        (INTEGER, {"x": True}, "has 'x' .*True, .*int32"),
+        (INTEGER, {"x": "1"}, "has 'x' .*'1', .*int32"),
+        (INTEGER, {"x": None}, "has 'x' .*None, .*int32"),
+        (INTEGER, {"x": [1]}, r"has 'x' .*\[1\], .*int32"),
+        (INTEGER, {"x": np.array([1, 2])}, "has 'x' .*, .*int32"),
+        (SCALAR, {"x": Fraction(1, 3)}, r"has 'x' .*Fraction\(1, 3\), .*float32"),
+        (SCALAR, {"x": 1j}, "has 'x' .*1j, .*float32"),
+        (SCALAR, {"x": 1e39}, r"has 'x' .*1e\+39, .*float32"),
+        (SCALAR, {"x": 10**400}, "has 'x' .*, .*float32"),
+        (SCALAR, {"x": True}, "has 'x' .*True, .*float32"),
+        (SCALAR, {"x": 1e-40}, "has 'x' .*1e-40, .*float32"),
+        (VECTOR, {"x": [1, 2, 3]}, r"has 'x' .*\[1, 2, 3\], .*vector.*list of 2 numbers"),
+        (VECTOR, {"x": 1.0}, "has 'x' .*1.0, .*vector"),
+        (VECTOR, {"x": "ab"}, "has 'x' .*'ab', .*vector"),
+        (VECTOR, {"x": ["a", "b"]}, "has 'x' .*'a', .*float32"),
+        (VECTOR, {"x": np.ones((2, 2))}, "has 'x' .*, .*float32"),
+        (VECTOR, {"x": {2.0, 1.0}}, "has 'x' .*, .*vector"),
         (INTEGER, [1], r"must be a dict, but is \[1\]"),
         (INTEGER, None, "must be a dict, but is None"),
     ],
@@ -773,7 +771,8 @@ def test_overflow_change_leaves_a_value_that_is_handed_on():
 
 
 def test_constants_of_the_compiler_leave_a_value_handed_on(graph_mode):
-    # In 32-bit arithmetic, the constants in each of these functions multiply to 1.
+    # In each of these functions, the product of the constants is 1 in int32 arithmetic, so the compiler may replace the
+    # function's result by ``a`` itself. The fields must still get the value of ``a`` before the step.
     before = (lambda a: a * -1 * -1, lambda a: a * 3 * -1431655765, lambda a: 65537 * (-65535 * a))
     state = {"a": int32} | {f"before_{n}": int32 for n in range(len(before))}
 

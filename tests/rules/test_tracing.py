@@ -118,11 +118,11 @@ REFUSED = {
         x = ~n ;; x = n & 1 ;; x = s | s ;; x = n | n ;; x = ~v ;; x = o & 1 ;; x = o | 0.0
         x = o & n > 3 ;; x = n > 3 & o ;; x = n > 3 | o ;; x = o | s == 2.0
     """,
-    (r"has '\*\*' with a value, whose last bit depends on the device", "Use products"): """
+    (r"has '\*\*' with a value.* depends on the device", "Use products"): """
         x = s ** 2 ;; x = 2 ** s ;; x = n ** 2 ;; x = s ** 0.5 ;; x = pow(s, 2) ;; s **= 2
         x = math.pow.__class__ and operator.pow(s, 2)
     """,
-    ("has '%', whose last bit depends on the device", r"Use a - a // b \* b of integers"): """
+    ("has '%'.* depends on the device", r"Use a - a // b \* b of integers"): """
         x = s % 2 ;; x = n % 2 ;; x = 7 % n ;; n %= 2 ;; x = operator.mod(n, 2)
     """,
     ("has '@'", "Use products"): """
@@ -161,7 +161,7 @@ REFUSED = {
     (r"uses index -?\d+ of a vector of length 3", "Use 0 to 2"): """
         x = v[3] ;; x = v[-4] ;; x = take(v, 5)
     """,
-    ("(indexes a number|uses a number as a vector)", "Only a vector has elements"): """
+    ("(indexes a number|uses a number as a vector)", "Only a vector.* has elements"): """
         x = s[0] ;; x, y = s ;; x = list(s) ;; x = len(s) ;; for x in s: pass ;; x = sum(s) ;; x = stack(s)
         x = [*n]
     """,
@@ -190,7 +190,7 @@ REFUSED = {
     """,
     (
         r"returns '\w+' as \w+ of shape \(.*\), but the state declares \w+ of shape",
-        r"(Put \w+\(...\) around it|Give it the shape \(.*\)), or correct the state",
+        r"(Put \w+\(...\) around it|Give it the shape \(.*\)), or change .* in the rule's state",
     ): """
         state.replace(clean=s) ;; state.replace(clean=o) ;; state.replace(loss_scale=n)
         state.replace(loss_scale=state.exponent) ;; state.replace(exponent=s) ;; state.replace(mean=v)
@@ -267,7 +267,7 @@ REFUSED = {
     ("picks a state by a vector of flags", "Use one flag"): """
         x = where(v > 1, state, state.replace(loss_scale=1.0))
     """,
-    ("chooses between a state and something else", "two states or values"): """
+    (r"calls where\(\) with only one state", "two states or two values"): """
         x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, s, state)
     """,
     ("uses a list or tuple of values", r"Use stack\(\[...\]\) for a vector, or use only one of the values"): """
@@ -395,7 +395,7 @@ def test_forbidden_parts_of_a_step_are_refused_with_their_line(tmp_path, problem
 )
 def test_an_error_in_a_step_is_told_with_the_line_of_the_rule(tmp_path, statement, error):
     message, file, line = refusal(tmp_path, statement)
-    # The error may name any line of a recursion.
+    # If a step calls itself without end, the message may name the line of the call or the line before it.
     line = rf"({line}|{line - 1})" if "next_state" in statement else line
     where_it_is = rf", in line {line} of {re.escape(str(file))}\.$"
     assert re.search(rf"^The step of the rule 'own' raises {error}.*{where_it_is}", message), message
@@ -456,9 +456,7 @@ def test_values_work_within_a_step_only():
             RuleError, match=r"only inside next_state\(\), but this code .*, in line \d+ of .*test_tracing\.py\.$"
         ):
             use()
-    with pytest.raises(
-        RuleError, match=r"creates a value by 'constant'\. Write a plain number; in a state, float32\[8\]"
-    ):
+    with pytest.raises(RuleError, match=r"creates a value by 'constant'\. Write a plain number.*float32\[8\]"):
         float32(8)
 
 
@@ -520,7 +518,7 @@ def described(**names):
         ),
         ({"recorded": None}, "must have 'recorded' as a tuple of names"),
         ({"recorded": ([],)}, "must have 'recorded' as a tuple of names"),
-        ({"next_state": Rule.next_state}, r"has no step. Define next_state\(self, state, seen\)"),
+        ({"next_state": Rule.next_state}, r"Define .*next_state\(self, state, seen\)"),
         ({"next_state": None}, r"next_state\(self, state, seen\)"),
         ({"next_state": lambda self, state: state}, r"next_state\(self, state, seen\)"),
         (
@@ -583,7 +581,7 @@ def test_a_step_of_too_many_operations_is_refused():
         described(state={"values": float32[length]}, next_state=doubled)
     described(state={"values": float32[512]}, next_state=in_parts)
     for length in (1024, 65536):
-        with pytest.raises(ValueError, match=r"records more than 2048 operations.*whole vectors, and by take, .*line"):
+        with pytest.raises(ValueError, match=r"records more than 2048 operations.*whole vectors.* take, .*line"):
             described(state={"values": float32[length]}, next_state=in_parts)
 
 
@@ -595,7 +593,8 @@ def test_field_named_like_the_cells_attribute_is_refused(name):
         RuleLossScaleUpdateCell(2.0, rule)
 
 
-# Correct but strange code of rules: state fields with names that the generated code uses too, and unusual statements.
+# Tests that rules with unusual but correct code are accepted: unusual statements, and state fields with names that the
+# generated code uses too.
 
 NAMES = [
     "v0",

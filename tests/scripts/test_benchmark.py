@@ -23,7 +23,7 @@ ROUNDS = (1.0, 2.0, 1.0, 4.0)
 
 
 def rounds(**copies):
-    """Return made-up times of each benchmarked variant's copies in four rounds; the arguments are the first round."""
+    """Return made-up times in four rounds, computed from each variant's times in the first round, one for each copy."""
     return {name: [[first * factor for factor in ROUNDS] for first in each] for name, each in copies.items()}
 
 
@@ -131,8 +131,8 @@ def test_detection_is_compared_with_a_plain_pass(run_forked, tmp_path):
     [row] = lines_of(printed, f"| Tensors | {' | '.join(ways)} |")
     assert len(row) == 5
     assert row[0] == "4"
-    # On a busy machine, the plain pass may seem as fast as an empty call. The time of a detection divided by the time
-    # of the plain pass can then be negative, inf or nan, so the test accepts any number.
+    # Times are printed as multiples of the time of a plain pass over the tensors, both less the time of an empty call.
+    # On a busy machine, a difference may be 0 or negative, so the test also accepts negative numbers, inf and nan.
     assert all(re.fullmatch(r"(-?\d+\.\d|-?inf|nan)( ± (\d+\.\d|inf))?", cell) for cell in row[1:]), row
     assert (list(result["times"]), len(result["times"]["4"])) == (["4"], 6)
 

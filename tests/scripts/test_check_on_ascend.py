@@ -20,7 +20,7 @@ def test_the_report_says_that_all_is_as_it_should_be(run_forked, check):
 def test_a_step_that_does_not_follow_the_rule_is_reported(graph_mode, monkeypatch):
     monkeypatch.setattr(check_on_ascend, "OVERFLOWS_FROM", 2.0**100)
     said = check_on_ascend.verdict(lambda: check_on_ascend.follow_the_rule("adaptive"))
-    assert re.match(r"AssertionError: step \d+: overflow True and loss scale .*, but the rule says .* False ", said)
+    assert re.match(r"AssertionError: step \d+: .*overflow True and .*, but the rule .* False ", said)
 
 
 def test_small_cases_that_one_process_can_compile_are_compiled(graph_mode):

@@ -38,7 +38,7 @@ def page_of(language, name):
 
 
 def tasks_by_winner(first, second, measure=worth_report.quality_of):
-    """Return the tasks by the method that wins; under "-", tasks whose confidence interval includes 0."""
+    """Return, for each method, the tasks in which it wins; under "-", the tasks without a significant difference."""
     won = {first: set(), second: set(), "-": set()}
     for name, task in figure("worth")["tasks"].items():
         higher = task["higher_is_better"] and measure is worth_report.quality_of
@@ -47,7 +47,7 @@ def tasks_by_winner(first, second, measure=worth_report.quality_of):
 
 
 def better_in(kind):
-    """Return, by measure, whether a fixed window of 100 steps beats the adaptive rule on a kind of trace."""
+    """Return a list: for each measure, whether a window of 100 steps beats the adaptive rule on one kind of trace."""
     study = figure("study")["same"]
     fixed, adaptive = study["dynamic 100"][kind], study["adaptive 20-1000"][kind]
     return [fixed[what] < adaptive[what] for what in fixed]
@@ -94,7 +94,7 @@ def scales_of_the_guided_rule_at_its_ceiling():
 
 def doublings():
     scales = scales_of_the_guided_rule_at_its_ceiling()
-    # Index 0 compares steps 1 and 2, so add 2 for the number of the step whose loss scale is doubled.
+    # Index 0 compares steps 1 and 2, so add 2 to get the number of the step with the doubled loss scale.
     return (np.flatnonzero(scales[1:] == 2 * scales[:-1]) + 2).tolist()
 
 

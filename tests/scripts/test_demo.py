@@ -35,7 +35,8 @@ def test_demo_shows_what_scaling_is_worth(run_python, tmp_path):
     for name, loss in zip(records, losses, strict=True):
         last = [entry["loss"] for entry in records[name] if not entry["overflow"]][-demo.AVERAGED :]
         assert loss == pytest.approx(np.mean(last), abs=0.005)
-    # With the demo's full number of steps, the two losses differ more than after the 100 steps of this test.
+    # Without loss scaling, the final loss is higher. The difference is small after the 100 steps of this test, and
+    # larger after the demo's full number of steps, so the test requires only 0.1.
     assert losses[0] > losses[1] + 0.1
     assert {entry["loss_scale"] for entry in records[demo.FP16_ALONE]} == {1 / demo.MICRO_BATCHES}
     skipped = int(re.search(r"and (\d+) of 100 steps were skipped", adaptive)[1])
@@ -74,4 +75,4 @@ def assert_record_is_what_the_rule_and_the_log_say(run):
 def test_demo_that_fails_shows_why_and_where_the_log_is(run_python, corpus):
     printed = run_demo(run_python, corpus, "runner_wrapper.scale_sense=-1", expect_exit=1).stderr
     assert "scale_sense" in printed
-    assert "see output/demo_1/fp16_alone/console.log" in printed
+    assert "output/demo_1/fp16_alone/console.log" in printed

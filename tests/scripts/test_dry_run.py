@@ -36,7 +36,7 @@ def results():
     return {result["case"]: result for result in compile_cases(SMALL)}
 
 
-# Control cases: if no case failed to compile, a compiled case would prove nothing
+# Control cases, some of which must fail to compile: if nothing could fail, a compiled case would prove nothing.
 
 
 def test_an_operator_that_an_ascend_has_compiles(results):
@@ -73,7 +73,7 @@ def test_it_compiles_and_nothing_moves_to_the_cpu(results, name):
 def test_its_kernels_are_those_of_the_pages(results, name):
     data = figure("ascend_dry_run")
     if data["mindspore"] != mindspore.__version__:
-        pytest.skip(f"the kernels were counted with MindSpore {data['mindspore']}")
+        pytest.skip(f"the expected kernels are known only for MindSpore {data['mindspore']}; install it")
     [known] = [case for case in data["cases"] if case["case"] == name]
     for key in ("kernels", "collectives"):
         assert results[name][key] == known[key]
@@ -125,7 +125,7 @@ def test_stand_in_without_an_answer_ends_the_process():
     assert finished.returncode != 0
     said = program.why_ended(finished.returncode, finished.stderr)
     assert said == "the stand-ins need an update for this MindSpore: aclrtMalloc was called"
-    # A stand-in function that has an answer returns this answer.
+    # For this function of CANN, the stand-ins define a return value (0), so the call does not end the process.
     assert ctypes.CDLL(library).aclnnAddGetWorkspaceSize() == 0
 
 

@@ -104,8 +104,8 @@ def test_the_best_scale_is_the_best_of_the_other_seeds():
     qualities = {"2^0": [9.0, 1.0, 1.0], "2^8": [3.0, 4.0, 5.0], "rule": [3.0, 4.0, 5.5]}
     runs = {name: [{"quality": value} for value in values] for name, values in qualities.items()}
     task = {"higher_is_better": True}
-    # If the mean leaves out the first seed, 2^8 is the best fixed loss scale. If it leaves out the second or the third
-    # seed, 2^0 is the best.
+    # The best fixed loss scale for a seed has the best mean quality over the other seeds: 2^8 for the first seed, and
+    # 2^0 for the second and the third seed.
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "rule"), [0.0, 3.0, 4.5])
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "2^8"), [0.0, 3.0, 4.0])
     losses = {"higher_is_better": False}
@@ -152,7 +152,7 @@ def test_a_training_in_simulated_fp8_is_as_the_data_say():
 
 
 def test_all_products_of_the_llama_with_adapters_are_rounded(monkeypatch, tmp_path):
-    # MindFormers writes the configuration of the adapters to the current folder.
+    # MindFormers writes the configuration of the LoRA adapters to the current folder, so use a temporary folder.
     monkeypatch.chdir(tmp_path)
     from mindspore import dtype as mstype
 

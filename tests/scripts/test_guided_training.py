@@ -1,4 +1,4 @@
-"""In FP16 trainings, the steps that guided scaling skips, compared with other update cells and with the rule."""
+"""In FP16 trainings, guided scaling takes the steps of its rule, and skips few steps compared with other scaling."""
 
 import math
 
@@ -58,7 +58,7 @@ class Adapted(nn.Cell):
 
 
 class AdaptedLayers(nn.Cell):
-    """Four ``Adapted`` layers. Only adapters learn; gradients of activations overflow before weight gradients do."""
+    """Four frozen layers with adapters that learn. Gradients of activations overflow before the adapters' gradients."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def in_graph_mode():
 
 @pytest.fixture(scope="module")
 def layers():
-    """Return the trainings of the network of dense layers: for each update cell, a ``Runs`` that trains with it."""
+    """Return, for each of three update cells by name, a ``Runs`` that trains the network of dense layers with it."""
     return {
         "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
         "adaptive": Runs(HalfPrecisionLayers, adaptive),

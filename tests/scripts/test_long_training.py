@@ -43,7 +43,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path):
     assert sorted(file.name for file in (tmp_path / "stopped").iterdir()) == ["whole-10.ckpt", "whole.json"]
     resumed.forget()
     assert list((tmp_path / "stopped").iterdir()) == []
-    with pytest.raises(ValueError, match=r"must hold an unfinished run .*'seed': 1.*Remove the file, or give another"):
+    with pytest.raises(ValueError, match=r"unfinished run in .*'seed': 1.*Remove the file.*--unfinished"):
         LongTraining("guided", 1, STEPS, tmp_path / "whole.json", **SMALL)
 
 

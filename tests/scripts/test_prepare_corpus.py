@@ -1,4 +1,4 @@
-"""The corpus of the demo has real bytes, and is written completely or not at all."""
+"""The demo's corpus has the bytes of Python's standard library, and is written completely or not at all."""
 
 import mindspore.dataset
 
@@ -28,6 +28,6 @@ def test_a_corpus_that_is_there_is_kept(run_forked, tmp_path):
 
 
 def test_nothing_is_left_where_writing_fails(run_forked, tmp_path):
-    # MindRecord refuses to write a file without samples.
+    # Let the writing fail by asking for 0 samples: MindRecord refuses to write a file without samples.
     run_forked(ROOT / "scripts" / "demo" / "prepare_corpus.py", "corpus", "--samples", "0", expect_exit=1)
     assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ def made(seeds, folder):
 def test_all_ways_take_the_same_steps(tmp_path, part):
     outcomes = compare(made(range(part * TOGETHER, (part + 1) * TOGETHER), tmp_path), STEPS)
     assert set(outcomes) <= {"same", "noticed"}, "\n".join(outcomes)
-    # If fewer rules had the outcome "same", this test would compare the steps of too few rules.
+    # At most three rules may have the outcome "noticed"; otherwise this test would compare the steps of too few rules.
     assert outcomes.count("same") >= TOGETHER - 3
 
 
@@ -60,7 +60,7 @@ TELLING = (7, 37)
 
 @pytest.fixture(scope="module")
 def states_of_first_cells(tmp_path_factory):
-    """Return the states of the update cells of some random rules, made before a test plants a wrong operation."""
+    """Return the states of some random rules' update cells, computed before a test makes a NumPy operation wrong."""
     return states_of_cells(made(TELLING, tmp_path_factory.mktemp("rules")), STEPS)
 
 
@@ -69,6 +69,6 @@ def states_of_first_cells(tmp_path_factory):
 def test_a_planted_difference_is_found(states_of_first_cells, tmp_path, monkeypatch, operation):
     planted = operations.OPERATIONS[operation]._replace(numpy=PLANTED[operation])
     monkeypatch.setitem(operations.OPERATIONS, operation, planted)
-    # Make the random rules again, so that their NumPy steps are generated with the wrong operation.
+    # Generate the same random rules again now that a NumPy operation is wrong, so that their NumPy steps use it.
     outcomes = compare(made(TELLING, tmp_path), STEPS, states_of_first_cells)
     assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in outcomes), outcomes

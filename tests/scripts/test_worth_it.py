@@ -1,4 +1,4 @@
-"""The study worth_it: what it trains, what it counts, and what loss scaling is worth on one task."""
+"""Tests of the study worth_it, which measures how much loss scaling improves the results of FP16 trainings."""
 
 import functools
 import json
@@ -34,14 +34,14 @@ METHOD = {method.name: method for method in METHODS}
 
 @pytest.fixture(scope="module")
 def trainings():
-    """Yield the trainings of a network whose output is multiplied by 0.003; only the final quality is measured."""
+    """Yield the trainings of a network whose output is multiplied by 0.003; quality is measured only at the end."""
     with mindspore_mode("graph"):
         yield Trainings(SMALL_TASKS["damped"], look_every=1000)
 
 
 @pytest.fixture(scope="module")
 def run_of_seed_0(trainings):
-    """Return a function that returns a method's run with seed 0; a method trains once, and all tests share its run."""
+    """Return a function from a loss-scaling method's name to its run with seed 0; each run is trained only once."""
     return functools.cache(lambda name: trainings.run(METHOD[name], seed=0))
 
 

@@ -68,7 +68,7 @@ class Owned(nn.Cell):
 
 
 class Step(NamedTuple):
-    """A step of a random training, and the state of the rule after the step."""
+    """One step of a randomly generated run of a loss-scaling rule, and the rule's state after this step."""
 
     overflow: bool
     largest_gradient: float

@@ -41,7 +41,7 @@ class LossScaleHolder(nn.Cell):
     """
 
     def __init__(self, update_cell, loss_scale_value):
-        # As in the train-step cells, the update cell's Parameters keep their names.
+        # Without a prefix, the update cell's Parameters keep their names inside this cell, as in train-step cells.
         super().__init__(auto_prefix=False)
         self.update_cell = update_cell
         self.loss_scale = Parameter(Tensor(loss_scale_value, mstype.float32), name="loss_scale")
@@ -114,7 +114,7 @@ class ExportedGraph:
 
     @property
     def tensor_types(self):
-        """dict[str, set[str]]: for each dtype, by MindIR's name, the Parameters and primitives with such tensors.
+        """dict[str, set[str]]: for each dtype, as MindIR names it, the Parameters and primitives with tensors of it.
 
         The tensors are Parameters, inputs, outputs and constants, and the outputs of every node, also in tuples.
         The sets hold names of Parameters, inputs and outputs; a node is represented by its primitive.
@@ -126,7 +126,7 @@ class ExportedGraph:
 
     @property
     def plain_constants(self):
-        """set[tuple[str, str, int]]: each input of a node that is a constant but no tensor, such as an axis.
+        """set[tuple[str, str, int]]: the graph nodes' inputs that are constants other than tensors, such as an axis.
 
         Each entry has the type of the constant, the primitive of the node, and the position of this input.
         """
@@ -143,7 +143,7 @@ class ExportedGraph:
 
     @property
     def plain_outputs(self):
-        """set[tuple[str, str]]: the outputs of nodes, alone or in a tuple, that are no tensors, such as numbers.
+        """set[tuple[str, str]]: the graph nodes' outputs other than tensors, such as numbers, alone or in a tuple.
 
         Each entry has the type of the output and the primitive of the node. The host computes such numbers.
         """

@@ -17,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Fork all processes from one server process, because importing MindFormers takes half the time of a short training.
+# Fork all training processes from a server process that has imported MindFormers once. Otherwise each short training
+# would spend half of its time on this import.
 _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["tests.shared.imported_once"])
 
@@ -72,7 +73,7 @@ class ForkedRun(Killable):
 
 
 def _ensure_server():
-    # The fork server preloads modules, and it looks for them only in the folders of its variable PYTHONPATH.
+    # The fork server finds the modules to preload only in the folders of its environment variable PYTHONPATH.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         forkserver.ensure_running()

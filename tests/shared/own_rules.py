@@ -69,7 +69,7 @@ class Plain(Rule):
 
 
 class CappedGuided(GuidedRule):
-    """The guided rule without its arguments, and with an upper limit on the exponent of the loss scale."""
+    """Extends the guided rule, with its default arguments, by an upper limit on the exponent of the loss scale."""
 
     name = "capped_guided"
 
@@ -83,7 +83,7 @@ class CappedGuided(GuidedRule):
 
 
 class CappedAdaptive(AdaptiveRule):
-    """Extends the adaptive rule with an upper limit on the loss scale."""
+    """Extends the adaptive rule by an upper limit on the loss scale."""
 
     name = "capped_adaptive"
 

@@ -25,7 +25,7 @@ def in_fp16(step, scale):
 
 
 def gradient_line(step, scale, *scales):
-    """Return one step of a gradient record, as from JSON; loss scales up to ``REFERENCE`` also count underflows."""
+    """Return a step of a gradient record, as read from JSON. Loss scales up to 512 also have counts of underflows."""
     ranges = []
     for tried in sorted({scale, *scales}):
         gradients, at_reference = in_fp16(step, tried), in_fp16(step, REFERENCE)
