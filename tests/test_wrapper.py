@@ -107,7 +107,7 @@ def test_optimizer_that_divides_too_is_refused(cell):
     [
         (
             "AdaptiveLossScaleUpdateCell",
-            r"type str. Give AdaptiveLossScaleUpdateCell\(...\), or a fixed scale as a Tensor",
+            r"type str. Give AdaptiveLossScaleUpdateCell\(\.\.\.\), .*Tensor\(1024\.0\)",
         ),
         (True, "type bool. Give AdaptiveLossScaleUpdateCell"),
         (AdaptiveLossScaleUpdateCell, r"Give an instance: AdaptiveLossScaleUpdateCell\(\.\.\.\)"),
@@ -119,7 +119,7 @@ def test_optimizer_that_divides_too_is_refused(cell):
     ],
 )
 def test_what_is_no_update_cell_is_named_with_its_remedy(cell, scale_sense, remedy):
-    with pytest.raises(TypeError, match=f"'scale_sense' must be an update cell or a Tensor, but got .*{remedy}"):
+    with pytest.raises(TypeError, match=f"'scale_sense' must be an update cell .*{remedy}"):
         Dense().train_step(scale_sense, cell)
 
 
@@ -145,7 +145,7 @@ def test_loss_per_token_needs_the_mixin_that_keeps_token_counts():
     dense = Dense()
     for update_cell in (AdaptiveLossScaleUpdateCell(1024, 2, 20), wrapper.GradientGuidedLossScaleUpdateCell(1024)):
         options = {"scale_sense": update_cell, "calculate_per_token_loss": True}
-        expected = pytest.raises(TypeError, match="Mixed must be a subclass of PerTokenTrainStep")
+        expected = pytest.raises(TypeError, match=r"Mixed must .*'calculate_per_token_loss'.*Use PerTokenTrainStep")
         with expected if update_cell.needs_gradients else contextlib.nullcontext():
             Mixed(dense.network, dense.optimizer(), **options)
 

@@ -191,7 +191,7 @@ def _collapse(run: RecordedRun) -> Iterator[Advice]:
         yield Advice(
             "collapse",
             lower + _look_at_the_model(run),
-            (f"{length} steps in a row" if in_a_row else f"All {length} steps that the log shows")
+            (f"{counted(length, 'step')} in a row" if in_a_row else f"All {length} steps that the log shows")
             + f" were skipped, from step {step[first]} to {step[last]}"
             + (f", the last of them at {as_power_of_two(float(scale[last]))}" if stays and in_a_row else "")
             + (". A lower scale may fit." if lower else ". No loss scale helps there."),

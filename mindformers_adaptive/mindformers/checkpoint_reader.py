@@ -20,6 +20,7 @@ from mindformers_adaptive.rules.saved_state import all_fields
 from mindformers_adaptive.rules.state_dict import FORM
 from mindformers_adaptive.text.files import NOT_FINITE, write_json
 from mindformers_adaptive.text.install_hint import install_hint
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["FILE_NAME", "Checkpoint", "newest_state", "read_checkpoints", "read_sidecar", "write_sidecar"]
 
@@ -161,7 +162,7 @@ def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str
     with_state = [checkpoint for checkpoint in checkpoints if checkpoint.holds_state]
     notes = [f"{_name_below(path, checkpoint)}: {'; '.join(checkpoint.problems)}" for checkpoint in torn]
     if not with_state:
-        reason = "; ".join(notes) or f"{len(checkpoints)} checkpoints were read, and have none"
+        reason = "; ".join(notes) or f"{counted(len(checkpoints), 'checkpoint')} read, none with a state"
         raise ValueError(f"There is no state of loss scaling in {str(path)!r}: {reason}. Give another checkpoint.")
     steps = [checkpoint.step for checkpoint in with_state]
     newest = with_state[-1] if steps[-1] is None else with_state[steps.index(steps[-1])]

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.record.log_formats import LogFormat
 from mindformers_adaptive.record.log_lines import LogLines
 from mindformers_adaptive.record.step import LARGEST_STEP, LogLine
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["LogRows"]
 
@@ -85,7 +86,7 @@ class LogRows:
             unknown = {name: np.append(column, _UNKNOWN[column.dtype.kind]) for name, column in columns.items()}
             columns = unknown | {"step": np.append(columns["step"], last + steps)}
             columns["steps"][-1] = steps
-            self.notes.append(f"{len(tail)} overflow(s) at the end of the log are on lines that name no step.")
+            self.notes.append(f"The log ends with {counted(len(tail), 'overflow')} on lines that name no step.")
         self.columns, self.step = columns, columns["step"]
         self.flag = np.where(columns["overflow"] < 0, -1, columns["overflow"]).astype(np.int64)
         self.used, self.stated_after = _valid(columns["loss_scale"]), _valid(columns["next_loss_scale"])
@@ -109,7 +110,7 @@ class LogRows:
         if len(named) > 1:
             count = sum(counts.values()) - counts[named[0]]
             self.notes.append(
-                f"{count} overflow line(s) repeat others: they are of other ranks or source files, and were merged."
+                f"Merged: {counted(count, 'overflow line')} of other ranks or source files about the same overflows."
             )
         return grouped
 
@@ -150,8 +151,8 @@ class LogRows:
             self.gap = np.where(stated > 0, self.steps, self.gap)
         left_out = np.flatnonzero((gap > 0) & ~fill)
         texts = [
-            f"{self._where(row)}: {gap[row]} step(s) before this line, {before[row] + 1} to {before[row] + gap[row]}, "
-            "are not in the log."
+            f"{self._where(row)}: the log lacks {counted(gap[row], 'step')} before this line, {before[row] + 1} to "
+            f"{before[row] + gap[row]}."
             for row in left_out[left_out > 0].tolist()
         ]
         self._note(texts, "In {} places, steps are missing in the log.")
@@ -233,7 +234,7 @@ class LogRows:
         if len(wrong):
             self.notes.append(
                 f"{self._where(int(wrong[0]))}: the scale fell although the line counts no skipped step. This is so on "
-                f"{len(wrong)} line(s) in all, so the printed numbers of skipped steps are ignored."
+                f"{counted(len(wrong), 'line')} in all, so the printed numbers of skipped steps are ignored."
             )
         is_lone = (
             len(self.step) == 1 and self.steps[0] > 1 and not (self._format.every_step or self.counted or self.has_tail)
@@ -256,7 +257,7 @@ class LogRows:
         self.rests_on_moves = bool(by_moves.any())
         jumps = np.flatnonzero(self.jumps & self.follows)
         texts = [
-            f"{self._where(row)}: {self.steps[row]} step(s) cannot lead from the scale of the line before to "
+            f"{self._where(row)}: {counted(self.steps[row], 'step')} cannot lead from the scale of the line before to "
             f"{self.after[row]:g}. The run may have been restarted with another scale."
             for row in jumps[jumps > 0].tolist()
         ]

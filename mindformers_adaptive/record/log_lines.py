@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.record.step import LogLine, Step
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["LogLines"]
 
@@ -160,8 +161,8 @@ class LogLines:
         self.after_restart = {row for row in self.after_restart if row < rows} | {rows}
         self.superseded += before - rows
         self._restarts.append(
-            f"{name_of(where)}: the run restarts at step {line.step} (it had reached {last}). {before - rows} earlier "
-            "line(s) about those steps are ignored."
+            f"{name_of(where)}: the run restarts at step {line.step} (it had reached {last}). Ignored: "
+            f"{counted(before - rows, 'earlier line')} about those steps."
         )
         self._append(line, where)
 
@@ -173,14 +174,14 @@ class LogLines:
             self.notes.append(f"The run restarts {len(self._restarts)} times in all.")
         if self.superseded > len(self):
             self.notes.append(
-                f"{self.superseded} line(s) were superseded, and only {len(self)} are left. If the run was not "
-                "restarted, the log does not number its steps."
+                f"Superseded: {counted(self.superseded, 'line')}; left: {len(self)}. If the run was not restarted, the "
+                "log does not number its steps."
             )
         if self._merged:
-            loss = f"; {self._other_loss} of them have another loss" if self._other_loss else ""
+            loss = f", {self._other_loss} of them with another loss" if self._other_loss else ""
             self.notes.append(
-                f"{self._merged} line(s) repeat another line of the same step, as lines of other ranks do. They were "
-                f"merged{loss}. If they are of another run, read each run from a file of its own."
+                f"Merged: {counted(self._merged, 'line')} about steps of other lines, as several ranks write{loss}. "
+                "If these lines are of another run, read each run from a file of its own."
             )
 
     def array(self, name: str) -> NDArray[Any]:

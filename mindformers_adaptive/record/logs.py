@@ -138,7 +138,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
         )
     notes = [*lines.notes, *run.notes]
     if texts.undecodable:
-        notes.append(f"{texts.undecodable} line(s) have bytes that are not UTF-8.")
+        notes.append(f"The log has {counted(texts.undecodable, 'line')} with bytes that are not UTF-8.")
     if texts.is_cut:
         notes.append(f"{texts.name_of(texts.number)}: the log ends in the middle of a line, or without a newline.")
     return replace(

@@ -129,21 +129,15 @@ def repair_loss_scale(rule: Any, loss_scale: float, name: str) -> float:
             f"The checkpoint has '{name}' {loss_scale}; a loss scale must be finite and above 0. Resume from "
             f"another checkpoint, or set '{name}'."
         )
-    scale_in_bounds = min(max(loss_scale, rule.min_loss_scale), rule.max_loss_scale)
-    if scale_in_bounds != loss_scale:
+    usable: float = rule.nearest_scale(min(max(loss_scale, rule.min_loss_scale), rule.max_loss_scale))
+    if usable != loss_scale:
+        what = "a power of two " if rule.moves_by_bits else "a loss scale "
         warnings.warn(
-            f"The checkpoint has '{name}' {loss_scale}, which is not between 'min_loss_scale' and "
-            f"'max_loss_scale': {scale_in_bounds} is used instead.",
+            f"The checkpoint has '{name}' {loss_scale}, but {rule.title} needs {what}between 'min_loss_scale' and "
+            f"'max_loss_scale': {usable} is used instead.",
             stacklevel=3,
         )
-    power: float = rule.nearest_scale(scale_in_bounds)
-    if power != scale_in_bounds:
-        warnings.warn(
-            f"The checkpoint has '{name}' {scale_in_bounds}, but {rule.title} needs a power of two: {power} is used "
-            "instead.",
-            stacklevel=3,
-        )
-    return power
+    return usable
 
 
 def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_stepped: bool) -> set[str]:

@@ -27,22 +27,27 @@ def answer(run_program, *arguments):
     return code, errors.partition("error: ")[2]
 
 
+def has(said, message):
+    """Return whether a text has all parts of a message, which " ... " separates, in this order."""
+    return re.search(".*".join(map(re.escape, message.split(" ... "))), said, re.DOTALL) is not None
+
+
 # Wrong values of a policy's parameters, and the expected error messages.
 VALUES = [
     ("loss_scale_value=2^99999", "'2^99999' is too large"),
     ("loss_scale_value=-1", "'loss_scale_value' must be finite and above 0"),
     ("loss_scale_value=.nan", "'loss_scale_value' must be finite and above 0"),
-    ("loss_scale_value=nan", "'loss_scale_value' must be a number, but got 'nan'"),
-    ("loss_scale_value=null", "'loss_scale_value' must be a number, but got None"),
+    ("loss_scale_value=nan", "'loss_scale_value' must be a number, .*got 'nan'"),
+    ("loss_scale_value=null", "'loss_scale_value' must be a number, .*got None"),
     ("loss_scale_value=1e400", "'loss_scale_value' must be finite"),
-    (f"loss_scale_value={DIGITS}", "is not a value in YAML, Exceeds the limit"),
-    ("loss_scale_value=[", "is not a value in YAML, while parsing"),
+    (f"loss_scale_value={DIGITS}", "not a value in YAML, .*the limit"),
+    ("loss_scale_value=[", "not a value in YAML, .*while parsing"),
     ("loss_scale_value=" + "[" * 3000, "nested more than 500 levels"),
-    ("loss_scale_value=&a [*a]", "the YAML text expands to more than 100,000 values"),
+    ("loss_scale_value=&a [*a]", "YAML text .*more than 100,000 values"),
     ("loss_scale_value=!!python/object:os.system", "could not determine a constructor"),
-    ("loss_scale_value=!!bool x", "is not a value in YAML"),
+    ("loss_scale_value=!!bool x", "not a value in YAML"),
     ("loss_scale_value=2020-99-99", "month must be in 1..12"),
-    ("loss_scale_value=\x1b[31m", r"is not a value in YAML, .*#x001b"),
+    ("loss_scale_value=\x1b[31m", "not a value in YAML, .*#x001b"),
     ("max_scale_window=2^9999999", "'2^9999999' is too large"),
     (f"max_scale_window={'9' * 30}", "'max_scale_window' must be at most 2147483647, but got one of 100 bits"),
     ("hysteresis=4294967296", "'hysteresis' must be at most 2147483647, but got 4294967296"),
@@ -84,7 +89,7 @@ USAGE = [
         ["compare", *SPIKES, "--policies", "torch:growth_interval=" + "9" * 22],
         "'growth_interval' must be at most 214748",
     ),
-    (["compare", "synthetic:spikes", "--plot", "a.jpg"], "argument --plot: 'path' must name a picture that ends in"),
+    (["compare", "synthetic:spikes", "--plot", "a.jpg"], "argument --plot: 'path' must name a picture ... .png"),
     (["compare", *SPIKES, "--policies", "fails.Rule"], "cannot be imported: KeyError('x')"),
     (["compare", *SPIKES, "--policies", "syntax.Rule"], "cannot be imported: SyntaxError"),
     (["compare", *SPIKES, "--policies", "exits.Rule"], "cannot be imported: SystemExit"),
@@ -95,39 +100,42 @@ USAGE = [
         ["compare", *SPIKES, "--policies", "torch:growth_interval=2,growth_interval=3"],
         "'growth_interval' has two values",
     ),
-    (["compare", *SPIKES, "--policies", "a..b"], "on the path of Python, but got 'a..b'."),
-    (["tune", *SPIKES, "--policy", "fixed"], "on the path of Python, but got 'fixed'."),
+    (["compare", *SPIKES, "--policies", "a..b"], "'module.Class' ... path of Python, ... got 'a..b'."),
+    (["tune", *SPIKES, "--policy", "fixed"], "'module.Class' ... path of Python, ... got 'fixed'."),
     (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is given twice"),
     (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is listed twice"),
     (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=0"], "loss_scale_value=4096.0, n=0 are refused: integer"),
-    (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=x"], "n='x' are refused: invalid literal for int()"),
-    (["compare", *SPIKES, "--policies", "every.Rule:n=0"], "'every.Rule:n=0': integer division or modulo by zero"),
+    (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=x"], "n='x' are refused: invalid literal"),
+    (["compare", *SPIKES, "--policies", "every.Rule:n=0"], "'every.Rule:n=0': integer division ... by zero"),
     (["tune", *SPIKES, "--rows", "0"], "argument --rows: must be an integer from 1"),
     (["tune", *SPIKES, "--exchange-rate", "nan"], "'exchange_rate' must be"),
-    (["tune", *SPIKES, "--grid", "hysteresis=1,2,nan"], "'hysteresis' must be an integer number of overflows"),
+    (["tune", *SPIKES, "--grid", "hysteresis=1,2,nan"], "'hysteresis' must be an integer ... got 'nan'"),
     (["tune", *SPIKES, "--grid", "scale_window=[1]"], "'scale_window' must be an integer"),
     (["tune", *SPIKES, "--grid", "scale_factor=2^2000"], "argument --grid: 'scale_factor': '2^2000' is too large"),
     (["tune", *SPIKES, "--grid", "hysteresis=" + ",".join(map(str, range(1, 500)))], "at most 100,000 combinations"),
-    (["plot", LOG, "picture.jpg"], "must name a picture that ends in .png or .svg"),
+    (["plot", LOG, "picture.jpg"], "must name a picture ... .png or .svg, ... 'picture.jpg'"),
     (["plot", LOG, "a.png", "--loss-scales", "2^99999"], "argument --loss-scales: '2^99999' is too large"),
     (["plot", LOG, "a.png", "--loss-scales", "0"], "argument --loss-scales: 'SCALE' must be finite and above 0"),
     (
         ["probe", "--config", CONFIG, "--output", "missing/x.json"],
-        "argument --output: must name a file in an existing folder",
+        "argument --output: must name a file ... existing folder",
     ),
     (["probe", "--config", CONFIG, "--batches", "0"], "argument --batches: must be an integer from 1"),
     (["find", "--config", CONFIG, "--margin", "9" * 30], "argument --margin: must be an integer from 0"),
-    (["compare", ""], "argument TRACE: must name a file or folder, but is empty"),
-    (["report", "", "--output", "a.html"], "argument RUN: must name a file or folder, but is empty"),
+    (["compare", ""], "argument TRACE: must name a file ... is empty"),
+    (["report", "", "--output", "a.html"], "argument RUN: must name a file ... is empty"),
     (["report", ".", "--output", "folder.html"], "argument --output: must name a file, but 'folder.html' is a folder"),
     (["analyze", LOG, "--plot", "folder.png"], "argument --plot: must name a file, but 'folder.png' is a folder"),
     (["inspect", ".", "--policy", "\x00"], r"argument --policy: 'rule' must be"),
-    (["megatron", '"--fp16'], "Megatron-LM's arguments cannot be split into words: No closing quotation"),
+    (["megatron", '"--fp16'], "Megatron-LM's arguments cannot be split ... No closing quotation"),
     (
         ["megatron", "--fp16", "--loss-scale-windw", "500"],
         "'--loss-scale-windw' is no argument of Megatron-LM. Did you ",
     ),
-    (["megatron", "--fp16", "--loss-scale-window", "1e300"], "'--loss-scale-window' must be a whole number of steps"),
+    (
+        ["megatron", "--fp16", "--loss-scale-window", "1e300"],
+        "'--loss-scale-window' must be a whole ... got 1e+300",
+    ),
     (["megatron", "--fp16", "--hysteresis", "9" * 30], "'--hysteresis' must be at most 2147483647"),
 ]
 
@@ -142,7 +150,7 @@ def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, a
     code, said = answer(run_program, *arguments)
     # An error that a command finds only during its search has exit code 1; wrong usage has exit code 2.
     assert code == (1 if "--exchange-rate" in arguments else 2)
-    assert message in said
+    assert has(said, message)
 
 
 def line(step, scale, **values):
@@ -155,12 +163,12 @@ def sweep(**tried):
 
 # The content of each bad log file, and the error message expected of every command except plot.
 FILES = {
-    "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "must show the loss scale that a step used"),
-    "a_huge_integer": (line(1, 10**400) + line(2, 10**400), "there is none. The first line that nearly fits is"),
+    "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "must show the loss scale ... with loss scaling"),
+    "a_huge_integer": (line(1, 10**400) + line(2, 10**400), "there is none. The first line ... nearly fits"),
     "digits": ("9" * 5000, "there is none. Looked for"),
     "binary": (bytes(range(256)) * 400, "there is none. Looked for"),
     "deep": ("[" * 200_000, "there is none. Looked for"),
-    "deep_record": ('{"step": 1, "a": ' + "[" * 100_000 + "}\n", "the line is no complete JSON object"),
+    "deep_record": ('{"step": 1, "a": ' + "[" * 100_000 + "}\n", "no complete JSON object"),
     "empty": ("", "there is none. Looked for"),
     "sweep_of_a_huge_scale": (sweep(loss_scale=10**400, overflow=False), "that GradientRangeMonitor wrote (Overflow"),
     "sweep_of_no_scale": (sweep(loss_scale=0, overflow=False), "that GradientRangeMonitor wrote (KeyError"),
@@ -176,14 +184,14 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         code, said = answer(run_program, command, file)
         assert code == 1
         assert file.name in said
-        assert message in said
+        assert has(said, message)
     for command in (["analyze", file], ["plot", file, tmp_path / "a.png"], ["inspect", file]):
         if (name, command[0]) == ("beyond_float32", "plot"):
             # The plot command can draw the losses of this record.
             continue
         code, said = answer(run_program, *command)
         assert code == 1
-        assert message in said if command[0] != "inspect" and name in ("binary", "deep", "empty") else said
+        assert has(said, message) if command[0] != "inspect" and name in ("binary", "deep", "empty") else said
 
 
 @pytest.mark.parametrize(("text", "said"), [("x\n", "(1 line) there"), (line(1, 8.0), "1 step from 1 line (jsonl)")])
@@ -201,7 +209,7 @@ def test_a_pipe_is_no_log(run_program, tmp_path, command):
     code, said = answer(run_program, command, f"/dev/fd/{reading}", *arguments.get(command, []))
     os.close(reading)
     assert code == 1
-    assert "must be a file that can be read, but: it is a pipe, but is read twice. Save the log to a file" in said
+    assert has(said, "file that can be read, ... it is a pipe, ... Save the log")
 
 
 @pytest.mark.parametrize("command", ["analyze", "plot"])
@@ -218,11 +226,11 @@ def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     file.write_text(json.dumps({"step": 1, "loss_scale": 10**400, "loss_scales": [at_8]}) + "\n")
     code, said = answer(run_program, "plot", file, tmp_path / "a.png")
     assert code == 1
-    assert "gradients.jsonl must hold numbers that can be drawn, but drawing failed: int too large" in said
+    assert has(said, "gradients.jsonl must hold numbers ... drawing failed: int too large")
     at_8["parameters"]["weight"]["histogram"]["0"] = {}
     file.write_text(json.dumps({"step": 1, "loss_scale": 8.0, "loss_scales": [at_8]}) + "\n")
     code, said = answer(run_program, "plot", file, tmp_path / "a.png")
-    assert (code, "gradients.jsonl must hold numbers that can be drawn, but drawing failed: " in said) == (1, True)
+    assert (code, has(said, "gradients.jsonl must hold numbers ... drawing failed: ")) == (1, True)
     file.write_text(line(1, 8.0, scale_window=0) + line(2, 8.0, scale_window=-20))
     assert answer(run_program, "plot", file, tmp_path / "a.png") == (0, "")
 
@@ -343,7 +351,7 @@ def test_a_full_disk_is_said_of_the_file(run_program, tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", full)
     code, said = answer(run_program, "plot", LOG, tmp_path / "a.png")
     assert code == 1
-    assert re.search(r"must be a file that can be written, but: No space left on device.*/a\.png'", said)
+    assert re.search(r"file that can be written, .*: No space left on device.*/a\.png'", said)
     assert not list(tmp_path.iterdir())
 
 
@@ -364,7 +372,7 @@ def test_an_empty_checkpoint_is_named_by_diff(run_program, tmp_path, kind):
     (tmp_path / f"empty.{kind}").touch()
     code, said = answer(run_program, "diff", str(tmp_path / f"empty.{kind}"), str(other))
     assert code == 1
-    assert f"empty.{kind}' must be a checkpoint, but is empty" in said
+    assert has(said, f"empty.{kind}' must be a checkpoint, ... is empty")
     code, said = answer(run_program, "diff", str(other), str(other), "--modules", "scale_sens")
     nearest = said.rpartition("nearest names are ")[2].rstrip(".\n").split(", ")
     assert (code, len(nearest)) == (1, len(set(nearest)))
@@ -392,8 +400,8 @@ def test_what_is_no_checkpoint_is_named_by_diff(run_program, tmp_path, name):
     (tmp_path / name).write_bytes(NO_CHECKPOINTS[name])
     code, said = answer(run_program, "diff", tmp_path / name, tmp_path / name)
     assert code == 1
-    why = "but its name ends neither in" if name.endswith("npz") else "but MindSpore finds none in it"
-    assert re.search(f"{name}' must be a checkpoint.*, {why}", said)
+    why = "its name ends neither" if name.endswith("npz") else "MindSpore finds none"
+    assert has(said, f"{name}' must be a checkpoint ... {why}")
 
 
 @pytest.mark.parametrize("command", ["diff", "inspect"])

@@ -65,10 +65,10 @@ def test_a_bad_argument_is_named(kind, owner, name):
         return getattr(kind, f"{owner}_class")(**made_of)
 
     for arguments, error, message in (
-        ({"scale": "2**24"}, TypeError, rf"'{name}' must be a number, but got '2\*\*24' of type str"),
-        ({"scale": True}, TypeError, f"'{name}' must be a number, but got True of type bool"),
+        ({"scale": "2**24"}, TypeError, rf"'{name}' must be a number.* got '2\*\*24' of type str"),
+        ({"scale": True}, TypeError, f"'{name}' must be a number.* got True of type bool"),
         *(
-            ({"scale": scale}, ValueError, f"'{name}' must be finite and above 0 in float32, but got")
+            ({"scale": scale}, ValueError, f"'{name}' must be finite .*above 0 in float32, but got {scale!r}")
             for scale in (0, -2.0, float("inf"), float("nan"), 10**400)
         ),
         ({"scale": 4, "min_loss_scale": 8}, ValueError, rf"'{name}' must lie between 'min_loss_scale' \(8\.0\) .* 4"),
@@ -77,8 +77,8 @@ def test_a_bad_argument_is_named(kind, owner, name):
             ValueError,
             rf"'{name}' must lie between .*loss_scale' \(512\.0\), but got 1024",
         ),
-        ({"min_loss_scale": 0}, ValueError, "'min_loss_scale' must be finite and above 0 .* but got 0"),
-        ({"min_loss_scale": "1"}, TypeError, "'min_loss_scale' must be a number, but got '1' of type str"),
+        ({"min_loss_scale": 0}, ValueError, "'min_loss_scale' must be .*above 0 .* but got 0"),
+        ({"min_loss_scale": "1"}, TypeError, "'min_loss_scale' must be a number.* got '1' of type str"),
         ({"max_loss_scale": float("inf")}, ValueError, "'max_loss_scale' must be finite .* but got inf"),
         ({"min_loss_scale": 8, "max_loss_scale": 4}, ValueError, "'min_loss_scale' must not be above"),
         ({"growth_interval": 20}, TypeError, "growth_interval"),
@@ -91,24 +91,24 @@ def test_a_bad_argument_is_named(kind, owner, name):
 
 def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
     for arguments, error, message in (
-        ({"history_size": True}, TypeError, "'history_size' must be an integer number of steps, but got True of type"),
-        ({"history_size": 2.0}, TypeError, "'history_size' must be an integer number of steps, but got 2.0 of type"),
+        ({"history_size": True}, TypeError, "'history_size' must be an integer.* got True of type"),
+        ({"history_size": 2.0}, TypeError, "'history_size' must be an integer.* got 2.0 of type"),
         ({"history_size": -1}, ValueError, "'history_size' must be at least 0, but got -1"),
-        ({"loss_scale": Tensor([1.0, 2.0])}, ValueError, "'loss_scale_value' must hold one number, but got .*2,"),
-        ({"loss_scale": Tensor(np.nan)}, ValueError, "'loss_scale_value' nan; a loss scale must be finite and above"),
+        ({"loss_scale": Tensor([1.0, 2.0])}, ValueError, r"'loss_scale_value' must hold one number.* \(2,\).* \(1,\)"),
+        ({"loss_scale": Tensor(np.nan)}, ValueError, "'loss_scale_value' nan.* above 0.* set 'loss_scale_value'"),
     ):
         with pytest.raises(error, match=message):
             kind.cell(**arguments)
     # With MindSpore's cache of compiled graphs, a training recorded only 14 of 20 steps, and these wrongly. So a cell
     # that records steps (history_size above 0) is refused while the cache is on.
     monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
-    with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
+    with pytest.raises(ValueError, match=r"'history_size' must be 0 .*MS_COMPILER_CACHE_ENABLE.*but got 3"):
         kind.cell(history_size=3)
     kind.cell()
     monkeypatch.delenv("MS_COMPILER_CACHE_ENABLE")
     mindspore.set_context(enable_compile_cache=True)
     try:
-        with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs"):
+        with pytest.raises(ValueError, match=r"'history_size' must be 0 .*enable_compile_cache"):
             kind.cell(history_size=3)
     finally:
         mindspore.set_context(enable_compile_cache=False)
@@ -131,7 +131,7 @@ def test_initial_scale_from_a_checkpoint_is_read_and_not_saved(kind, type_, valu
         (
             "log_max.floor",
             TypeError,
-            r"'rule' must be .* but got 'log_max.floor'. A rule is a subclass of .*rules.Rule",
+            r"'rule' must be .* but got 'log_max\.floor'.* subclass of .*\.rules\.Rule",
         ),
         (7, TypeError, r"'rule' must be .* but got 7"),
     ],
@@ -144,7 +144,7 @@ def test_what_is_no_rule_is_refused(rule, error, message):
 def test_arguments_that_the_rule_does_not_take_are_refused():
     with pytest.raises(TypeError, match=r"The rule 'log_max' has no argument 'margn'. Its arguments are margin, share"):
         RuleLossScaleUpdateCell(2**10, "log_max.LogMaxRule", margn=2)
-    with pytest.raises(TypeError, match="'rule' exists already, so it cannot take margin"):
+    with pytest.raises(TypeError, match=r"'rule' exists already.* take margin.*log_max\.LogMaxRule"):
         RuleLossScaleUpdateCell(2**10, LogMaxRule(), margin=2)
     for rule in (LogMaxRule, LogMaxRule(margin=4.0), "log_max.LogMaxRule"):
         assert RuleLossScaleUpdateCell(2**10, rule).rule.margin == (4.0 if isinstance(rule, LogMaxRule) else 3.0)
@@ -158,5 +158,5 @@ def test_field_named_as_an_attribute_of_the_cell_is_refused():
         def next_state(self, state, seen):
             return state
 
-    with pytest.raises(ValueError, match="rule 'keep' must not be called 'select', because MindSpore's update cell"):
+    with pytest.raises(ValueError, match=r"rule 'keep' must not be called 'select'.* another name"):
         RuleLossScaleUpdateCell(2**10, Keep)

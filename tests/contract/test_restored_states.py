@@ -226,7 +226,7 @@ def test_inspect_shows_no_number_under_another_name(tmp_path):
     renamed = type(rule_with(FORMS["a renamed part"]))
     [shown] = read_checkpoints(tmp_path, rules=[renamed])
     assert (shown.values["evil"], shown.values["level"]) == (None, 5.0)
-    assert any("do not have the layout of the rule reshaped" in problem for problem in shown.problems)
+    assert any("layout of the rule reshaped" in problem for problem in shown.problems)
     [shown] = read_checkpoints(tmp_path, rules=[type(rule_with(BEFORE))])
     assert (shown.values["bad"], shown.problems) == (5, [])
 
@@ -312,7 +312,7 @@ def test_dynamic_checkpoint_starts_another_rules_state_afresh(name, moment):
     checkpoint = {name: Parameter(Tensor(number, mindspore.int32), name=name) for name, number in counters.items()}
     checkpoint["scale_sense"] = Parameter(Tensor(2.0**8, mindspore.float32), name="scale_sense")
     mindspore.load_param_into_net(step, checkpoint)
-    with pytest.warns(UserWarning, match="has 500 steps but no state of .*: the rule starts afresh at loss scale 256"):
+    with pytest.warns(UserWarning, match="has 500 steps .*no state of .* afresh at loss scale 256"):
         step(*dense.batch())
     assert cell.state()["cur_iter"] == 502
 

@@ -277,7 +277,7 @@ def test_run_without_state_is_warned_of_in_its_rules_words(kind):
     optimizer = nn.SGD(network.trainable_params(), learning_rate=0.1)
     optimizer.global_step.set_data(Tensor([1], mindspore.int32))
     step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, kind.cell())
-    with pytest.warns(UserWarning, match=f"has 1 applied steps but no state of {kind.rule.title}: .* goes") as caught:
+    with pytest.warns(UserWarning, match=f" 1 applied steps .*no state of {kind.rule.title}: .*loss scale") as caught:
         step.set_train()
     [message] = [str(warning.message) for warning in caught]
     assert not any(rule.title in message for rule in RULES if rule.title != kind.rule.title)
@@ -290,7 +290,7 @@ def test_a_damaged_loss_scale_is_an_error_that_names_it(kind, scale):
     owned.scale_sense.set_data(Tensor(scale, mindspore.float32))
     owned.update_cell.cur_iter.set_data(Tensor(77, mindspore.int32))
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"'scale_sense' .*; a loss scale must be finite and above 0"):
+        with pytest.raises(ValueError, match=f"'scale_sense' {scale}; .* above 0.* set 'scale_sense'"):
             owned.set_train()
 
 
@@ -299,18 +299,18 @@ def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
     state_owner = Owner(kind, owner).state_owner
     before = state_owner.state_dict()
     refused = [
-        ({"scale": 0.0}, ValueError, "'scale' 0.0; a loss scale must be finite and above 0"),
-        ({"scale": math.nan}, ValueError, "'scale' nan; a loss scale must be finite and above 0"),
-        ({"scale": 10**400}, ValueError, "'scale' must be a number within float32"),
-        ({"scale": np.array([1.0, 2.0])}, TypeError, r"'scale' must be a number, but got array\(\[1., 2.\]\)"),
+        ({"scale": 0.0}, ValueError, r"'scale' 0\.0; .* above 0.* set 'scale'"),
+        ({"scale": math.nan}, ValueError, "'scale' nan; .* above 0.* set 'scale'"),
+        ({"scale": 10**400}, ValueError, r"'scale' must be .*within float32.* state_dict\(\)"),
+        ({"scale": np.array([1.0, 2.0])}, TypeError, r"'scale' must be a number.* got array\(\[1., 2.\]\)"),
     ]
     counts = [key for field in (*kind.rule.fields, *STEP_FIELDS) if field.dtype == "int32" for key in field.keys]
     for name in counts:
         if name in before:
             refused += [
-                ({name: 2.5}, TypeError, f"'{name}' must be an integer, but got 2.5"),
-                ({name: True}, TypeError, f"'{name}' must be an integer, but got True"),
-                ({name: Tensor([1, 2])}, TypeError, f"'{name}' must be an integer, but got Tensor"),
+                ({name: 2.5}, TypeError, f"'{name}' must be an integer.* got 2.5"),
+                ({name: True}, TypeError, f"'{name}' must be an integer.* got True"),
+                ({name: Tensor([1, 2])}, TypeError, f"'{name}' must be an integer.* got Tensor"),
                 ({name: 2**31}, ValueError, f"'{name}' must fit into 32 bits, but got 2147483648"),
                 ({name: 2**40}, ValueError, f"'{name}' must fit into 32 bits, but got 1099511627776"),
                 ({name: -(2**31) - 1}, ValueError, f"'{name}' must fit into 32 bits"),

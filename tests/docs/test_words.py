@@ -22,6 +22,9 @@ NAMES = {"one", "place", "given", "found", "told", "made", "kept", "others", "ow
 # Phrases that a reader has to decode. "there is none" (plain English) and "is None" (Python) are allowed.
 _PHRASE = re.compile(r"\b(?:[Ll]ikewise|(?<!there )(?:is|are) none|of one's own|[Tt]hat of|[Tt]hose of)\b")
 _TEST = re.compile(r"def (test_\w+)")
+# Six or more words in a row, and a name in quotes, which interrupts such words.
+_LONG = re.compile(r"(?<![\w'.])[A-Za-z]+(?:[ ,;:]+[A-Za-z]+){5,}")
+_QUOTED = re.compile(r"'[^' ]*'")
 # Files in which this check allows names or phrases that it rejects elsewhere, and how many it allows in each file.
 ALLOWED = {
     # The attribute ``given`` of the class Format keeps its unclear name, because users of version 1.0.0 use it.
@@ -87,6 +90,32 @@ def test_names_of_tests_have_less_than_60_letters():
     names = {name for file in (ROOT / "tests").rglob("test_*.py") for name in _TEST.findall(file.read_text("utf-8"))}
     assert names
     assert max(map(len, names)) < 60, max(names, key=len)
+
+
+def asserted_in(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line number and text of each string that a test looks for in a message."""
+    for node in ast.walk(ast.parse(source)):
+        parts: list[ast.expr] = []
+        if isinstance(node, ast.keyword) and node.arg == "match":
+            parts = [node.value]
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In):
+            parts = [node.left]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = node.args if node.func.attr in ("startswith", "endswith") else []
+        elif isinstance(node, ast.Tuple) and any(isinstance(e, ast.Name) and e.id.endswith("Error") for e in node.elts):
+            # A row of a parametrized test: arguments, the class of the error, and its message.
+            parts = [element for element in node.elts if isinstance(element, ast.Constant)]
+        constants = (each for part in parts for each in ast.walk(part) if isinstance(each, ast.Constant))
+        yield from ((each.lineno, each.value) for each in constants if isinstance(each.value, str))
+
+
+def test_asserted_messages_leave_the_wording_open():
+    """A test asserts the key, the value and the remedy in a message, so that the rest can be reworded."""
+    entries = []
+    for file in (ROOT / "tests").rglob("*.py"):
+        for line, text in asserted_in(file.read_text(encoding="utf-8")):
+            entries += [f"{file.relative_to(ROOT)}:{line}: {words}" for words in _LONG.findall(_QUOTED.sub("@", text))]
+    assert entries == []
 
 
 def main() -> None:

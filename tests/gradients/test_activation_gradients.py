@@ -140,7 +140,7 @@ def test_without_layers_it_is_said_how_to_measure_them(graph_mode):
     assert (ranges.activation_gradients, content.pop("activation_gradients")) == ((), [])
     # Also test a report that is read from an older file, without activation gradients.
     for old in (ranges, GradientRanges.from_dict(content)):
-        with pytest.raises(ValueError, match="no activation gradients to draw: to measure them, give 'layers'"):
+        with pytest.raises(ValueError, match=r"no activation gradients .* give 'layers'"):
             select(old, "activation_gradients")
 
 
@@ -151,7 +151,7 @@ def test_network_without_a_backward_pass_is_reported(graph_mode):
         network(Tensor(X))
         raise RuntimeError("a kernel is missing")
 
-    message = "activation gradients of 'layers' need a backward pass in PyNative mode, but .* a kernel is missing"
+    message = "activation gradients of 'layers' need .*PyNative mode.* a kernel is missing.* Leave out 'layers'"
     with pytest.raises(LayerOutputsError, match=message):
         LayerOutputs(network, ["Dense"]).gradients(fail)
     assert (mindspore.get_context("mode"), nn.Cell.__call__) == (mindspore.GRAPH_MODE, call)

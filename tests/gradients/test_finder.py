@@ -73,21 +73,24 @@ def test_overflow_at_scale_1_is_said_and_nothing_recommended(find):
         recommendation.needs_scaling,
         recommendation.yaml,
     ) == (None, None, None, "")
-    assert str(recommendation).startswith(
-        "No loss scale from 2^0 can help: the gradients overflow even there, in 1 batch."
+    assert re.match(
+        r"No loss scale from 2\^0 can help\b.* in 1 batch\..* float32.* 'adaptive-loss-scale why'",
+        str(recommendation),
     )
 
 
 def test_a_loss_that_is_not_finite_is_said(find):
     recommendation = find(np.full(2, np.nan, np.float32))
     assert (recommendation.loss_scale_value, recommendation.loss_is_finite) == (None, False)
-    assert str(recommendation).startswith("No loss scale can help: the loss itself is inf or NaN, in 1 batch.")
+    assert re.match(
+        r"No loss scale can help\b.* is inf or NaN, in 1 batch\..* 'adaptive-loss-scale why'", str(recommendation)
+    )
 
 
 def test_nothing_that_underflows_is_said():
     recommendation = find_loss_scale(HalfPrecisionSum(2), ONES)
     assert (recommendation.ceiling, recommendation.needs_scaling, recommendation.is_in_format) == (2.0**15, False, True)
-    assert "These weights would also train without loss scaling." in str(recommendation)
+    assert "train without loss scaling" in str(recommendation)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0**-10, 3e4])
@@ -98,9 +101,7 @@ def test_a_network_in_fp32_needs_no_loss_scaling(factor):
         False,
         False,
     )
-    assert str(recommendation).startswith(
-        "No loss scaling is needed: at 2^32 gradients exceed the largest number of FP16"
-    )
+    assert re.match(r"No loss scaling is needed\b.* 2\^32 .* FP16", str(recommendation))
     assert "lost at" not in f"{recommendation}{recommendation.details()}".replace("loses", "")
     assert yaml.safe_load(recommendation.yaml)["runner_wrapper"]["scale_sense"] == 1.0
 
@@ -108,9 +109,7 @@ def test_a_network_in_fp32_needs_no_loss_scaling(factor):
 def test_nothing_is_recommended_if_all_gradients_are_zero(find):
     recommendation = find(np.zeros(2, np.float32))
     assert (recommendation.loss_scale_value, recommendation.yaml, recommendation.needs_scaling) == (None, "", None)
-    assert str(recommendation).startswith(
-        "No start can be recommended: all gradients are 0 at every loss scale up to 2^32"
-    )
+    assert re.match(r"No start can be\b.* gradients are 0 .* up to 2\^32.* labels .* masked", str(recommendation))
 
 
 class NaNLoss(HalfPrecisionSum):
@@ -124,7 +123,9 @@ class NaNLoss(HalfPrecisionSum):
 def test_a_loss_of_nan_with_finite_gradients_is_said():
     recommendation = find_loss_scale(NaNLoss(2), ONES)
     assert (recommendation.loss_scale_value, recommendation.loss_is_finite) == (2.0**13, False)
-    assert "\n\nThe loss is inf or NaN, although all gradients are finite." in str(recommendation)
+    assert re.search(
+        r"\n\nThe loss is inf or NaN\b.* gradients are finite\..* 'adaptive-loss-scale why'", str(recommendation)
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [3, 256])
@@ -132,9 +133,7 @@ def test_a_micro_batch_starts_higher_by_their_number(micro_batches):
     recommendation = find_loss_scale(HalfPrecisionSum(2), ONES, micro_batches=micro_batches)
     # From 65520 on, FP16 rounds a number to inf.
     assert recommendation.ceiling == 2.0 ** math.floor(math.log2(65519 * micro_batches))
-    assert f"one of {micro_batches} micro-batches, with its loss divided by {micro_batches} before" in str(
-        recommendation
-    )
+    assert re.search(rf"one of {micro_batches} micro-batches\b.* divided by {micro_batches} ", str(recommendation))
     with pytest.raises(ValueError, match="'micro_batches' must be at least 1"):
         find_loss_scale(HalfPrecisionSum(2), ONES, micro_batches=0)
 

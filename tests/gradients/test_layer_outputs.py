@@ -62,7 +62,7 @@ def test_forward_pass_has_no_dropout_and_changes_nothing(mode):
 
 
 def test_a_network_that_cannot_run_in_pynative_mode_is_reported(graph_mode):
-    with pytest.raises(LayerOutputsError, match=r"need a forward pass in PyNative mode, but .* a kernel is missing"):
+    with pytest.raises(LayerOutputsError, match=r"forward .*PyNative mode, .* a kernel is missing.* out 'layers'"):
         gradient_ranges(GraphOnly(), Tensor(X), [1], layers=["Dense"])
     assert mindspore.get_context("mode") == mindspore.GRAPH_MODE
     assert gradient_ranges(GraphOnly(), Tensor(X), [1]).outputs == {}
@@ -71,10 +71,10 @@ def test_a_network_that_cannot_run_in_pynative_mode_is_reported(graph_mode):
 @pytest.mark.parametrize(
     ("layers", "error", "message"),
     [
-        ("Dense", TypeError, r"'layers' must be a list of names, but got 'Dense' of type str. Write \['Dense'\]"),
-        (3, TypeError, "'layers' must be a list of names, but got 3 of type int"),
-        ({"Dense": 1}, TypeError, "'layers' must be a list of names, but got {'Dense': 1} of type dict"),
-        ([3], TypeError, r"'layers' must be a list of names, but got \[3\] of type list"),
+        ("Dense", TypeError, r"'layers' must be a list .*got 'Dense' of type str. Write \['Dense'\]"),
+        (3, TypeError, "'layers' must be a list .*got 3 of type int"),
+        ({"Dense": 1}, TypeError, "'layers' must be a list .*got {'Dense': 1} of type dict"),
+        ([3], TypeError, r"'layers' must be a list .*got \[3\] of type list"),
         (["Dence"], ValueError, "but 'Dence' is neither. The nearest names are Dense"),
         (["q*"], ValueError, "but 'q\\*' is neither"),
         (["pair.dens"], ValueError, "The nearest names are pair.dense"),

@@ -127,23 +127,23 @@ def test_dropout_is_off_so_that_all_scales_see_one_network(mode):
 
 def test_a_network_that_stays_random_is_warned_of(graph_mode):
     mindspore.set_seed(1)
-    with pytest.warns(UserWarning, match="draws random numbers outside of a Dropout cell"):
+    with pytest.warns(UserWarning, match=r"same at every loss scale, .* random numbers .*Dropout"):
         gradient_ranges(WithStateAndDropout(functional_dropout=True), rows(), [1, 2, 4])
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"network": np.sum}, TypeError, "'network' must be a Cell that returns the loss"),
-        ({"network": nn.MSELoss()}, ValueError, "'network' must have a Parameter to train"),
+        ({"network": np.sum}, TypeError, r"'network' must be a Cell .*sum.* nn\.WithLossCell"),
+        ({"network": nn.MSELoss()}, ValueError, r"'network' must have a Parameter .* MSELoss .*requires_grad=True"),
         ({"inputs": 3}, TypeError, "'inputs' must be a Tensor"),
         ({"inputs": {"x": np.ones(2)}}, TypeError, "'inputs' must be a Tensor"),
-        ({"inputs": []}, ValueError, "'inputs' must hold at least one batch"),
-        ({"loss_scales": {1: 2}}, TypeError, "'loss_scales' must be a list of numbers"),
-        ({"loss_scales": "65536"}, TypeError, "'loss_scales' must be a list of numbers"),
-        ({"loss_scales": 65536}, TypeError, "'loss_scales' must be a list of numbers"),
+        ({"inputs": []}, ValueError, "'inputs' must hold .*batch, .* tuple of Tensors"),
+        ({"loss_scales": {1: 2}}, TypeError, r"'loss_scales' must be a list .* of type dict\. .*\[65536\]"),
+        ({"loss_scales": "65536"}, TypeError, r"'loss_scales' must be a list .* of type str\. .*\[65536\]"),
+        ({"loss_scales": 65536}, TypeError, r"'loss_scales' must be a list .* of type int\. .*\[65536\]"),
         ({"loss_scales": ["2"]}, TypeError, "'loss_scales' must be a number"),
-        ({"loss_scales": []}, ValueError, "'loss_scales' must hold at least one number"),
+        ({"loss_scales": []}, ValueError, r"'loss_scales' must hold .* number, .* 2\^0 to 2\^32"),
         ({"loss_scales": [0]}, ValueError, "'loss_scales' must be finite and above 0"),
     ],
 )
@@ -167,7 +167,7 @@ def test_table_has_a_row_for_each_scale_or_each_parameter(report):
     # ignores the inf in the second batch.
     assert lines[2][2:5] == ["1.00e+00", "9.54e-07", "1"]
     assert [line.split()[0] for line in report.table(1000).splitlines()] == ["at", "weight", "all"]
-    with pytest.raises(ValueError, match=r"must be one of the sweep's loss scales, 2\^-6, 1000, 2\^15, but got 3"):
+    with pytest.raises(ValueError, match=r"'loss_scale' must be one of .* 2\^-6, 1000, 2\^15, .* 3\."):
         report.table(3)
 
 

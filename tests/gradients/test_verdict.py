@@ -82,7 +82,7 @@ def test_start_leaves_room_where_a_parameter_has_no_gradient():
     known = recommend_loss_scale(sweep({OUTPUT: (0.01, 1.0)}), margin=1)
     not_all_known = recommend_loss_scale(sweep({OUTPUT: (0.01, 1.0), SILENT: (0.0, 0.0)}), margin=1)
     assert (known.loss_scale_value, not_all_known.loss_scale_value) == (2.0**9, 2.0**7)
-    assert "3 bits are left as a margin" in str(not_all_known)
+    assert all(part in str(not_all_known) for part in ("3 bits", "margin"))
 
 
 @pytest.mark.parametrize(("name", "start"), [("float16", 8), ("bfloat16", 8), ("float8_e5m2", 6), ("hifloat8", 6)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -178,7 +179,7 @@ def test_a_scale_held_where_few_of_many_steps_are_inferred(tmp_path):
 
 def test_room_is_named_without_a_setting():
     climbed = analyze(recorded([2.0**20] * 4000, init_loss_scale=2.0**12, scale_window=200))
-    assert "There was room at the start: the scale rose from 2^12 to 2^2" in climbed.text()
+    assert re.search(r"room at the start: [^.]* 2\^12 to 2\^2", climbed.text())
     scale, norms = np.full(40, 64.0), np.linspace(0.25, 1.0, 40)
     for gradients, room in (({"gradient_norm": norms}, 9), ({"largest_gradient": norms / 256}, 17), ({}, 0)):
         analysis = analyze(run_of(scale, np.full(40, False), **gradients))
@@ -191,7 +192,8 @@ def test_overflows_at_the_floor_lead_to_the_model():
     [advice] = analysis.advice
     assert advice.rule == "collapse"
     assert advice.figures == {"steps": 40, "first_step": 101, "last_step": 140}
-    assert advice.change.startswith("Look at the model and the data")
+    assert advice.change.startswith("Look at the model")
+    assert "adaptive-loss-scale why" in advice.change
     assert analysis.to_dict()["scale_sense"] is None
 
 
@@ -238,7 +240,7 @@ def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
         log.write_text(f"{line}\n" * overflows)
         [advice] = analyze(read_log(log)).advice
         assert advice.rule == rule
-    assert "At least 22 steps overflowed at a loss scale of 1" in advice.reason
+    assert re.search(r"At least 22 steps overflowed .*scale of 1\.", advice.reason)
     assert "adaptive-loss-scale why" in advice.change
 
 
@@ -290,8 +292,8 @@ def test_a_run_without_trouble_has_nothing_to_change():
     analysis = analyze(recorded([2.0**16] * 900, init_loss_scale=2.0**16, scale_window=1000))
     assert (analysis.advice, analysis.settings) == ((), None)
     assert "Nothing to change" in analysis.text()
-    assert "The loss scale stayed at 2^16." in analysis.text()
-    assert "The loss scale did not change." in analysis.text(details=True)
+    assert "scale stayed at 2^16." in analysis.text()
+    assert "scale did not change" in analysis.text(details=True)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,7 @@ def test_a_run_shorter_than_its_window_needs_a_start():
     [advice] = analyze(short_run(25, 1000)).advice
     assert (advice.rule, advice.figures) == ("short run", {"steps": 25, "window": 1000})
     assert "'find'" in advice.change
-    assert "(25 steps) is shorter than the window (1000 steps)" in advice.reason
+    assert re.search(r"\(25 steps\) .*shorter .*window \(1000 steps\)", advice.reason)
 
 
 @pytest.mark.parametrize(
@@ -344,9 +346,7 @@ def test_the_demo_is_answered_in_15_lines(tmp_path, run_program, command):
     assert (code, errors) == (0, "")
     assert len(printed.splitlines()) <= 15
     if command == "analyze":
-        assert printed.startswith(
-            "23 of 400 steps were skipped (5.8%): 16 at the start, because 2^32 was too high, and 7"
-        )
+        assert re.match(r"23 of 400 steps .*skipped \(5\.8%\): 16 .*start, .* 2\^32 .* 7 ", printed)
         assert "loss_scale_value: 65536  # was 2^32" in printed
         assert "windows of 20 to 40 steps cost 7 skipped steps" in printed
     details = run_program(command, tmp_path / "demo.jsonl", "--details")[1]

@@ -131,7 +131,9 @@ def test_steps_of_a_record_are_no_jump_whatever_the_rule(tmp_path):
         ["9", "1 raise", "2^8 -> 2^9"],
     ]
     assert path[6] == ["9", "1 jump", "2^9 -> 2^10"]
-    assert path[7][0].startswith("A jump is a change of the scale that no step explains")
+    note = " ".join(row[0] for row in path[7:])
+    assert note.startswith("A jump is ")
+    assert "restarted" in note
 
 
 def test_window_of_a_raise_is_unknown_where_a_step_is_inferred():
@@ -177,7 +179,7 @@ def test_problems_of_a_log_are_shown_with_their_line(tmp_path):
     log.write_text('{"step": 1, "overflow": false, "loss_scale": 8}\n{"step": 2, "overflow": fal\n')
     analysis = analyze(read_log(log))
     assert f"{log}:2: looks like a step's line" in analysis.text(details=True)
-    assert "1 line of the log could not be read: --details" in analysis.text()
+    assert re.search(r"\b1 line .*not be read.*--details", analysis.text())
     assert (analysis.to_dict()["log"]["lines_used"], analysis.to_dict()["log"]["lines_ignored"]) == (1, 1)
 
 
@@ -216,7 +218,7 @@ def test_overflows_without_step_numbers_have_no_upper_bound(tmp_path):
     facts = analysis.to_dict()
     assert (facts["skipped"]["at_least"], facts["skipped"]["at_most"]) == (2, None)
     assert facts["outcomes"][0]["most_skipped"] is None
-    assert facts["verdict"][0].startswith("At least 2 steps were skipped. The log does not number all of its steps")
+    assert re.match(r"At least 2 steps .*skipped.* not number ", facts["verdict"][0])
     assert "at least 2: 0 known at their position" in analysis.text(details=True)
     assert str(2**53) not in analysis.text(details=True) + json.dumps(facts)
 
@@ -225,7 +227,7 @@ def test_a_log_that_shows_no_skipped_steps_gets_no_bounds(tmp_path):
     line = " iteration {:8}/     100 | loss scale: 1.0 | grad norm: nan |\n"
     (tmp_path / "train.log").write_text("".join(map(line.format, range(1, 21))))
     analysis = analyze(read_log(tmp_path / "train.log"))
-    assert analysis.to_dict()["verdict"][0] == "The log does not show how many of its 20 steps were skipped."
+    assert re.search(r" not show .*\b20 steps .*skipped", analysis.to_dict()["verdict"][0])
     assert "at most 20: 0 known at their position" in analysis.text(details=True)
 
 

@@ -253,7 +253,7 @@ def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_fac
             TypeError,
             r"'tests.shared.own_rules.Follow' has no parameter 'margins'.* 'margin'\?",
         ),
-        ("adaptiv", {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got 'adaptiv'. .* 'adaptive'\?"),
+        ("adaptiv", {}, ValueError, r"'name' must be .* adaptive, guided, .* 'adaptiv'\. .* 'adaptive'\?"),
         (
             "torch",
             {"init_scal": 2},
@@ -270,13 +270,13 @@ def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_fac
         ("dynamic", {"loss_scale_value": 0}, ValueError, r"'loss_scale_value' must be .* above 0 .* but got 0"),
         ("torch", {"init_scale": 1e39}, ValueError, r"'init_scale' must be a finite .* in float32, but got 1e\+39"),
         ("torch", {"init_scale": "2e16"}, TypeError, r"'init_scale' must be .* but got '2e16' of type str"),
-        ("torch", {"growth_factor": 1}, ValueError, r"'growth_factor' must be a finite number above 1 .* but got 1"),
-        ("torch", {"backoff_factor": 1.0}, ValueError, r"'backoff_factor' must be a number between 0 and 1"),
+        ("torch", {"growth_factor": 1}, ValueError, r"'growth_factor' must be .* above 1 .* got 1\. .* 2\."),
+        ("torch", {"backoff_factor": 1.0}, ValueError, r"'backoff_factor' must be .* between 0 and 1 .* got 1\.0\."),
         ("torch", {"growth_interval": 0}, ValueError, r"'growth_interval' must be at least 1, but got 0"),
-        ("megatron", {"min_scale": 0}, ValueError, r"'min_scale' must be a finite number above 0"),
+        ("megatron", {"min_scale": 0}, ValueError, r"'min_scale' must be .* above 0 .* got 0\. .* 2\^32"),
         ("megatron", {"initial_scale": 1, "min_scale": 2}, ValueError, r"'initial_scale' must be .* 'min_scale' \(2.0"),
         ("apex", {"min_loss_scale": 2.0**25}, ValueError, r"'max_loss_scale' must be at least 'min_loss_scale'"),
-        ("deepspeed", {"min_scale": -1}, ValueError, r"'min_scale' must be a finite number of at least 0 .* got -1"),
+        ("deepspeed", {"min_scale": -1}, ValueError, r"'min_scale' must be .* at least 0 .* got -1\."),
         ("deepspeed", {"consecutive_hysteresis": 1}, TypeError, r"'consecutive_hysteresis' must be True or False"),
         ("dynamic_scaler", {"initial_counter": -1}, ValueError, r"'initial_counter' must be at least 0, but got -1"),
         ("dynamic_scaler", {"initial_counter": 2000}, ValueError, r"'initial_counter' must be below 'scale_window'"),
@@ -289,11 +289,9 @@ def test_bad_arguments_are_refused(name, params, error, message):
 
 @pytest.mark.parametrize("name", REMOVED_PRESETS)
 def test_a_policy_that_is_gone_names_the_nearest_one(name):
-    with pytest.raises(
-        ValueError, match=rf"'{name}' was removed in version 2.0.0\. The most similar policy is "
-    ) as refusal:
+    with pytest.raises(ValueError, match=rf"'{name}' was removed .*2\.0\.0\.") as refusal:
         make_policy(name, init_scale=4.0)
-    nearest = str(refusal.value).rpartition(" is ")[2].removesuffix(".")
+    nearest = str(refusal.value).rpartition(" ")[2].removesuffix(".")
     assert policy_maker(nearest)[1]().name in PRESETS
 
 

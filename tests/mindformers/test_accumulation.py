@@ -1,5 +1,7 @@
 """Gradient accumulation on a CPU, by the launcher or by ``Trainer``, gives the same training as one large batch."""
 
+import re
+
 import numpy as np
 import pytest
 from mindformers.tools.register import MindFormerConfig
@@ -156,7 +158,7 @@ def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
         words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
         code, printed, _ = run_program(command, *words, *(f"{key}={value}" for key, value in changes.items()))
         assert code == 0
-        assert "as one of 8 micro-batches, with its loss divided by 8 before the backward pass" in printed
+        assert re.search(r"one of 8 micro-batches\b.* divided by 8 ", printed)
         assert command == "why" or len(printed.splitlines()) <= 15
 
 

@@ -52,40 +52,40 @@ WRONG_TYPES = [
     ({SCALE_SENSE: {"loss_scale_value": 1024}}, "must have a 'type', but has only loss_scale_value"),
     ({SCALE_SENSE: {}}, "must have a 'type', but has no keys. Add"),
     ({SCALE_SENSE: {"type": None}}, "must have a 'type', but the 'type' is empty. Add"),
-    ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, "must be a section or a number, but got the text"),
+    ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, "must be a section or .*got the text 'Adaptive.* leave the key out"),
     ({SCALE_SENSE: {**COMPLETE, "scale_facto": 2}}, "but got 'scale_facto'.*'scale_factor'"),
     ({SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER, "hysteresys": 2}}, "'hysteresys'.*'hysteresis'"),
     ({SCALE_SENSE: {"type": COMPLETE["type"], "loss_scale_value": 2}}, "lacks scale_factor, scale_window.*them"),
-    ({"resume_training": "true"}, "'resume_training' must be True, False or the name .* text 'true'"),
-    ({"resume_training": "false"}, "'resume_training' must be True, False or the name .* text 'false'"),
-    ({"resume_training": 5}, "'resume_training' must be True, False or the name .*, but got 5"),
-    ({"callbacks.0.type": None}, "'callbacks.0.type' must be the name of a class, but got None"),
-    ({TYPE: 5}, "'runner_wrapper.type' must be the name of a class, but got 5"),
-    ({SCALE_SENSE: True}, "must be a section or a number, but got True"),
-    ({SCALE_SENSE: [1]}, r"must be a section or a number, but got \[1\]"),
-    ({SCALE_SENSE: None}, f"'{SCALE_SENSE}' must be a section or a number, but got None. .* leave the key out"),
+    ({"resume_training": "true"}, "'resume_training' must be True.* the text 'true'. Write True"),
+    ({"resume_training": "false"}, "'resume_training' must be True.* the text 'false'. Write True"),
+    ({"resume_training": 5}, "'resume_training' must be True.* got 5. Write True"),
+    ({"callbacks.0.type": None}, "'callbacks.0.type' must be the name .*got None. Add 'type"),
+    ({TYPE: 5}, "'runner_wrapper.type' must be the name .*got 5. Add 'type"),
+    ({SCALE_SENSE: True}, "must be a section or .*got True. .*'loss_scale_value'"),
+    ({SCALE_SENSE: [1]}, r"must be a section or .*got \[1\]. .*'loss_scale_value'"),
+    ({SCALE_SENSE: None}, f"'{SCALE_SENSE}' must be a section or .*got None. .* leave the key out"),
     ({f"{SCALE_SENSE}.loss_scale_value": "2e16"}, f"'{SCALE_SENSE}': 'loss_scale_value' must be a number"),
-    ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer number of steps"),
+    ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer .*got 1.5"),
     ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
-    ({f"{SCALE_SENSE}.history_size": "x"}, "'history_size' must be an integer number of steps"),
-    ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be a finite number of steps, but got 'x'"),
-    ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer number of steps"),
+    ({f"{SCALE_SENSE}.history_size": "x"}, "'history_size' must be an integer .*got 'x'"),
+    ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be a finite number .*got 'x'"),
+    ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer .*got 'x'"),
     ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
     ({SCALE_SENSE: {**BY_RULE, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
     ({"callbacks.2.record_path": 5}, "'callbacks.2': 'record_path' must be"),
-    ({"callbacks": [{**RANGES, "loss_scales": "x"}]}, "'callbacks.0': 'loss_scales' must be a list of numbers"),
+    ({"callbacks": [{**RANGES, "loss_scales": "x"}]}, "'callbacks.0': 'loss_scales' must be a list .*got 'x'"),
 ]
 WRONG_VALUES = [
     ({f"{SCALE_SENSE}.type": "AdaptivLossScaleUpdateCell"}, "'Adaptiv.*mean 'AdaptiveLossScaleUpdateCell'"),
     ({f"{SCALE_SENSE}.type": "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'.*'auto_register'"),
     ({TYPE: "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'. Use MFTrainOneStepCell"),
-    ({SCALE_SENSE: {1: 2}}, f"'{SCALE_SENSE}' must be a section whose keys are names, but got "),
+    ({SCALE_SENSE: {1: 2}}, f"'{SCALE_SENSE}' must be a section .*keys .*got .1: 2."),
     ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
     ({"callbacks.2.type": "LossScaleMonitr"}, "'callbacks.2.type' must name .* Did you mean 'LossScaleMonitor'"),
     ({SCALE_SENSE: -1}, f"'{SCALE_SENSE}' must be finite and above 0 in float32, but got -1"),
     ({f"{SCALE_SENSE}.loss_scale_value": -1}, f"'{SCALE_SENSE}': 'loss_scale_value' must be finite and above 0"),
     ({f"{SCALE_SENSE}.loss_scale_value": 10**400}, "'loss_scale_value' must be finite and above 0"),
-    ({f"{SCALE_SENSE}.scale_factor": 1}, "'scale_factor' must be a finite number above 1"),
+    ({f"{SCALE_SENSE}.scale_factor": 1}, "'scale_factor' must be .*number above 1"),
     ({f"{SCALE_SENSE}.min_scale_window": 0}, "'min_scale_window' must be at least 1 step"),
     ({f"{SCALE_SENSE}.hysteresis": 10**400}, "'hysteresis' must be at most 2147483647"),
     ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
@@ -96,7 +96,7 @@ WRONG_VALUES = [
     ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
     ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
     ({SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": -1}}, "'loss_scale_value' must be finite"),
-    ({SCALE_SENSE: {**DYNAMIC, "scale_factor": 0}}, "'scale_factor' must be a finite number above 0"),
+    ({SCALE_SENSE: {**DYNAMIC, "scale_factor": 0}}, "'scale_factor' must be .*number above 0"),
     ({EVERY: 0}, "'callbacks.2': 'every_n_steps' must be at least 1, but got 0"),
     ({"callbacks.2.on_collapse": "explode"}, "'callbacks.2': 'on_collapse' must be one of"),
     ({"callbacks": [{**RANGES, "loss_scales": [-1]}]}, "'callbacks.0': 'loss_scales' must be finite and above 0"),
@@ -153,7 +153,7 @@ def test_what_mindformers_accepts_is_accepted(changes, monkeypatch):
 
 
 def test_checkpoint_section_in_pynative_needs_hyper_parallel():
-    message = "'context.mode' must be 0 .* MindFormers needs hyper-parallel, which is not installed"
+    message = "'context.mode' must be 0 .* hyper-parallel, .*not installed"
     with contextlib.nullcontext() if BEFORE_2 else pytest.raises(ValueError, match=message):
         load({"context.mode": 1, "checkpoint.save_path": "saved"})
     load({"context.mode": 0, "checkpoint.save_path": "saved"})
@@ -169,7 +169,7 @@ ODD_STARTS = [65535, {"type": "FixedLossScaleUpdateCell", **ODD}, {**COMPLETE, *
 
 @pytest.mark.parametrize("scale_sense", ODD_STARTS, ids=str)
 def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
-    message = "scale_sense.* must be a power of two, but got 65535.* near it is 65536"
+    message = "scale_sense.* must be a power .*got 65535.* is 65536"
     with pytest.warns(UserWarning, match=message) as caught:
         load({SCALE_SENSE: scale_sense})
     assert len(caught) == 1
@@ -212,7 +212,7 @@ def test_a_scale_that_is_needed_or_stands_still_gets_none(dtype, scale_sense):
 
 @pytest.mark.parametrize("dtype", ["float16", "fp16", "mindspore.float16"])
 def test_float16_without_loss_scaling_gets_one_warning(dtype):
-    message = f"compute_dtype' is {dtype}, in which small gradients become 0, .*no '{SCALE_SENSE}'.*'scale_sense: 1.0'"
+    message = f"compute_dtype' is {dtype}, .*gradients become 0, .*no '{SCALE_SENSE}'.*'scale_sense: 1.0'"
     with pytest.warns(UserWarning, match=message) as caught:
         check_config(config_of(dtype, None))
     assert len(caught) == 1
@@ -235,12 +235,9 @@ def test_launcher_and_trainer_warn_of_unscaled_float16():
     [
         ({}, "at any loss scale. Training"),
         ({"optimizer.type": "Adam"}, "'optimizer.type' is Adam, .* second moments. AdamW keeps"),
-        (
-            {"optimizer.type": "AdamWeightDecay"},
-            "Its eps becomes 0 in float16, so weights with a gradient of 0 become NaN. AdamW",
-        ),
+        ({"optimizer.type": "AdamWeightDecay"}, "eps becomes 0 in float16, .*NaN. AdamW"),
         # The largest eps of an optimizer that float16 rounds to 0.
-        ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 2.0**-25}, "Its eps becomes 0 in float16"),
+        ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 2.0**-25}, "eps becomes 0 in float16"),
         ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 1e-6}, "second moments. AdamW keeps"),
     ],
 )
@@ -288,7 +285,7 @@ def test_users_classes_work_and_a_doubtful_key_warns():
         MindFormerRegister.register_cls(cls, MindFormerModuleType.WRAPPER)
     mine = {TYPE: "MyTrainStep", SCALE_SENSE: {**COMPLETE, "type": "MyUpdateCell", "patience": 2}}
     load({**mine, "runner_wrapper.something_else": 1, f"{SCALE_SENSE}.hysteresis": 2})
-    with pytest.warns(UserWarning, match="MyTrainStep takes, but got 'use_clip_gard'.*'use_clip_grad'.* passed on"):
+    with pytest.warns(UserWarning, match="MyTrainStep takes, but got 'use_clip_gard'.*'use_clip_grad'.* passed"):
         load({**mine, "runner_wrapper.use_clip_gard": True})
 
 
@@ -350,14 +347,14 @@ PARALLEL = {"use_parallel": True}
 DUMP = {"monitor_config": {"monitor_on": True, "dump_path": "./dump"}}
 # Settings of the YAML file that this package refuses on a CPU, and patterns of its error messages.
 REFUSED_ON_CPU = [
-    ({f"{MODEL}.use_flash_attention": True}, "use_flash_attention' must be False, but is True: .*FlashAttentionScore"),
-    ({f"{MODEL}.fused_rms_norm": True}, "fused_rms_norm' must be False, but is True: .*RmsNorm"),
-    ({f"{MODEL}.use_rope_slice": False}, "use_rope_slice' must be True, but is False"),
-    ({f"{MODEL}.compute_dtype": "bfloat16"}, "compute_dtype' must be another type, but is bfloat16. Set it to float16"),
-    ({f"{MODEL}.param_init_type": "bfloat16"}, "param_init_type' must be another type, but is bfloat16"),
+    ({f"{MODEL}.use_flash_attention": True}, "use_flash_attention' must be False, .*is True: .*FlashAttentionScore"),
+    ({f"{MODEL}.fused_rms_norm": True}, "fused_rms_norm' must be False, .*is True: .*RmsNorm"),
+    ({f"{MODEL}.use_rope_slice": False}, "use_rope_slice' must be True, .*is False"),
+    ({f"{MODEL}.compute_dtype": "bfloat16"}, "compute_dtype' must be another type, .*bfloat16. Set it to float16"),
+    ({f"{MODEL}.param_init_type": "bfloat16"}, "param_init_type' must be another type, .*bfloat16"),
     ({f"{MODEL}.layernorm_compute_type": "bfloat16"}, "layernorm_compute_type' must be another type"),
     ({"moe_config": {"expert_num": 4}}, "'moe_config.expert_num' must be 1, but is 4"),
-    ({"use_legacy": False}, "'use_legacy' must be True, but is False: the mcore models need"),
+    ({"use_legacy": False}, "'use_legacy' must be True, .*is False: .*mcore .*mindformers.models.llama"),
     ({**PARALLEL, "parallel.parallel_mode": 1}, r"'parallel.parallel_mode' must be 0 \(data parallel\), but is 1"),
     ({**PARALLEL, "parallel.parallel_mode": "auto_parallel"}, "parallel_mode' must be 0 .*, but is auto_parallel"),
     ({**PARALLEL, "parallel_config.pipeline_stage": 2}, "'parallel_config.pipeline_stage' must be 1, but is 2"),
@@ -366,16 +363,16 @@ REFUSED_ON_CPU = [
     ({**PARALLEL, "parallel_config.expert_parallel": 2}, "'parallel_config.expert_parallel' must be 1, but is 2"),
     (
         {**PARALLEL, "parallel_config.data_parallel": 2, "checkpoint.save_path": "saved"},
-        "'checkpoint' must be left out with several processes: .* CheckpointMonitor saves",
+        "'checkpoint' must be left out .*processes: .* CheckpointMonitor",
     ),
     (DUMP, "dump_path' must be '', but is './dump'"),
-    ({"optimizer.type": "Lamb"}, "'optimizer.type' must be another optimizer, but is Lamb. Set it to AdamW"),
+    ({"optimizer.type": "Lamb"}, "'optimizer.type' must be another optimizer, .*Lamb. Set it to AdamW"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED_ON_CPU, ids=[[*row[0]][-1] for row in REFUSED_ON_CPU])
 def test_what_a_cpu_cannot_do_is_refused_only_there(changes, message):
-    with pytest.raises(ValueError, match=rf"^This .*cannot be trained on a CPU:\n- '.*{message.lstrip(chr(39))}"):
+    with pytest.raises(ValueError, match=rf"^This .*cannot .* on a CPU:\n- '.*{message.lstrip(chr(39))}"):
         load(changes)
     load({"context.device_target": "Ascend", **changes})
 
@@ -388,12 +385,12 @@ def test_all_that_a_cpu_cannot_do_is_named_at_once():
 def test_key_missing_in_the_file_has_the_models_default(tmp_path):
     text = CONFIG.read_text(encoding="utf-8").replace("    fused_rms_norm: False\n", "")
     (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match="fused_rms_norm' must be False, but is True"):
+    with pytest.raises(ValueError, match=r"fused_rms_norm' must be False, .*is True"):
         load_config(tmp_path / "my.yaml")
 
 
 def test_trainer_looks_at_the_model_that_it_is_given():
     model = build_model()
     model.config.use_flash_attention = True
-    with pytest.raises(ValueError, match="use_flash_attention' must be False, but is True"):
+    with pytest.raises(ValueError, match=r"use_flash_attention' must be False, .*is True"):
         trainer(model, build_dataset().take(1)).train()

@@ -140,7 +140,7 @@ def test_sound_file_without_state_is_said_to_have_none(tmp_path, inspect, file_f
     file = save(nn.Dense(3, 2), tmp_path / "weights", file_format)
     exit_code, printed, errors = inspect(file)
     assert (exit_code, printed) == (1, "")
-    assert f"There is no state of loss scaling in '{file}': 1 checkpoints were read, and have none." in errors
+    assert f"state of loss scaling in '{file}'" in errors
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])

@@ -170,7 +170,9 @@ def test_a_section_that_is_set_as_a_whole_reads_like_any_other():
     "key", ["seed.key", "callbacks.9", "callbacks.9.type", "callbacks.-1.type", "callbacks.one", "optimizer.betas.1.x"]
 )
 def test_a_way_that_leads_nowhere_is_refused(key):
-    with pytest.raises(ValueError, match=rf"'{re.escape(key)}' leads to nothing in the YAML file: there is no '.+' in"):
+    with pytest.raises(
+        ValueError, match=rf"'{re.escape(key)}' leads to nothing .*: there is no '.+' in .* by its number"
+    ):
         load("--options", f"{key}=1")
 
 
@@ -183,17 +185,20 @@ def test_a_way_that_leads_nowhere_is_refused(key):
         (["--config", "run.yaml", "--options"], "argument --options: expected at least one argument"),
         (["--config", "run.yaml", "--options", "seed"], "'seed' must have the form key.sub=value, as in optimizer"),
         (["--config", "run.yaml", "--options", "a..b=1"], "'a..b=1' must have the form key.sub=value"),
-        (["--config", "run.yaml", "--options", "a=[1"], "argument --options: 'a=[1': '[1' is not a value in YAML"),
+        (["--config", "run.yaml", "--options", "a=[1"], "argument --options: 'a=[1': '[1' is not a value"),
         (
             ["--config", "run.yaml", "--epochs", "two"],
-            "argument --epochs: must be an integer from 1 to 2147483647, but got 'two'",
+            "argument --epochs: must be ... from 1 to 2147483647, but got 'two'",
         ),
-        (["--config", "run.yaml", "--sink-mode", "maybe"], "--sink-mode: must be true or false, but got 'maybe'"),
-        (["--config", "run.yaml", "--epochs", "9" * 5000], "argument --epochs: must be an integer from 1 to"),
-        (["--config", "run.yaml", "--mode", "2"], "argument --mode: must be an integer from 0 to 1, but got '2'"),
+        (["--config", "run.yaml", "--sink-mode", "maybe"], "--sink-mode: must be true or false ... got 'maybe'"),
+        (["--config", "run.yaml", "--epochs", "9" * 5000], "argument --epochs: must be ... from 1 to"),
+        (["--config", "run.yaml", "--mode", "2"], "argument --mode: must be ... from 0 to 1, but got '2'"),
         (["--config", "run.yaml", "--register-path", "x"], "argument --register-path: there is no folder 'x', seen"),
         (["--config", "run.yaml", "--options", "a=2^99999"], "--options: 'a=2^99999': '2^99999' is too large"),
-        (["--config", "run.yaml", "--options", "a=2020-99-99"], "is not a value in YAML, month must be in 1..12"),
+        (
+            ["--config", "run.yaml", "--options", "a=2020-99-99"],
+            "'2020-99-99' is not a value ... month must be in 1..12",
+        ),
         (["--config", "run.yaml", "--epoks", "2"], "unrecognized arguments: --epoks 2. Did you mean --epochs"),
         (
             ["--config", "run.yaml", "--train_dataset_dri", "x"],
@@ -213,29 +218,33 @@ def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeyp
     with pytest.raises(SystemExit) as stopped:
         main(["train", *arguments])
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert all(part in errors for part in message.split(" ... "))
 
 
-# Wrong contents of run.yaml, and the expected error messages.
+# Wrong contents of run.yaml, and the expected parts of the error messages, joined by dots.
 FILES = [
-    ("", "run.yaml must hold keys of MindFormers, but holds 'None'. Write lines such as"),
-    ("[1, 2]", "must hold keys of MindFormers, but holds '[1, 2]'"),
-    ("5", "must hold keys of MindFormers, but holds '5'"),
+    ("", "run.yaml must hold keys of MindFormers ... holds 'None' ... 'seed: 0'"),
+    ("[1, 2]", "must hold keys of MindFormers ... holds '[1, 2]'"),
+    ("5", "must hold keys of MindFormers ... holds '5'"),
     ("1: 2\na: 3", "must hold keys of MindFormers"),
-    ("a: [", "run.yaml must be a file in YAML and UTF-8, but: while parsing a flow node"),
-    ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor for the tag"),
-    ("a: !!bool x", "must be a file in YAML and UTF-8, but: 'x'"),
-    ("a: &a {b: *a}", "the YAML text expands to more than 100,000 values"),
+    ("a: [", "run.yaml must be ... YAML and UTF-8 ... parsing a flow node"),
+    (
+        "a: !!python/object/apply:os.getcwd []",
+        "run.yaml must be ... YAML and UTF-8 ... constructor for the tag 'tag:yaml.org,2002:python",
+    ),
+    ("a: !!bool x", "run.yaml must be ... YAML and UTF-8, but: 'x'"),
+    ("a: &a {b: *a}", "the YAML text expands to ... 100,000 values"),
     ("a: " + "[" * 20_000, "nested more than 500 levels deep"),
-    ("a: " + "[" * 50, "must be a file in YAML"),
+    ("a: " + "[" * 50, "run.yaml must be ... YAML and UTF-8"),
     (b"\xff\xfea: 1", "'utf-8' codec can't decode byte 0xff"),
-    (bytes(range(256)), "must be a file in YAML and UTF-8"),
+    (bytes(range(256)), "run.yaml must be ... YAML and UTF-8"),
     ("run_mode: [train]", "'run_mode' must be one of train"),
-    ("base_config: run.yaml", "'base_config' must lead to at most 30 files, but from run.yaml it leads to more"),
-    ("base_config: [run.yaml, run.yaml]", "See whether one of these files leads back to itself"),
+    ("base_config: run.yaml", "'base_config' must lead to at most 30 files ... from run.yaml"),
+    ("base_config: [run.yaml, run.yaml]", "'base_config' must ... of these files leads back"),
     ("base_config: other.yaml", "such as run.yaml"),
     ("base_config: missing.yaml", "there is no file 'missing.yaml'"),
-    ("base_config: 5", "'base_config' must name a YAML file, but got 5"),
+    ("base_config: 5", "'base_config' must name ... got 5"),
     ("base_config: list.yaml", "list.yaml must hold keys of MindFormers"),
 ]
 
@@ -250,7 +259,8 @@ def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp
     # Leave out MindFormers' log lines. Its log handler writes to the stdout of the test that logged first, so the
     # output of this test has these lines only if this test logged first.
     assert (code, re.sub(r".* - mindformers.* - (INFO|WARNING) - .*\n", "", printed)) == (1, "")
-    assert message in errors.partition("adaptive-loss-scale train: error: ")[2]
+    error = errors.partition("adaptive-loss-scale train: error: ")[2]
+    assert all(part in error for part in message.split(" ... "))
 
 
 def test_only_what_fails_in_the_steps_of_a_training_had_begun():

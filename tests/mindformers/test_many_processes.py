@@ -133,7 +133,8 @@ def test_launch_many_on_several_machines():
     ]
     without_address = launch("8", MACHINES="2", MACHINE="1")
     assert without_address.returncode != 0
-    assert "MASTER_ADDRESS: must be the address of machine 0" in without_address.stderr
+    assert all(part in without_address.stderr for part in ("MASTER_ADDRESS: must", "machine 0"))
     without_number = launch("--config", "my.yaml")
     assert without_number.returncode == 2
-    assert "must be the number of processes" in without_number.stderr
+    parts = ("first argument", "number of processes", "got '--config'", "bash scripts/launch/launch_many.sh 2")
+    assert all(part in without_number.stderr for part in parts)

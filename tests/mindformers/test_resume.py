@@ -242,10 +242,7 @@ def test_run_past_a_torn_checkpoint_takes_the_nearest_window(uninterrupted, long
         f"training goes on at the nearest window, {window} (index {index})."
     )
     assert resumed.text().count(warning) == 1
-    assert (
-        f"{torn!r}, which is not a complete file: training resumes from the newest complete file, {whole}"
-        in resumed.text()
-    )
+    assert re.search(rf"{torn!r}, .* not a complete file: .* {re.escape(str(whole))}", resumed.text())
     restored, steps = resumed.restored_state(), resumed.steps()
     assert restored == before | {"scale_window": window, "window_index": index}
     assert list(steps) == list(range(saved_at + 1, LAST + 1))

@@ -51,8 +51,8 @@ def test_a_number_is_a_scale_that_stays():
 @pytest.mark.parametrize(
     ("section", "error", "message"),
     [
-        ("big", TypeError, "'training.loss_scale' must be a section or a number, but got 'big'. Write 'type:"),
-        (True, TypeError, "'training.loss_scale' must be a section or a number, but got True"),
+        ("big", TypeError, "'training.loss_scale' must be a section .*got 'big'.*'type: Adaptive"),
+        (True, TypeError, "'training.loss_scale' must be a section .*got True.*'type: Adaptive"),
         (-2.0, ValueError, "'training.loss_scale' must be .*, but got -2.0"),
         ({}, TypeError, "'training.loss_scale.type' must be .* missing.*'type: Adaptive"),
         ({"type": "Dynamic"}, ValueError, "'training.loss_scale.type' must be Adaptive.* 'Dynamic'"),
@@ -136,8 +136,12 @@ def test_what_holds_no_keys_is_refused(config, error):
         ({"model": {"compute_dtype": "fp16"}}, None, "is fp16, .* the loss is not scaled"),
         ({"model": {"compute_dtype": "bfloat16"}}, ADAPTIVE, "is bfloat16, .* needs no loss scaling"),
         ({"model": {"compute_dtype": "bf16"}}, ADAPTIVE, "is bf16, .* needs no loss scaling"),
-        ({}, 65535, "'training.loss_scale' must be a power of two, but got 65535"),
-        ({}, {**ADAPTIVE, "loss_scale_value": 65535}, "'training.loss_scale.loss_scale_value' must be a power of two"),
+        ({}, 65535, "'training.loss_scale' must be .*power of two, but got 65535"),
+        (
+            {},
+            {**ADAPTIVE, "loss_scale_value": 65535},
+            "'training.loss_scale.loss_scale_value' must .*power of two.* 65535",
+        ),
     ],
 )
 def test_a_format_or_start_that_does_not_fit_is_warned_of(config, section, message):
@@ -166,7 +170,7 @@ def test_a_format_that_fits_is_not_warned_of(config, section):
     [
         (
             {"parallelism": {"pipeline_parallel": 2}},
-            "'parallelism.pipeline_parallel' must be 1 .* is 2: .* starts the backward passes itself, .* Use data",
+            "'parallelism.pipeline_parallel' must be 1 .* is 2: .*data or tensor parallelism",
         ),
         ({"callbacks": [{"type": "GradientRangeMonitor"}]}, "'callbacks.0.type' must be .* GradientRangeMonitor works"),
     ],
@@ -187,8 +191,8 @@ def test_what_does_not_go_with_the_section_is_refused(config, message):
             "'training.loss_scale' in 'config' or from 'loss_scaler', but got neither",
         ),
         ({"training": {"loss_scale": 1.0}}, AdaptiveLossScaler(2.0), ValueError, "but got both. Give exactly one"),
-        ({"training": {}}, 1024, TypeError, "'loss_scaler' must be a loss scaler of this package, but got int. Give"),
-        ({"training": {"loss_scale": "x"}}, None, TypeError, "'training.loss_scale' must be a section or a number"),
+        ({"training": {}}, 1024, TypeError, "'loss_scaler' must be .*got int.*AdaptiveLossScaler"),
+        ({"training": {"loss_scale": "x"}}, None, TypeError, "'training.loss_scale' must be a section .*got 'x'"),
     ],
 )
 def test_trainer_checks_where_its_scale_comes_from_first(config, scaler, error, message):
@@ -214,8 +218,8 @@ def test_the_launcher_loads_a_file_and_sets_keys_of_the_section(file):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"do_eval": True}, "key of MindFormers' graph-mode trainer, .* Set the corresponding key"),
-        ({"run_mode": "predict"}, "'run_mode' must be train with the PyNative trainer, but got 'predict'"),
+        ({"do_eval": True}, "'do_eval' is a key .*graph-mode trainer, .*--options"),
+        ({"run_mode": "predict"}, "'run_mode' must be train .*got 'predict'"),
         ({"training.loss_scale.scale_factor": 0.5}, "'training.loss_scale': 'scale_factor' must be"),
     ],
 )
@@ -235,13 +239,13 @@ def test_commands_for_the_graph_mode_trainer_say_so(file):
 
 @pytest.mark.skipif(not BEFORE_2, reason="this MindFormers has the trainer")
 def test_an_older_mindformers_is_named_with_what_to_do(run_program, file):
-    with pytest.raises(ImportError, match=r"needs MindFormers 2.0.0 or newer, but this is MindFormers 1\..* Install"):
+    with pytest.raises(ImportError, match=r"needs MindFormers 2\.0\.0 .*is MindFormers 1\..*Install MindFormers 2"):
         stock_trainer()
     code, _, errors = run_program("train", "--config", str(file))
-    assert (code, "needs MindFormers 2.0.0 or newer" in errors) == (1, True)
+    assert (code, "needs MindFormers 2.0.0" in errors) == (1, True)
 
 
 @pytest.mark.skipif(BEFORE_2, reason="this MindFormers has no such trainer")
 def test_without_hyper_parallel_that_is_said():
-    with pytest.raises(ImportError, match="MindFormers' PyNative trainer needs hyper_parallel, which is not installed"):
+    with pytest.raises(ImportError, match=r"PyNative trainer needs hyper_parallel.*not installed"):
         stock_trainer()

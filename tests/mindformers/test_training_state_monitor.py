@@ -1,6 +1,7 @@
 """MindFormers' monitor, and dropping steps by gradient norm, have pitfalls in trainings that overflow at the start."""
 
 import math
+import re
 
 import mindformers.core.callback
 import numpy as np
@@ -89,7 +90,8 @@ def test_nan_loss_at_a_scale_that_held_ends_the_training():
     clean = [*SEARCH, *[1.0] * 22]
     seen, error = train([*clean, np.nan, 1.0], nan_monitor(TrainingStateMonitor))
     assert len(seen) == len(clean) + 1
-    assert error.startswith(f"The loss of step {len(seen)} is nan. No loss scale causes that")
+    parts = (f"loss of step {len(seen)} is nan", "'check_for_nan_in_loss_and_grad: False'")
+    assert all(part in error for part in parts)
 
 
 def test_ten_spikes_of_the_norm_still_end_the_training():
@@ -129,7 +131,7 @@ def test_steps_dropped_by_norm_leave_the_scale_alone():
     analysis = analyze(read_log("record.jsonl"))
     assert analysis.to_dict()["dropped_by_norm"] == {"count": 3, "ranges": [(21, 22), (38, 38)]}
     assert analysis.to_dict()["skipped"]["count"] == OVERFLOWS_AT_START + 1
-    assert "Dropped   3 without an overflow, because of their gradient norm: 21-22, 38" in analysis.text(details=True)
+    assert re.search(r"Dropped +3 .*gradient norm: 21-22, 38\n", analysis.text(details=True))
 
 
 def test_dropping_by_a_norm_that_is_not_calculated_is_refused():

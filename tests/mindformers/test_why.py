@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -51,14 +52,13 @@ def test_layer_is_named_and_settings_of_the_file_are_tried(corpus, checkpoint, r
     assert code == 0
     lines = printed.splitlines()
     assert len(lines) <= 25
-    assert lines[0].startswith("The forward pass overflows, whatever the loss scale: in model.layers.0.feed_forward")
+    assert re.search(r"forward pass overflows, .*loss scale: in model\.layers\.0\.feed_forward", lines[0])
     assert any(line.endswith("/trained-1_5.ckpt (load_checkpoint)") for line in lines)
     outcomes = dict(line.strip().split(" -> ") for line in lines if " -> " in line)
     assert outcomes["compute_dtype: float32"].startswith("no overflow up to 2^")
-    assert outcomes["softmax_compute_type: float32"].startswith(
-        "the forward pass still overflows, in model.layers.0.feed"
-    )
-    assert outcomes["a lower loss_scale_value"] == "it overflows before the loss is scaled"
+    still = outcomes["softmax_compute_type: float32"]
+    assert all(part in still for part in ("the forward pass still overflows", " model.layers.0.feed"))
+    assert "overflows before" in outcomes["a lower loss_scale_value"]
     assert "layernorm_compute_type: float32" not in outcomes
     assert "model.layers.0.feed_forward.w1" in Path("layers.svg").read_text(encoding="utf-8")
 
@@ -94,18 +94,16 @@ def test_what_cannot_be_measured_is_refused_without_a_traceback(corpus, tmp_path
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     del config["train_dataset"], config["train_dataset_task"]
     (tmp_path / "no_data.yaml").write_text(yaml.safe_dump(config))
-    missing = [[tmp_path / "no_data.yaml"], "must say which data to train on, but has no 'train_dataset'"]
+    missing = [[tmp_path / "no_data.yaml"], r"The YAML file .* has no 'train_dataset'.* Add .*sections"]
     named = [[CONFIG, "--train-dataset-dir", corpus, "--options", "load_checkpoint=gone.ckpt"]]
-    named += [
-        "'load_checkpoint' of the YAML file must name a file or folder, but there is no 'gone.ckpt'. Give another"
-    ]
+    named += [r"'load_checkpoint' of the YAML file .* there is no 'gone\.ckpt'.* --options load_checkpoint=''"]
     (tmp_path / "other.txt").write_text("")
     for words, message in (missing, named):
         for command in ("why", "find"):
             code, printed, errors = run_program(command, "--config", *words)
             assert (code, printed) == (1, "")
             assert errors.splitlines()[-1].startswith(f"adaptive-loss-scale {command}: error: ")
-            assert message in errors
+            assert re.search(message, errors)
     with pytest.raises(ValueError, match="'batches' must be at least 1"):
         why(CONFIG, batches=0)
     mindspore.save_checkpoint([{"name": "other", "data": Tensor([1.0])}], "other.ckpt")
@@ -119,7 +117,7 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
     other.mkdir()
     code, _, errors = run_program("why", "--run", run)
     assert code == 1
-    assert "'run' must be the output folder of a training, but" in errors
+    assert re.search(r"'run' must be .* has no loss_scale_config\.yaml.* Give --config, --checkpoint", errors)
     monitor = {"type": "LossScaleMonitor", "record_path": str(other / "record.jsonl")}
     config = {"output_dir": str(run), "seed": 1, "callbacks": [monitor], "parallel_config": object(), "metric": []}
     assert save_configuration(config, {"parallel_config": "parallel_config: {data_parallel: 1}\n"}) == str(run)
@@ -152,5 +150,5 @@ def test_training_without_monitor_that_skips_every_step_says_so(corpus, checkpoi
     training = ["train", "--config", "silent.yaml", "--train-dataset-dir", corpus, "--num-samples", 32]
     finished = run_forked(PROGRAM, *training, "--options", *model)
     printed = finished.stdout + finished.stderr
-    assert "The loss of step 1 is nan, and no loss scale can help" in printed
-    assert "all 4 steps of this training overflowed and were skipped" in printed
+    assert re.search("The loss of step 1 is nan.* no loss scale can help", printed)
+    assert re.search("all 4 steps .*overflowed and were skipped", printed)

@@ -1,5 +1,7 @@
 """Test that a training with only skipped steps or a NaN loss gives warnings, also without LossScaleMonitor."""
 
+import re
+
 import numpy as np
 import pytest
 from mindspore import Model, nn
@@ -35,8 +37,8 @@ def test_a_bad_loss_and_a_collapse_are_told_without_the_monitor(cell, mindformer
         "Loss scaling has collapsed",
         "Loss scaling",
     ]
-    assert "50 steps in a row have overflowed up to step 50" in lines[1]
-    assert "all 55 steps of this training overflowed" in lines[2]
+    assert all(part in lines[1] for part in ("50 steps in a row", "overflowed", " step 50,"))
+    assert all(part in lines[2] for part in ("all 55 steps", "overflowed"))
     assert all("adaptive-loss-scale why --config" in line for line in lines)
 
 
@@ -44,7 +46,8 @@ def test_good_training_or_one_with_a_monitor_is_not_told_of(mindformers_log):
     train(0.5, 12, [CollapseWatch()])
     train(np.inf, 3, [LossScaleMonitor("record.jsonl"), CollapseWatch()])
     assert not [record for record in mindformers_log.records if record.filename == "collapse_watch.py"]
-    [first] = [record for record in mindformers_log.records if "and no loss scale can help" in record.getMessage()]
+    of_first_loss = re.compile(r"The loss of step 1 is (inf|nan), .*no loss scale")
+    [first] = [record for record in mindformers_log.records if of_first_loss.match(record.getMessage())]
     assert first.filename == "loss_scale_monitor.py"
     # The analysis and the picture of the run record also report that the loss is inf or NaN.
     [advice, *_] = analyze(read_log("record.jsonl")).advice

@@ -241,7 +241,7 @@ def test_a_loss_scale_of_inf_is_said_once(graph_mode, tmp_path, mindformers_log)
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepWithLossScaleCell(network, optimizer, Tensor(np.inf, mstype.float32))
     assert watch(tmp_path, step, dataset.NumpySlicesDataset(np.ones((3, 2), np.float32)).batch(1)) is None
-    assert mindformers_log.text.count("looks at no gradients while the loss scale is inf") == 1
+    assert len(re.findall("GradientRangeMonitor .*no gradients .*loss scale is inf", mindformers_log.text)) == 1
 
 
 def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
@@ -251,7 +251,9 @@ def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
         on_train_step_begin=lambda run: run.original_args().update(train_dataset_element=()),
     )
     assert watch(tmp_path, seeded_train_step(), batches(), sink_mode) is None
-    assert mindformers_log.text.count("cannot see the batches in data-sink mode") == 1
+    assert (
+        len(re.findall("GradientRangeMonitor .* data-sink mode .*'runner_config.sink_mode'", mindformers_log.text)) == 1
+    )
 
 
 def test_a_network_without_a_train_step_is_refused(tmp_path):
@@ -259,7 +261,7 @@ def test_a_network_without_a_train_step_is_refused(tmp_path):
         def construct(self, x, target):
             return x.sum()
 
-    with pytest.raises(ValueError, match="must be used with a train-step cell"):
+    with pytest.raises(ValueError, match=r"GradientRangeMonitor must .*nn\.TrainOneStepCell.* is a Stepless"):
         watch(tmp_path, Stepless(), batches())
 
 
@@ -270,7 +272,7 @@ def test_a_network_without_a_train_step_is_refused(tmp_path):
         ({"every_n_steps": 1.0}, TypeError, "'every_n_steps' must be an integer"),
         ({"loss_scales": [-1]}, ValueError, "'loss_scales' must be finite and above 0"),
         ({"loss_scales": 2}, TypeError, "'loss_scales' must be a list"),
-        ({"layers": "Dense"}, TypeError, "'layers' must be a list of names"),
+        ({"layers": "Dense"}, TypeError, "'layers' must be a list .*got 'Dense'"),
     ],
 )
 def test_bad_input_is_refused(arguments, error, message):

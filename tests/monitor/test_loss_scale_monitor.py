@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import mindspore
 import numpy as np
@@ -128,13 +129,12 @@ def test_record_is_the_rule_step_by_step(path, train_step_class, history_size):
 
 
 def test_a_training_shorter_than_its_window_is_warned_of(path, messages):
-    too_short = "The loss scale cannot rise in this training: it has 25 steps, and the scale rises after 30 steps"
     for window in (25, 30):
         assert not [message for message in messages() if message.startswith("The loss scale cannot rise")]
         cell = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, window)
         train(build(cell), [LossScaleMonitor(path)], [False] * 25)
     [message] = [message for message in messages() if message.startswith("The loss scale cannot rise")]
-    assert message.startswith(too_short)
+    assert re.search(r" 25 steps, .* 30 steps .*'adaptive-loss-scale find'.*'min_scale_window' .* 25\.", message)
 
 
 def test_record_is_the_rule_in_pynative_mode(path):
@@ -404,7 +404,7 @@ def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, cell)
     with pytest.warns(UserWarning, match="'current_iterator_step' 2147483647, which must lie between .*: 1 is used"):
         train(network, [LossScaleMonitor(path, max_consecutive_overflows=3)], [False, True, True, True])
     assert [(line["step"], line["skipped_steps"]) for line in read_record(path)] == [(1, 0), (2, 1), (3, 2), (4, 3)]
-    assert [message for message in messages() if "collapsed: 3 steps in a row have overflowed up to step 4" in message]
+    assert [message for message in messages() if re.search(r"collapsed: 3 steps .*overflowed up to step 4\b", message)]
 
 
 class SeesRecord(Callback):
@@ -469,7 +469,7 @@ def test_a_network_without_loss_scaling_is_told_and_trains_on(path, messages):
     train(model, [LossScaleMonitor(path), losses], [False, False])
     assert (len(losses.seen), path.exists()) == (2, False)
     [message] = messages()
-    assert message.startswith("LossScaleMonitor records nothing: the network that is trained scales no loss.")
+    assert re.match(r"LossScaleMonitor records nothing: .* scale_sense\b", message)
 
 
 def test_each_window_change_is_one_line_of_the_log(path, messages):
@@ -514,12 +514,12 @@ def test_collapse_warns_and_again_when_twice_as_long(path, messages, every_n_ste
     monitor = LossScaleMonitor(path, max_consecutive_overflows=4, every_n_steps=every_n_steps)
     train(build(adaptive(history_size=3, min_loss_scale=2.0**7)), [monitor], COLLAPSE)
     collapses = [message for message in messages() if "collapsed" in message]
-    assert [message.partition(", the last")[0] for message in collapses] == [
-        f"Loss scaling has collapsed: {count} steps in a row have overflowed up to step {count + 2}" for count in (4, 8)
-    ]
-    assert "at loss scale 512.0." in collapses[0]
-    assert "at loss scale 128.0." in collapses[1]
-    assert all("The loss itself is inf" in message for message in collapses)
+    [collapse, longer] = collapses
+    assert re.search(r"collapsed: 4 steps .*overflowed up to step 6,", collapse)
+    assert re.search(r"collapsed: 8 steps .*overflowed up to step 10,", longer)
+    assert "at loss scale 512.0." in collapse
+    assert "at loss scale 128.0." in longer
+    assert all("loss itself is inf" in message for message in collapses)
     assert len(read_record(path)) == len(COLLAPSE)
 
 
@@ -527,7 +527,7 @@ def test_a_collapse_stops_the_training_if_asked_to(path, messages):
     monitor = LossScaleMonitor(path, max_consecutive_overflows=4, on_collapse="stop")
     train(build_again(), [monitor], COLLAPSE, epochs=2)
     assert without_loss(read_record(path)) == replay(COLLAPSE[:6])
-    assert messages()[-1].endswith("Training stops here, as on_collapse is 'stop'.")
+    assert re.search(r"Training stops here\b.* on_collapse is 'stop'\.$", messages()[-1])
 
 
 @pytest.mark.parametrize("cell", [None, nn.FixedLossScaleUpdateCell(8.0), nn.DynamicLossScaleUpdateCell(8.0, 2, 20)])
@@ -576,23 +576,24 @@ def test_two_monitors_with_one_path_write_a_file_each(path, tmp_path, messages):
         for file in (path, beside(path)):
             assert without_loss(read_record(file)) == replay(OVERFLOWS[: last + len(flags)])
     assert len(list(tmp_path.iterdir())) == 2
-    notes = {message for message in messages() if "is being written" in message}
-    assert notes == {f"{path} is being written by another run: this run is recorded in {file.name}."}
+    [note] = {message for message in messages() if "is being written" in message}
+    assert note.startswith(f"{path} is being written")
+    assert note.endswith(f" recorded in {file.name}.")
 
 
 @pytest.mark.parametrize(
     ("argument", "value", "error", "message"),
     [
-        ("record_path", 3, TypeError, "'record_path' must be a path, but got 3 of type int"),
-        ("record_path", "", ValueError, "'record_path' must be a path, but got ''"),
-        ("tensorboard_dir", True, TypeError, "'tensorboard_dir' must be a path, but got True of type bool"),
+        ("record_path", 3, TypeError, "'record_path' must be a path.* got 3 of type int"),
+        ("record_path", "", ValueError, "'record_path' must be a path.* got ''"),
+        ("tensorboard_dir", True, TypeError, "'tensorboard_dir' must be a path.* got True of type bool"),
         ("every_n_steps", 0, ValueError, "'every_n_steps' must be at least 1, but got 0"),
-        ("every_n_steps", True, TypeError, "must be an integer number of steps, but got True of type bool"),
+        ("every_n_steps", True, TypeError, "'every_n_steps' must be an integer.* got True of type bool"),
         ("max_consecutive_overflows", 0, ValueError, "'max_consecutive_overflows' must be at least 1, but got 0"),
-        ("max_consecutive_overflows", "5", TypeError, "'max_consecutive_overflows' must be an integer number of steps"),
+        ("max_consecutive_overflows", "5", TypeError, "'max_consecutive_overflows' .* integer.* got '5' of type str"),
         ("on_collapse", "halt", ValueError, "'on_collapse' must be one of 'warn', 'stop', 'raise', but got 'halt'"),
         ("on_write_error", "stop", ValueError, "'on_write_error' must be one of 'warn', 'raise', but got 'stop'"),
-        ("all_ranks", 1, TypeError, "'all_ranks' must be True or False, but got 1 of type int"),
+        ("all_ranks", 1, TypeError, "'all_ranks' must be True or False.* got 1 of type int"),
     ],
 )
 def test_bad_arguments_are_refused(argument, value, error, message):

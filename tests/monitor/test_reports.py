@@ -1,5 +1,7 @@
 """Test the messages about a collapsed loss scale and about the first bad loss of a run."""
 
+import re
+
 import pytest
 
 from mindformers_adaptive.monitor.reports import BadLossDetector, CollapseDetector, way_to_the_cause
@@ -33,37 +35,36 @@ def test_without_a_limit_nothing_is_told():
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ({"loss": float("nan")}, "The loss itself is nan, which no loss scale can help: look for NaN or inf in"),
-        ({"loss_scale": 1.0, "next_loss_scale": 1.0}, "The loss scale falls no further (min_loss_scale)"),
-        ({"loss_scale": 4.0}, "The loss scale stays where it is, although a lower one may fit: lower what holds it"),
-        ({}, "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps."),
-        ({"loss": None}, "The loss scale is still falling"),
+        ({"loss": float("nan")}, r"The loss itself is nan\b.* no loss scale can help: .* NaN or inf"),
+        ({"loss_scale": 1.0, "next_loss_scale": 1.0}, r"The loss scale falls no .*\(min_loss_scale\)"),
+        ({"loss_scale": 4.0}, r"The loss scale stays .* min_loss_scale, hysteresis or a fixed scale"),
+        ({}, r"The loss scale .*still falling: .* lower loss_scale_value "),
+        ({"loss": None}, "The loss scale .*still falling"),
     ],
 )
 def test_the_message_says_where_and_what_helps(entry, sentence):
     message = CollapseDetector(2).check(step(2, **entry))
     scale = entry.get("loss_scale", 8.0)
-    assert message.startswith(
-        f"Loss scaling has collapsed: 2 steps in a row have overflowed up to step 99, the last of them at loss scale "
-        f"{scale}. No weight has changed since. {sentence}"
-    )
-    for advice in ("learning rate", "softmax", "float32", "min_loss_scale", "checkpoint before the overflows began"):
+    where = rf"collapsed: 2 steps .*overflowed up to step 99, .* at loss scale {re.escape(str(scale))}\."
+    assert re.search(rf"{where} No weight has changed[^.]*\. {sentence}", message)
+    for advice in ("learning rate", "softmax", "float32", "min_loss_scale", "from a checkpoint"):
         assert advice in message
 
 
 def test_step_of_unknown_scale_is_told_with_the_next():
     message = CollapseDetector(2).check(step(2, loss_scale=None))
-    assert "the last of them at loss scale 4.0." in message
-    assert "falls no further" not in message
+    assert "at loss scale 4.0." in message
+    assert "still falling" in message
+    assert "(min_loss_scale)" not in message
 
 
 def test_the_first_bad_loss_is_told_once_and_at_once():
     detector = BadLossDetector(way_to_the_cause())
     assert [detector.check({"step": step, "loss": loss}) for step, loss in ((1, 2.5), (2, None))] == [None, None]
     message = detector.check({"step": 3, "loss": float("inf")})
-    assert message.startswith("The loss of step 3 is inf, and no loss scale can help")
+    assert re.match(r"The loss of step 3 is inf, .*no loss scale can help\b", message)
     assert "adaptive-loss-scale why --config" in message
     assert "explain_overflow(train_step, batch)" in message
     assert detector.check({"step": 4, "loss": float("nan")}) is None
-    assert "inf in steps 3 to 4 only: look at that batch (" in detector.check({"step": 5, "loss": 2.5})
+    assert re.search(r"inf in steps 3 to 4 only: .* batch \(", detector.check({"step": 5, "loss": 2.5}))
     assert [detector.check({"step": step, "loss": loss}) for step, loss in ((6, float("nan")), (7, 1.0))] == [None] * 2

@@ -1,5 +1,7 @@
 """Planted overflows: explain_overflow names the known layer and operator of the first inf, forward or backward."""
 
+import re
+
 import mindspore
 import numpy as np
 import pytest
@@ -318,9 +320,7 @@ def test_a_mask_that_is_multiplied_by_0_is_said_to():
     """MindSpore's cross entropy is NaN if a class is masked by -inf: it multiplies the mean log-softmax by 0."""
     with mindspore_mode("pynative"):
         explanation = explain_overflow(Stack(Calls(masked_classes)), [(Tensor(ONES),)], 1.0)
-    assert explanation.headline.startswith(
-        "The -inf of a mask is multiplied, of which NaN is made: in layers.0 (Calls,"
-    )
+    assert re.match(r"The -inf of a mask\b.* multiplied\b.* NaN .*: in layers\.0 \(Calls,", explanation.headline)
     assert not explanation.tried
 
 
@@ -411,7 +411,7 @@ def test_values_that_overflow_with_a_finite_loss_are_named():
         masked = Stack(Attention(mask=np.triu(np.ones((6, 6), bool), 1)))
         without = explain_overflow(masked, [(Tensor(values(1, 6, 4)),)], 1.0)
     assert not explanation.overflow
-    assert explanation.headline.endswith("layers.0 (Calls) computes inf or NaN, which the loss does not show")
+    assert re.search(r"layers\.0 \(Calls\) computes inf or NaN\b.* loss does not show$", explanation.headline)
     # The -inf of an attention mask is intended, so it is no overflow.
     assert (without.overflow, without.swallowed) == (False, "")
 
@@ -438,7 +438,7 @@ def test_in_a_graph_the_same_is_measured_and_nothing_is_changed():
         for each in (explanation, op_by_op)
     )
     assert measured["frozen"] == expected["frozen"]
-    assert "in graph mode, which shows layers and no operators" in str(explanation)
+    assert re.search(r"in graph mode, .* layers and no operators\b", str(explanation))
     assert [(name, id(cell)) for name, cell in network.cells_and_names()] == cells
 
 

@@ -47,7 +47,7 @@ def test_saved_picture_can_be_read_by_others(tmp_path):
 
 @pytest.mark.parametrize("name", ["picture", "picture.jpg", "picture.png.txt"])
 def test_other_endings_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"'path' must name a picture that ends in \.png or \.svg, but got .*picture"):
+    with pytest.raises(ValueError, match=rf"'path' must name .* \.png or \.svg, but got .*/{name}'"):
         save(new_figure(2, 2), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
@@ -98,8 +98,8 @@ def test_drawing_leaves_global_state_alone(run_python):
 def test_missing_matplotlib_is_told_with_the_extra(run_python):
     code = f"import sys; sys.modules['matplotlib'] = None; {DRAW}"
     message = run_python("-c", code, expect_exit=1).stderr.splitlines()[-1]
-    assert message.startswith("ImportError: Pictures need matplotlib, which cannot be imported (")
-    assert message.endswith("Install it with the extra 'plot': pip install '.[plot]' in the clone of this package")
+    assert message.startswith("ImportError: Pictures need matplotlib")
+    assert all(part in message for part in ("(No module named 'matplotlib.", "the extra 'plot': pip install '.[plot]'"))
 
 
 @given(st.sets(st.integers(0, 10**6), max_size=200), st.integers(1, 30))

@@ -102,7 +102,7 @@ def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path, pictur
     assert picture == picture_of(draw_runs(runs, gradients))
     code, picture, printed = plot("64.jsonl", "512.jsonl", "gradients_64.jsonl", "none.png")
     assert (code, picture) == (2, None)
-    assert "1 records of gradients are given for 2 runs: give one for each run" in printed
+    assert all(part in printed for part in ("1 records of gradients", "2 runs", "each run"))
 
 
 def test_sweep_is_drawn_alone(plot, tmp_path):
@@ -113,7 +113,7 @@ def test_sweep_is_drawn_alone(plot, tmp_path):
     for files in (["sweep.json", "64/loss_scale_record.jsonl"], ["64/loss_scale_record.jsonl", "sweep.json"]):
         code, picture, printed = plot(*files, "none.png")
         assert (code, picture) == (2, None)
-        assert "cannot be drawn with other files: draw them separately" in printed
+        assert all(part in printed for part in ("'probe --output'", "with other files", "separately"))
     code, _, printed = plot("64/gradient_ranges.jsonl", "none.png", "--underflow")
     assert code == 2
     assert "--loss-scales and --underflow need a file that 'probe --output' wrote" in printed
@@ -123,7 +123,7 @@ def test_lines_without_scales_and_gradients_are_refused(plot, tmp_path):
     write(tmp_path / "other.jsonl", [{"step": 1, "learning_rate": 0.1}])
     code, picture, printed = plot("other.jsonl", "none.png")
     assert (code, picture) == (1, None)
-    assert "Line 1 of the record is not a step that LossScaleMonitor wrote" in printed
+    assert all(part in printed for part in ("Line 1 of the record", "LossScaleMonitor", "writer.read_record"))
 
 
 def test_weights_outputs_and_modules_are_drawn(plot, tmp_path, picture_of):
@@ -139,7 +139,8 @@ def test_weights_outputs_and_modules_are_drawn(plot, tmp_path, picture_of):
     for arguments in (["64/loss_scale_record.jsonl"], ["sweep.json", "--underflow"]):
         code, picture, printed = plot(*arguments, "none.png", "--of", "weights")
         assert (code, picture) == (2, None)
-        assert "arguments --of, --modules and --axis can be used only for sweeps and records of gradients" in printed
+        parts = ("--of, --modules and --axis", "sweeps and records of gradients", "leave them out")
+        assert all(part in printed for part in parts)
 
 
 def test_several_sweeps_are_one_picture_with_a_column_each(plot, tmp_path, picture_of):

@@ -120,12 +120,12 @@ def test_steps_without_gradients_above_0_break_the_line():
 def test_missing_steps_are_no_steps(record):
     with_gaps = [{"missing_steps": 9, "first_step": 1, "last_step": 9}, *record]
     assert series_of_gradients(with_gaps, lambda name: name).step.tolist() == [10, 20, 30]
-    with pytest.raises(ValueError, match="There must be at least 1 step with gradients to draw, but there is none"):
+    with pytest.raises(ValueError, match=r"at least 1 step with gradients.*'every_n_steps'"):
         draw_gradient_records({"run": with_gaps[:1]})
 
 
 def test_other_records_are_refused():
-    with pytest.raises(ValueError, match="must be a positive integer, not 0"):
+    with pytest.raises(ValueError, match="positive integer, not 0"):
         draw_gradient_records({})
     with pytest.raises(TypeError, match="'sweep' must be what GradientRanges"):
         draw_gradient_records({"run": [{"step": 1, "loss_scales": 64}]})
@@ -207,9 +207,9 @@ def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
             {"modules": ["layers.0.atention"]},
             "'layers.0.atention' is not among them. The nearest names are layers.0.at",
         ),
-        ({"modules": ["*"] * 7}, "'modules' must have at most 6 names, because .* a row for each module, but got 7"),
-        ({"kind": "outputs"}, "There are no outputs to draw: to measure them, give 'layers'"),
-        ({"kind": "activation_gradients"}, "There are no activation gradients to draw: to measure them, give"),
+        ({"modules": ["*"] * 7}, "'modules' must have at most 6 names.*got 7"),
+        ({"kind": "outputs"}, "no outputs to draw: .*'layers' or --layers"),
+        ({"kind": "activation_gradients"}, "no activation gradients to draw: .*'layers' or --layers"),
     ],
 )
 def test_what_is_not_there_is_not_drawn(record, how, message):
@@ -243,5 +243,5 @@ def test_gradients_on_a_linear_axis_have_no_loss_scale(record):
 
 def test_a_linear_axis_needs_what_was_measured_with_signs(record):
     old = json.loads(json.dumps(record).replace('"signed"', '"unknown"'))
-    with pytest.raises(ValueError, match="'axis' must be 'log2' for values that were measured without signs"):
+    with pytest.raises(ValueError, match=r"'axis' must be 'log2' .*without signs.*got 'linear'"):
         draw_gradient_records({"run": old}, axis="linear")

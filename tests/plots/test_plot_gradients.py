@@ -55,7 +55,9 @@ def test_grid_is_labelled_and_marks_the_limits_of_the_format(sweep, name, limits
     grid = np.array(figure.axes).reshape(2, 2)
     assert [axes.get_title("left") for axes in grid[0]] == ["loss scale $2^{6}$ = 64", "loss scale $2^{9}$ = 512"]
     assert [axes.get_ylabel() for axes in grid[:, 0]] == ["attention\nshare, %", "output\nshare, %"]
-    assert {axes.get_xlabel() for axes in grid[-1]} == {"magnitude of gradient times loss scale, log2"}
+    [label] = {axes.get_xlabel() for axes in grid[-1]}
+    assert label.startswith("magnitude of gradient ")
+    assert label.endswith("loss scale, log2")
     for axes in grid.flat:
         assert [segment[0, 0] for segment in artist(axes, "limits").get_segments()] == pytest.approx(limits)
         # All panels in a row of the picture have the same y axis, so that their bars can be compared.
@@ -113,8 +115,7 @@ def test_overflowed_scales_are_shaded(sweep):
 
 
 def test_scale_that_was_not_tried_is_refused(sweep):
-    message = r"'loss_scale' must be one of the sweep's loss scales, 2\^0, 2\^6, 2\^9, 2\^30, but got 100"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"'loss_scale' must be one of .* 2\^0, 2\^6, 2\^9, 2\^30, .* 100"):
         draw_histograms(sweep, [64, 100])
 
 
@@ -213,7 +214,8 @@ def test_gradients_of_outputs_are_drawn_at_their_measured_scale(sweep):
     figure = draw_histograms(measured, kind="activation_gradients")
     [axes] = figure.axes
     assert bars(axes) == {-33: 25, -2: 25, 3: 25}
-    assert axes.get_xlabel() == "magnitude of activation gradient times loss scale, log2"
+    assert axes.get_xlabel().startswith("magnitude of activation gradient ")
+    assert axes.get_xlabel().endswith("loss scale, log2")
     assert [
         axes.get_title("left") for axes in draw_histograms(measured, [64, 128], kind="activation_gradients").axes
     ] == [
@@ -223,7 +225,7 @@ def test_gradients_of_outputs_are_drawn_at_their_measured_scale(sweep):
     figure = draw_sweeps({"": measured}, kind="activation_gradients", axis="linear")
     assert artist(figure.axes[0], "range").get_text() == "-0.125 to 0.00391"
     assert title(figure) == "Activation gradients by value"
-    with pytest.raises(ValueError, match="no activation gradients to draw: to measure them, give 'layers' or --la"):
+    with pytest.raises(ValueError, match=r"no activation gradients .* 'layers' or --layers"):
         draw_histograms(sweep, kind="activation_gradients")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from itertools import combinations
 
 import numpy as np
@@ -40,39 +41,45 @@ def adaptive():
 
 
 @pytest.mark.parametrize(
-    ("scales", "skipped", "finding"),
+    ("scales", "skipped", "counted", "moved"),
     [
-        ([8.0] * 3, [], "None of 2 steps skipped; loss scale stayed at $2^{3}$"),
-        ([8.0] * 2, [1], "1 of 1 step skipped; loss scale stayed at $2^{3}$"),
-        ([8.0, 4.0, 2.0], [1, 2], "All 2 steps skipped; loss scale fell from $2^{3}$ to $2^{1}$"),
-        ([8.0, 8.0, 16.0], [], "None of 2 steps skipped; loss scale rose from $2^{3}$ to $2^{4}$"),
-        ([8.0, 4.0, 8.0], [1], "1 of 2 steps skipped; loss scale ended where it began, at $2^{3}$"),
-        ([2.0**20] * 30 + [8.0, 16.0] * 20, [30], "1 of 69 steps skipped; loss scale settled at $2^{3}$ to $2^{4}$"),
-        ([2.0**20] * 30 + [8.0] * 41, [30], "1 of 70 steps skipped; loss scale settled at $2^{3}$"),
-        ([2.0**20] * 30 + [8.0] * 8, [30], "1 of 37 steps skipped; loss scale fell from $2^{20}$ to $2^{3}$"),
-        ([2.0**20] * 30 + [8.0, 64.0] * 20, [], "None of 69 steps skipped; loss scale fell from $2^{20}$ to $2^{6}$"),
+        ([8.0] * 3, [], "None of 2 steps", "stayed at $2^{3}$"),
+        ([8.0] * 2, [1], "1 of 1 step", "stayed at $2^{3}$"),
+        ([8.0, 4.0, 2.0], [1, 2], "All 2 steps", "fell from $2^{3}$ to $2^{1}$"),
+        ([8.0, 8.0, 16.0], [], "None of 2 steps", "rose from $2^{3}$ to $2^{4}$"),
+        ([8.0, 4.0, 8.0], [1], "1 of 2 steps", "ended where it began, at $2^{3}$"),
+        ([2.0**20] * 30 + [8.0, 16.0] * 20, [30], "1 of 69 steps", "settled at $2^{3}$ to $2^{4}$"),
+        ([2.0**20] * 30 + [8.0] * 41, [30], "1 of 70 steps", "settled at $2^{3}$"),
+        ([2.0**20] * 30 + [8.0] * 8, [30], "1 of 37 steps", "fell from $2^{20}$ to $2^{3}$"),
+        ([2.0**20] * 30 + [8.0, 64.0] * 20, [], "None of 69 steps", "fell from $2^{20}$ to $2^{6}$"),
         # A loss scale with one far spike still counts as settled.
         (
             [8.0] * 450 + [2.0**-5] + [4.0] * 50,
             [],
-            "None of 500 steps skipped; loss scale settled at $2^{2}$ to $2^{3}$",
+            "None of 500 steps",
+            "settled at $2^{2}$ to $2^{3}$",
         ),
         # A loss scale that rises every 20 steps has not settled, and neither has a loss scale that has just fallen.
         (
             np.exp2(10 + np.arange(81) // 20).tolist(),
             [],
-            "None of 80 steps skipped; loss scale rose from $2^{10}$ to $2^{14}$",
+            "None of 80 steps",
+            "rose from $2^{10}$ to $2^{14}$",
         ),
         (
             [8.0] * 70 + [4.0] * 20,
             [70],
-            "1 of 89 steps skipped; loss scale fell from $2^{3}$ to $2^{2}$",
+            "1 of 89 steps",
+            "fell from $2^{3}$ to $2^{2}$",
         ),
-        ([None] * 3, [2], "1 of 2 steps skipped"),
+        ([None] * 3, [2], "1 of 2 steps", "skipped"),
     ],
 )
-def test_title_says_what_was_found(scales, skipped, finding):
-    assert title(draw_one(record_of(scales, skipped))) == finding
+def test_title_says_what_was_found(scales, skipped, counted, moved):
+    finding = title(draw_one(record_of(scales, skipped)))
+    assert finding.startswith(f"{counted} skipped")
+    assert finding.endswith(moved)
+    assert finding.count(";") == (moved != "skipped")  # The title says nothing else.
 
 
 def test_lines_and_marks_are_the_records_on_axes_with_units(adaptive):
@@ -126,7 +133,9 @@ def test_what_the_monitor_wrote_is_drawn(adaptive, tmp_path):
 
 def test_skips_in_a_gap_are_not_counted():
     record = [*record_of([8.0] * 11, [3]), {"missing_steps": 5, "first_step": 11, "last_step": 15}]
-    assert title(draw_one(record)) == "1 of 10 recorded steps skipped; loss scale stayed at $2^{3}$"
+    finding = title(draw_one(record))
+    assert finding.startswith("1 of 10 recorded steps skipped; ")
+    assert finding.endswith(" stayed at $2^{3}$")
 
 
 def test_picture_and_analysis_agree_on_a_record_with_gaps(tmp_path):
@@ -226,7 +235,8 @@ def darkest(axes, x, y):
 def test_run_of_a_log_is_named_and_drawn_without_window():
     run = run_of([8.0, 4.0, 4.0, 4.0], [True, False, False, False], loss=np.array([NAN, 3.0, NAN, 2.0]))
     figure = draw_one(run, run.name)
-    assert title(figure) == "run: 1 of 4 steps skipped; loss scale fell from $2^{3}$ to $2^{2}$"
+    assert title(figure).startswith("run: 1 of 4 steps skipped; ")
+    assert title(figure).endswith(" fell from $2^{3}$ to $2^{2}$")
     # The log has the loss of every other step only, and still the line of losses has no gaps.
     assert points(figure.axes[0], "loss") == ([2, 4], [3.0, 2.0])
     assert artists(figure.axes[0], "broken loss") == []
@@ -236,11 +246,11 @@ def test_run_of_a_log_is_named_and_drawn_without_window():
 @pytest.mark.parametrize(
     ("record", "error", "message"),
     [
-        ([], ValueError, "at least 1 step to draw, but has none"),
+        ([], ValueError, "record .* at least 1 step .* none.*Wait until"),
         ([{"missing_steps": 3, "first_step": 1, "last_step": 3}], ValueError, "at least 1 step to draw"),
         ([{"step": 1, "loss_scales": []}], ValueError, "Line 1 .* `overflow`.*draw_gradient_records"),
         *(
-            (record, TypeError, "'record' must be a list of lines, each a dict, but got .*read_record")
+            (record, TypeError, "'record' .* list of lines.* dict.* got .*read_record")
             for record in ("record.jsonl", [1, 2], None, [{"step": 1}, "torn"])
         ),
         (record_of(["many", 2.0]), ValueError, r"Line 1 .* got `str` - at `\$\.loss_scale`"),
@@ -268,7 +278,7 @@ def test_ceilings_that_gradients_show_are_drawn_above_the_scale():
     assert title(figure).endswith("loss scale fell from $2^{6}$ to $2^{4}$, 2.2 bits below the ceiling")
     assert artists(loss, "ceiling") == []
     moving = guided_record([None, None, 65504.0 / 32, 65504.0 / 40], scale_window=[500, 500, 500, 4000])
-    assert draw_one(moving).axes[2].get_title("left").endswith("before the limit of the loss scale is raised")
+    assert re.match("scale window: .* before the limit of .* raised$", draw_one(moving).axes[2].get_title("left"))
 
 
 @pytest.mark.parametrize("gradients", [[None] * 4, [0.0] * 4, ["inf", 1.0, "nan", None], [NAN] * 4])
@@ -381,7 +391,8 @@ def test_many_skipped_steps_become_a_strip_for_each_run():
 
 @pytest.mark.parametrize(("names", "gradients"), [((), None), (("64",), {"65": []})])
 def test_what_belongs_to_no_run_is_refused(runs, names, gradients):
-    with pytest.raises(ValueError, match="'runs' must have at least 1 entry, and one for each of 'gradients'"):
+    said = rf"'runs' must have at least 1 entry.* 'gradients'.* {re.escape(str(list(names)))} .* same names"
+    with pytest.raises(ValueError, match=said):
         draw_runs({name: runs[name] for name in names}, gradients)
 
 
@@ -452,9 +463,8 @@ def test_a_run_whose_norm_nobody_knows_has_no_panel_for_it():
 def test_scale_skipped_to_the_end_at_its_floor_has_collapsed():
     scales = [2.0**exponent for exponent in range(6, 0, -1)] + [1.0] * 41
     finding = title(draw_one(record_of(scales, range(3, 47))))
-    assert (
-        finding
-        == "44 of 46 steps skipped; loss scale collapsed at the floor, $2^{0}$: the last 44 steps were all skipped"
+    assert re.fullmatch(
+        r"44 of 46 steps skipped; .* collapsed at the floor, \$2\^\{0\}\$: .* last 44 steps .* skipped", finding
     )
     # A loss scale has not collapsed if a step is applied at the lowest scale.
     assert "settled at $2^{0}$" in title(draw_one(record_of(scales, range(3, 46))))

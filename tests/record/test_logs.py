@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ def test_each_variant_of_megatron_line_is_read(tmp_path, text):
 def test_a_falling_scale_outweighs_a_count_of_0(tmp_path):
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0), megatron_line(30, 256.0))
     assert (run.skipped_bounds(), run.skipped_steps, run.position_known.any()) == ((2, 30), 2, False)
-    assert [note for note in run.notes if "log:2: the scale fell although the line counts no skipped step" in note]
+    assert any(re.search(r"log:2: the scale fell .*no skipped step.* 1 line ", note) for note in run.notes)
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0, 2), megatron_line(30, 256.0))
     assert run.position_known.tolist() == [True] * 10 + [False] * 10 + [True] * 10
 
@@ -187,7 +188,7 @@ def test_overflows_of_all_ranks_and_sources_count_once(tmp_path):
     for lines in (ranks, sources):
         run = read(tmp_path, *lines, progress_line(10, 2))
         assert (run.skipped_bounds(), run.lines_used) == ((2, 2), len(lines) + 1)
-        assert [note for note in run.notes if "of other ranks or source files, and were merged" in note]
+        assert any(f"Merged: {len(lines) - 2} overflow lines" in note for note in run.notes)
         assert read(tmp_path, *lines).skipped_bounds()[0] == 2
 
 
@@ -240,11 +241,10 @@ def test_lines_of_several_ranks_are_one_step(tmp_path):
     other = [line.replace("loss:[", f"loss:[{'9-'[n % 2]}") for n, line in enumerate(lines)]
     mixed = [line for pair in zip(lines, other, strict=True) for line in pair]
     late = [*lines[:5], *lines[:4], *lines[5:]]
-    for text, merged in ((mixed, "32 line(s) .* merged; 32 of them have another loss"), (late, "4 line(s)")):
+    for text, merged in ((mixed, "Merged: 32 lines .* 32 .* another loss"), (late, "Merged: 4 lines ")):
         run = read(tmp_path, *text)
         assert_same(run, read(tmp_path, *lines))
-        assert run.lines_used or merged
-    assert [note for note in read(tmp_path, *mixed).notes if "32 of them have another loss" in note]
+        assert any(re.match(merged, note) for note in run.notes)
 
 
 def test_a_restart_supersedes_the_steps_of_the_earlier_attempt(tmp_path):
@@ -288,7 +288,7 @@ def test_colours_line_ends_and_foreign_bytes_change_nothing(tmp_path, name):
         run = read(tmp_path, b"first" + end, *dressed)
         assert_same(run, read(tmp_path, *lines))
         assert (run.lines_used, run.lines_ignored) == (len(lines), len(lines) + 1)
-        assert f"{len(lines)} line(s) have bytes that are not UTF-8." in run.notes
+        assert any(f"{len(lines)} line" in note and "not UTF-8" in note for note in run.notes)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
@@ -318,12 +318,12 @@ def test_a_log_may_end_anywhere_in_a_line(tmp_path, name):
         same = min(len(run), len(whole)) - 1 if name != "deepspeed" else 3
         assert run.loss_scale[:same].tolist() == whole.loss_scale[:same].tolist(), length
         assert run.overflow[:same].tolist() == whole.overflow[:same].tolist(), length
-        assert [note for note in run.notes if "the log ends in the middle of a line" in note]
+        assert any(re.search(rf"run\.log:{len(lines) + 1}: .* ends .*middle of a line", note) for note in run.notes)
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "no step here\n" * 3, '{"json": 1}\n'])
 def test_file_without_steps_is_refused_with_what_was_looked_for(tmp_path, content):
-    with pytest.raises(ValueError, match=r"must have lines of steps, but in .*run\.log \(\d lines?\)") as error:
+    with pytest.raises(ValueError, match=r"must have lines of steps, .*run\.log \(\d lines?\)") as error:
         read(tmp_path, content)
     assert all(f"{name}: " in str(error.value) for name in FORMATS)
     with pytest.raises(ValueError, match=r"Looked for: megatron: .* iteration N/ M"):
@@ -341,7 +341,7 @@ def test_file_without_steps_is_refused_with_what_was_looked_for(tmp_path, conten
 )
 def test_a_refusal_quotes_the_first_line_that_nearly_fits(tmp_path, name, line):
     for format in (None, name):
-        with pytest.raises(ValueError, match=r"first line that nearly fits is .*run\.log:2: .*7"):
+        with pytest.raises(ValueError, match=r"nearly fits .*run\.log:2: .*7"):
             read(tmp_path, "nothing\n", line, format=format)
 
 
@@ -354,13 +354,13 @@ def test_the_format_may_be_named(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((3,), TypeError, r"'path' must be a path or an iterable of paths, but got 3 of type int"),
-        (([3],), TypeError, r"'path' must be a path or an iterable of paths, but got 3 of type int"),
-        (([],), ValueError, r"'path' must name at least one log, but got none"),
+        ((3,), TypeError, r"'path' must be a path .*got 3 of type int"),
+        (([3],), TypeError, r"'path' must be a path .*got 3 of type int"),
+        (([],), ValueError, r"'path' must name .*got none"),
         (("run.log", 3), TypeError, r"'format' must be text, but got 3 of type int"),
         (("run.log", "csv"), ValueError, r"'format' must be one of \('jsonl', .*, but got 'csv'"),
-        (("no/such.log",), FileNotFoundError, r"must be a file that can be read, but: No such file .*'no/such.log'"),
-        ((os.curdir,), IsADirectoryError, r"must be a file that can be read, but: Is a directory"),
+        (("no/such.log",), FileNotFoundError, r"must be a file .*: No such file .*'no/such\.log'"),
+        ((os.curdir,), IsADirectoryError, r"must be a file .*: Is a directory.*'\.'"),
     ],
 )
 def test_bad_arguments_and_paths_are_refused(arguments, error, message):
@@ -371,15 +371,13 @@ def test_bad_arguments_and_paths_are_refused(arguments, error, message):
 def test_steps_that_are_missing_are_named(tmp_path):
     run = read(tmp_path, *(mindformers_line(step, False, 1024.0) for step in (1, 2, 3, 7, 8)))
     assert run.step.tolist() == [1, 2, 3, 7, 8]
-    assert [note for note in run.notes if "log:4: 3 step(s) before this line, 4 to 6, are not in the log" in note]
+    assert [note for note in run.notes if "log:4: the log lacks 3 steps" in note and "4 to 6" in note]
 
 
 def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
     run = read(tmp_path, mindformers_line(1, False, 1024.0), mindformers_line(2, False, 64.0))
     assert run.loss_scale.tolist() == [1024.0, 64.0]
-    assert [
-        note for note in run.notes if "log:2: 1 step(s) cannot lead from the scale of the line before to 64" in note
-    ]
+    assert any(re.search(r"log:2: 1 step .*to 64\. ", note) for note in run.notes)
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
     # The loss scale cannot rise from 2^11 to 2^20 in the four steps of the last line, so the rise does not show that
     # they were applied. Only step 12 was certainly applied, by the line's flag. So at most three steps were skipped.

@@ -24,17 +24,18 @@ def test_what_lies_between_the_bounds_is_assumed():
     ids=["under", "over", "nan"],
 )
 def test_a_ceiling_outside_its_bounds_is_refused(ceiling, lower_bound, upper_bound):
-    with pytest.raises(ValueError, match=r"must lie between its bounds, but in the trace 'log' step 0"):
+    with pytest.raises(ValueError, match=rf"ceiling .*bounds, .* trace 'log' step 0 .* has {ceiling[0]}, "):
         Trace("log", np.array(ceiling), np.array(lower_bound), np.array(upper_bound))
 
 
 @pytest.mark.parametrize("ceiling", [[8.0], 8.0, "8", True])
 def test_what_is_no_array_is_refused(ceiling):
-    with pytest.raises(TypeError, match=r"All arrays of the trace 'log' must be NumPy arrays, but got .* of type"):
+    of_type = type(ceiling).__name__
+    with pytest.raises(TypeError, match=rf"trace 'log' must be NumPy arrays, .* of type {of_type}\. .*numpy\.array"):
         Trace("log", ceiling, np.ones(1), np.ones(1))
 
 
 @pytest.mark.parametrize("other", [{"upper_bound": np.full(3, 2.0)}, {"largest_gradient": np.ones(3)}])
 def test_arrays_of_different_lengths_are_refused(other):
-    with pytest.raises(ValueError, match=r"All arrays of the trace 'log' must have one number for each step"):
+    with pytest.raises(ValueError, match=r"arrays .* trace 'log' must have .* shapes \[\(2,\), \(3,\)\]"):
         Trace("log", **{"ceiling": np.ones(2), "lower_bound": np.ones(2), "upper_bound": np.full(2, 2.0), **other})

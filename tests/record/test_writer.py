@@ -391,7 +391,7 @@ def test_a_lock_that_was_let_go_leaves_no_file(path):
     assert [file.name for file in path.parent.iterdir()] == ["record.jsonl"]
     with holder(path, last_step=1) as other:
         assert other.name == "record.jsonl"
-        assert record.resume(1)[0].startswith(f"{path} is being written by another run")
+        assert record.resume(1)[0].startswith(f"{path} is being written")
         record.close()
     assert record.path.name != "record.jsonl"
 

@@ -109,16 +109,16 @@ def test_scale_stays_in_its_bounds_and_the_index_on_the_ladder(rule, overflows):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"scale_factor": 1}, ValueError, r"'scale_factor' must be a finite number above 1 .* but got 1"),
-        ({"scale_factor": 1 + 1e-12}, ValueError, r"'scale_factor' must be a finite number above 1 in float32"),
+        ({"scale_factor": 1}, ValueError, r"'scale_factor' must be .* above 1 .* got 1\. .*FixedLossScale"),
+        ({"scale_factor": 1 + 1e-12}, ValueError, r"'scale_factor' must be .* above 1 in float32, .* 1\.0{11}1\."),
         ({"scale_factor": math.nan}, ValueError, r"'scale_factor' .* but got nan"),
-        ({"scale_factor": "2"}, TypeError, r"'scale_factor' must be a finite number above 1, but got '2' of type str"),
-        ({"backoff_factor": 1.0}, ValueError, r"'backoff_factor' must be a number between 0 and 1 .* got 1.0"),
-        ({"backoff_factor": 1e-40}, ValueError, r"'backoff_factor' must be a number between 0 and 1 in float32"),
+        ({"scale_factor": "2"}, TypeError, r"'scale_factor' must be .* above 1, .* '2' of type str"),
+        ({"backoff_factor": 1.0}, ValueError, r"'backoff_factor' must be .* between 0 and 1 .* got 1\.0\."),
+        ({"backoff_factor": 1e-40}, ValueError, r"'backoff_factor' must be .* between 0 and 1 in float32, .* 1e-40"),
         ({"backoff_factor": "0.5"}, TypeError, r"'backoff_factor' must be .* leave it out for 1 / 'scale_factor'"),
         ({"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
-        ({"hysteresis": True}, TypeError, r"'hysteresis' must be an integer .* but got True of type bool"),
-        ({"shrink_from_min_window": 1}, TypeError, r"'shrink_from_min_window' must be True or False, but got 1"),
+        ({"hysteresis": True}, TypeError, r"'hysteresis' must be an integer .* True of type bool"),
+        ({"shrink_from_min_window": 1}, TypeError, r"'shrink_from_min_window' must be True or False, .* 1 of type int"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, message):
@@ -127,7 +127,7 @@ def test_bad_arguments_are_refused(arguments, error, message):
 
 
 def test_initial_window_off_the_ladder_warns():
-    with pytest.warns(UserWarning, match=r"'scale_window' must be a window of the ladder \(20, 30.* but got 25: .* 20"):
+    with pytest.warns(UserWarning, match=r"'scale_window' must be .* ladder \(20, 30.* got 25: .* 20\."):
         state = AdaptiveRule().start(1024.0, scale_window=25)
     assert (state.scale_window, state.window_index) == (20, 0)
     with pytest.raises(TypeError, match="'scale_window' must be an integer"):

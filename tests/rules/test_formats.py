@@ -102,16 +102,16 @@ def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
     ("value", "error", "message"),
     [
         ("fp8", ValueError, "'gradient_format' must be one of float16, .*hifloat8, but got 'fp8'"),
-        (8, TypeError, "a dict with a format's numbers, but got 8 of type int. The default is float16."),
+        (8, TypeError, "'gradient_format' must be .* a dict with .* got 8 of type int.* float16"),
         (
             {"name": "mine"},
             TypeError,
-            "must be a dict with the keys name, largest, .* 'largest' is missing, 'smallest_no",
+            "'gradient_format' must be a dict .*name, largest, .* 'largest' is missing, 'smallest_no",
         ),
         ({**OWN, "bits": 3}, TypeError, "'bits' is unknown"),
         ({**OWN, "name": [1]}, TypeError, r"'name' must be text, but got \[1\] of type list"),
         *(
-            ({**OWN, "precision": value}, TypeError, "'precision' must be a list of pairs of integers, but got")
+            ({**OWN, "precision": value}, TypeError, "'precision' must be .*pairs of integers, but got")
             for value in (5, "ab", {1: 2}, [1], [[1, 2, 3]], None)
         ),
         *(
@@ -120,12 +120,12 @@ def test_what_is_written_for_a_format_is_read_as_the_same(number_format):
         ),
         ({**OWN, "precision": [[0, -1]]}, ValueError, "'precision' must be at least 0, but got -1"),
         ({**OWN, "precision": [[0, 1], [0, 2]]}, ValueError, "'precision' must have increasing exponents"),
-        ({**OWN, "smallest_normal": 0.3}, ValueError, "'smallest_normal' must be a power of two .* but got 0.3"),
+        ({**OWN, "smallest_normal": 0.3}, ValueError, "'smallest_normal' must be .*power of two .* but got 0.3"),
         ({**OWN, "smallest_subnormal": 0.5}, ValueError, "'smallest_normal' must be .* of at least 0.5, but got 0.25"),
         (
             {**OWN, "largest": 27.5},
             ValueError,
-            "'largest' must be a number that the format can represent, but got 27.5",
+            "'largest' must be .*format can represent.* got 27.5",
         ),
         ({**OWN, "largest": "28"}, TypeError, "'largest' must be a number above 0"),
         ({**OWN, "overflow": "wrap"}, ValueError, r"'overflow' must be one of \('inf', 'nan', 'saturate'\)"),

@@ -1,5 +1,7 @@
 """This package's update cell takes Megatron-LM's arguments and scaler state, and then scales as Megatron-LM does."""
 
+import re
+
 import numpy as np
 import pytest
 import yaml
@@ -94,7 +96,7 @@ def test_constant_scale_becomes_a_fixed_scale(arguments, loss_scale):
     ],
 )
 def test_a_scale_that_is_no_power_of_two_is_warned_of(option, value, near):
-    with pytest.warns(UserWarning, match=f"'{option}' must be a power of two.* got {float(value)}: .* is {near}"):
+    with pytest.warns(UserWarning, match=f"'{option}' must be a power .* got {float(value)}: .* is {near}"):
         section = scale_sense_from_megatron(f"--fp16 {option} {value}")
     assert section["loss_scale_value"] == float(value)
 
@@ -102,7 +104,7 @@ def test_a_scale_that_is_no_power_of_two_is_warned_of(option, value, near):
 def test_the_program_prints_the_warning_beside_the_section(run_program):
     code, printed, errors = run_program("megatron", "--fp16", "--loss-scale", "1000")
     assert (code, yaml.safe_load(printed)["runner_wrapper"]["scale_sense"]["loss_scale_value"]) == (0, 1000.0)
-    assert errors.startswith("warning: '--loss-scale' must be a power of two")
+    assert re.match("warning: '--loss-scale' must be a power .* 1000", errors)
 
 
 SCALER = {"scale": 65536.0, "growth_tracker": 12, "hysteresis_tracker": 1}
@@ -111,7 +113,7 @@ SCALER = {"scale": 65536.0, "growth_tracker": 12, "hysteresis_tracker": 1}
 @pytest.mark.parametrize("state", [SCALER, {"grad_scaler": SCALER}, {"optimizer": {}, "grad_scaler": SCALER}])
 def test_scalers_state_is_left_out_with_a_warning_where_missing(state):
     cell = NoLossScaleUpdateCell()
-    with pytest.warns(UserWarning, match="state of a gradient scaler, but NoLossScaleUpdateCell scales nothing"):
+    with pytest.warns(UserWarning, match="gradient scaler, .*NoLossScaleUpdateCell .*use AdaptiveLossScaleUpdateCell"):
         cell.load_state_dict(state)
     assert cell.get_loss_scale() == 1.0
     # Megatron-LM saves None as the state if it has no scaler.
@@ -135,7 +137,7 @@ def test_without_a_gradient_scaler_nothing_is_scaled(arguments):
         ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "'--min-loss-scale' must not be above"),
         ("--fp16 --loss-scale-window 0", "'--loss-scale-window' must be a whole number"),
         ("--fp16 --loss-scale-window 10.5", "'--loss-scale-window' must be a whole number"),
-        ("--fp16 --growth-factor 1", "'--growth-factor' must be a finite number above 1 .* Megatron-LM's is 2"),
+        ("--fp16 --growth-factor 1", "'--growth-factor' must be .*number above 1 .* Megatron-LM's is 2"),
         ("--fp16 --backoff-factor 1", "'--backoff-factor' must be a number between 0 and 1 .* Megatron-LM's is 0.5"),
         ("--fp16 --hysteresis 0", "'--hysteresis' must be at least 1"),
         ("--fp16 --hysteresis two", "Megatron-LM would refuse these arguments: .*--hysteresis"),
@@ -175,7 +177,7 @@ def test_cell_goes_on_from_megatron_and_back(graph_mode, hysteresis):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"scale": float("inf")}, ValueError, "'scale' inf; a loss scale must be finite"),
+        ({"scale": float("inf")}, ValueError, "'scale' inf; .*must be finite .*set 'scale'"),
         ({"growth_tracker": -1}, ValueError, "'growth_tracker' must be at least 0"),
         ({"hysteresis_tracker": 3}, ValueError, "Give the 'hysteresis' with which Megatron-LM was started"),
     ],
@@ -201,7 +203,7 @@ def test_a_tracker_below_zero_is_a_spent_budget(graph_mode):
 def test_megatrons_optimizer_state_is_taken_too():
     state = {"scale": 256.0, "growth_tracker": 12, "hysteresis_tracker": 1}
     cell = cell_from("--fp16")
-    with pytest.warns(UserWarning, match="has no 'grad_scaler': the loss scaling stays as it is"):
+    with pytest.warns(UserWarning, match="has no 'grad_scaler': .*loss scaling stays"):
         cell.load_state_dict({"optimizer": {}})
     assert cell.state()["loss_scale"] == 2.0**32
     cell.load_state_dict({"optimizer": {}, "grad_scaler": state})
@@ -211,10 +213,10 @@ def test_megatrons_optimizer_state_is_taken_too():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "'state_dict' must be a dict, but got None"),
-        ("checkpoint", "'state_dict' must be a dict, but got 'checkpoint'"),
-        ({"optimizer": {}, "grad_scaler": 3}, "'grad_scaler' must be a dict, but got 3"),
-        ({"scale": None, "growth_tracker": 1, "hysteresis_tracker": 1}, "'scale' must be a number, but got None"),
+        (None, "'state_dict' must be a dict, .*got None"),
+        ("checkpoint", "'state_dict' must be a dict, .*got 'checkpoint'"),
+        ({"optimizer": {}, "grad_scaler": 3}, "'grad_scaler' must be a dict, .*got 3"),
+        ({"scale": None, "growth_tracker": 1, "hysteresis_tracker": 1}, "'scale' must be a number, .*got None"),
         ({"scale": 64.0, "growth_tracker": None, "hysteresis_tracker": 1}, "'growth_tracker' must be an integer"),
     ],
 )

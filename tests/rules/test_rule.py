@@ -59,7 +59,7 @@ def rule_of(next_state, *, state=None, first=MappingProxyType({}), needs_gradien
     ("package", "name", "said"),
     [
         ("mindformers_adaptive", "TextRule", "Use mindformers_adaptive.Rule"),
-        ("mindformers_adaptive.rules", "TextRule", "its state and a method next_state. See docs/en/own_rule.md"),
+        ("mindformers_adaptive.rules", "TextRule", r"a method next_state\. .*docs/en/own_rule\.md"),
         ("mindformers_adaptive.rules", "Field", "a dict as its state"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_flag_may_be_a_number_that_is_one(overflow):
 @pytest.mark.parametrize("overflow", [None, 5, -1, math.nan, "yes"])
 def test_what_is_no_flag_and_no_state_of_the_rule_is_refused(overflow):
     rule, other = rule_of(halved), rule_of(halved, state=INTEGER)
-    with pytest.raises(TypeError, match=r"'overflow' must be True or False, but got .*Give one of the two\."):
+    with pytest.raises(TypeError, match=rf"'overflow' must be True or False, .* {overflow!r}\."):
         rule.step(rule.start(1.0), overflow)
     with pytest.raises(TypeError, match=r"'state' must be .*start\(\) or step\(\) of the rule 'own'"):
         other.step(rule.start(1.0), False)
@@ -149,22 +149,16 @@ MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bit
 @pytest.mark.parametrize(
     ("attributes", "said"),
     [
-        ({"keeps_bounds": True}, "'keeps_bounds', which only a rule of this package may have. Leave it out"),
-        ({"fixed_state": {}}, "'fixed_state', which only a rule of this package may have. Leave it out"),
-        *(
-            ({name: 3}, f"'{name}', which only a rule of this package may have. Leave it out or rename it")
-            for name in MADE
-        ),
+        ({"keeps_bounds": True}, r"'keeps_bounds', .*of this package.* Leave it out"),
+        ({"fixed_state": {}}, r"'fixed_state', .*of this package.* Leave it out"),
+        *(({name: 3}, f"'{name}', .*of this package.* rename it") for name in MADE),
         # A rule that defines step() is refused, because the package would never call this step().
-        ({"step": lambda self, state, overflow: state}, "'step', which only a rule of this package may have"),
-        ({"title": 5}, "must have one line of text as 'title', but has 5"),
-        ({"title": "two\nlines"}, "must have one line of text as 'title'"),
-        (
-            {"tried": {"margin": 2.0}},
-            r"must have 'tried' as a dict of the values to try, such as .* has \{'margin': 2.0\}",
-        ),
-        ({"tried": [1.0]}, "must have 'tried' as a dict of the values to try"),
-        ({"state": {"ﬁne": int32}}, "has 'ﬁne' in its state, a name that Unicode NFKC would change. Rename it"),
+        ({"step": lambda self, state, overflow: state}, "'step', .*of this package.* rename it"),
+        ({"title": 5}, r"one line .*'title', .* 5\."),
+        ({"title": "two\nlines"}, r"one line .*'title', .* 'two\\nlines'"),
+        ({"tried": {"margin": 2.0}}, r"'tried' as a dict .*'margin': \(2\.0, .* has \{'margin': 2\.0\}"),
+        ({"tried": [1.0]}, r"'tried' as a dict .* has \[1\.0\]"),
+        ({"state": {"ﬁne": int32}}, r"has 'ﬁne' in its state, .*NFKC.* Rename it"),
     ],
 )
 def test_impossible_description_of_a_rule_is_refused(attributes, said):
@@ -231,11 +225,9 @@ def test_a_gradient_counts_where_it_shows_something(gradient, shown):
 def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
     assert rule_of(halved).start(1000.0).loss_scale == 1000.0
     assert not rule_of(halved, min_loss_scale=5.0, max_loss_scale=7.0).moves_by_bits
-    with pytest.warns(
-        UserWarning, match=r"must be a power of two for the rule .*, but got 1000.0: training starts at 512.0"
-    ):
+    with pytest.warns(UserWarning, match=r"'loss_scale_value' .*power of two .* 1000\.0: .* 512\.0"):
         assert Follow().start(1000.0).loss_scale == 512.0
-    with pytest.raises(ValueError, match=r"There must be a power of two from .* but got 5.0 and 7.0"):
+    with pytest.raises(ValueError, match=r"power of two from 'min_loss_scale' to 'max_loss_scale', .* 5\.0 and 7\.0"):
         Follow(min_loss_scale=5.0, max_loss_scale=7.0)
     assert scales(Follow(min_loss_scale=8.0, max_loss_scale=8.0), [True, False], loss_scale=8.0) == [8.0, 8.0]
 
@@ -677,7 +669,7 @@ def test_numbers_that_no_device_flushes_are_not_noticed(next_state):
 )
 def test_a_first_state_that_is_none_is_refused_at_the_start(state, first, message):
     rule = rule_of(lambda self, state, seen: state, state=state, first=first)
-    with pytest.raises(ValueError, match=f"The first state of the rule 'own' {message}"):
+    with pytest.raises(ValueError, match=f"first state .*'own' {message}"):
         rule.start(2.0**16)
 
 

@@ -60,13 +60,13 @@ def assert_says(message, problem, remedy, where_it_is):
 
 BRANCH = ("has an 'if', 'and', 'or', 'not' or 'while' on a value", r"Use where\(condition, a, b\), & \| and ~")
 OTHER = r"Use \+ - \* / //, comparisons, .*argmin, take and tabulate of mindformers_adaptive.rules"
-NUMBER = ("needs a value as a Python number, which is known only in training", OTHER)
+NUMBER = ("needs a value .*Python number", OTHER)
 AROUND = r"Write int32\(...\) or float32\(...\) around"
-FOREIGN = ("has .* of type .*, which is no int, float or bool", "Convert it")
-KEEP = "Keep in the state what the next step needs"
+FOREIGN = ("has .* of type .* no int, float or bool", "Convert it")
+KEEP = "Keep in the state"
 HAS = ", ".join(["loss_scale", "exponent", "clean", "mean", "vec", "a", "b", "skipped_steps", "consecutive_overflows"])
 REPLACED = ", ".join(HAS.split(", ")[:-2])
-TABULATE = r"(Return a tuple of int, in the range of int32 and always of the same length|calls tabulate\(\) with)"
+TABULATE = r"(Return a tuple of int, .*int32 .*same length|calls tabulate\(\) with)"
 
 # For each error message: its problem, its remedy, and statements of a rule's step that cause the error (split at ;;).
 REFUSED = {
@@ -154,31 +154,31 @@ REFUSED = {
         x = np.dot(v, v) ;; x = np.add.reduce(v) ;; x = np.multiply.outer(v, v) ;; x = np.argmin(v) ;; x = np.round(s)
         x = np.add(s, 1, where=o) ;; x = np.add(s, 1, out=np.zeros(()))
     """,
-    ("indexes a vector by a computed value", r"Use take\(vector, index\)"): "x = v[n] ;; x = v[o] ;; x = v[v > 1]",
+    ("indexes a vector .*computed value", r"Use take\(vector, index\)"): "x = v[n] ;; x = v[o] ;; x = v[v > 1]",
     ("uses the index .*, which is no integer", r"For more elements use stack\(\[v\[0\], v\[1\]\]\)"): """
         x = v[1.0] ;; x = v[0:2] ;; x = v[:] ;; x = v[None] ;; x = v[...] ;; x = v["a"] ;; x = v[True] ;; x = v[0, 1]
     """,
     (r"uses index -?\d+ of a vector of length 3", "Use 0 to 2"): """
         x = v[3] ;; x = v[-4] ;; x = take(v, 5)
     """,
-    ("(indexes a number|uses a number as a vector)", "Only a vector.* has elements"): """
+    ("(indexes a number|uses a number .*vector)", "Only a vector.* has elements"): """
         x = s[0] ;; x, y = s ;; x = list(s) ;; x = len(s) ;; for x in s: pass ;; x = sum(s) ;; x = stack(s)
         x = [*n]
     """,
-    ("reads '(celan|pair|append|get|_replace)'", rf"but a state has only {HAS} and replace\(name=value\)"): """
+    ("reads '(celan|pair|append|get|_replace)'", rf"a state has only {HAS} and replace\(name=value\)"): """
         x = state.celan ;; x = state.pair ;; state.append(1) ;; x = state.get("clean")
         state._replace(clean=1) ;; x = getattr(state, "celan", s) ;; x = hasattr(state, "celan")
     """,
     (
         "reads '(overflows|loss_scale)'",
-        "of 'seen', which has only overflow, gradient_known, largest_gradient, max_safe_exponent. Use one of these",
+        "of 'seen', .*only overflow, gradient_known, largest_gradient, max_safe_exponent. Use one",
     ): """
         x = seen.overflows ;; x = seen.loss_scale
     """,
-    (r"assigns state\.clean, but a state cannot be changed", r"Return state\.replace\(clean=\.\.\.\)"): """
+    (r"assigns state\.clean, .*cannot be changed", r"Return state\.replace\(clean=\.\.\.\)"): """
         state.clean = 1 ;; state.clean += 1 ;; setattr(state, "clean", n)
     """,
-    ("sets '(overflow|largest_gradient|own)' in 'seen', which cannot change", "Use a variable of your own"): """
+    ("sets '(overflow|largest_gradient|own)' in 'seen', which cannot change", "Use a variable"): """
         seen.overflow = True ;; seen.largest_gradient = 1.0 ;; seen.own = s ;; seen.overflow |= s > 2
     """,
     (
@@ -228,7 +228,7 @@ REFUSED = {
         x = s * 1e-40 ;; x = s + 5e-324 ;; x = s - 1e-300 ;; x = s * (1e-30 * 1e-30) ;; x = maximum(s, -1e-39)
         state.replace(mean=2.0**-127)
     """,
-    ("has a constant that is NaN", "Mark a missing value by a number that cannot occur, such as -1"): """
+    ("has a constant .*NaN", "Mark a missing value by .* -1"): """
         x = s + math.nan ;; x = where(o, s, float("nan")) ;; state.replace(mean=math.nan) ;; x = maximum(s, np.nan)
     """,
     ("converts (nan|inf|-inf) to int32, which cannot represent it", "Use a finite number"): """
@@ -244,7 +244,7 @@ REFUSED = {
     ("calls stack.. with a vector, but stack.. takes numbers only", r"Unpack the vector: stack\(\[\*v, x\]\)"): """
         x = stack([v, v]) ;; x = stack([v, 1.0])
     """,
-    (r"uses count on bool of shape \(\)", r"Give count\(\) a vector of bool"): """
+    (r"uses count on bool .*shape \(\)", r"Give count\(\) a vector of bool"): """
         x = count(o) ;; x = count(s > 2) ;; x = count(True)
     """,
     (r"uses count on (float32|int32) of shape", r"Give count\(\) a vector of bool"): """
@@ -253,24 +253,24 @@ REFUSED = {
     (r"uses argmin on \w+ of shape", r"Give argmin\(\) a vector of float32"): """
         x = argmin(s) ;; x = argmin(n) ;; x = argmin(v > 1) ;; x = argmin([1, 2])
     """,
-    (r"calls take\(vector, index\) without a vector or an int32 index", r"Write take\(v, int32\(i\)\)"): """
+    (r"calls take\(vector, index\) without a vector .*int32 index", r"Write take\(v, int32\(i\)\)"): """
         x = take(s, n) ;; x = take(v, s) ;; x = take(v, o) ;; x = take(v, stack([n, n]))
     """,
     (
-        r"calls where\(\) with a condition that is no flag",
-        r"Write a comparison such as a > b, or stack\(\[...\]\) of flags",
+        r"calls where\(\) with a condition .* no flag",
+        r"Write a comparison .* a > b, or stack\(\[...\]\) of flags",
     ): """
         x = where(s, s, 1.0) ;; x = where(n, s, 1.0) ;; x = where(v, v, 1.0) ;; x = where(1, s, 1.0)
         x = where(None, s, 1.0) ;; x = where([True, False, o], v, 1.0)
         x = where(np.array([True, False, True]), v, 1.0) ;; x = where(state, s, 1.0) ;; x = where(seen, s, 1.0)
     """,
-    ("picks a state by a vector of flags", "Use one flag"): """
+    ("picks a state by .*vector of flags", "Use one flag"): """
         x = where(v > 1, state, state.replace(loss_scale=1.0))
     """,
     (r"calls where\(\) with only one state", "two states or two values"): """
         x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, s, state)
     """,
-    ("uses a list or tuple of values", r"Use stack\(\[...\]\) for a vector, or use only one of the values"): """
+    ("uses a list .*of values", r"Use stack\(\[...\]\) .*only one of the values"): """
         state.replace(vec=[s, s, 1.0]) ;; x = take([1.0, s], n) ;; x = v + (s, 1.0, 2.0) ;; x = count([o, True])
         state.replace(clean=tabulate(lambda n: (n, n), n=(n, 0, 3))) ;; x = argmin([s, s])
     """,
@@ -298,7 +298,7 @@ REFUSED = {
         x = tabulate(lambda n: (1,), n=(n, n, 3))
         x = tabulate(lambda n, m: (1,), n=(n, 0, 300), m=(n, 0, 300))
     """,
-    ("sets loss_scale and also uses exponent, the log2 of loss_scale", "Use only one of the two"): """
+    ("sets loss_scale and .* exponent, .*loss_scale", "Use only one"): """
         return state.replace(exponent=state.exponent - 1, loss_scale=s / 2)
         return state.replace(loss_scale=s / 2, clean=state.exponent)
         return where(o, state.replace(exponent=1), state.replace(loss_scale=s * 2))
@@ -312,16 +312,16 @@ REFUSED = {
         self.kept = s ;; self.kept = getattr(self, "kept", 0) + 1 ;; self.factor = 2.0 ;; self.min_loss_scale = 4.0
         setattr(self, "kept", []) ;; self.state = {}
     """,
-    ("uses a value of another call", KEEP): """
+    ("uses a value .*another call", KEEP): """
         KEPT.append(s); x = s + KEPT[0] ;; KEPT.append(v); x = stack([s, KEPT[0][0]])
         KEPT.append(o); x = where(KEPT[0], s, 1.0) ;; KEPT.append(n); x = int32(KEPT[0])
         Own.kept = getattr(Own, "kept", s); return state.replace(loss_scale=Own.kept)
         KEPT.append(state); x = KEPT[0].clean + n
     """,
-    ("returns the state of another call", r"Return state.replace\(...\) of the argument 'state'"): """
+    ("returns the state .*another call", r"Return state.replace\(...\) of the argument 'state'"): """
         KEPT.append(state); return KEPT[0] ;; KEPT.append(state.replace(mean=s)); return KEPT[0]
     """,
-    ("does something else when it is called again", "Let it depend on its arguments only"): """
+    ("does something else .*called again", "on its arguments only"): """
         return state.replace(mean=random.random()) ;; return state.replace(mean=s * random.gauss(0, 1))
         return state.replace(mean=np.random.rand() + s) ;; return state.replace(mean=s * (1 + time.time()))
         return state.replace(mean=s * time.perf_counter())
@@ -339,14 +339,14 @@ REFUSED = {
     ("has the list .* in place of a number", r"For a vector use stack\(\[...\]\)"): """
         x = where(o, [1.0, 2.0], [2, 3]) ;; x = v + [[1.0, 2.0, 3.0]] ;; x = float32([1, 2]) ;; x = argmin([[s, s]])
     """,
-    ("uses the attribute '\\w+', which a value in a step does not have", r"Use \+ - \* / //, comparisons"): """
+    ("uses the attribute '\\w+', which .* not have", r"Use \+ - \* / //, comparisons"): """
         x = s.astype(1) ;; x = v.sum() ;; x = v.T ;; x = s.item() ;; x = statistics.mean(v)
     """,
-    ("assigns an element of a vector", r"Make another vector by stack\(\[...\]\)"): "v[0] = 1.0 ;; v[o] = s",
-    ("looks a value up in a set or a dict", "Compare it by ==, or use tabulate"): """
+    ("assigns an element .*vector", r"Make another vector by stack\(\[...\]\)"): "v[0] = 1.0 ;; v[o] = s",
+    ("looks a value up .* dict", "Compare it by ==, or use tabulate"): """
         x = s in {1.0, 2.0} ;; x = {0: 1, 1: 2}.get(n, 3) ;; x = len({n, n + 0}) ;; x = {n: 1}
     """,
-    (r"creates a rule or calls its step\(\)", r"Create rules in the constructor and call next_state\(\)"): """
+    (r"creates a rule or .*step\(\)", r"Create rules in the constructor .*next_state\(\)"): """
         x = Own() ;; x = Own().next_state(state, seen) ;; x = self.start(1.0) ;; x = self.step(None, False)
     """,
 }
@@ -378,13 +378,13 @@ def test_forbidden_parts_of_a_step_are_refused_with_their_line(tmp_path, problem
         ("sys.exit(3)", "SystemExit: 3"),
         ("x = self.nothing", "AttributeError: 'Own' object has no attribute 'nothing'"),
         ("x = state['clean']", "TypeError: '.*State' object is not subscriptable"),
-        ("a, b = v", "ValueError: too many values to unpack"),
+        ("a, b = v", "ValueError: too many values"),
         ("x = where(o, s)", r"TypeError: where\(\) missing 1 required positional argument: 'y'"),
         ("x = minimum(s, 1, 2)", r"TypeError: minimum\(\) takes 2 positional arguments but 3 were given"),
         ("state.replace({'clean': 1})", r"TypeError: .*replace\(\) takes 1 positional argument but 2 were given"),
         ("x = tabulate(lambda n: (1 // 0,), n=o)", "ZeroDivisionError"),
         ("x = tabulate(lambda m: (1,), n=o)", "TypeError: .*unexpected keyword argument 'n'"),
-        ("x = math.ldexp(1.0, state.exponent)", "TypeError: Expected an int as second argument to ldexp"),
+        ("x = math.ldexp(1.0, state.exponent)", "TypeError: Expected an int .*ldexp"),
         ("x = itertools.islice([1, 2], n)", "ValueError: Stop argument for islice"),
         ("x = f'{s:.3f}'", "TypeError: unsupported format string"),
         ("f = lambda x: f(x); f(s)", "RecursionError: maximum recursion depth exceeded"),
@@ -471,23 +471,20 @@ def described(**names):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        *(
-            ({"name": name}, r"must have a name of letters.*such as name = 'halve'")
-            for name in ("", "a b", "a.b", "../x", 7)
-        ),
-        ({"name": None}, "must have a name of letters"),
+        *(({"name": name}, r"must have a name .*letters.* name = 'halve'") for name in ("", "a b", "a.b", "../x", 7)),
+        ({"name": None}, "must have a name .*letters"),
         *(
             ({"state": {"x": kind}}, "has 'x' as .* Write int32 or float32, .* or a dict such as")
             for kind in (int, bool, "int32", np.int32, 0, None, [], {}, {"a": int32, "b": float32}, {"a": {"b": int32}})
         ),
         ({"state": {"x": {"a": int32[2]}}}, "has 'x' as .* Write int32 or float32"),
-        *(({"state": state}, "must have 'state' as a dict of names and dtypes") for state in (["x"], None, int32, 7)),
+        *(({"state": state}, "must have 'state' as a dict") for state in (["x"], None, int32, 7)),
         *(
-            ({"state": {key: int32}}, "must be a name of letters, digits and '_'")
+            ({"state": {key: int32}}, "in its state, .*name of letters, digits")
             for key in ("a b", "_a", "lambda", 7, "")
         ),
         *(
-            ({"state": {key: int32}}, f"has '{key}' in its state, a name that is taken. Choose another one")
+            ({"state": {key: int32}}, f"has '{key}' in its state, .*taken. Choose another")
             for key in (
                 "loss_scale",
                 "exponent",
@@ -499,10 +496,10 @@ def described(**names):
                 "step",
             )
         ),
-        ({"state": {"x": {"cur_iter": int32}}}, "has 'cur_iter' in its state, a name that is taken"),
-        ({"state": {"x": {"a": int32}, "y": {"a": int32}}}, "has 'a' in its state, a name that is taken"),
-        ({"state": {"x": {"a": int32}, "a": int32}}, "has 'a' in its state, a name that is taken"),
-        ({"state": {"x": {"y": int32}, "y": {"z": int32}}}, "has 'y' in its state, a name that is taken"),
+        ({"state": {"x": {"cur_iter": int32}}}, "has 'cur_iter' in its state, .*taken"),
+        ({"state": {"x": {"a": int32}, "y": {"a": int32}}}, "has 'a' in its state, .*taken"),
+        ({"state": {"x": {"a": int32}, "a": int32}}, "has 'a' in its state, .*taken"),
+        ({"state": {"x": {"y": int32}, "y": {"z": int32}}}, "has 'y' in its state, .*taken"),
         *(
             (
                 {"needs_gradients": needs_gradients},
@@ -511,10 +508,10 @@ def described(**names):
             for needs_gradients in (("largest_gradient",), None, 1, "True")
         ),
         ({"signals": ("largest_gradient",)}, "has 'signals'.* needs_gradients = True"),
-        ({"recorded": ("x",)}, "has 'x' in 'recorded', but its state has no number of that name"),
+        ({"recorded": ("x",)}, "has 'x' in 'recorded', .*no number of that name"),
         (
             {"recorded": ("x",), "state": {"x": {"a": int32}}},
-            "has 'x' in 'recorded', but its state has no number of that name",
+            "has 'x' in 'recorded', .*no number of that name",
         ),
         ({"recorded": None}, "must have 'recorded' as a tuple of names"),
         ({"recorded": ([],)}, "must have 'recorded' as a tuple of names"),
@@ -566,7 +563,9 @@ def test_argument_named_like_a_cells_or_a_sections_is_refused(name):
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True, "2", None, (2, 3), 10**12])
 def test_a_vector_has_a_length(length):
-    with pytest.raises(ValueError, match=r"float32\[...\] must have one length, an integer from 1 to 65536, but got"):
+    with pytest.raises(
+        ValueError, match=rf"float32\[...\] must have one length, .* 65536, but got {re.escape(repr(length))}\. "
+    ):
         _ = float32[length]
 
 
@@ -703,7 +702,7 @@ def test_chance_is_noticed_in_every_rule(tmp_path):
             return state.replace(loss_scale=state.loss_scale * (1.0 + self.share * random.random()))
 
     Noise(0.0)
-    with pytest.raises(ValueError, match=r"does something else when it is called again\. Let it depend on its"):
+    with pytest.raises(ValueError, match=r"does something else .*called again\. .* on its arguments"):
         Noise(0.5)
 
 

@@ -53,7 +53,7 @@ def test_what_a_link_points_to_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("", "must be a file, but is a folder"), ("missing/a.txt", "can be written, but: No such file")]
+    ("name", "why"), [("", "must be a file, .*is a folder"), ("missing/a.txt", "can be written, .*: No such file")]
 )
 def test_a_place_that_takes_no_file_is_named(tmp_path, name, why):
     target = tmp_path / name
@@ -65,5 +65,5 @@ def test_a_place_that_takes_no_file_is_named(tmp_path, name, why):
 
 def test_file_where_a_folder_is_needed_is_an_error(tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(FileExistsError, match=r"folder of the output file cannot be created: File exists.*run/a\.png"):
+    with pytest.raises(FileExistsError, match=r"folder of the output file .*: File exists.*run/a\.png"):
         make_folder_of(tmp_path / "run" / "a.png")
