@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         int, the exit code.
     """
-    # `2>&-` in a shell closes standard error, so sys.stderr is None. print() would send messages to standard output.
+    # If a shell closes standard error (`2>&-`), sys.stderr is None. print(file=None) would write error messages to
+    # standard output, so discard them instead.
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         # Import the program inside the try block, because a user may press Ctrl-C during the import.

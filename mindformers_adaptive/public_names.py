@@ -13,9 +13,9 @@ __all__ = ["PUBLIC", "lazy_names"]
 
 _PACKAGE = "mindformers_adaptive"
 
-# Under each title of the API reference: public names without the prefix "mindformers_adaptive.", and the modules that
-# define the names. "wrapper" and "rules" import their public names at once instead of on first use, because these two
-# modules exist only for these names.
+# The titles of the API reference. Under each title: public names without the prefix "mindformers_adaptive.", each with
+# the module that defines it. The modules "wrapper" and "rules" serve only to offer such names, so these two modules
+# import the names at once, not on first use.
 PUBLIC: dict[str, dict[str, str]] = {
     "Update cells": {
         "AdaptiveLossScaleUpdateCell": "cells.update_cells",

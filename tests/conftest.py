@@ -254,7 +254,7 @@ def with_exit_code(expected, finished):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Return a function that makes a folder for a compiled graph; for equal arguments, it returns the same folder."""
+    """Return a function that makes a folder for a compiled graph. Calls with equal arguments get the same folder."""
     return functools.cache(lambda *_: tmp_path_factory.mktemp("compiled"))
 
 

@@ -114,7 +114,8 @@ def free_modules():
         for module, file in MODULES.items()
     }
     graph = {module: {*own_modules(names)} - {module} for module, names in imports.items()}
-    # MindFormers imports the module adaptive_loss_scaling to register all classes, so this module needs MindSpore.
+    # The module adaptive_loss_scaling calls register() when it is imported, and register() loads MindSpore. The imports
+    # in the module's source do not show this.
     heavy = {"register_path.adaptive_loss_scaling"}
     for module in graphlib.TopologicalSorter(graph).static_order():
         outside = {name.partition(".")[0] for name in imports[module]}
@@ -151,7 +152,7 @@ for module in sys.argv[1:]:
 
 
 def test_plain_python_stays_free_of_mindspore(run_python):
-    """One interpreter imports all plain-Python modules, and names the first module that loads MindSpore."""
+    """A single Python process imports all plain-Python modules, and prints the first module that loads MindSpore."""
     modules = [f"mindformers_adaptive.{module}".rstrip(".") for module in sorted(free_modules())]
     assert len(modules) > 60
     assert run_python("-c", REPORT, *modules).stdout == ""

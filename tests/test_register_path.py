@@ -22,7 +22,7 @@ def register_path(run_python):
 
 def test_the_command_does_without_mindspore(run_python):
     imported = run_python("-X", "importtime", "-m", "mindformers_adaptive.register_path").stderr
-    # Python must list the import of this package. Otherwise the list may be empty, and the next check always passes.
+    # Python's list of imported modules must contain this package. With an empty list, the next check would always pass.
     assert re.search(r"\| +mindformers_adaptive$", imported, re.MULTILINE)
     assert not re.search(r"\| +(mindspore|mindformers|numpy)\b", imported)
 
@@ -69,7 +69,8 @@ print(state["skipped_steps"], state.get("largest_gradient"))
     ("cell", "arguments", "printed"),
     [
         ("AdaptiveLossScaleUpdateCell", {"scale_factor": 2, "scale_window": 20, "hysteresis": 2}, "1 None"),
-        # The loss is the mean of squares of 1 + 1, so the gradient is 2 * 2 * 1 before clipping.
+        # Each output is 1 + 1 = 2, and the loss is the mean of the squared outputs. So the gradient before clipping is
+        # 2 * output * input = 2 * 2 * 1.
         (GUIDED, {}, "1 4.0"),
     ],
 )

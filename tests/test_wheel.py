@@ -121,7 +121,7 @@ def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith("METADATA")]
         lines = archive.read(metadata).decode().splitlines()
-        # The position of the license file in the folder depends on the version of setuptools.
+        # Search for the license file, because its place in the package's metadata depends on the version of setuptools.
         (license_file,) = [name for name in archive.namelist() if name.endswith("LICENSE")]
         assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
     required = {}
@@ -214,8 +214,8 @@ def test_checkpoints_that_need_a_package_say_what_to_install(run_bare, tmp_path,
     assert f"A .{ending} file needs {package}, which is not installed." in finished.stdout + finished.stderr
 
 
-# Prints the public names that can be imported without MindSpore, and the errors for the other names and for the module
-# wrapper.
+# This program prints the public names that can be imported without MindSpore. For each other public name, and for the
+# module ``wrapper``, it prints the error.
 PUBLIC_NAMES = """
 import importlib
 import mindformers_adaptive

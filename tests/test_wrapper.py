@@ -173,7 +173,7 @@ def test_without_loss_scaling_no_step_is_skipped(mode):
 
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):
-    """Compiling a train-step cell for Ascend fails on a CPU, because it uses MindSpore's Ascend overflow detection."""
+    """A CPU cannot compile a train-step cell for Ascend, because the cell has MindSpore's Ascend overflow detection."""
     monkeypatch.setattr(train_step, "context", types.SimpleNamespace(get_context=lambda name: "Ascend"))
     step = Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
     with pytest.raises(RuntimeError, match="NPUGetFloatStatusV2"):

@@ -39,7 +39,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
         history_size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
         factor = getattr(rule, "scale_factor", 2)
-        # The scale_factor of a user's rule may have any type.
+        # The scale_factor of a user's rule may have any type, so use 2 if it is not a number.
         factor = factor if isinstance(factor, (int, float)) else 2
         super().__init__(start.loss_scale, factor, getattr(start, "scale_window", 1))
         self.rule = rule

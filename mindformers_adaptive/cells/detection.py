@@ -62,8 +62,9 @@ class LargestGradient(nn.Cell):
             each = each * self.largest_gradient
         # Replace NaN by inf, because ReduceMax may drop a NaN but never drops an inf.
         is_finite = ops.logical_and(ops.less_equal(each, self.largest_float32), without_nan)
-        # Do not read the shape of the stacked gradient maxima: with pipeline stages it still counts the gradients of
-        # the other stages. Do not call Reshape: semi-automatic parallelism would take it for an operator of the model.
+        # Do not read the shape of the stacked gradient maxima: with pipeline stages, this shape also counts the
+        # gradients of the other stages. Do not call Reshape either: semi-automatic parallelism would treat the call as
+        # an operator of the model.
         largest = _reduce_max_of_one_element(ops.select(is_finite, each, self.infinite))
         if self.is_distributed:
             largest = self.collect(largest)

@@ -84,7 +84,7 @@ class GraphStep:
 
 
 def _handed_on(results: Iterable[Value]) -> dict[int, set[str]]:
-    """Return a dict: for each traced value, by its position, the step inputs that the compiler may put in its place."""
+    """Return for the position of each traced value the step inputs by which the compiler may replace the value."""
     handed_on: dict[int, set[str]] = {}
     for value in needed_by(results):
         taken = (value.args[1:] if value.op == "where" else value.args) if value.op in _MAY_HAND_ON else ()

@@ -106,9 +106,9 @@ class RuleLossScaleManager(amp.LossScaleManager):
             return
         if self.rule.needs_gradients:
             raise RuntimeError(
-                f"{type(self).__name__} cannot follow a step by its overflow flag alone, because it needs the largest "
-                "gradient too. Give the manager to Model(..., loss_scale_manager=manager). In a training loop of your "
-                "own, use a loss scaler of this package. Or change to AdaptiveLossScaleManager."
+                f"{type(self).__name__} needs the largest gradient of each step, but update_loss_scale() gets only the "
+                "overflow flag. Give the manager to Model(..., loss_scale_manager=manager). In your own training loop, "
+                "use a loss scaler of this package, or AdaptiveLossScaleManager, which needs only the overflow flag."
             )
         before, counted = cell.rule_state(), cell.state()
         after = self.rule.step(before, bool(overflow))
@@ -117,7 +117,9 @@ class RuleLossScaleManager(amp.LossScaleManager):
         cell.write_rule_state(after, step, step if is_event else counted["last_overflow_iter"])
 
     def get_update_cell(self) -> Any:
-        """Return a new update cell that starts from this manager's state, and follow the new cell from then on.
+        """Return a new update cell that starts from this manager's state.
+
+        Once a train-step cell uses the new update cell, the manager reads and loads the state of this update cell.
 
         Returns:
             Cell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
@@ -131,14 +133,16 @@ class RuleLossScaleManager(amp.LossScaleManager):
         if is_stock and self.rule.needs_gradients:
             raise ValueError(
                 f"'loss_scale_manager' {type(self).__name__} needs a train-step cell that measures the largest "
-                "gradient, but MindSpore is building its own train-step cell, which does not. Call "
-                "mindformers_adaptive.enable_loss_scale_on_cpu() before you create the Model, on every device, and use "
-                "neither boost_level nor pipeline stages nor gradient accumulation with this manager."
+                "gradient, but MindSpore is building its own train-step cell, which does not measure it. Call "
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before you create the Model; every device needs this "
+                "call, not only a CPU. With this manager, do not use boost_level, pipeline stages or gradient "
+                "accumulation."
             )
         if is_stock and context.get_context("device_target") == "CPU":
             raise ValueError(
-                f"'loss_scale_manager' must be None with MindSpore alone on CPU, but got {type(self).__name__}. Call "
-                "mindformers_adaptive.enable_loss_scale_on_cpu() before you create the Model."
+                "'loss_scale_manager' must be None with MindSpore's own train-step cell on a CPU, but got "
+                f"{type(self).__name__}. Call mindformers_adaptive.enable_loss_scale_on_cpu() before you create the "
+                "Model."
             )
         present = self._present_cell
         cell = self.cell_class._for_rule(self.rule, present.rule_state())

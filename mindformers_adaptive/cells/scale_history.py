@@ -64,8 +64,8 @@ class ScaleHistory(nn.Cell):
         """Return the steps after ``since`` that the ring buffer holds, up to ``last``, in order and without gaps."""
         scales, counts, index = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
         newest_first = []
-        # Go back through the ring buffer while the step numbers match. If an earlier state was restored, the rows
-        # before hold steps that were undone.
+        # Read the ring buffer backwards as long as the step number falls by 1 from row to row. Stop at another number:
+        # the older rows hold steps that were undone when an earlier state was restored.
         for step in range(last, max(since, last - self.size), -1):
             index = (index - 1) % self.size
             row = dict(zip(self.names_of_counts, counts[index].tolist(), strict=True))

@@ -19,10 +19,10 @@ from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 __all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer"]
 
-# If the largest gradient is still 0 after this many steps, it is not measured: overflowed gradients would give inf.
+# If the largest gradient is still 0 after this many steps, warn that it is not measured: measured values exceed 0.
 _STEPS_BEFORE_CHECK = 5
 
-# The mixin's base is Any, so that type checkers accept attributes of MindSpore's cell, a base of each subclass.
+# For type checkers, the base class of the mixin is Any, so that they accept attributes that MindSpore's cell defines.
 _Base: Any = object
 
 
@@ -60,7 +60,7 @@ class LossScaleTrainStep(_Base):
         True
     """
 
-    # Give MindSpore's method a second name. In a graph, super() in an overriding method calls the overriding method.
+    # Call MindSpore's method by this second name: in a graph, super() would call the overriding method itself again.
     stock_overflow_status = nn.TrainOneStepWithLossScaleCell.get_overflow_status
     # Whether overflows are detected in gradients that have already been clipped.
     clips_before_detection = False
@@ -74,8 +74,8 @@ class LossScaleTrainStep(_Base):
         except TypeError as error:
             names = ", ".join(inspect.signature(stock_init).parameters)
             raise TypeError(
-                f"{type(self).__name__} {error}. Its arguments are {names}. In a MindFormers YAML file use the type "
-                "MFTrainOneStepCell under 'runner_wrapper'."
+                f"{type(self).__name__} {error}. The arguments of this cell are {names}. In a MindFormers YAML file, "
+                "use the type MFTrainOneStepCell under 'runner_wrapper': it takes the arguments of MindFormers' cell."
             ) from error
         if "scale_sense" in arguments:
             _require_update_cell(arguments["scale_sense"])
@@ -83,8 +83,8 @@ class LossScaleTrainStep(_Base):
         stock_init(*args, **kwargs)
         if getattr(self, "use_skip_data_by_global_norm", False) and not self.use_clip_grad:
             raise ValueError(
-                "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', because only clipping calculates "
-                "the norm of the gradients, but got False. Set it to True; a large 'max_grad_norm' clips nothing."
+                "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', but is False: only clipping "
+                "computes the gradient norm. Set it to True. To avoid clipping, also set a very large 'max_grad_norm'."
             )
         if any(weight.dtype in HALF_PRECISION for weight in self.weights):
             self._unscale_in_float32()
@@ -108,10 +108,10 @@ class LossScaleTrainStep(_Base):
             learning_rate.name = "returned_learning_rate"
 
     def _unscale_in_float32(self) -> None:
-        """Divide FP16 and BF16 gradients by the loss scale in float32, if the stock ``construct`` does the division."""
+        """Divide FP16 and BF16 gradients in float32, unless a user's ``construct`` calls ``hyper_map`` itself."""
         construct = type(self).construct
         is_stock = construct is nn.TrainOneStepWithLossScaleCell.construct
-        # A construct() method that a user wrote may call hyper_map for other tensors, such as averages of the weights.
+        # Keep hyper_map if a user's construct() calls it, perhaps for averages of the weights instead of gradients.
         if is_stock or "hyper_map" not in construct.__code__.co_names:
             self.hyper_map = MapInFloat32()
             self.grad_reducer = GradientReducer(self.grad_reducer, [weight.dtype for weight in self.weights])
@@ -127,12 +127,12 @@ class LossScaleTrainStep(_Base):
         elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
             self.measures_at_detection = True
         else:
-            # In a graph, the user's get_overflow_status() cannot measure the largest gradient. So measure it before.
+            # In a graph, the user's get_overflow_status() cannot measure the largest gradient. So measure it first.
             self.own_overflow_status = self.get_overflow_status
             self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
 
     def _tells_divisor(self) -> bool:
-        """Return whether each step reports a second divisor of the gradients, besides the loss scale."""
+        """Return whether each step also divides the gradients by the number of tokens, and reports this number."""
         if getattr(self, "calculate_per_token_loss", False):
             raise TypeError(
                 f"{type(self).__name__} must be a subclass of PerTokenTrainStep, because 'calculate_per_token_loss' is "
@@ -173,7 +173,7 @@ class LossScaleTrainStep(_Base):
         return self.own_overflow_status(status, compute_output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Check the state now: a checkpoint may be loaded after set_train(), or set_train() may never be called.
+        # Check a restored state before the first step too: set_train() may have run before the restore, or not at all.
         if not self._is_running:
             _check_and_report(self, at_first_step=True)
         self._is_running = True
@@ -226,7 +226,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
     ``grads_for_mcore`` must call ``measure_largest_gradient.keep_divisor(divisor)``.
     """
 
-    # Subclasses set these to methods of MindFormers' cell. Older versions of MindFormers do not have these methods.
+    # A subclass sets these attributes to methods of MindFormers' cell, or to None if MindFormers' version lacks them.
     stock_grads_for_legacy: Any = None
     stock_grads_for_mcore: Any = None
 
@@ -240,7 +240,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
         return stock is not None and getattr(self, "calculate_per_token_loss", False)
 
     def grads_for_legacy(self, scaling_sens: Any, *inputs: Any) -> tuple[Any, Any, Any]:
-        """Call this method of MindFormers' own train-step cell, and remember the divisor of the gradients.
+        """Call ``grads_for_legacy`` of MindFormers' own train-step cell, and store the divisor of the gradients.
 
         Args:
             scaling_sens (Tensor): the loss scale, float32 of shape ().
@@ -295,7 +295,7 @@ def _has_fixed_scale(train_step: Any) -> bool:
 
 
 def refuse_dividing_optimizer(optimizer: object) -> None:
-    """Raise ValueError if an optimizer divides gradients by a loss scale, which the train-step cell already does."""
+    """Raise ValueError if an optimizer divides gradients by a loss scale: the train-step cell already divides them."""
     divided_by = getattr(optimizer, "loss_scale", 1.0)
     if divided_by != 1.0:
         raise ValueError(
@@ -366,9 +366,9 @@ def _warn_if_not_measured(train_step: Any) -> None:
     if float(update_cell.largest_gradient.asnumpy()) == 0:
         warnings.warn(
             f"The largest gradient is still 0 after {_STEPS_BEFORE_CHECK} steps, so {type(update_cell).__name__} does "
-            f"not know how large the gradients are. In 'construct' of {name}, call "
-            "self.get_overflow_status(status, gradients), which measures the gradients, before any clipping and with "
-            "unscaled gradients. Or use AdaptiveLossScaleUpdateCell, which needs no measurement.",
+            f"not know how large the gradients are. In 'construct' of {name}, first divide the gradients by the loss "
+            "scale, then call self.get_overflow_status(status, gradients), which measures them, and clip them only "
+            "after that. Or use AdaptiveLossScaleUpdateCell, which needs no measurement.",
             stacklevel=3,
         )
 
@@ -388,7 +388,7 @@ def _keep_fixed_scale(train_step: Any) -> None:
 
 
 def _report_cell(update_cell: Any, loss_scale: float, state: Mapping[str, Any]) -> None:
-    """Log from which package the update cell is, because MindFormers has an update cell of the same name."""
+    """Log the update cell and its package, because MindFormers has an update cell of the same name."""
     cls = type(update_cell)
     name = "a fixed scale" if update_cell is None else f"{cls.__name__} of {cls.__module__.partition('.')[0]}"
     if cls.__name__ == "RuleLossScaleUpdateCell":

@@ -50,13 +50,13 @@ class RuleUpdateCell(CompiledUpdateCell):
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
         self.form = form_of(rule)
-        # The run number and the checksum of the state's layout are Parameters, because checkpoints restore only these;
-        # no graph reads them. Both numbers are negative until training begins, so saved numbers are never negative.
+        # Store the run number and the checksum of the state's layout as Parameters, because checkpoints restore only
+        # Parameters. Until training begins, both numbers are negative, unlike saved numbers.
         self.loss_scaling_run = _new_parameter(RUN, -1)
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
         # The number of the training step whose loss scale is in loss_scale_value.
         self._known_step = 1
-        # The state that the host last wrote or checked, and whether this cell has stepped since then (None: unknown).
+        # The cell's state when the host last set or checked it, and whether the cell has stepped since (None: unknown).
         self._last_seen = self._snapshot()
         self._has_stepped: bool | None = False
 
@@ -145,7 +145,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         """
         if not self._knows_loss_scale:
             raise RuntimeError(
-                "The update cell does not know its loss scale, because its train-step cell is not one of "
+                "The update cell does not know its loss scale, because its train-step cell is not from "
                 "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
             )
         return self.present_loss_scale
@@ -156,7 +156,7 @@ class RuleUpdateCell(CompiledUpdateCell):
 
     @property
     def run_number(self) -> int:
-        """int: the number of the run, by which it finds its records again; 0 until a callback sets it."""
+        """int: the number of the run, by which a resumed run finds its records; 0 until a callback sets the number."""
         return max(int(self.loss_scaling_run.asnumpy()), 0)
 
     @run_number.setter
@@ -219,7 +219,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return to_state_dict(self.rule, self.known_loss_scale(), self._values(), self.run_number)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Load the state before you make a train-step cell of another package.
+        """Continue from a saved state. Train-step cells of other packages copy the loss scale, so load the state first.
 
         Args:
             state_dict (dict): what ``state_dict()`` or ``mindspore.load_checkpoint`` returned, Megatron-LM's
@@ -292,7 +292,7 @@ class RuleUpdateCell(CompiledUpdateCell):
                 setattr(self, f"former_{name}", _new_parameter(name, -1))
 
     def check_state(self, *, at_first_step: bool = False) -> None:
-        """Replace restored values with which this update cell cannot continue; keep values that training has set.
+        """Replace restored values that do not fit the rule of this update cell; keep values that training computed.
 
         A checkpoint may come from another cell, or from this one with other arguments. Each change gives a warning
         that names the Parameter, its value and the value used instead. The start of training calls this; call it
@@ -348,9 +348,9 @@ class RuleUpdateCell(CompiledUpdateCell):
         """
         if flags.get("training") and not self.has_signal:
             raise TypeError(
-                f"{type(self).__name__} needs a train-step cell that gives it the largest gradient of each step. Use "
-                "one of mindformers_adaptive.wrapper, such as TrainOneStepWithLossScaleCell; in a train-step cell of "
-                "another kind, assign update_cell.largest_gradient in each step and call update_cell.declare_signal()."
+                f"{type(self).__name__} needs a train-step cell that measures the largest gradient of each step. Use a "
+                "cell of mindformers_adaptive.wrapper, such as TrainOneStepWithLossScaleCell. Or, in your own cell, "
+                "assign update_cell.largest_gradient in each step, and call update_cell.declare_signal()."
             )
         super().add_flags_recursive(**flags)
         if flags.get("training"):

@@ -68,7 +68,7 @@ class Source:
 
     @property
     def recorded(self) -> Measures | None:
-        """Measures, optional: the measures of the recorded run on its last steps; None if there is no such run."""
+        """Measures, optional: the measures of the recorded run's last steps; None if the trace is not from a run."""
         if self.run is None:
             return None
         trace = self.trace.last(MOST_STEPS_SWEPT)
@@ -144,8 +144,8 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
             gradient_format = source.trace.gradient_format
             if rule.needs_gradients and gradient_format != FLOAT16 and "gradient_format" not in texts[name]:
                 print(
-                    f"The gradients of {source.trace.name} are in {gradient_format.name}, but policy {name!r} takes "
-                    f"them for float16. Give the policy the parameter gradient_format={gradient_format.name}.",
+                    f"The gradients of {source.trace.name} are in {gradient_format.name}, but policy {name!r} assumes "
+                    f"float16. Give the policy the parameter gradient_format={gradient_format.name}.",
                     file=sys.stderr,
                 )
             if rule.needs_gradients and source.trace.largest_gradient is None:

@@ -48,7 +48,7 @@ def read_value(text: str) -> Any:
 
 
 def read_scale(text: str) -> float:
-    """Convert a text to a loss scale, or raise UsageError if it is not positive; a ``type`` for argparse."""
+    """Convert a text to a loss scale, or raise UsageError if it is not positive; the ``type`` of an argument."""
     with wrong_usage():
         return require_positive("SCALE", read_value(text))
 
@@ -66,14 +66,14 @@ def _read_integer(least: int, most: int, text: str) -> int:
 
 
 def read_source(text: str) -> str:
-    """Return the path of an input file or folder, or raise UsageError if it is empty; a ``type`` for argparse."""
+    """Return the path of an input file or folder, or raise UsageError if it is empty; the ``type`` of an argument."""
     if not text:
         raise UsageError("must name a file or folder, but is empty")
     return text
 
 
 def read_picture(text: str) -> str:
-    """Return a picture's file name, or raise UsageError if it cannot be used as such; a ``type`` for argparse."""
+    """Return the file name of a picture, or raise UsageError if it is invalid; the ``type`` of an argparse argument."""
     with wrong_usage():
         return require_file(str(require_picture(text)))
 

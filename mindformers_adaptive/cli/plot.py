@@ -169,7 +169,7 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
 
 
 def tell_apart(files: Iterable[str]) -> dict[str, str]:
-    """Return a short name for each file: the part of its path that the files do not have in common.
+    """Return a short name for each file: its path without the leading and trailing parts that all the paths share.
 
     Examples:
         >>> tell_apart(["runs/64/record.jsonl", "runs/512/record.jsonl"])

@@ -77,7 +77,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, picture: str = "") -> N
 
 
 def run(options: argparse.Namespace) -> None:
-    """Sweep over loss scales, and print the tables and what the gradients lose at the lowest loss scale."""
+    """Sweep over loss scales. Print tables of the gradients, and how much of them is lost at the lowest loss scale."""
     from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES
 
     scales, parameters_at = options.loss_scales or DEFAULT_LOSS_SCALES, options.parameters

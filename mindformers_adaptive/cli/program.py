@@ -17,9 +17,9 @@ from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["COMMANDS", "main"]
 
-# The subcommands by the time at which a user needs them, each with a short description. A command is a module of this
-# package with add_arguments(parser), run(options), and a docstring, which is the help and ends with examples. A command
-# that accepts words unknown to argparse sets the default of `others` to a list.
+# The subcommands in the order in which a user needs them, each with a short description. A subcommand is a module of
+# this package with add_arguments(parser), run(options), and a docstring, which is its help and ends with examples. If a
+# subcommand accepts words that argparse does not know, its parser has the default others=[], which these words replace.
 _GROUPS = {
     "before a training": {
         "find": "[*] the loss scale to start from",
@@ -177,7 +177,7 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
 def _message(error: Exception) -> str:
     if isinstance(error, ImportError | OSError | RuntimeError | TypeError | ValueError) and str(error):
         return str(error)
-    # Put the type of any other error before its message: the message of a KeyError, for example, is only the key.
+    # For an error not listed above, put its type before its message: the message of a KeyError is only the key.
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     return f"{said}. Run the command again with --traceback to see where it comes from."
 

@@ -60,7 +60,7 @@ def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> None:
-    """Declare ``--config`` (in the group ``source`` if it is given), ``--register-path`` and ``--options``."""
+    """Add ``--config``, ``--register-path`` and ``--options``; add ``--config`` to the group ``source``, if any."""
     required = source is None
     (source or parser).add_argument("--config", type=_yaml_file, required=required, help="the YAML file of MindFormers")
     parser.add_argument(
@@ -105,7 +105,7 @@ def _yaml_file(text: str) -> str:
 
 def _folder(text: str) -> str:
     if not os.path.isdir(text):
-        raise UsageError(f"there is no folder {text!r}, seen from {os.getcwd()}")
+        raise UsageError(f"there is no folder {text!r} (current folder: {os.getcwd()}); correct the path")
     return text
 
 

@@ -31,7 +31,7 @@ _CANN = "ASCEND_HOME_PATH"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare nothing, as ``versions`` has no arguments."""
+    """Add no arguments to the parser, because ``versions`` takes no arguments."""
 
 
 def run(options: argparse.Namespace) -> None:

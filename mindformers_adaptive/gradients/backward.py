@@ -9,7 +9,7 @@ __all__ = ["backward_pass", "counts_for", "to_numpy"]
 
 
 def backward_pass(network):
-    """Return a cell that takes the loss scale and a batch, and returns the loss, the gradients and their divisor.
+    """Return a cell that maps a loss scale and a batch to the loss, the gradients and the divisor of the gradients.
 
     The gradients are as the train-step cell computes them: multiplied by the loss scale, and not yet divided by the
     scale or the divisor. The divisor is the number of tokens if the cell calculates a loss for each token, else 1.
@@ -39,8 +39,8 @@ def backward_pass(network):
             f"'network' must return its gradients, but {type(network).__name__} only adds them to its Parameters. "
             "Set 'parallel.enable_parallel_optimizer' to True in the YAML file, or measure without pipeline stages."
         )
-    # This package's train-step cells have a method grads_for_legacy even if MindFormers' cell, before 1.7, has no such
-    # method. So look at stock_grads_for_legacy first.
+    # Before version 1.7, MindFormers' cell has no method grads_for_legacy, but this package's train-step cells always
+    # have it. So look first at their attribute stock_grads_for_legacy, which holds None before version 1.7.
     if getattr(network, "stock_grads_for_legacy", getattr(network, "grads_for_legacy", None)) is not None:
         return _OfMindFormers(network)
     if getattr(network, "calculate_per_token_loss", False):
@@ -88,7 +88,7 @@ class _OfOneLoss(nn.Cell):
 
 
 def counts_for(progress):
-    """Return a function to call after each backward pass. It calls ``progress``, if any, with the passes so far."""
+    """Return a function to call after each backward pass. It calls ``progress``, if any, with the number of passes."""
     passes = itertools.count(1)
     return lambda: progress is not None and progress(next(passes))
 

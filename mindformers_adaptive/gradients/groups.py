@@ -13,9 +13,9 @@ MOST_GROUPS = 6
 _OTHERS = "others"
 _ORDER = ("embedding", "attention", "feed forward", "norm", "output")
 
-# The groups of Parameters, each with a pattern for Parameter names. The first pattern that matches counts. A norm may
-# be named after the next layer, as in attention_norm, so the group norm comes first. The last layer of a block may be
-# called output, so the group output comes last.
+# Groups of Parameters, each with a pattern for Parameter names. A Parameter belongs to the first group whose pattern
+# matches its name. A norm may be named after the next layer, as in attention_norm, so the group "norm" comes first. The
+# last layer of a block may be called output, so the group "output" comes last.
 _KINDS = (
     ("norm", r"norm|(^|[._])(ln|bn)\d*([._]|$)|\.(gamma|beta)$"),
     ("embedding", r"embed|(^|\.)w[tp]e(\.|$)"),

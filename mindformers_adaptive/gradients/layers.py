@@ -126,7 +126,7 @@ class LayerOutputs:
 
     @contextlib.contextmanager
     def _watched(self, enter, see, what, way):
-        """Within the block, run in PyNative mode, call ``enter`` before each layer, and ``see`` on each of its outputs.
+        """Run the block in PyNative mode; call ``enter`` before each layer, and ``see`` on each output of the layer.
 
         The Tensor that ``see`` returns replaces the output.
         """
@@ -158,8 +158,8 @@ class LayerOutputs:
                 yield
             except Exception as error:
                 raise LayerOutputsError(
-                    f"The {what} of 'layers' need a {way} pass in PyNative mode, but in this mode the network fails: "
-                    f"{error}. Leave out 'layers', or correct the network."
+                    f"To measure the {what} of 'layers', the network must run a {way} pass in PyNative mode, but the "
+                    f"pass failed: {error}. Leave out 'layers', or change the network so that it runs in PyNative mode."
                 ) from error
 
 

@@ -236,8 +236,9 @@ def _sweep(batch, scales, micro_batches, restore_random_state, done, backward, o
             # MindSpore raises a TypeError for BF16 on a CPU, with a stack trace in the message.
             if match := re.search(r"operator\[(\w+)\] fail.*?but get (input.*?)\n", str(error), re.DOTALL):
                 raise TypeError(
-                    f"{match[1]} does not take {match[2].rstrip('. ')} on this {get_context('device_target')}. Compute "
-                    "in float16 or float32, or measure on the device of the training."
+                    f"The operator {match[1]} does not support {match[2].rstrip('. ')} on this "
+                    f"{get_context('device_target')}. Compute in float16 or float32, or measure on the device on which "
+                    "you train."
                 ) from error
             raise
         # Divide the gradients of each micro-batch by this factor, so that their mean over the micro-batches is the
@@ -260,9 +261,9 @@ def _warn_if_random(at_scales):
     losses = np.array([ranges.loss for ranges in at_scales])
     if np.isfinite(losses).all() and np.ptp(losses) > _SAME_LOSS * np.abs(losses).max():
         warnings.warn(
-            f"The loss of one batch must be the same at every loss scale, but goes from {losses.min()} to "
-            f"{losses.max()}: the network draws random numbers outside of a Dropout cell. The shares of underflow "
-            "are not exact.",
+            f"The loss of one batch must be the same at every loss scale, but lies between {losses.min()} and "
+            f"{losses.max()}: the network draws random numbers outside of a Dropout cell. So the measured shares of "
+            "underflow are not exact. Switch this randomness off for the measurement.",
             stacklevel=4,
         )
 
@@ -277,7 +278,7 @@ def checked_loss_scales(loss_scales):
     if isinstance(loss_scales, str | Mapping) or not isinstance(loss_scales, Iterable):
         raise TypeError(
             f"'loss_scales' must be a list of numbers, but got {loss_scales!r} of type {type(loss_scales).__name__}. "
-            "Write [65536] for a single one."
+            "For a single loss scale, write [65536]."
         )
     scales = sorted({require_positive("loss_scales", scale) for scale in loss_scales})
     if not scales:

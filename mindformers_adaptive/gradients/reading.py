@@ -64,7 +64,7 @@ class Reading:
 
     @property
     def headroom(self) -> float:
-        """The powers of two by which the values may grow before overflow; 0 after overflow, inf if all values are 0."""
+        """By how many powers of two a tensor's values may grow before overflow; 0 after overflow, inf if all are 0."""
         if not self.finite:
             return 0.0
         # Subtract logarithms, because the quotient of limit and largest value may be too large for a float.

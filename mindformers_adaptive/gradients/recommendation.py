@@ -29,13 +29,14 @@ DEFAULT_MARGIN = 2
 
 # The margin below the ceiling, in powers of two, in formats whose numbers have at most three bits of mantissa. Measured
 # in FP8 and HiF8 by scripts/studies/formats_training.py: from a start three powers of two below the ceiling, the loss
-# scale reaches the ceiling after three windows of 20 steps. If the ceiling falls a little, as with the handwritten
-# digits, this start skips 2 of 100 steps. A start four powers of two below the ceiling skips at most 1.
+# scale reaches the ceiling after three windows of 20 steps. In the training on handwritten digits, the ceiling falls a
+# little, so a start three powers of two below the ceiling skips 2 of 100 steps. A start four powers below skips at
+# most 1.
 COARSE_MARGIN = 4
 
-# Powers of two to add to the margin below the ceiling if a Parameter has no gradient yet. Measured on the task of
-# scripts/studies/worth_it.py whose last layer starts at 0: when the other layers begin to train, the ceiling falls. A
-# start with the default margin alone skips up to 2 of 100 steps.
+# Powers of two to add to the margin below the ceiling if a Parameter has no gradient yet. One task in
+# scripts/studies/worth_it.py, in which the last layer starts at 0, shows why: when the other layers begin to train, the
+# ceiling falls. A start with the default margin alone then skips up to 2 of 100 steps.
 UNKNOWN_MARGIN = 2
 
 # The share of a gradient that a training can lose without harm. Measured on the tasks of scripts/studies/worth_it.py:
@@ -47,8 +48,9 @@ HARMLESS_SHARE = 0.2
 # to 2**2.8 before the rest of the pass overflows. If a gradient exceeds the largest FP16 number by a factor of more
 # than 8, the pass does not compute in FP16.
 _BEYOND = 8.0
-# If a backward pass in FP16 does not overflow even at a loss scale of 2^32, its gradients are so small that it loses
-# more than this share of a Parameter's gradient at a loss scale of 1.
+# A backward pass that does not overflow even at a loss scale of 2^32 has very small gradients. In FP16, such a pass
+# would lose more than this share of a Parameter's gradient at a loss scale of 1. If the pass loses less, it does not
+# compute in FP16.
 _NOTHING = 1e-4
 
 _MOST_EVIDENCE = 3
@@ -106,7 +108,7 @@ class Verdict:
         return text
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields of the verdict as a dict of values that JSON can hold.
+        """Return the verdict on the loss scale as a dict of values that JSON can hold.
 
         Returns:
             dict[str, object], by the names of the attributes, with ``is_harmful``.
@@ -227,7 +229,7 @@ class LossScaleRecommendation:
         return "\n\n".join(filter(None, parts))
 
     def details(self) -> str:
-        """Return further evidence for the recommendation, and a table of what each group of gradients loses.
+        """Return more evidence for the recommended loss scale, and a table of the shares of gradients lost by group.
 
         Returns:
             str, of several lines.
@@ -343,8 +345,8 @@ def recommend_loss_scale(
     lowest = judge(ranges, scales[0])
     more = UNKNOWN_MARGIN if lowest.without_gradient else 0
     start = max(ceiling / 2.0 ** (margin + more), scales[0])
-    # A backward pass in float32 instead of the gradients' format can be recognized only if the gradients at the highest
-    # loss scale are larger than the largest number of this format.
+    # A backward pass may compute in float32, although the gradients should have a narrower format. This shows only if
+    # the gradients at the highest loss scale exceed the largest number of the narrower format.
     exceeds = is_highest and at_ceiling.largest > _BEYOND * ranges.gradient_format.largest
     is_in_format = not (exceeds and scales[0] <= 1 and (lowest.parameter_share or 0.0) <= _NOTHING)
     if not is_in_format:

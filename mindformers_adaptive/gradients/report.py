@@ -46,7 +46,7 @@ class ScaleRanges:
         return any(statistics.infs_and_nans for statistics in self.parameters.values())
 
     def unscaled(self) -> ScaleRanges:
-        """Return the statistics of the unscaled gradients, as the optimizer takes them, without histograms."""
+        """Return the statistics, without histograms, of the unscaled gradients, which the optimizer takes."""
         divisor = self.loss_scale * self.grad_scale_factor
         return replace(self, parameters={name: each.divided_by(divisor) for name, each in self.parameters.items()})
 

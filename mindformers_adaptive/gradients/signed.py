@@ -39,7 +39,7 @@ class SignedHistogram(NamedTuple):
         return self._replace(lowest=self.lowest / divisor, highest=self.highest / divisor)
 
     def quantiles(self, shares: Sequence[float]) -> NDArray[np.float64]:
-        """Return the quantiles for the given shares, as if the values in each bin were evenly spread.
+        """Return the quantiles at ``shares`` (0.5: the median), as if the values were evenly spread within each bin.
 
         Examples:
             >>> signed_histogram(np.linspace(-1.0, 3.0, 10001)).quantiles([0.25, 0.5]).round(2).tolist()
@@ -85,8 +85,8 @@ def merge_signed(histograms: Iterable[SignedHistogram | None]) -> SignedHistogra
     below = np.zeros(_BINS + 1)
     for part in parts:
         edges = part.edges
-        # Let the outer edges of each histogram be its lowest and highest value, so that no edge leaves the range of all
-        # histograms.
+        # If all values of a histogram are equal, its edges lie just around this value. So move the first and the last
+        # edge to the lowest and the highest value. Otherwise an edge could lie outside of the merged bins.
         edges[[0, -1]] = part.lowest, max(part.highest, edges[-2])
         below += np.interp(together.edges, edges, np.append(0, np.cumsum(part.counts)))
     below[-1] = sum(sum(part.counts) for part in parts)

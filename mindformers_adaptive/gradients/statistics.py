@@ -86,7 +86,7 @@ class ArrayStatistics:
         return replace(divided, histogram={}, signed=signed)
 
     def to_dict(self) -> dict[str, object]:
-        """Return a dict for JSON: all fields except ``lost`` and ``reference_norm``, and shares for some counts."""
+        """Return the fields for JSON: no ``lost`` or ``reference_norm``, but also shares such as ``zeros_share``."""
         plain = {name: value for name, value in vars(self).items() if name not in ("lost", "reference_norm")}
         return {
             **plain,

@@ -14,7 +14,9 @@ __all__ = ["LostUpdates", "lost_updates"]
 
 @dataclass(frozen=True)
 class LostUpdates:
-    """How many weights in float16 lose an update as large as the learning rate; updates of Adam are hardly ever larger.
+    """How many float16 weights stay the same after an update as large as the learning rate, because of rounding.
+
+    Updates of Adam are hardly ever larger than the learning rate.
 
     Attributes:
         learning_rate (float): the size of the updates.
@@ -61,8 +63,8 @@ def lost_updates(weights: Mapping[str, ArrayStatistics], learning_rate: float) -
 
 
 def _lost(weights: ArrayStatistics, update: float) -> int:
-    # Do not count an update of exactly half the distance to the next float16 number: it rounds to the even one of the
-    # two neighbouring numbers.
+    # Do not count an update of exactly half the distance to the next float16 number: the new weight is rounded to the
+    # even one of the two neighbouring numbers, so some weights change and some do not.
     lowest = int(math.log2(FLOAT16.smallest_normal))
     quanta = {exponent: FLOAT16.quantum(max(exponent, lowest)) for exponent in weights.histogram}
     of_zeros = weights.zeros if update < FLOAT16.smallest_subnormal / 2 else 0

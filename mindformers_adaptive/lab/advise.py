@@ -1,4 +1,4 @@
-"""Advice after a recorded run: a loss scale to start from, scale windows to use, or another cause to look for.
+"""Advice after a recorded run: a loss scale to start from, scale windows to use, or a cause outside loss scaling.
 
 Settings are recommended only if the log decides for at least 90 % of the replayed steps whether they are skipped. The
 replay must also save more than two skipped steps, whatever is assumed about the other steps. Costs are counted in
@@ -131,7 +131,7 @@ def advise(
 def _accepted(
     configuration: Configuration | None, traces: Sequence[Trace], recorded: Sequence[Measures]
 ) -> Settings | None:
-    """Return settings with their replay if they cost clearly less than the recorded run, else None.
+    """Return settings and replay if the replay costs clearly less than the run (skipped steps, headroom), else None.
 
     The log must also show, for most steps of the replay with the settings, whether the step overflows.
     """
@@ -145,14 +145,14 @@ def _accepted(
 
 
 def _bad_loss(run: RecordedRun) -> Iterator[Advice]:
-    """Advise to find the faulty layer if the loss is inf or NaN even before it is multiplied by the loss scale."""
+    """Advise searching for the faulty layer if the loss was inf or NaN even before the loss scale was applied."""
     if run.loss is not None and np.isinf(run.loss).any():
         why = "This is the loss before scaling: no loss scale can help."
         yield _to_the_layer(run, "loss", run.loss, np.isinf(run.loss), why)
 
 
 def _bad_gradients(run: RecordedRun) -> Iterator[Advice]:
-    """Advise to find the faulty layer if gradients were inf or NaN in applied steps or at a constant scale of 1."""
+    """Advise searching for the faulty layer if gradients were inf or NaN in applied steps, or at a loss scale of 1."""
     if run.gradient_norm is None:
         return
     bad = np.isinf(run.gradient_norm)
@@ -165,7 +165,7 @@ def _bad_gradients(run: RecordedRun) -> Iterator[Advice]:
 
 
 def _to_the_layer(run: RecordedRun, what: str, values: NDArray[np.float64], bad: NDArray[np.bool_], why: str) -> Advice:
-    """Return the advice to find the layer that makes the loss or the gradients inf or NaN in some steps."""
+    """Return the advice to search for the layer that makes the loss or the gradients inf or NaN in some steps."""
     steps, first = int(bad.sum()), int(run.step[np.argmax(bad)])
     known = counted(int(np.count_nonzero(~np.isnan(values))), "step")
     said = "loss" if what == "loss" else "norm of the gradients"
@@ -178,7 +178,7 @@ def _to_the_layer(run: RecordedRun, what: str, values: NDArray[np.float64], bad:
 
 
 def _collapse(run: RecordedRun) -> Iterator[Advice]:
-    """Advise to look at the model if many consecutive overflows show that no loss scale helps."""
+    """Advise checking the model if many consecutive overflows show that no loss scale helps."""
     positions = np.flatnonzero(run.position_known)
     step, scale = run.step[positions], run.loss_scale[positions]
     for first, last in consecutive_runs(np.flatnonzero(run.overflow[positions])).tolist():
@@ -209,7 +209,7 @@ def _look_at_the_model(run: RecordedRun) -> str:
 
 
 def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
-    """If the loss scale was always 1: advise to look at the model if steps overflowed, else ask if it is a BF16 run."""
+    """If the loss scale was always 1, advise checking the model after many overflows, else ask if it is in BF16."""
     if not _is_always_one(run):
         return
     skipped = run.skipped_bounds()[0]
@@ -241,7 +241,7 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
 
 
 def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
-    """Return advice to start from the highest scale that held, if over two steps were skipped before any scale held."""
+    """Return advice to start at a lower, safe loss scale, if more than two steps were skipped at the start."""
     first = float(forward_fill(run.loss_scale)[0])
     # A loss scale that is not a power of two would round FP16 gradients.
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
@@ -276,14 +276,15 @@ def _power_of_two_up_to(scale: float) -> float:
 
 
 def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Configuration | None:
-    """Return the cheapest settings with scale windows above ``largest``; None if the log tells too little about them.
+    """Return the cheapest settings whose scale windows exceed ``largest``; None if the log is not enough to judge any.
 
     The log must show, for most steps of a replay with the settings, whether the step overflows.
     """
     tried = [window for window in AdaptiveRule.tried["min_scale_window"] if window > largest]
     if not tried:
         return None
-    # Sort the scale windows by distance from the default: of settings with equal cost, min() takes the nearest to it.
+    # Sort the scale windows by distance from the default window. If several settings cost the same, min() takes the
+    # first of them, which is the nearest to the default.
     ordered = [
         sorted(tried, key=lambda window: abs(math.log(window / default)))
         for default in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
@@ -300,7 +301,7 @@ def _larger_window(
 ) -> list[Advice]:
     """Return advice to use larger scale windows if they save more skipped steps than their lost headroom costs."""
     rule, after = settings.configuration.rule, settings.measures[0]
-    # Leave out the skipped steps of the start-up: the advice to start lower already saves them.
+    # Do not count the steps skipped at the start of the run: the advice to start lower already avoids these skips.
     before = recorded.skipped - sum(advice.figures["saves_skipped_steps"] for advice in start)
     if before - after.skipped <= max(_TOLERABLE, DEFAULT_EXCHANGE_RATE / 1000 * recorded.steps):
         return []

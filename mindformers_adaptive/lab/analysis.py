@@ -134,7 +134,10 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
         trace = raise_ceilings(trace, run)
     require_steps(trace)
     if np.isnan(run.loss_scale).all():
-        raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that has some.")
+        raise ValueError(
+            f"The run {run.name!r} must have a known loss scale, but its log shows no loss scale in any step. Give a "
+            "log that contains loss scales."
+        )
     changes, used = changes_of(run), forward_fill(run.loss_scale)
     # Make a trace for each assumption about the ceilings. Only the ceilings are new arrays, and the traces share all
     # other arrays: copies of these would not fit into memory for a long run.
@@ -175,7 +178,7 @@ def _outcome_rows(
     settings: Settings | None,
     progress: Callable[[int], None] | None,
 ) -> list[dict[str, Any]]:
-    """Return a row of measures for the run and each policy, with the fewest and most skipped steps of all traces."""
+    """Return a row for the run and one for each policy: measures, and the fewest and most steps skipped on a trace."""
     outcomes = {"as recorded": recorded}
     if policies := _policies(used, traces[0]):
         outcomes |= compare(policies, traces, progress=progress).measures

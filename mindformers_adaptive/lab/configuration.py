@@ -136,7 +136,7 @@ class Configuration:
 
 
 def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configuration]:
-    """Return a configuration of the rule for each combination of argument values that fit each other.
+    """Return a configuration of the rule for each valid combination of the argument values.
 
     For the adaptive rule, combinations are left out if the largest window is below the smallest window, or if the first
     window is not on the ladder of windows.
@@ -169,8 +169,9 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
     ]
     if not configurations:
         raise ValueError(
-            f"A grid must have at least one combination of values that fit each other, but got {tried}. Add values "
-            "that fit: 'min_scale_window' at most 'max_scale_window', and 'scale_window' on the ladder of these two."
+            f"A grid must have at least one valid combination of values, but no combination of {tried} is valid. Add "
+            "values with 'min_scale_window' at most 'max_scale_window', and with 'scale_window' on the ladder of "
+            "windows from 'min_scale_window' to 'max_scale_window'."
         )
     return configurations
 
@@ -216,7 +217,7 @@ def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
 
 
 def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """Return a short name for the rule with these arguments, and the names of the arguments that it shows."""
+    """Return a short name for the rule with these arguments, and which arguments the name already shows."""
     if type(rule) is not AdaptiveRule:
         return rule.name, set()
     smallest, largest = rule.min_scale_window, rule.max_scale_window

@@ -15,28 +15,29 @@ from mindformers_adaptive.text.table import as_power_of_two, counted
 
 __all__ = ["StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"]
 
-# A loss scale has held if this many consecutive steps with it were clean. This is the smallest window of MindFormers.
+# A loss scale has held if this many consecutive steps with this scale did not overflow. The number is the smallest
+# scale window that MindFormers uses by default.
 _HELD = DEFAULT_MIN_SCALE_WINDOW
 
 # The number of first steps that count as a run's start-up. In published logs, 16 to 19 of the first 30 to 100 steps
 # were skipped.
 _START_UP = 100
 
-# The loss scale of a run of at least 40 steps has settled if, in the second half of the run, 95 % of its values lie
-# within a factor of 4, and it moves both up and down or not at all. A settled scale moves in both directions because it
-# tries the next power of two now and then, and falls back.
+# The loss scale of a run with at least 40 steps has settled if two conditions hold in the second half of the run: 95 %
+# of the loss scales lie within a factor of 4, and the loss scale either both rises and falls or stays constant. Even a
+# settled loss scale rises to the next power of two now and then, overflows, and falls back.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
-# If the last steps of a run, at least this many, were all skipped at the lowest scale, the loss scale has collapsed.
+# The loss scale has collapsed if at least this many steps at the end of a run were all skipped at the lowest scale.
 _COLLAPSED_FROM = 10
 
-# There is room for a higher loss scale if the gradients allow this many times the scale, which is one bit more than the
-# margin of 2 bits that the command 'find' leaves.
+# The loss scale could have been higher if the gradients allow at least this many times the scale. The number is 2^3: a
+# factor of 2^2 is the margin that the command 'find' leaves, and a factor of 2 is left on top.
 _ROOM = 2.0**3
 
 
 class StartUp(NamedTuple):
-    """The start-up of a run: the steps before the first loss scale that held.
+    """The start-up of a run: the steps before the first loss scale that held (20 steps without overflow).
 
     Attributes:
         steps (int): the number of these steps: 0 if the first scale held, all steps of the run if no scale held.
@@ -54,7 +55,9 @@ class StartUp(NamedTuple):
 
 
 def start_up_of(run: RecordedRun) -> StartUp:
-    """Return the start-up of a run: the steps before the first loss scale that held. The run must have a step.
+    """Return the start-up of a run: the steps before the first loss scale that held (20 steps without overflow).
+
+    The run must have at least one step.
 
     Examples:
         >>> flags = np.arange(100) < 16
@@ -81,7 +84,7 @@ def start_up_of(run: RecordedRun) -> StartUp:
 
 
 def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
-    """Return for each step whether its log line must contain 20 (``_HELD``) consecutive steps without overflow."""
+    """Return for each step whether its log line surely covers 20 (``_HELD``) consecutive steps without overflow."""
     ends, _, most = np.asarray(run.lines, np.int64).T
     steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
     return np.repeat(steps - skipped >= _HELD * (skipped + 1), steps)
@@ -256,7 +259,7 @@ def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
 
 
 def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
-    """Return bounds, fewest and most, on how many steps were skipped before the first applied step."""
+    """Return the fewest and the most steps that may have been skipped before the first applied step."""
     surely_skipped, surely_applied = run.overflow & run.position_known, ~run.overflow & run.position_known
     least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
     most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)

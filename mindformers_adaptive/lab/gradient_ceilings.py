@@ -32,15 +32,15 @@ MOST_STEPS = 10**7
 
 _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 
-# Standard deviation of the ceilings that independent_ceiling() makes, in bits. It is this small because the ceilings
-# measured in such trainings varied by less than 0.1 bits.
+# Standard deviation, in bits, of the ceilings that independent_ceiling() makes. The value is small because the ceilings
+# varied by less than 0.1 bits in real trainings in which activation gradients overflow first.
 _OWN_SPREAD = 0.05
 
 
 def with_gradients(
     trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0, gradient_format: Format = FLOAT16
 ) -> Trace:
-    r"""Return a copy of the trace with added gradients. They imply its ceilings, or too high or too low ceilings.
+    r"""Return a copy of a trace with gradients that imply the trace's ceilings, or too high or too low ceilings.
 
     :math:`largest\_gradient_t = largest / (c_t \cdot 2^{offset + spread \cdot n_t})`, where *largest* is the
     largest number of the format, :math:`c_t` the ceiling, and :math:`n_t` are independent standard normal numbers.

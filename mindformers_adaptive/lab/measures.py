@@ -1,4 +1,4 @@
-"""The measures by which the replay of a policy is judged, and the oracle with which the policy is compared."""
+"""The measures of a replayed policy, also in comparison with the oracle, a policy that knows all ceilings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ += ["rows_of"]
 # step with a ceiling below the smallest number always overflows.
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = SMALLEST_FLOAT32, LARGEST_FLOAT32
 
-# recovery_steps() allows a recovered loss scale to be this many bits too low. entry_skips() counts skipped steps up to
-# this many steps after a fall of the ceilings.
+# The first number: in recovery_steps(), how many bits too low a recovered loss scale may be. The second number: for how
+# many steps after a fall of the ceilings entry_skips() counts skipped steps.
 _RECOVERED_BITS, _ENTRY_STEPS = 2, 20
 
-# The largest number of steps to measure at once: for all steps of a long trace, intermediate arrays would fill the
-# memory.
+# The largest number of steps to measure at once. With all steps of a long trace at once, intermediate arrays would fill
+# the memory.
 _STEPS_AT_ONCE = 2**18
 
 # How many skipped steps per 1000 steps one bit of headroom is worth. cost() explains this value.
@@ -40,7 +40,7 @@ _COUNTED += ["scale_changes", "window_changes"]
 
 @dataclass(frozen=True)
 class Measures:
-    r"""The measures of a policy on a trace.
+    r"""The measures of a policy that was replayed on a trace, such as skipped steps and lost headroom.
 
     Step t has the ceiling :math:`c_t`, and the policy used the loss scale :math:`s_t`. The step was *skipped* if it
     overflowed (:math:`s_t > c_t`), otherwise *applied*:
@@ -162,7 +162,7 @@ class MeasureAccumulator:
         self._headroom, self._seconds = np.zeros((2, lanes))
 
     def add(self, start: int, loss_scale: NDArray[np.float64], scale_window: NDArray[Any] | None) -> None:
-        """Add a chunk of consecutive steps to the measures of all policies.
+        """Update the measures of each policy, such as the number of skipped steps, by a chunk of consecutive steps.
 
         Args:
             start (int): the first step of the chunk, counted from 0. All earlier steps must have been added.
@@ -192,7 +192,8 @@ class MeasureAccumulator:
         lane_by_lane[:, :steps] = overflow.T
         lane, step = np.divmod(consecutive_runs(np.flatnonzero(lane_by_lane)), steps + 1)
         lane, (first, last) = lane[:, 0], step.T
-        # A series of skipped steps at the start of this chunk may have begun in an earlier chunk. Add its length there.
+        # If this chunk starts with skipped steps, their series may have begun in an earlier chunk. Add the number of
+        # these earlier steps to the length of the series.
         lengths = last + 1 - first + np.where(first == 0, self._run[lane], 0)
         np.maximum.at(counts["longest_skip_run"], lane, lengths)
         self._run = np.zeros_like(self._run)
@@ -225,7 +226,7 @@ class MeasureAccumulator:
 
 
 def rows_of(traces: Sequence[Trace], name: str, start: int, stop: int) -> NDArray[np.float64]:
-    """Return an attribute of several traces at some steps, float64 of shape (steps, traces); nan if it is missing."""
+    """Return an attribute of traces as float64 of shape (steps, traces); nan for each trace without this attribute."""
     columns = [getattr(trace, name) for trace in traces]
     missing = np.full(stop - start, math.nan)
     return np.stack([missing if column is None else column[start:stop] for column in columns], axis=1)
@@ -292,7 +293,7 @@ def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float
 
 
 def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:
-    """Return, for each fall of the ceilings, how many steps are skipped during the fall and in the 20 steps after it.
+    """Return, for each fall of the ceilings, how many steps are skipped in the fall and in the next 20 steps.
 
     Args:
         levels (ArrayLike): as for :func:`recovery_steps`.
@@ -311,7 +312,7 @@ def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:
 
 
 def _runs_of_change(levels: NDArray[np.float64], up: bool) -> NDArray[np.int64]:
-    """Return the first and last step of each rise of a trace's levels, or of each fall if ``up`` is False."""
+    """Return the first and last step of each rise of ``levels``. If ``up`` is False, return the steps of each fall."""
     change = np.diff(levels)
     return consecutive_runs(np.flatnonzero(change > 0 if up else change < 0) + 1)
 
@@ -319,7 +320,7 @@ def _runs_of_change(levels: NDArray[np.float64], up: bool) -> NDArray[np.int64]:
 def require_steps(trace: Trace) -> None:
     """Raise ValueError if a trace has no steps, because mean values over no steps are undefined."""
     if len(trace) == 0:
-        raise ValueError(f"The trace {trace.name!r} must have at least 1 step, but got none. Leave it out.")
+        raise ValueError(f"The trace {trace.name!r} must have at least 1 step, but got none. Leave this trace out.")
 
 
 def _one_more_than_steps(name: str, values: ArrayLike, trace: Trace) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ _STARTS = ("loss_scale", "scale_window", "clean_steps")
 
 
 def make_policy(name: str | type[Rule], **params: Any) -> Policy:
-    """Return the loss-scaling policy with the given name. Its parameters are as in the original, such as PyTorch.
+    """Return the loss-scaling policy with the given name, which may imitate another system, such as PyTorch.
 
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``: ``loss_scale_value``
     (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the smallest window) and all
@@ -58,7 +58,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         return Policy(name if isinstance(name, str) else own_rule.name, own_rule, state)
     if name in REMOVED_PRESETS:
         raise ValueError(
-            f"The policy {name!r} was removed in version 2.0.0. The most similar policy is {REMOVED_PRESETS[name]}."
+            f"The policy {name!r} was removed in version 2.0.0. Use the most similar policy, {REMOVED_PRESETS[name]}."
         )
     if name not in POLICY_NAMES:
         message = f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}. "
@@ -99,7 +99,7 @@ def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, A
         values[preset_key] = parameter.check(key, value)
         if parameter.sets is None and values[preset_key] != parameter.default:
             warnings.warn(
-                f"'{key}' of the policy {name!r} has no effect: the original system always uses "
+                f"'{key}' of the policy {name!r} has no effect: the loss scaler that this policy imitates always uses "
                 f"{parameter.default}, but got {value!r}. Leave '{key}' out.",
                 stacklevel=4,
             )
@@ -124,12 +124,13 @@ def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
         if floor is not None and upper in named and values[named[upper]] < floor:
             raise ValueError(
                 f"'{named[upper]}' must be at least '{named['floor']}' ({floor}), but got {values[named[upper]]}. "
-                "Raise the first or lower the second."
+                f"Raise '{named[upper]}' or lower '{named['floor']}'."
             )
     if "clean_steps" in named and values[named["clean_steps"]] >= values[named["scale_window"]]:
         raise ValueError(
             f"'{named['clean_steps']}' must be below '{named['scale_window']}' ({values[named['scale_window']]}), but "
-            f"got {values[named['clean_steps']]}. A counter starts again at 0 there, so give a smaller number."
+            f"got {values[named['clean_steps']]}. The counter of clean steps goes back to 0 at "
+            f"'{named['scale_window']}', so give a smaller number."
         )
 
 
@@ -165,9 +166,9 @@ class Policy:
 
     @property
     def scale_window(self) -> int | None:
-        """int, optional: how many clean steps a raise of the scale needs now; None if the policy has no window."""
+        """int, optional: after how many clean steps the policy now raises the loss scale; None without a window."""
         window = getattr(self.current, "scale_window", None)
-        # In the state of a user's rule, scale_window may be a vector, which is not a number of steps.
+        # In the state of a user's rule, scale_window may be a vector. A vector is not a number of steps, so ignore it.
         return None if isinstance(window, tuple) else window
 
     @property
@@ -177,7 +178,7 @@ class Policy:
 
     @property
     def stopped(self) -> bool:
-        """bool: whether the original system would have ended the training with an error by now.
+        """bool: whether the system that this policy imitates would have ended the training with an error by now.
 
         DeepSpeed's ``DynamicLossScaler`` does so if a step overflows at its smallest scale, unless
         ``raise_error_at_min_scale`` is False. A replay can go on: the scale stays the smallest until a raise.

@@ -49,10 +49,10 @@ class Parameter(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """The loss scaler of a framework, such as PyTorch: its parameters, and the fixed arguments of ``DynamicRule``.
+    """How ``DynamicRule`` imitates a framework's loss scaler: the scaler's parameters, and the rule's fixed arguments.
 
     Attributes:
-        parameters (Mapping[str, Parameter]): its parameters by name.
+        parameters (Mapping[str, Parameter]): the parameters of the loss scaler, by name.
         constants (Mapping[str, object]): arguments of ``DynamicRule`` that no parameter sets.
         aliases (Mapping[str, str]): further names of parameters, each with the main name of the parameter.
     """
@@ -69,20 +69,22 @@ _backoff = Parameter("backoff_factor", 0.5, _ratio_below_one)
 _tolerance = partial(Parameter, "tolerance", check=_steps)
 
 PRESETS: dict[str, Preset] = {
-    # MindSpore amp.FixedLossScaleManager. The name of the parameter 'loss_scale_value' is from
-    # nn.FixedLossScaleUpdateCell.
+    # This preset reproduces MindSpore's amp.FixedLossScaleManager. The parameter can also be called 'loss_scale_value',
+    # as in nn.FixedLossScaleUpdateCell.
     "fixed": Preset(
         {"loss_scale": _scale(128.0)},
         {"arithmetic": FLOAT64, "growth_factor": 1.0, "backoff_factor": 1.0},
         aliases={"loss_scale_value": "loss_scale"},
     ),
-    # MindSpore nn.DynamicLossScaleUpdateCell. Defaults and the name 'init_loss_scale' are from DynamicLossScaleManager.
+    # This preset reproduces MindSpore's nn.DynamicLossScaleUpdateCell. The defaults and the parameter name
+    # 'init_loss_scale' are from DynamicLossScaleManager.
     "dynamic": Preset(
         {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
         {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
         aliases={"loss_scale_value": "init_loss_scale"},
     ),
-    # MindSpore amp.DynamicLossScaler. It has no defaults, so use the defaults of DynamicLossScaleManager.
+    # This preset reproduces MindSpore's amp.DynamicLossScaler. This class has no defaults, so use the defaults of
+    # DynamicLossScaleManager.
     "dynamic_scaler": Preset(
         {
             "scale_value": _scale(2.0**24),
@@ -92,7 +94,8 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True},
     ),
-    # PyTorch torch.amp.GradScaler, with the arithmetic of the kernel _amp_update_scale_, which updates the loss scale.
+    # This preset reproduces PyTorch's torch.amp.GradScaler, with the arithmetic of the kernel _amp_update_scale_, which
+    # updates the loss scale.
     "torch": Preset(
         {
             "init_scale": _scale(2.0**16),
@@ -102,8 +105,8 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
     ),
-    # Megatron-LM core DynamicGradScaler. It has no defaults, so use the defaults of OptimizerConfig and the factors
-    # that get_megatron_optimizer passes.
+    # This preset reproduces DynamicGradScaler of Megatron-LM core. This class has no defaults, so use the defaults of
+    # OptimizerConfig and the factors that get_megatron_optimizer passes.
     "megatron": Preset(
         {
             "initial_scale": _scale(2.0**32),
@@ -115,7 +118,7 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32},
     ),
-    # DeepSpeed runtime.fp16.loss_scaler.DynamicLossScaler, which the ZeRO optimizers use.
+    # This preset reproduces DeepSpeed's runtime.fp16.loss_scaler.DynamicLossScaler, which the ZeRO optimizers use.
     "deepspeed": Preset(
         {
             "init_scale": _scale(2.0**32),
@@ -128,7 +131,8 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT64},
     ),
-    # Apex amp.scaler.LossScaler. It accepts a scale_factor, but always doubles and halves the scale.
+    # This preset reproduces Apex's amp.scaler.LossScaler, which accepts a scale_factor, but always doubles and halves
+    # the loss scale.
     "apex": Preset(
         {
             "init_scale": _scale(2.0**16),

@@ -31,8 +31,8 @@ from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
 
-# How many loss scales to collect before computing measures from them. So arrays are long enough for NumPy to be fast,
-# and short enough for a CPU cache.
+# How many loss scales to replay before counting their skipped steps and lost headroom: enough for NumPy to be fast, and
+# few enough for a CPU cache.
 _SCALES_AT_ONCE = 2**16
 
 
@@ -57,7 +57,7 @@ class Replay:
 
 
 def replay(policy: Policy, trace: Trace) -> Replay:
-    """Replay a policy on a trace, starting from its current state.
+    """Replay a policy on a trace, starting from the current state of the policy.
 
     If the trace has ``largest_gradient``, the policy gets it for each applied step.
 
@@ -161,7 +161,7 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
         [87, 5]
     """
     if len(configurations) == 0:
-        raise ValueError("'configurations' must have at least 1 configuration, but got none. Make them with grid().")
+        raise ValueError("'configurations' must have at least 1 configuration, but got none. Call grid() to make some.")
     side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
     for index, configuration in enumerate(configurations):
         side_by_side[type(configuration.rule), configuration.rule.traced.shape].append(index)
@@ -177,7 +177,7 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
 def replay_side_by_side(
     rules: Sequence[Rule], states: Sequence[Any], traces: Sequence[Trace]
 ) -> list[tuple[Measures, Any]]:
-    """Replay rules side by side. All rules have the same class, and their steps differ only in constants.
+    """Replay rules of one class side by side. The steps of these rules may differ only in constants.
 
     Args:
         rules (Sequence[Rule]): at least one rule; all with equal ``rule.traced.shape``.
@@ -268,7 +268,7 @@ class Comparison:
         return rows
 
     def text(self, each_trace: bool = False, details: bool = False) -> str:
-        """Return the measures of all policies as a text table, sorted by skipped steps.
+        """Return a text table of skipped steps, lost headroom and more for each policy, sorted by skipped steps.
 
         Args:
             each_trace (bool): whether to add a row for each trace; with several traces, rows of means are always shown.
@@ -316,7 +316,7 @@ _MORE_COLUMNS = {
 
 
 def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text table of measures. Except for the main ones, columns that are equal in all rows are left out."""
+    """Return a text table without columns whose values are all equal. The columns in ``always`` are never left out."""
     always = {"policy", "skipped", "headroom_lost", "known"}
     differing = {key for key in columns if len({row[key] for row in rows}) > 1}
     return text_table({key: columns[key] for key in columns if key in always | differing}, rows)
@@ -352,7 +352,7 @@ def compare(
     """
     for name, entries in (("policies", policies), ("traces", traces)):
         if len(entries) == 0:
-            raise ValueError(f"'{name}' must have at least 1 entry, but got none. Give policies and traces.")
+            raise ValueError(f"'{name}' must have at least 1 entry, but got none. Give at least 1 policy and 1 trace.")
     numbers = itertools.count(1)
 
     def measured(make: Callable[[], Policy]) -> Iterator[Measures]:
@@ -375,7 +375,9 @@ def compare(
 
 
 def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
-    """Return which results are on the Pareto front: no other result is as good in both values and better in one.
+    """Return which results are on the Pareto front of skipped steps and lost headroom.
+
+    A result is on the front if no other result is better in one of these numbers and at least as good in the other.
 
     Args:
         skipped (ArrayLike): skipped steps, shape (results,).

@@ -76,7 +76,7 @@ class Phase(NamedTuple):
 
 
 def phases(changes: Iterable[Change]) -> list[Phase]:
-    """Group changes of the loss scale, given in the order of the steps, into phases of one kind.
+    """Group consecutive changes of the loss scale into phases. A phase has changes of only one kind, such as raises.
 
     Examples:
         >>> drops = [Change(step, "drop", (2.0**k, 20), (2.0 ** (k - 1), 20)) for step, k in ((1, 18), (2, 17))]
@@ -144,8 +144,8 @@ def changes_of(run: RecordedRun) -> list[Change]:
             if old == new:
                 continue
             clean_steps = _clean_steps(run, skipped, started, here) if name == "raise" else None
-            # After a change of the kind "jump", "fall" or "rise", it is not known at which step the new loss scale
-            # began, so do not count the clean steps with it.
+            # For a "jump", "fall" or "rise" of the loss scale, the log does not show at which step the new loss scale
+            # began. So do not count the clean steps at the new loss scale.
             started = len(run) if name in ("jump", "fall", "rise") else here
             change = Change(int(run.step[here]), name, (old, windows[0]), (new, windows[1]), first_step, clean_steps)
             if first_step and changes and changes[-1][:2] == change[:2] and name in ("fall", "rise"):
@@ -168,7 +168,7 @@ def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _can_move(before: float, after: float, steps: int, run: RecordedRun) -> bool:
-    """Return whether ``steps`` steps can lead from one loss scale to another, each by at most one scale factor."""
+    """Return whether a scale can become ``after`` in ``steps`` steps that each change it by up to one scale factor."""
     if min(before, after) <= 0 or math.isinf(max(before, after)):
         return False
     return abs(math.log2(after / before)) <= steps * math.log2(max(2.0, run.scale_factor) * (1 + _NEAR))

@@ -50,8 +50,9 @@ _LEVEL = 18.0
 # Limits for log2 of the ceilings: the exponents of normal float32 numbers, because loss scales are in this range.
 _EXPONENTS = (-126.0, 127.0)
 
-# Regimes, the periods of lower ceilings in a synthetic trace: length in steps, depth in bits, distance between rare
-# regimes in steps, and length in steps of the ramp at the edges of a ramped regime.
+# A regime is a period of lower ceilings in a synthetic trace. The ranges are for the length of a regime in steps, for
+# how many bits a regime lowers the ceilings, and for the steps between regimes in "rare regimes". The last number says
+# over how many steps the ceilings fall or rise in "ramped regimes".
 _LENGTHS, _DEPTHS, _RARE, _RAMP = (30, 400), (4.0, 14.0), (1000, 3000), 20
 
 _WITH_SPIKES = " with spikes"
@@ -67,8 +68,8 @@ def _spikes(steps: int, seed: int) -> _Floats:
     return 6.0 * (random_of(seed, "b_t").random(steps) < 0.01)
 
 
-# For each kind of trace, a function that computes log2 of the ceilings from the level (the usual log2), the noise n_t,
-# the part t / T of the training that is over, and the seed.
+# For each kind of trace, a function that returns log2 of the ceilings. Arguments of the function: the usual log2 of the
+# ceiling, the noise n_t, how much of the training is over (t / T, from 0 to 1), and the seed.
 _FORMULAS: dict[str, Callable[[float, _Floats, _Floats, int], _Floats]] = {
     "stationary": lambda level, noise, *_: level + 0.5 * noise,
     "slowly rising": lambda level, noise, part, _: level + 6.0 * (part - 0.5) + 0.5 * noise,
@@ -83,8 +84,8 @@ _FORMULAS: dict[str, Callable[[float, _Floats, _Floats, int], _Floats]] = {
 
 KINDS = tuple(_FORMULAS)
 
-# For each kind of regime, a function that returns the number of steps before the next regime, given the number of steps
-# of the trace and a random generator.
+# A regime is a period of lower ceilings. For each kind of trace with regimes, a function that returns the number of
+# steps before the next regime. Arguments of the function: the number of steps in the trace, and a random generator.
 _BETWEEN: dict[str, Callable[[int, np.random.Generator], int]] = {
     "one-off regime": lambda steps, _: steps // 2,
     "rare regimes": lambda _, random: int(random.integers(*_RARE, endpoint=True)),
@@ -97,7 +98,7 @@ REGIMES = tuple(kind + spikes for spikes in ("", _WITH_SPIKES) for kind in _BETW
 
 
 def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> NDArray[np.float64]:
-    """Return log2 of a synthetic trace's ceilings without noise and spikes, to show where regimes begin and end.
+    """Return log2 of the ceilings before noise and spikes are added, to show where periods of low ceilings begin.
 
     Args:
         kind (str): one of ``REGIMES``.

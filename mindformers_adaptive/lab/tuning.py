@@ -1,4 +1,4 @@
-"""Find the loss-scaling configuration that costs least on recorded or synthetic traces, and how sure the choice is."""
+"""Find the loss-scaling configuration that costs least on recorded or synthetic traces, and say how sure this is."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mindformers_adaptive.text.table import counted, text_table
 
 __all__ = ["DECIDED_FROM", "MOST_STEPS_SWEPT", "Tuning", "tune"]
 
-# Recommend settings only if the outcome is known, not assumed, for at least this share of the steps. The number is a
-# judgement: below it, assumptions could decide.
+# Recommend settings only if the log shows for at least this share of the replayed steps whether they overflow. This
+# share is a judgement: with less, the recommendation could depend on assumed overflows.
 DECIDED_FROM = 0.9
 
-# Below this share of steps with a known outcome, the recommendation is a guess: most outcomes are assumed.
+# If the log shows for less than this share of the replayed steps whether they overflow, the recommendation is a guess.
 _LIKELY_FROM = 0.5
 _FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gradients)
 
@@ -37,8 +37,8 @@ _COLUMNS = {
     "known": "decided by the log (%)",
 }
 
-# Sweep only over this many last steps of a trace: more steps would take minutes, and the settings are for the rest of
-# the run.
+# Try settings only on this many steps at the end of a trace. More steps would take minutes, and the last steps show
+# best which settings suit the continuation of the run.
 MOST_STEPS_SWEPT = 200_000
 
 _MORE_NEEDED = (
@@ -190,7 +190,7 @@ class Tuning:
         return "\n".join([*lines, *(self._details(count) if count else ["More settings: --rows 10"])])
 
     def _details(self, count: int) -> list[str]:
-        """Return a table of the best configurations, and the costs under other assumptions and on other traces."""
+        """Return a table of the best settings, and lines that tell how other ceilings or traces change the choice."""
         rows = [{**row, "known": 100 * row["known_share"]} for row in self.rows(count)]
         lines = ["", text_table(_COLUMNS, rows), ""]
         lines.append(f"The cost is in skipped steps of 1000; a bit of headroom counts as {self.exchange_rate:g}.")

@@ -65,8 +65,8 @@ class CheckpointMonitor(stock.CheckpointMonitor):
         super()._save_megatron_ckpt_file_format(cb_params)
 
     def _finish_async_save(self, note_step):
-        # Rank 0 calls this method when all ranks have ended a save. `note_step` makes a resume start from the new
-        # checkpoint folder.
+        # Rank 0 calls this method when all ranks have ended a save. If the save is complete, this method calls
+        # `note_step`, so that a resume starts from the new checkpoint folder.
         for folder in self.current_ckpt_step_list:
             if missing := self._missing_files(Path(folder)):
                 _warn_of_failed_save(f"{folder} lacks {', '.join(missing)}")
@@ -76,7 +76,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
         try:
             note_step()
         except OSError as error:
-            _warn_of_failed_save(f"the number of its step could not be written ({error})")
+            _warn_of_failed_save(f"the number of the checkpoint's step could not be written ({error})")
         self._complete_folders += self.current_ckpt_step_list
         for oldest in self._complete_folders[: -self._config.keep_checkpoint_max]:
             shutil.rmtree(oldest, ignore_errors=True)
@@ -189,9 +189,9 @@ def _load_sidecar(update_cell, folder):
             # MindFormers restores the loss scale itself; load_state() restores the rest of the loss-scaling state.
             update_cell.load_state(sidecar[1])
             return
-        # The loss-scaling state was restored with the optimizer's Parameters. With several devices, MindFormers may
-        # leave out Parameters that no graph uses. So set the number of the run (RUN) and the form of the state (FORM)
-        # from the sidecar file.
+        # The loss-scaling state was restored with the optimizer's Parameters. But with several devices, MindFormers may
+        # not restore RUN (the number of the run) and FORM (a checksum of the state's fields), which no graph uses. So
+        # set these two Parameters from loss_scale.json.
         for name in (RUN, FORM):
             if name in sidecar[1]:
                 getattr(update_cell, name).set_data(Tensor(to_integer(name, sidecar[1][name]), mstype.int32))

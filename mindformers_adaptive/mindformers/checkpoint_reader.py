@@ -98,8 +98,8 @@ class Checkpoint:
         """The step at which the checkpoint was saved, or None if neither its content nor its name has the step."""
         if self.values["step_num"] is not None:
             return int(self.values["step_num"])
-        # The name of a checkpoint file holds the epoch and the step within the epoch. Only in epoch 1 is this the step
-        # of the training.
+        # The name of a checkpoint file holds the epoch and the step within the epoch. The step within the epoch equals
+        # the step of the training only in epoch 1.
         match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
@@ -163,7 +163,7 @@ def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str
     notes = [f"{_name_below(path, checkpoint)}: {'; '.join(checkpoint.problems)}" for checkpoint in torn]
     if not with_state:
         reason = "; ".join(notes) or f"{counted(len(checkpoints), 'checkpoint')} read, none with a state"
-        raise ValueError(f"There is no state of loss scaling in {str(path)!r}: {reason}. Give another checkpoint.")
+        raise ValueError(f"There is no loss-scaling state in {str(path)!r}: {reason}. Give another checkpoint.")
     steps = [checkpoint.step for checkpoint in with_state]
     newest = with_state[-1] if steps[-1] is None else with_state[steps.index(steps[-1])]
     newer = checkpoints[checkpoints.index(newest) :]
@@ -222,7 +222,7 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
 
 
 def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -> _Fields:
-    """Return the fields to read. If the rule has changed since the save, leave out vectors: elements may have moved."""
+    """Return the state fields to read. Leave out vectors if the saved rule could order their elements differently."""
     readable = {name: field for name, field in fields.items() if name != FORM}
     by_name = {_last_part(name): value for name, value in content.items()}
     for rule in checkpoint.rules if FORM in by_name else ():
@@ -234,7 +234,7 @@ def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -
 
 
 def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -> _Values:
-    """Return the values of a checkpoint file by their names in ``state()``; describe contradictions in ``problems``."""
+    """Return a file's values by their names in ``state()``. Add to ``problems`` which values contradict each other."""
     values: _Values = {}
 
     def find(name: str) -> Any:
@@ -307,7 +307,8 @@ def _read_sidecar(file: Path, fields: _Fields) -> _Values:
     for saved_field in fields.values():
         if all(key in state for key in saved_field.keys):
             values[saved_field.parameter] = saved_field.value_in(state)
-    # Without list_index, scale_window belongs to the state of a rule other than the adaptive rule.
+    # A state that has scale_window but no list_index is from a rule other than the adaptive rule. Its scale_window may
+    # mean something else, so leave it out.
     if "list_index" not in values:
         values.pop("scale_window", None)
     return values
@@ -371,7 +372,10 @@ def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:
     try:
         content = json.loads(text)
         if content["format"] != _FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, but this version reads only {_FORMAT}")
+            raise ValueError(
+                f"'format' in the file must be {_FORMAT}, but is {content['format']!r}. Use the version of "
+                "mindformers_adaptive that wrote the file"
+            )
         loss_scale, state = float(content["loss_scale"]), content["state"]
         state = {name: _numbers(value) for name, value in state.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

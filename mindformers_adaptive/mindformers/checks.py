@@ -27,8 +27,8 @@ __all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
 _TRAIN_STEP = "runner_wrapper"
 
-# Keys in the YAML section of a class that are not arguments in that section: type and auto_register name the class, and
-# MindFormers itself sets micro_batch_num and parallel_config.
+# The YAML section of a class holds the arguments of the class, and may also hold these keys. type and auto_register
+# name the class. micro_batch_num and parallel_config are set by MindFormers itself.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
 _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 # The start of each auto_register value that names a module in this package's own register_path folder. The class in
@@ -77,7 +77,7 @@ def check_config(config: Any) -> None:
 
 
 def _check_resuming(resume: Any) -> None:
-    # For the text 'true', MindFormers would look for a checkpoint file of this name.
+    # With the text 'true' instead of the value True, MindFormers would look for a checkpoint file named 'true'.
     if not isinstance(resume, bool | str | None) or repr(resume).lower() in ("'true'", "'false'"):
         kind = "the text " if isinstance(resume, str) else ""
         raise TypeError(
@@ -89,7 +89,7 @@ def _check_resuming(resume: Any) -> None:
 def _check_format_of_checkpoints(config: Any) -> None:
     try:
         from mindformers.checkpoint.layout_adapter import DTensor
-    except ImportError:  # before MindFormers 2.0
+    except ImportError:  # MindFormers before 2.0 does not have DTensor
         return
     # DTensor is None if hyper-parallel is not installed. MindFormers would report this only at the first save of a
     # checkpoint.
@@ -102,7 +102,7 @@ def _check_format_of_checkpoints(config: Any) -> None:
 
 
 def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str) -> None:
-    """Check the values in a class's YAML section, if the class is from this package or a stock update cell."""
+    """Check the values in a class's YAML section, if the class is from this package, MindSpore or MindFormers."""
     origin = cls.__module__.partition(".")[0]
     arguments = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
     try:

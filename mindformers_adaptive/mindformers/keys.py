@@ -37,7 +37,7 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def given_to_train_step(config: Any, name: str) -> Any:
-    """Return an argument of the train-step cell, which MindFormers reads from ``runner_wrapper`` or the top level."""
+    """Return the value of an argument of the train-step cell, from ``runner_wrapper`` or from the top level."""
     value = value_at(config, f"runner_wrapper.{name}")
     return value_at(config, name) if value is None else value
 

@@ -24,7 +24,7 @@ EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
 
 _RUN_MODES = ("train", "finetune", "eval", "predict")
 
-# If the 'base_config' of a YAML file leads to more files than this, one of the files must lead back to itself.
+# If the 'base_config' of a YAML file leads to more files than this number, one of them must lead back to itself.
 _MOST_FILES = 30
 
 # An error whose traceback passes through these modules, or through this function of MindFormers' PyNative trainer, was
@@ -123,7 +123,7 @@ def _check_files(path: str) -> None:
         if (read := read + 1) > _MOST_FILES:
             raise ValueError(
                 f"'base_config' must lead to at most {_MOST_FILES} files, but from {path} it leads to more, such as "
-                f"{file}. See whether one of these files leads back to itself."
+                f"{file}. Check whether the 'base_config' of one of these files leads back to the same file."
             )
         content = read_yaml(file)
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -139,7 +139,10 @@ def _check_files(path: str) -> None:
         bases = content.get("base_config", [])
         for base in bases if isinstance(bases, list) else [bases]:
             if not isinstance(base, str):
-                raise TypeError(f"{file}: 'base_config' must name a YAML file, but got {base!r}. Remove the key.")
+                raise TypeError(
+                    f"{file}: 'base_config' must name a YAML file, but got {base!r}. Give the path of a YAML file, or "
+                    "remove the key."
+                )
             waiting.append(require_yaml_file(os.path.join(os.path.dirname(file), base)))
 
 
@@ -199,7 +202,7 @@ def launch(config: Any) -> None:
 
     try:
         from mindformers.utils.file_utils import set_output_path
-    except ImportError:  # before MindFormers 1.8
+    except ImportError:  # MindFormers before 1.8 has it elsewhere
         from mindformers.tools.utils import set_output_path
 
     set_output_path(config.output_dir)

@@ -137,7 +137,7 @@ def _with_setting(network, config_path, train_dataset_dir, overrides):
     import warnings
 
     with warnings.catch_warnings():
-        # Ignore the warning that the YAML file does not have the key of the setting.
+        # Ignore the warning that `overrides` adds a key that the YAML file does not have.
         warnings.simplefilter("ignore")
         train_step = build_training(config_path, train_dataset_dir, overrides).train_step
     weights = {weight.name: weight for weight in network.get_parameters()}

@@ -1,4 +1,4 @@
-"""Read ``training.loss_scale`` from YAML files for MindFormers' PyNative trainer, and recognise such files."""
+"""Recognise YAML files for MindFormers' PyNative trainer, and read their section ``training.loss_scale``."""
 
 from __future__ import annotations
 

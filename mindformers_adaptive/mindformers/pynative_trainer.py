@@ -170,7 +170,7 @@ class LossScaledTraining:
                 f"'loss_scaler' must be a loss scaler of this package, but got {type(loss_scaler).__name__}. Give an "
                 "AdaptiveLossScaler, or a RuleLossScaler with a rule of your own."
             )
-        # A loss scaler that the user gave has checked its arguments already.
+        # A loss scaler that the user gave has checked its arguments already, so check only the other settings here.
         check_config(config, 1.0 if section is None else section)
         self.scaler = make_scaler(section) if loss_scaler is None else loss_scaler
         super().__init__(config, *args, **kwargs)

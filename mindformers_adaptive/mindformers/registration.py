@@ -50,8 +50,8 @@ def register():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
     for callback in (CheckpointMonitor, CollapseWatch, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
-    # Replace load_checkpoint in the module of MindFormers' trainer. Even if auto_register calls register() only when
-    # the trainer builds its wrapper, this is early enough: the trainer loads the checkpoint later.
+    # Replace load_checkpoint in the module of MindFormers' trainer. The trainer loads the checkpoint after it has built
+    # the train-step cell. So the replacement is in time, even if this function runs only when that cell is built.
     load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
     if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
         base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)

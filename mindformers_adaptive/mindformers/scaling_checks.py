@@ -135,8 +135,8 @@ def _warn_of_rounding_start(scale_sense: Any) -> None:
 
 
 def _warn_of_lost_updates(config: Any) -> None:
-    # Optimizers compute in float32, and write float16 weights in float16. A weight loses an update below half the
-    # distance to the neighbouring float16 number, which is 1/4096 to 1/2048 of the weight.
+    # Optimizers compute in float32, but store float16 weights in float16. A weight loses an update that is below half
+    # the distance to the next float16 number. Half of this distance is 1/4096 to 1/2048 of the weight.
     if str(value_at(config, _WEIGHTS_DTYPE)).lower() != "float16":
         return
     problem = f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."

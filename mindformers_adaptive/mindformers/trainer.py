@@ -79,8 +79,8 @@ class Trainer(mindformers.Trainer):
             super().__init__(**arguments)
         self.wrapper = wrapper
         if wrapper is not None:
-            # MindFormers calls create_model_wrapper() to get the train-step cell; it does not pass on the user's cell
-            # itself.
+            # MindFormers calls create_model_wrapper() to build a train-step cell. Replace this method by a method that
+            # returns the user's train-step cell, because MindFormers does not use the user's cell otherwise.
             self.trainer.create_model_wrapper = self._give_wrapper
             if hasattr(wrapper, "scale_sense"):
                 # On a resume, MindFormers replaces this loss scale by the loss scale of the checkpoint.
@@ -144,10 +144,11 @@ class Trainer(mindformers.Trainer):
 
     def _give_wrapper(self, network, optimizer):
         if network is not self.model:
+            cell = type(network).__name__
             warnings.warn(
-                f"MindFormers would put a {type(network).__name__} around the model, but it trains the train-step cell "
-                "'wrapper' unchanged, so the model is trained without this cell. If you need the cell, put it around "
-                "the model before you create 'wrapper'.",
+                f"MindFormers would put a {cell} around the model, but does not do so for a model in 'wrapper'. So the "
+                f"model is trained without {cell}. If you need it, put {cell} around the model before you create "
+                "'wrapper'.",
                 stacklevel=2,
             )
         if hasattr(self.wrapper, "scale_sense"):
@@ -175,8 +176,8 @@ def _keep_fixed_scale(trainer, config):
     create_model_wrapper = trainer.create_model_wrapper
 
     def create(*args, **kwargs):
-        # MindFormers has replaced the configured fixed loss scale by the loss scale of the checkpoint; put the fixed
-        # one back.
+        # MindFormers has replaced the configured fixed loss scale by the loss scale of the checkpoint. Put the
+        # configured loss scale back.
         trainer.config.runner_wrapper.scale_sense = scale_sense
         return create_model_wrapper(*args, **kwargs)
 
@@ -184,20 +185,20 @@ def _keep_fixed_scale(trainer, config):
 
 
 def _fit_window(args, scale_sense):
-    """Replace MindFormers' default scale window by the smallest, or remove it if the update cell takes no window."""
+    """Replace a default scale window by the smallest window. Remove the window if the update cell does not take one."""
     if (rule := rule_of_cell(args.scale_sense)) is None:
         return
     is_default = args.loss_scale_window == TrainingArguments.loss_scale_window
     if "scale_window" not in rule.start_arguments:
         scale_sense.pop("scale_window", None)
     elif is_default:
-        # MindFormers' default window equals its default for the largest window. The adaptive rule need not have a
-        # window of this length, so start with the rule's smallest window.
+        # The default scale window of MindFormers is 1000 steps. The adaptive rule may have no window of this length, so
+        # start with the smallest window of the rule.
         scale_sense.scale_window = args.min_scale_window
     if "scale_window" not in scale_sense and not is_default:
         warnings.warn(
-            f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds its window itself. Leave "
-            "'loss_scale_window' out.",
+            f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds the scale window "
+            "itself. Leave 'loss_scale_window' out.",
             stacklevel=2,
         )
 

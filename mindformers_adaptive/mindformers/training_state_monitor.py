@@ -20,7 +20,7 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
     - ``use_skip_data_by_global_norm`` and ``check_for_global_norm`` do not count the norm as a spike. Consecutive
       spikes before this step still count.
 
-    All other steps are checked as in the stock class.
+    All other steps are checked as in MindFormers' own class.
 
     Raises:
         ValueError: in training, for a loss that is inf or NaN, with ``check_for_nan_in_loss_and_grad``.
@@ -34,12 +34,12 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
     """
 
     def abnormal_global_norm_check(self, cb_params):
-        """Check the gradient norm as the stock class does, unless the step overflowed."""
+        """Check the gradient norm of a step as MindFormers' own class does, unless the step overflowed."""
         if not _overflowed(cb_params.net_outputs):
             super().abnormal_global_norm_check(cb_params)
 
     def on_train_step_end(self, run_context):
-        """Check a step as the stock class does. If the step overflowed, check only its loss for inf and NaN."""
+        """Check a step as MindFormers' own class does. If the step overflowed, check only its loss for inf and NaN."""
         checks = self.check_for_nan_in_loss_and_grad
         params = run_context.original_args()
         overflowed = _overflowed(params.net_outputs)
@@ -50,12 +50,13 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
             self.check_for_nan_in_loss_and_grad = checks
         if checks and overflowed and not math.isfinite(loss := read_loss(params.net_outputs[0])):
             raise ValueError(
-                f"The loss of step {params.cur_step_num} is {loss}. No loss scale causes that, so training ends here: "
-                "look at the data of this step and at the weights. 'check_for_nan_in_loss_and_grad: False' skips such "
-                "a step and goes on."
+                f"The loss of step {params.cur_step_num} is {loss}. No loss scale causes this, so training ends here. "
+                "Check the data of this step and the weights. To skip such a step and go on, set "
+                "'check_for_nan_in_loss_and_grad' to False."
             )
 
 
 def _overflowed(outputs):
-    # A user's network may return something other than an overflow flag beside its loss.
+    # With three or more outputs, the second output is the overflow flag. A user's network with only two outputs may
+    # return something else beside its loss, so do not take its second output for the flag.
     return isinstance(outputs, tuple | list) and len(outputs) > 2 and read_overflow(outputs)

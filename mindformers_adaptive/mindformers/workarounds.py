@@ -17,8 +17,8 @@ __all__ = ["apply_workarounds", "is_whole"]
 # process.
 _WHOLE_CHECKPOINT = "hyper_param.safetensors"
 
-# Each process checks the checkpoint files of all processes. With more rank folders than this, no files are checked,
-# because that would take minutes.
+# Each process checks the checkpoint files of all processes. If there are more rank folders than this number, check no
+# files, because checking all of them would take minutes.
 _MOST_FOLDERS = 16
 
 
@@ -46,7 +46,7 @@ def apply_workarounds(config: Any) -> None:
             config.runner_config.sink_mode = False
             warnings.warn(
                 "'runner_config.sink_mode' must be False on CPU: MindSpore cannot sink data there, so MindFormers "
-                "would train for sink_size times too many steps. Training goes on with False.",
+                "would train sink_size times as many steps as configured. Training goes on with sink_mode False.",
                 stacklevel=3,
             )
         if config.use_parallel:
@@ -74,7 +74,7 @@ def _keep_resume_training(config: Any) -> None:
 
 
 def _resume_from_whole_file(config: Any) -> None:
-    """Choose the checkpoint to resume from in the legacy formats, if MindFormers would take a torn file or none."""
+    """Choose the file to resume from, for legacy formats, if MindFormers would choose a torn file or find no file."""
     from mindformers.tools.utils import get_real_group_size
 
     if not config.resume_training or not config.load_checkpoint or config.get("checkpoint"):
@@ -93,8 +93,8 @@ def _resume_from_whole_file(config: Any) -> None:
     if file is not None and needs_link:
         _link_safetensors(config, file)
     elif file is not None:
-        # In the folder of each process, MindFormers looks for a file of this name in which the rank is replaced by
-        # the rank of the process.
+        # The file name holds rank_0. For each process, MindFormers puts the rank of the process in its stead, and looks
+        # for this file in the folder of the process.
         config.resume_training = file.name
 
 
@@ -187,9 +187,9 @@ def _ends_with_an_entry(file: Path) -> bool:
 
 
 def _choose_newest_iteration(config: Any) -> None:
-    # MindFormers empties latest_checkpointed_iteration.txt, which names the last saved step, before it writes the new
-    # step into the file, so a kill in between leaves the file empty. The checkpoint of the new step is then complete,
-    # and nothing of the next checkpoint has been written.
+    # latest_checkpointed_iteration.txt names the last saved step. When a new checkpoint is complete, MindFormers first
+    # empties this file, and then writes the new step to it. A kill in between leaves the file empty. Then resume from
+    # the newest complete checkpoint.
     section, key = config.get("checkpoint") or {}, "load_path"
     if section.get(key) is None:
         section, key = config, "load_checkpoint"

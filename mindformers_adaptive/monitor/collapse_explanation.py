@@ -34,11 +34,11 @@ def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Pat
     """
     if not batch:
         return (
-            "'explain' needs the batch, which the host does not see in data-sink mode. Set 'runner_config.sink_mode' "
-            "to False, or run 'adaptive-loss-scale why' on a checkpoint."
+            "'explain' needs the batch, but in data-sink mode the host does not see the batch. Set "
+            "'runner_config.sink_mode' to False, or run 'adaptive-loss-scale why' on a checkpoint."
         )
     if not (math.isfinite(loss_scale) and loss_scale > 0):
-        return f"'explain' needs a loss scale above 0, but it is {loss_scale}."
+        return f"'explain' needs a finite loss scale above 0, but the loss scale is {loss_scale}."
     file = folder / BATCH_FILE
     try:
         # Save the batch first, so that it is kept even if the explanation fails.
@@ -47,7 +47,7 @@ def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Pat
         explanation = explain(train_step, [batch], loss_scale)
         explanation = dataclasses.replace(explanation, measured="weights of this step")
         write_json(folder / EXPLANATION_FILE, explanation.to_dict())
-    # The training goes on even if the explanation fails.
+    # If the overflow cannot be explained, the training still goes on, so catch all errors.
     except Exception as error:
         return f"The overflow could not be explained: {type(error).__name__}: {error}"
     return f"Why it overflows, on the batch of this step, which is saved as {file}:\n{explanation}"

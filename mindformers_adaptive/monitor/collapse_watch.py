@@ -56,7 +56,7 @@ class CollapseWatch(Callback):
         self._longest = 0
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Check the overflows after the first and every tenth step; after every step if the update cell counts none.
+        """Check for overflows after the first and every tenth step, or every step if the update cell cannot count them.
 
         Args:
             run_context (RunContext): MindSpore's information about the training.

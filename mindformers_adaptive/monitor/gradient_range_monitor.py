@@ -139,7 +139,7 @@ class GradientRangeMonitor(RecordingCallback):
             if math.isfinite(loss_scale) and loss_scale > 0:
                 self._measure(step, params.train_dataset_element, loss_scale)
             else:
-                self._warn_once(f"GradientRangeMonitor looks at no gradients while the loss scale is {loss_scale}.")
+                self._warn_once(f"GradientRangeMonitor measures no gradients while the loss scale is {loss_scale}.")
 
     def _release(self) -> None:
         super()._release()
@@ -187,8 +187,8 @@ def _find_train_step(train_network: Any) -> Any:
             return cell
     raise ValueError(
         "GradientRangeMonitor must be used with a train-step cell, a subclass of nn.TrainOneStepCell, but the network "
-        f"that is trained is a {type(train_network).__name__}. Derive your train step from one of those in "
-        "mindformers_adaptive.wrapper."
+        f"that is trained is a {type(train_network).__name__}. Use one of the train-step cells in "
+        "mindformers_adaptive.wrapper, or derive your cell from one."
     )
 
 
@@ -198,7 +198,7 @@ def _micro_batches(train_step: Any) -> int:
 
 
 def _by_micro_batch(outputs: Mapping[str, list[Any]], micro_batches: int) -> Iterator[tuple[str, Any]]:
-    """Yield a TensorBoard tag and the layer's outputs, of shape (elements,), for each layer or each micro-batch."""
+    """Yield, for each micro-batch of each layer, a TensorBoard tag and the layer's outputs, of shape (elements,)."""
     for name, calls in outputs.items():
         # Outputs cannot be split by micro-batch if the layer is not called equally often in each micro-batch.
         parts = micro_batches if len(calls) % micro_batches == 0 else 1
@@ -210,7 +210,7 @@ def _by_micro_batch(outputs: Mapping[str, list[Any]], micro_batches: int) -> Ite
 
 def _loss_scale(train_step: Any) -> float:
     scale = getattr(train_step, "scale_sense", None)
-    # A stock train-step cell with a constant loss scale keeps the scale in `sens`, which is None for a scale of 1.
+    # MindSpore's train-step cells with a constant loss scale keep the scale in `sens`, which is None for a scale of 1.
     return float(train_step.sens or 1.0) if scale is None else float(scale.asnumpy().item())
 
 

@@ -137,12 +137,13 @@ class LossScaleMonitor(RecordingCallback):
         self._reader = None if train_step is None else StepReader(train_step)
         if self._reader is None:
             logger.warning(
-                "LossScaleMonitor records nothing: the network that is trained scales no loss. Train it with a "
-                "train-step cell that has a scale_sense, such as TrainOneStepWithLossScaleCell or MFTrainOneStepCell."
+                "LossScaleMonitor records nothing: the network that is trained does not scale its loss. Train it with "
+                "a train-step cell that has a scale_sense, such as TrainOneStepWithLossScaleCell or MFTrainOneStepCell."
             )
             return
         self._train_step, self._explained = train_step, False
-        # A second training with this monitor goes on in the same process. That is no resume.
+        # If this monitor has a record, an earlier training in the same process has used the monitor. Then the new
+        # training is not a resume, even if it continues the step count.
         is_first_training = self._record is None
         self._open(params, train_step)
         # The host can only see the batch of the current step, and no batch in data-sink mode.
@@ -175,7 +176,7 @@ class LossScaleMonitor(RecordingCallback):
             return
         called_before = self._called_at
         self._note_call(run_context)
-        # A data sink takes several steps per call, and may pass over a multiple of every_n_steps.
+        # A data sink takes several steps per call, so test whether a multiple of every_n_steps was reached or passed.
         if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
 
@@ -198,8 +199,8 @@ class LossScaleMonitor(RecordingCallback):
         for saver in self._savers:
             saver.looks_before_saving.remove(self._look_now)
             if not saver.looks_before_saving:
-                # Once this attribute is deleted from the saver, _check_save_ckpt is the method of the saver's class
-                # again.
+                # The saver object has a replacement of the method _check_save_ckpt as an attribute. Delete this
+                # attribute, so that the method of the saver's class is used again.
                 del saver._check_save_ckpt
         self._savers = []
 
@@ -225,7 +226,8 @@ class LossScaleMonitor(RecordingCallback):
 
     def _will_be_saved(self, params: Any) -> bool:
         """Return whether a checkpoint callback will save the present step, as the last step or because it is due."""
-        is_last = params.cur_step_num >= params.epoch_num * params.batch_num
+        steps_of_training = (params.get("epoch_num") or 0) * (params.get("batch_num") or 0)
+        is_last = 0 < steps_of_training <= params.cur_step_num
         intervals = ((saver, saver._config.save_checkpoint_steps) for saver in self._savers)
         return any(
             is_last or (steps and params.cur_step_num >= saver._last_triggered_step + steps)
@@ -309,7 +311,7 @@ class LossScaleMonitor(RecordingCallback):
         if self._on_collapse == "raise":
             raise RuntimeError(message)
         if self._on_collapse == "stop":
-            message += " Training stops here, as on_collapse is 'stop'."
+            message += " Training stops here, because 'on_collapse' is 'stop'."
             run_context.request_stop()
         if self._writes:
             logger.warning("%s", message)

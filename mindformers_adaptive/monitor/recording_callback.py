@@ -104,13 +104,14 @@ class RecordingCallback(Callback):
         if self._all_ranks:
             path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
             folder = folder and folder / f"rank_{rank}"
-        # Update cells of other packages have no run number.
+        # An update cell of another package has no number that identifies the run, so do not read or set its run number.
         self._update_cell = update_cell if hasattr(update_cell, "run_number") else None
         # Only a new run gets a run number. A resumed run has the number from its checkpoint, or has no number.
         if self._update_cell is not None and self._writes and not self._last_step and not self._update_cell.run_number:
             self._update_cell.run_number = new_run()
         self._record, self._failed = RunRecord(path, self.every_step), False
-        # Steps after the resumed step are removed from the record before the next line is written.
+        # A resumed run takes the steps after the checkpoint again. So the lines of these steps are removed from the
+        # record before the next line is written.
         self._resume_after = self._last_step
         # If the YAML file has a tensorboard section, MindFormers has created a writer already.
         self._writer, self._owns_writer = get_tensorboard_writer() if self._writes else None, False

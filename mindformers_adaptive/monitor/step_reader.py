@@ -23,14 +23,14 @@ _UNKNOWN = dict.fromkeys((*AdaptiveRule.recorded, "largest_gradient"))
 # of the squared norm of each Parameter's gradient.
 _PLACE_OF_NORM, _PLACE_OF_SQUARES = 4, 5
 
-# Update cells of these packages increase their step count, if they have a count. An update cell of the user may inherit
-# a step count and never increase it.
+# The packages whose update cells increase the step count in each step, if they have a step count. A user's update cell
+# may inherit a step count and never increase it.
 _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
 _LARGEST_COUNT = 2**31 - 1
 
 
 def find_train_step(*networks: Any) -> Any:
-    """Return the first cell in the networks that scales its loss by a Parameter, or None."""
+    """Return the first cell in any of the networks that scales its loss by a Parameter, or None without such a cell."""
     cells = (cell for network in filter(None, networks) for _, cell in network.cells_and_names())
     return next((cell for cell in cells if isinstance(getattr(cell, "scale_sense", None), Parameter)), None)
 
@@ -43,8 +43,8 @@ def last_step_before(params: Any, update_cell: Any, last_step: int) -> int:
         update_cell (Cell, optional): the update cell, whose step count is restored with its state.
         last_step (int): the last step of an earlier training with the same callback, or 0.
     """
-    # After a resume, MindFormers counts steps from 0 again. The MindFormers callback that prints the loss has the
-    # number to add.
+    # After a resume, MindFormers counts steps from 0 again. The MindFormers callback that prints the loss has stored
+    # how many steps were taken before, so add this number.
     counts = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
     by_model = params.cur_step_num + max((count for count in counts if isinstance(count, int)), default=0)
     by_cell = steps_taken(update_cell)
@@ -54,7 +54,7 @@ def last_step_before(params: Any, update_cell: Any, last_step: int) -> int:
 def steps_taken(update_cell: Any) -> int | None:
     """Return how many steps an update cell has counted, or None if it does not count. Waits for the device."""
     count = _count({field.name: parameter for field, parameter in _state_fields(update_cell)})
-    # A user's update cell may inherit the step count without increasing it.
+    # A user's update cell may inherit a step count and never increase it, so do not trust such a count while it is 1.
     counts = count != 1 or type(update_cell).construct.__module__.partition(".")[0] in _COUNTING
     return count - 1 if counts and 1 <= count < _LARGEST_COUNT else None
 

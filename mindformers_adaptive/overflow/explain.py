@@ -111,7 +111,7 @@ def _explain(network, batches, loss_scale, remedies, settings, watched):
         seen = _look(run, batches, loss_scale)
         remedies = remedies and seen.overflow and not seen.origin.mask
         tried = _try_scale(seen) if remedies else []
-    # In graph mode each trial would compile the network anew, so try only a lower loss scale.
+    # In graph mode, each changed network would be compiled anew, so the only remedy to try is a lower loss scale.
     sees_operators = seen.closest[0].sees_operators
     if remedies and sees_operators:
         tried += _try_layer(network, seen, watched)
@@ -297,7 +297,7 @@ def _look(run, batches, loss_scale):
 
 
 def _try_scale(seen):
-    """Try the largest loss scale below the training's that the recorded gradients allow. Return a list of one item."""
+    """Try the largest lower loss scale that the recorded gradients allow. Return a list with one result."""
     if seen.forward:
         return [Tried("a lower loss_scale_value", None, None, note="it overflows before the loss is scaled")]
     if not seen.safe:
@@ -325,7 +325,7 @@ def _try_setting(name, build, seen, watched):
 
 
 def _outcome(name, network, seen, watched):
-    """Run a changed network on the overflowing batch, at loss scale 1, then at the largest one expected to be safe."""
+    """Run a changed network on the batch that overflowed: at loss scale 1, then at the largest scale that may fit."""
     with watched(network) as run:
         changed = _Passes(run, [seen.worst[1]], 1.0, seen.forward_is_harmless)
         if changed.overflow:

@@ -1,4 +1,4 @@
-"""Explains why a training overflows: as a text with verdict, remedies and evidence, with details, and as JSON."""
+"""Explains why a training overflows: as a short text of verdict, remedies and evidence, as details, and as JSON."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Explanation:
 
     @property
     def safe_scale(self) -> float | None:
-        """float: the largest tried loss scale such that neither it nor a lower one overflowed; None without one."""
+        """float: the largest tried loss scale below all tried scales that overflowed; None if there is none."""
         bad = self.overflowing_scale or math.inf
         return max((scale for scale, overflow in self.scales.items() if not overflow and scale < bad), default=None)
 
@@ -118,12 +118,12 @@ class Explanation:
 
     @property
     def explains_failure(self) -> bool:
-        """bool: False if the training had a loss that is inf or NaN, but all losses of these passes are finite."""
+        """bool: False if a training loss was inf or NaN, but the losses of all measured batches are finite."""
         return not self.failure or not all(map(math.isfinite, self.losses))
 
     @property
     def headline(self) -> str:
-        """str: the first line of the text, which says whether and where the network overflows."""
+        """str: the first line of the explanation, which says whether and where the network overflows."""
         if not self.explains_failure:
             return f"This is not the cause: {self.failure}, but it is finite in these passes"
         safe, bad = self.safe_scale, self.overflowing_scale

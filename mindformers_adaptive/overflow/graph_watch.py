@@ -1,4 +1,4 @@
-"""Measures the cells of a network in graph mode, which returns the measurements as gradients of extra Parameters."""
+"""Measures the cells of a network in graph mode. The measurements are returned as gradients of extra Parameters."""
 
 import contextlib
 import inspect
@@ -19,8 +19,8 @@ _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
 # The quantities measured at each input and output of a cell: three of the value, two of its gradient, and three of both
 # together.
 _MEASURED = ("largest", "bad", "sum_of_bad", "gradient_largest", "gradient_bad", "size", "dtype", "calls")
-# For a cell with *args, measure at most this many inputs; for every cell, measure at most this many outputs. Flash
-# attention returns its result as the fourth output.
+# Of a cell with *args, at most _MOST_INPUTS inputs are measured. Of every cell, at most _MOST_OUTPUTS outputs are
+# measured: at least 4, because flash attention returns its result as the fourth output.
 _MOST_INPUTS, _MOST_OUTPUTS = 8, 4
 
 
@@ -42,8 +42,8 @@ class GraphWatch:
         self._network = network
         clock = Parameter(Tensor(0.0, mstype.float32), "clock_of_watch", requires_grad=False)
         called = {name: cell for name, cell in names.items() if not isinstance(cell, nn.CellList | nn.CellDict)}
-        # Key the cells by their paths, which begin with the path of the surrounding cell. Names may omit cells that a
-        # trainer puts around the network.
+        # Use the paths of cells as keys: the path of a cell begins with the path of the surrounding cell. The name of a
+        # cell need not, because it may omit cells that a trainer puts around the network.
         paths = {id(cell): path for path, cell in network.cells_and_names()}
         self._watched = {paths[id(cell)]: _Watched(name, cell, clock) for name, cell in called.items()}
         self._by_cell = {id(watched.layer): watched for watched in self._watched.values()}
@@ -103,7 +103,7 @@ class GraphWatch:
 
 
 def _backward_order(calls, weights):
-    """Yield all gradients in the order of the backward pass, the reverse of the nested calls of the forward pass."""
+    """Yield all gradients in the order of the backward pass, which visits the calls of the forward pass in reverse."""
     inside = {}
     for call in calls[1:]:
         inside.setdefault(call.parent, []).append(call)
@@ -172,7 +172,7 @@ class _Watched(nn.Cell):
         return value
 
     def read(self, measured, index, parent):
-        """Return the last call of the wrapped cell, as its sinks measured it, and mark the cell as not called."""
+        """Return the measurements of the wrapped cell's last call, and mark the cell as not called in the next pass."""
         call = Call(index, self.layer_name, type(self.layer).__name__, parent=parent)
         for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):
             for sink in sinks:
@@ -207,7 +207,10 @@ def _readings(values):
 
 
 class _Measure(nn.Cell):
-    """Returns a value unchanged. The second input gets measurements of the value and its gradient as gradient."""
+    """Returns its first input unchanged, and measures this input and its gradient in the backward pass.
+
+    The second input is a sink: the backward pass returns the measurements in place of the gradient of the sink.
+    """
 
     def __init__(self):
         super().__init__(auto_prefix=False)

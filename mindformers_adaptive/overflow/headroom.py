@@ -59,7 +59,7 @@ def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
 
 
 def _constants_and_masks(seen: Pass) -> set[int]:
-    """Return the indexes of the calls whose outputs do not count as values of a layer.
+    """Return the indexes of the calls whose outputs say nothing about how close a layer is to overflow.
 
     These outputs depend on no weight and no input, or they are large only because of an added constant such as a mask.
     """
@@ -71,11 +71,13 @@ def _constants_and_masks(seen: Pass) -> set[int]:
             for index, value in enumerate(call.inputs)
             if not value.weight and not call.gets_gradient(index) and (value.source is None or value.source in constant)
         ]
-        # In graph mode every value seems to get a gradient. So a call without inputs counts as constant there.
+        # In graph mode every value appears to get a gradient, so gradients cannot tell constants from other values.
+        # Treat a call without inputs as constant in graph mode.
         gets_gradient = call.gradients and (seen.sees_operators or call.inputs)
         if len(constants) == len(call.inputs) and not gets_gradient:
             constant.add(call.index)
-        # The sum of attention scores and a mask is as large as the mask, so such a sum is not near an overflow.
+        # The sum of attention scores and a mask is large only because the mask is large on purpose. So do not report
+        # such a sum as close to overflow.
         is_sum = call.operator and call.kind.startswith(_ADDS) and len(call.inputs) > 1
         half = max((reading.largest for reading in call.outputs), default=0.0) / 2
         is_as_large = is_sum and any(reading.largest >= half or not reading.finite for reading in constants)
@@ -85,5 +87,8 @@ def _constants_and_masks(seen: Pass) -> set[int]:
 
 
 def _closest(readings: list[Reading]) -> Reading | None:
-    """Return the reading with the least headroom; among several with inf or NaN, the reading with most of these."""
+    """Return the reading with the least headroom.
+
+    If several readings have inf or NaN, return the reading with the largest number of inf and NaN.
+    """
     return min(readings, key=lambda reading: (reading.headroom, -reading.infs_and_nans), default=None)

@@ -15,7 +15,7 @@ MULTIPLIES = ("Mul", "Rmul", "Imul", "atmul", "Bmm", "Mm", "mm", "Conv", "Dense"
 
 
 class Masks:
-    """Distinguishes inf that belongs to masks from inf that overflows have caused, in a recorded pass.
+    """Distinguishes inf that comes from masks from inf that comes from overflows, in a recorded pass.
 
     A mask begins at an operator that fills in inf, or that computes -inf from values without weights and gradients,
     such as the logarithm of 0. A mask also begins at a batch, Parameter or Tensor that has -inf and gets no gradient.
@@ -38,8 +38,8 @@ class Masks:
             if call.index in self._begins or self._goes_on(call):
                 self.calls.add(call.index)
         for call in reversed(seen.calls):
-            # The inf or NaN in the output of a cell belongs to a mask if all inf and NaN that were computed inside the
-            # cell belong to masks.
+            # If all inf and NaN inside a cell come from masks, the inf or NaN in the output of the cell comes from a
+            # mask too. If any inf or NaN inside the cell comes from an overflow, the output of the cell overflows.
             inside = [each.index for each in seen.inside(call) if has_bad_output(each)] if has_bad_output(call) else []
             if inside and self.calls.issuperset(inside):
                 self.calls.add(call.index)
@@ -47,7 +47,7 @@ class Masks:
                 self.calls.discard(call.index)
 
     def is_mask(self, call: Call, index: int) -> bool:
-        """Return whether the inf in an input of a call belongs to a mask."""
+        """Return whether the inf in an input of a call comes from a mask, not from an overflow."""
         value = call.inputs[index]
         if value.is_computed:
             return value.source in self.calls
@@ -60,12 +60,12 @@ class Masks:
         return not value.reading.largest
 
     def overflowed_inputs(self, call: Call) -> list[Operand]:
-        """Return the inputs of a call that have inf or NaN which does not belong to a mask."""
+        """Return the inputs of a call whose inf or NaN comes from an overflow, not from a mask."""
         bad = [index for index, value in enumerate(call.inputs) if not value.reading.finite]
         return [call.inputs[index] for index in bad if not self.is_mask(call, index)]
 
     def has_overflowed_output(self, call: Call) -> bool:
-        """Return whether an output of a call has inf or NaN that does not belong to a mask."""
+        """Return whether an output of a call has inf or NaN that comes from an overflow, not from a mask."""
         return has_bad_output(call) and call.index not in self.calls
 
     def joins_weights(self, call: Call) -> bool:
@@ -77,7 +77,7 @@ class Masks:
         return not self._pass.sees_operators or any(source in self._from_weights for source in sources)
 
     def begins(self, call: Call) -> Iterator[tuple[Call, Operand | None]]:
-        """Trace the masks in the inputs of a call back, and yield each call in which a mask first appears.
+        """Follow the masks in the inputs of a call back through earlier calls, and yield the calls where masks begin.
 
         Each call comes with its input that is the mask, or with None if the call itself computes the mask.
         """

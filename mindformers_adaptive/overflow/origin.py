@@ -58,7 +58,10 @@ class Origin:
 
     @property
     def empties_row(self) -> bool:
-        """Whether the mask that caused the NaN filled a whole row with -inf; otherwise its -inf was multiplied by 0."""
+        """Whether a mask caused the NaN by filling a whole row of attention scores with -inf.
+
+        A mask can also cause NaN in another way: an -inf of the mask is multiplied by 0.
+        """
         return self.mask and not any(part in self.operator.partition(" ")[0] for part in MULTIPLIES)
 
 
@@ -197,7 +200,8 @@ def _given_to(seen: Pass, call: Call, value: Operand) -> Origin:
         return Origin("forward", "", seen.calls[0].kind, "", "batch", reading)
     around = seen.calls[call.parent or 0]
     while around.parent is not None and any(_is_unknown(each) for each in around.inputs):
-        # The enclosing cell has an input with inf or NaN of unknown origin, so continue with the next outer cell.
+        # The enclosing cell already has an input with inf or NaN of unknown source. So the inf or NaN arose further
+        # out: look at the next outer cell.
         call, around = around, seen.calls[around.parent]
     what = f"a value that it gives to {_operator(call) or call.name}, from an operator that cannot be seen"
     largest = largest_of(each.reading for each in around.inputs)
@@ -251,7 +255,7 @@ def _gradient_origin(seen: Pass, call: Call, gradient: Gradient) -> Origin:
 
 
 def _weight_behind(seen: Pass, value: Operand) -> str | None:
-    """Return the name of the Parameter that a value is, or from which the value was cast; otherwise None."""
+    """Return the name of a Parameter if a value is this Parameter or was cast from it; otherwise None."""
     while value.weight is None and value.is_computed and value.source is not None:
         maker = seen.calls[value.source]
         if maker.kind not in CASTS or not maker.inputs:
@@ -269,9 +273,9 @@ def _uses(seen: Pass, call: Call) -> Iterator[Reading]:
 
 
 def _largest_weight(seen: Pass, call: Call) -> float | None:
-    """Return the largest magnitude among the Parameters of a call.
+    """Return the largest magnitude in the Parameters that a call of a cell or operator uses; None if it uses none.
 
-    A call without Parameters may use a Parameter that its layer has cast, so use the Parameters of the layer instead.
+    An operator without a Parameter as input may use a cast Parameter. So take all Parameters of its layer instead.
     """
     for calls in ([call], [each for each in seen.calls if each.layer == call.layer]):
         if weights := [value.reading for each in calls for value in each.inputs if value.weight]:

@@ -82,7 +82,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The layer of the call and the attribute that holds the operator, such as ``attention.batch_matmul``."""
+        """The layer, followed by the layer's attribute that holds the operator, as in ``attention.batch_matmul``."""
         return ".".join(filter(None, (self.layer, self.attribute)))
 
     def gets_gradient(self, index: int) -> bool:

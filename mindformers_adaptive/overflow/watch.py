@@ -26,7 +26,7 @@ __all__ = ["Watch", "read_tensor"]
 _METHODS = [name for name, value in vars(TensorPy).items() if isinstance(value, types.MethodDescriptorType)]
 _DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg abs"
 _DUNDERS += " floordiv rfloordiv ifloordiv mod rmod imod getitem"
-# Prefixes of the names of Tensor methods that compute nothing.
+# Tensor methods whose names begin with one of these prefixes compute nothing, so they are not recorded.
 _QUERIES = "_ is_ get_ set_ data_ init convert register remove_hook storage offload assign_value value untyped"
 _QUERIES += " pin_memory wait flush move_to getitem setitem from_ asnumpy numpy item tolist dim numel nelement"
 _QUERIES += " ndimension stride hooks"
@@ -226,8 +226,8 @@ class Watch:
             known = self._look_up(tensor)
             begun.outputs.append(known.reading)
             tensor = self._hook(tensor, begun, True) if hooked else tensor
-            # If an operator inside a cell was seen to compute the cell's output, keep the operator as the source of the
-            # output.
+            # If the output of a cell was computed by a recorded operator inside the cell, keep this operator as the
+            # source of the output. The cell is the source only if no such operator is known.
             known = known if keeps_source and known.source is not None else Operand(known.reading, begun.index)
             self._remember(tensor, known)
             return tensor
@@ -240,11 +240,12 @@ class Watch:
         self._kept.append(tensor)
 
     def _hook(self, tensor, begun, of_output):
-        """Return a copy of a tensor, the newest input or output of a call, with a hook that records its gradient."""
+        """Return a copy of the newest recorded input or output of a call, with a hook that records its gradient."""
         backward, index = self._backward, len(begun.outputs if of_output else begun.inputs) - 1
 
         def record(gradients):
-            # Once a hook was called, operators belong to the backward pass. Do not record them as calls of the network.
+            # The first call of this hook shows that the backward pass has begun. Do not record the operators of the
+            # backward pass as calls of the network.
             self._going_back = True
             gradient = Gradient(of_output, index, read_tensor(gradients[0]))
             begun.gradients.append(gradient)

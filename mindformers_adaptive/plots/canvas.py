@@ -35,8 +35,8 @@ MUTED, CONTEXT = "#5f5f5f", "#e3e3e3"
 _COLOURS = (MAIN, WARNING, SECOND, PURPLE, "#e69f00", FAINT)
 LINE_STYLES = tuple((colour, dashes) for dashes in ("solid", "dashed", "dotted", "dashdot") for colour in _COLOURS)
 
-# A share of underflowed gradients below this is not marked as a warning in pictures. The smallest gradients underflow
-# first, and the command `find` calls a loss of up to 20 % of a gradient's norm harmless.
+# If at least this share of the gradients underflow, pictures mark the share as a warning. A smaller share is harmless:
+# the smallest gradients underflow first, and the command `find` calls it harmless to lose 20 % of a gradient's norm.
 ALARMING = 0.01
 
 _DOTS_PER_INCH = 120
@@ -132,7 +132,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def require_picture(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a picture, or raise ValueError if its name has another ending than .png and .svg."""
+    """Return the path of a picture, or raise ValueError if its name does not end in .png or .svg."""
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise ValueError(
             f"'path' must name a picture that ends in .png or .svg, but got {str(path)!r}. Change the ending."

@@ -197,7 +197,10 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str, 
 
 
 def _worst(group: GroupSeries) -> list[str]:
-    """Return texts with the largest share, over the steps, of a group's gradients that underflow or are subnormal."""
+    """Return the largest shares of a group in any step as texts, such as "3 % underflow" and "9 % are subnormal".
+
+    A share that is not known in any step is left out.
+    """
     known = {"underflow": group.underflowed, "are subnormal": group.subnormal}
     return [
         f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()

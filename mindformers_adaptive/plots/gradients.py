@@ -1,4 +1,4 @@
-"""Pictures of a sweep over loss scales: its gradients, its weights, or its outputs of layers."""
+"""Pictures of a sweep over loss scales, which show the gradients, the weights or the outputs of layers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The histogram of magnitudes has this many more bars below and above the exponents of the floating-point format. The
-# outermost of these bars also count all gradients further out.
+# The histogram of magnitudes has _BELOW bars below the smallest exponent of the floating-point format, and _ABOVE bars
+# above the largest exponent. The two outermost bars also count all magnitudes further out.
 _BELOW, _ABOVE = 6, 4
 
 # The bar of underflows and the bar of inf and NaN stand this many bar widths apart from the histogram's other bars.
@@ -86,7 +86,7 @@ def draw_histograms(
 
 
 class _Column(NamedTuple):
-    """A column of panels: a sweep with its name, one loss scale of the sweep, and statistics for each row of panels."""
+    """The data of a column of panels: a sweep, its name, the loss scale that is drawn, and statistics for each row."""
 
     name: str
     ranges: GradientRanges
@@ -164,7 +164,7 @@ def _read(sweep: GradientRanges | Mapping[str, Any]) -> GradientRanges:
 
 
 def _draw_signed(axes: Axes, counts: ArrayStatistics, scale: float) -> float:
-    """Draw a histogram of values with signs, divided by ``scale``, and return the height of its top bar in percent."""
+    """Draw a histogram of values with signs, divided by ``scale``, and return the highest bar's height in percent."""
     canvas.style_axes(axes)
     signed = require_signed(counts).divided_by(scale)
     shares = 100.0 * np.array(signed.counts) / max(counts.size, 1)
@@ -247,7 +247,7 @@ def wrapped(name: str) -> str:
 
 
 def group_for(modules: Sequence[str], ranges: GradientRanges) -> Callable[[str], str | None] | None:
-    """Return a function that maps a Parameter's name to the module to draw, or None if no modules are given."""
+    """Return a function that maps a Parameter's name to the module in whose row it is drawn; None if there is none."""
     return group_of_modules(modules, ranges.batches[0][0].parameters) if modules else None
 
 
@@ -258,7 +258,7 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
     subnormal, normal, largest = map(math.floor, gradient_format.exponents)
     first, last = subnormal - _BELOW, largest + _ABOVE
     zero, inf = first - _APART, last + _APART
-    # Colour and label of each kind of bar in the histogram; the key is the smallest exponent of this kind.
+    # The colour and the label of the bars in the histogram. Each key is the exponent of the first bar that has them.
     kinds = {
         zero: (canvas.WARNING, "underflowed to 0") if of_gradients else (canvas.MUTED, "0"),
         first: (canvas.FAINT, "subnormal or below"),

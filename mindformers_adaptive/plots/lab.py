@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The ceiling is the largest loss scale without overflow. The ceilings computed from a trace's gradients get a second
-# line beside the ceilings in the trace, if the two differ by at least _SAME_BITS bits in more than a share _FEW of the
-# steps.
+# The ceiling of a step is the largest loss scale without overflow. The ceilings that a trace's gradients imply have a
+# separate line, if in more than a share _FEW of the steps they differ from the trace's ceilings by at least
+# _SAME_BITS bits.
 _SAME_BITS, _FEW = 0.05, 0.05
 
 
@@ -86,7 +86,7 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
     scales = np.concatenate([trace.ceiling, shown, *(result.loss_scale for result in replays.values())])
     scales = scales[(scales >= SMALLEST_LOSS_SCALE) & (scales <= LARGEST_LOSS_SCALE)]
     canvas.use_power_of_two_axis(axes, scales.min(), scales.max())
-    # A ceiling is known exactly if a loss scale equal to the ceiling does not overflow and the next larger number does.
+    # A ceiling is known exactly if the step does not overflow at the ceiling, but at the next larger float64.
     exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
@@ -109,7 +109,7 @@ _LOG_SKIPPED_FROM = 50.0
 # Pareto front do.
 _NAMED = 12
 
-# The width of a line in the legend, in letters.
+# The text of a legend entry is wrapped after at most this many letters.
 _LETTERS = 34
 
 
@@ -126,14 +126,16 @@ def draw_comparison(comparison: Comparison) -> Figure:
         ImportError: if matplotlib is missing.
     """
     means = comparison.means()
-    # A mean that is not known is None in the dict, and nan in the array.
+    # An unknown mean is None in ``means``; the conversion to a float array turns it into nan.
     skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
     where = comparison.traces[0] if len(comparison.traces) == 1 else f"mean of {len(comparison.traces)} traces"
     return draw_pareto_front(skipped, headroom, list(means), where)
 
 
 def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Sequence[str], where: str) -> Figure:
-    """Draw skipped steps against headroom lost. A line joins the Pareto front: policies that no other beats in both.
+    """Draw skipped steps against headroom lost. A line joins the policies on the Pareto front.
+
+    A policy is on the front if no other policy is better in one of the two measures without being worse in the other.
 
     Args:
         skipped (ArrayLike): skipped steps of each policy, shape (policies,).

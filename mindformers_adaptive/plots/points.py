@@ -1,4 +1,4 @@
-"""Draw fewer points of a long line, or of a row of marks, where a picture could not show all of them apart."""
+"""Thin out a long line, or a row of marks, whose points lie too close together to be distinguished in a picture."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunTold", "picture", "render"]
 
-# The width of a picture on a narrow screen, as a share of the usual width. Letters have the usual size.
+# Pictures for narrow screens have this share of the usual width. Their letters keep the usual size, to stay readable.
 _NARROW = 0.48
 # The page's table of skipped steps has at most this many rows.
 _ROWS = 20

@@ -38,7 +38,9 @@ def record_in(source: str | os.PathLike[str]) -> Path:
     path = Path(source)
     if not path.is_dir():
         if not path.exists():
-            raise FileNotFoundError(f"There is no file or folder {str(path)!r}, seen from {Path.cwd()}.")
+            raise FileNotFoundError(
+                f"There is no file or folder {str(path)!r}. Check the path; the current folder is {Path.cwd()}."
+            )
         return path
     records = [path / RECORD] if (path / RECORD).is_file() else sorted(path.rglob(RECORD))
     if not records:

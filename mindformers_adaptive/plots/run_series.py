@@ -21,11 +21,12 @@ __all__ = ["RunSeries", "series_of"]
 # falls back, so it moves both up and down. The other 5 % allow for single outliers.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
-# At least this many skipped steps in a row at the lowest loss scale are a collapse, as for `analyze`.
+# The loss scale counts as collapsed if at least this many last steps of a run were all skipped at the lowest loss
+# scale. The command `analyze` uses the same number.
 _COLLAPSED_FROM = 10
 
-# With more gaps of missing steps per recorded step than this, the record has only a few scattered steps. The gaps
-# of such a record are ignored, because no line could be drawn between them.
+# A gap is a series of missing steps in a record, and breaks a drawn line. A record with more gaps per recorded step
+# than this has only scattered steps, so gaps would leave nothing of the line: ignore the gaps of such a record.
 _GAPS_PER_STEP = 0.1
 
 # The largest float32. Losses and gradient norms are cut to this number, because matplotlib cannot make an axis of much
@@ -155,7 +156,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     """
     run = run if isinstance(run, RecordedRun) else run_of_record(run)
     if not len(run):
-        raise ValueError("There must be at least 1 step to draw, but there is none. Let the run take a step.")
+        raise ValueError("The run must have at least 1 step to draw, but has none. Wait until it has taken a step.")
     at = np.full(len(run), True) if run.without_line is None else ~run.without_line
     [fewest, most], unknown = run.skipped_bounds(), np.full(len(run), np.nan)
     gradients = run.applied_gradients()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# From _SMOOTH_FROM steps on, a line of at most _MEDIANS medians shows the loss without its noise.
+# The loss of a run with at least _SMOOTH_FROM steps also has a line of at most _MEDIANS medians, without the noise.
 _SMOOTH_FROM = 200
 _MEDIANS = 100
 
@@ -93,8 +93,8 @@ def draw_runs(
     """
     if not runs or not set(gradients or {}) <= set(runs):
         raise ValueError(
-            f"'runs' must have at least 1 entry, and one for each of 'gradients', but got the runs {list(runs)} "
-            f"and the gradients {list(gradients or {})}. Use the same names in both."
+            f"'runs' must have at least 1 entry, and an entry for each name in 'gradients', but got the runs "
+            f"{list(runs)} and gradients for {list(gradients or {})}. Use the same names in both."
         )
     series = {name: series_of(run) for name, run in runs.items()}
     measured = {name: series_of_gradients(record, lambda _: "all") for name, record in (gradients or {}).items()}
@@ -216,7 +216,7 @@ def _use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
 
 
 def _highest_after_start(run: RunSeries) -> float:
-    """Return a run's highest loss scale, without the steps skipped at its start if their scales are far higher."""
+    """Return a run's highest loss scale. Ignore steps skipped at the start if all later loss scales are far lower."""
     highest = float(np.nanmax(run.scales, initial=0.0))
     later = run.scales[run.skipped_at_start :]
     if len(later) < _START_CUT_FROM or np.isnan(later).all():
@@ -228,7 +228,10 @@ def _highest_after_start(run: RunSeries) -> float:
 def _draw_loss_scale(
     axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str, height: float
 ) -> None:
-    """Draw the loss scale of a run, and its skipped steps as ticks at ``height`` of the panel, from 0 to 1."""
+    """Draw the loss scale of a run, and a row of ticks that mark its skipped steps.
+
+    ``height`` is the height of this row in the panel, from 0 (bottom) to 1 (top).
+    """
     steps = np.append(run.step, run.last_step + 1)
     axes.step(*thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())

@@ -34,8 +34,8 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-# A log line about more than _LONGEST_INTERVAL steps is treated as a line after a gap in the log, unless the line counts
-# the skipped steps. No training has more than _MOST_STEPS steps.
+# A log line covers at most _LONGEST_INTERVAL steps; if the line before is further away, there is a gap in the log. A
+# longer gap is filled only if the log counts its skipped steps. A run with filled gaps has at most _MOST_STEPS steps.
 _LONGEST_INTERVAL, _MOST_STEPS = 10_000, 10**7
 
 # Tolerances in bits for comparing loss scales. The first allows for float32 rounding and eight printed digits. If the
@@ -99,7 +99,10 @@ class LogRows:
         self.low[unknown] = self.high[unknown] = np.nan
 
     def _count_once(self, overflows: Sequence[tuple[int, LogLine]]) -> dict[int, list[LogLine]]:
-        """Return a log's overflow lines by the index of the next step line. Ignore all but one rank and source file."""
+        """Return a log's overflow lines in groups, by the index of the next step line.
+
+        Several ranks or source files may print the same overflow. Keep the lines of the rank and file with most lines.
+        """
         counts = Counter(line.printer for _, line in overflows)
         named = [printer for printer, _ in counts.most_common() if printer]
         chosen = {"", *named} if len(named) < 2 else {named[0]}
@@ -118,7 +121,7 @@ class LogRows:
         return self._name_of(self._lines.where[min(row + self._first, len(self._lines) - 1)])
 
     def _note(self, texts: Sequence[str], all_of_them: str) -> None:
-        """Add the first three texts to the notes on the log. If there are more, add a note with the total number."""
+        """Add the first three of ``texts`` to the notes on the log. If there are more, add a note with their number."""
         self.notes += texts[:_NOTES_OF_A_KIND]
         if len(texts) > _NOTES_OF_A_KIND:
             self.notes.append(all_of_them.format(len(texts)))
@@ -178,10 +181,10 @@ class LogRows:
         return steps
 
     def _counted_by_totals(self, gap: Integers, restarts: Flags, fill: Flags) -> Iterator[tuple[int, int, int]]:
-        """Yield ranges of log rows whose number of skipped steps is known: first row, last row, and this number.
+        """Yield (first row, last row, skipped steps) for each range of log rows with a known number of skipped steps.
 
-        The number is the difference of two totals in the log. It covers the gaps within the range too, so set ``fill``
-        to True for the rows after these gaps.
+        The number of skipped steps is the difference of two totals in the log. It covers the gaps within the range
+        too, so set ``fill`` to True for the rows after these gaps.
         """
         at = np.flatnonzero(self.total >= 0)
         begins = self._first > 0 or (len(gap) > 0 and gap[0] == 0)
@@ -264,7 +267,7 @@ class LogRows:
         self._note(texts, "On {} lines, the scale does not follow from the line before.")
 
     def _tighten(self, rows: slice, count: int) -> Flags:
-        """Tighten the bounds on the skipped steps of each log row in a range that skipped ``count`` steps in all.
+        """Tighten the bounds on the number of skipped steps in each row; the ``rows`` have ``count`` of them in all.
 
         Return for each row whether its number of skipped steps is known even without the moves of the loss scale.
         """
@@ -295,7 +298,7 @@ class LogRows:
         return float(factors[np.argmax(counts)]) if len(factors) else 2.0
 
     def _narrow(self) -> None:
-        """Narrow the bounds on loss scales that are printed rounded, using the lines before and after."""
+        """Narrow the bounds on loss scales that the log prints rounded, by the loss scales in the lines around them."""
         wide = self.high - self.low > _WIDE_BITS
         exact = (self.low + self.high)[~wide & ~np.isnan(self.low)] / 2
         if not wide.any():
@@ -319,7 +322,7 @@ class LogRows:
         self.stated_after = np.where(wide, self.after, self.stated_after)
 
     def _moves(self, bits: float) -> tuple[Integers, Integers, Integers]:
-        """Return for each log row lower bounds on loss-scale drops and raises, and its number of overflow lines."""
+        """Return for each log row the least number of loss-scale drops and raises, and the number of overflow lines."""
         at_start = math.log2(self.scale_at_start)
         low, high = (np.append(at_start, bound[:-1]) for bound in (self.low, self.high))
         low, high = (np.where(self.follows, bound, np.nan) for bound in (low, high))
@@ -366,14 +369,14 @@ def _valid(scale: Floats) -> Floats:
 
 
 def _factors(difference: Any, bits: float) -> Any:
-    """Return how many moves of ``bits`` the loss scale needs to change by ``difference``; 0 if that is unknown."""
+    """Return how often log2 of the loss scale must rise by ``bits`` to rise by ``difference``; 0 if that is nan."""
     return np.maximum(np.ceil(np.nan_to_num(difference) / bits - _NEAR_BITS), 0).astype(np.int64)
 
 
 def _links(
     overflows: Sequence[LogLine], before: tuple[float, float], after: tuple[float, float], bits: float
 ) -> list[tuple[int, int]]:
-    """Return lower bounds on the raises and drops of the loss scale before, between and after the given overflows.
+    """Return the least number of raises and drops of the loss scale before, between and after the given overflows.
 
     ``before`` and ``after`` bound the binary logarithm of the scale before and after all of the overflows.
     """

@@ -60,7 +60,7 @@ class _Record(LogFormat):
                 return _RECORD_DECODER.decode(line)
             except (msgspec.MsgspecError, RecursionError):
                 content = json_object(line)
-            step = step_of(content) if content else "the line is no complete JSON object"
+            step = step_of(content) if content else "the line is not a complete JSON object"
             if isinstance(step, Step):
                 return step
             raise ValueError(step)
@@ -71,10 +71,10 @@ def missing_steps(content: dict[str, object]) -> LogLine:
     """Return a record line for missing steps as a LogLine; raise ValueError if its step numbers are invalid."""
     number, first, last = (content.get(name) for name in ("missing_steps", "first_step", "last_step"))
     if not (type(number) is type(first) is type(last) is int and 0 < first <= last <= LARGEST_STEP):
-        raise ValueError("missing_steps, first_step or last_step is missing or no valid number")
+        raise ValueError("'missing_steps', 'first_step' or 'last_step' is missing or is not a valid number")
     if number == last - first + 1:
         return LogLine(step=last, steps=number)
-    raise ValueError("missing_steps differs from the number of steps from first_step to last_step")
+    raise ValueError(f"'missing_steps' must be {last - first + 1} for the steps {first} to {last}, but is not")
 
 
 class _MindFormers(LogFormat):
@@ -111,7 +111,7 @@ class _MindFormers(LogFormat):
             return None if match is None else LogLine(step=_step(match[1]), **values)
         flag, scale = self.flag.search(line), _number(self.scale, line)
         if flag is None and scale is None:
-            raise ValueError("'overflow cond' and 'loss_scale' are missing or cannot be read")
+            raise ValueError("the line shows neither 'overflow cond' nor 'loss_scale' in a readable form")
         epoch, step, steps_per_epoch = map(int, match.groups())
         return LogLine(
             step=_step(max(epoch - 1, 0) * steps_per_epoch + step),
@@ -133,7 +133,7 @@ class _MindSpore(LogFormat):
             return None
         values = self.value.findall(line, match.end())
         if len(values) < 3 or values[1] not in ("True", "False"):
-            raise ValueError("the values after 'outputs are' are not a loss, an overflow flag and a loss scale")
+            raise ValueError("'outputs are' must be followed by a loss, an overflow flag and a loss scale, but is not")
         loss, scale = _as_number(values[0]), _as_number(values[2])
         return LogLine(
             step=_step(match[1]), overflow=values[1] == "True", loss=loss, next_loss_scale=_nearest_power(scale)
@@ -164,7 +164,7 @@ class _Megatron(LogFormat):
         value = None if scale is None else _as_number(scale[1])
         count = None if skipped is None else int(skipped[1])
         if value is None and count is None:
-            raise ValueError("the loss scale and the number of skipped iterations are missing or cannot be read")
+            raise ValueError("the line shows no readable loss scale and no readable number of skipped iterations")
         seconds = None if time is None else _as_number(time[2])
         return LogLine(
             step=_step(match[1]),
@@ -196,8 +196,8 @@ class _DeepSpeed(LogFormat):
             scale, after = _number(self.attempted, line), _number(self.reduced, line)
             if after is None and "but hysteresis" in line:
                 after = scale
-            # In a cut log line, the last number has lost digits. So ignore a new loss scale that one overflow cannot
-            # lead to.
+            # If a log line was cut, its last number, the new loss scale, may lack digits. One overflow at most halves
+            # the loss scale, so ignore a new loss scale out of this range.
             if scale is None or (after is not None and not scale / 2 <= after <= scale):
                 after = None
             printer = " ".join([*self.source.findall(line)[-1:], *self.rank.findall(line)[-1:]])
@@ -206,7 +206,7 @@ class _DeepSpeed(LogFormat):
             return None
         match = self.step.search(line)
         if match is None or int(match[2]) > int(match[1]):
-            raise ValueError("'skipped=' in the line is not a valid number of skipped steps")
+            raise ValueError("the line must have 'step=N, skipped=M' with whole numbers and M at most N, but does not")
         return LogLine(step=_step(match[1]), skipped_steps=int(match[2]))
 
 
@@ -217,7 +217,7 @@ FORMATS: dict[str, LogFormat] = {
 
 def _step(text: str | int) -> int:
     if int(text) > LARGEST_STEP:
-        raise ValueError(f"the step number {text} is larger than 2^53")
+        raise ValueError(f"the step number must be at most 2^53, but is {text}")
     return int(text)
 
 
@@ -240,7 +240,10 @@ def _half_digit(text: str) -> float:
 
 
 def _nearest_power(scale: float | None) -> float | None:
-    """Return the power of two that is printed as ``scale`` in six digits; if there is none, return ``scale`` itself."""
+    """Return the power of two that a log has rounded to ``scale``, or else ``scale`` itself.
+
+    The log is assumed to print loss scales with six digits.
+    """
     if scale is None or not 0 < scale < math.inf:
         return scale
     power = 2.0 ** round(math.log2(scale))

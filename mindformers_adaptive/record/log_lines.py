@@ -55,7 +55,7 @@ class LogLines:
         after_damage (set[int]), after_restart (set[int]): indices of rows that follow an unreadable line, and indices
             of the first rows after a restart.
         formats (list): the gradient formats, each with the index of the row at which it begins.
-        notes (list[str]): notes on merged and superseded lines; :meth:`finish` adds them.
+        notes (list[str]): notes on lines that were merged, or replaced after restarts; :meth:`finish` adds them.
         superseded (int): how many rows were replaced after restarts.
     """
 
@@ -112,12 +112,12 @@ class LogLines:
             self.columns[name].extend(
                 [unknown if value is None or value is msgspec.UNSET else value for value in values]
                 if name not in ("loss", "gradient_norm")
-                # In the columns nan marks an unknown value, so a loss or gradient norm that is NaN is stored as inf.
+                # In a column, nan marks an unknown value. So store a loss or gradient norm that is NaN as inf.
                 else [unknown if value is None else np.inf if value != value else value for value in values]
             )
 
     def _merge(self, line: Step) -> bool:
-        """Merge a log line into a recent line of the same step; return False if no line agrees with it."""
+        """Merge a log line into a recent line of the same step; return False if there is none or the lines disagree."""
         for earlier in reversed(self._pending[-_RANKS_APART:]):
             if earlier.step < line.step:
                 return False
@@ -152,8 +152,8 @@ class LogLines:
             del column[flushed:]
         rows = flushed + len(self._pending)
         del self.where[rows:]
-        # Drop also the overflow lines that were printed between the superseded step lines. An overflow line names no
-        # step, but may belong to a superseded step.
+        # The restarted run prints lines for these steps again, so their old lines are dropped. Drop also the overflow
+        # lines between the old lines: an overflow line names no step, but may belong to a dropped step.
         self.overflows = [(row, overflow) for row, overflow in self.overflows if row < rows]
         self.formats = [(row, named) for row, named in self.formats if row < rows]
         self._last_format = self.formats[-1][1] if self.formats else None
@@ -167,7 +167,7 @@ class LogLines:
         self._append(line, where)
 
     def finish(self) -> None:
-        """Store the data of the last log lines in the columns, and add notes on merged and superseded log lines."""
+        """Store the data of the last log lines in the columns. Note how many lines were merged or replaced."""
         self._flush(len(self._pending))
         self.notes += self._restarts[:_RESTARTS_NAMED]
         if len(self._restarts) > _RESTARTS_NAMED:

@@ -32,7 +32,7 @@ _LAST_WORD = re.compile(r"[^\s,|]*$")
 
 @dataclass
 class _TextLines:
-    """The lines of several log files, read like one file: decoded to text, without ANSI codes, and counted.
+    """The lines of several log files, read like one file: decoded to text, without ANSI codes, and numbered.
 
     Attributes:
         number (int): how many lines were handed out so far.
@@ -54,7 +54,7 @@ class _TextLines:
             try:
                 with open(path, "rb") as file:
                     if not file.seekable():
-                        raise OSError(errno.ESPIPE, "it is a pipe, but is read twice. Save the log to a file first")
+                        raise OSError(errno.ESPIPE, "it is a pipe, not a file. Save the log to a file first")
                     mark = file.read(2)
                 is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
                 # In text mode, a carriage return ends a line too, as in the output of a progress bar.
@@ -133,8 +133,8 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     if np.isnan(run.loss_scale).all():
         raise ValueError(
             f"The log must show the loss scale that a step used, but no line of {_names(paths)} shows it (lines about "
-            f"steps: {used}). Give the log of a training with loss scaling, with several lines about steps: a line may "
-            "state only the loss scale after its step."
+            f"steps: {used}). Give the log of a training with loss scaling. It needs at least two lines about steps, "
+            "because a line may show only the loss scale after its step, which is the loss scale of the next step."
         )
     notes = [*lines.notes, *run.notes]
     if texts.undecodable:

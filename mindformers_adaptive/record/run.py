@@ -215,7 +215,7 @@ class RecordedRun:
         """
         assume = assume or self.assumptions[0]
         if assume not in ASSUMPTIONS:
-            raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave 'assume' out.")
+            raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Choose one, or leave it out.")
         # A rule without a smallest loss scale can lower the scale to 0. No ceiling lies below 0, so an overflow at 0
         # would contradict every ceiling: replace 0 by a tiny positive scale.
         scale = np.maximum(forward_fill(self.loss_scale), np.finfo(np.float64).tiny)

@@ -130,15 +130,15 @@ def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
 
 
 def _carry_scales(rows: LogRows) -> None:
-    """Fill in the missing loss scale after each row of log data whose number of skipped steps is known."""
+    """Infer the loss scale after each row of log data that lacks it, if the row's number of skipped steps is known."""
     for row in np.flatnonzero(np.isnan(rows.after)).tolist():
         listed = rows.overflows.get(row, [])
         is_last = rows.has_tail and row == len(rows.after) - 1
         if listed and (rows.fewest[row] == rows.most[row] or is_last):
             unlisted = 0 if is_last else max(int(rows.most[row]) - len(listed), 0)
             scale = listed[-1].next_loss_scale or math.nan
-            # An inferred loss scale below 1 is implausible: the rule may have raised the scale in between or held it at
-            # a floor.
+            # ``fallen`` assumes that each overflow without a line lowered the loss scale. Below 1 this is implausible:
+            # the rule may also have raised the loss scale, or kept it at its smallest value. So leave it unknown.
             fallen = scale * rows.factor**-unlisted
             rows.after[row] = fallen if unlisted == 0 or fallen >= 1 else math.nan
         elif rows.most[row] == 0 and rows.follows[row]:
@@ -168,7 +168,7 @@ def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) ->
 
 
 def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before: float, after: float) -> Floats:
-    """Return the loss scales of the steps between two log lines if the log has overflow lines with loss scales there.
+    """Return the loss scales of the steps between two step lines of a log, using the overflow lines between the two.
 
     Where the loss scale of an overflow line is higher than the scale before it, applied steps in between are assumed to
     have raised the scale. Skipped steps without an overflow line are assumed to lower the scale further. The overflow

@@ -102,7 +102,7 @@ def field_descriptions() -> dict[str, str]:
 
 
 def step_of(content: Mapping[str, Any]) -> Step | str:
-    """Return the step that a JSON object describes, or a message that says why it is no step.
+    """Return the step that a JSON object describes, or a message that says why the object is not a step.
 
     A string such as ``"4"``, ``"nan"`` or ``"inf"`` counts as the number. An optional value that cannot be read counts
     as unknown.

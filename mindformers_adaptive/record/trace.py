@@ -61,8 +61,8 @@ class Trace:
             step = int(np.flatnonzero(outside)[0])
             raise ValueError(
                 f"The ceiling of each step must lie between its bounds, but in the trace {self.name!r} step {step} "
-                f"(counted from 0) has {self.ceiling[step]}, at least {self.lower_bound[step]} and below "
-                f"{self.upper_bound[step]}. Correct the ceiling or the bounds."
+                f"(counted from 0) has the ceiling {self.ceiling[step]}, the lower bound {self.lower_bound[step]} and "
+                f"the upper bound {self.upper_bound[step]}. Correct the ceiling or the bounds."
             )
 
     @classmethod
@@ -147,7 +147,7 @@ def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
 
 
 def just_below(scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the highest ceiling at which each loss scale overflows: the next smaller float64, or inf for inf."""
+    """Return for each loss scale the float64 just below it, the highest ceiling at which it overflows; inf for inf."""
     return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
 
 

@@ -34,7 +34,7 @@ class _Line(msgspec.Struct):
         """Return the first and last step of this record line; raise ValueError if the line names no step."""
         first, last = (self.step, self.step) if self.missing_steps is None else (self.first_step, self.last_step)
         if first is None or last is None:
-            raise ValueError("it names no step")
+            raise ValueError("the line names no step")
         return first, last
 
 
@@ -145,7 +145,8 @@ class RunRecord:
                 reason = "is the record of another run"
             self.close()
         if is_shared and last_step and self.run:
-            # Another process continues from the same checkpoint and keeps the run's number, so take a new number here.
+            # Another process continues this run from the same checkpoint under the run's number. So give the
+            # continuation in this process a new number.
             self.run = new_run()
         self.path = _unused_name(wanted, self.run)
         with contextlib.suppress(OSError):
@@ -372,7 +373,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, _Line | None]]:
 
 
 def _ends_in_line(file: int) -> bool:
-    """Return whether a file ends with a newline, is empty, or is no regular file."""
+    """Return whether a file ends with a newline, is empty, or is not a regular file."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
         return True
@@ -392,7 +393,7 @@ def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
             line = line[os.write(file, line) :]
     except OSError:
         if stat.S_ISREG(before.st_mode):
-            # If the file cannot be truncated either, append() begins the next line after the torn line.
+            # Remove the part of the line that was written. If that fails too, append() begins a new line after it.
             with contextlib.suppress(OSError):
                 os.ftruncate(file, before.st_size)
         raise

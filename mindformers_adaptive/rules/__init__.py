@@ -99,7 +99,10 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
     if isinstance(rule, Rule):
         if arguments:
             names = ", ".join(arguments)
-            raise TypeError(f"'rule' exists already, so it cannot take {names}. Give the arguments to {type(rule)}.")
+            raise TypeError(
+                f"'rule' is already a rule of the class {type(rule).__name__}, so it cannot be created with the "
+                f"arguments {names}. Write these arguments where you create the rule: {type(rule).__name__}(...)."
+            )
         return rule
     rule_class = find_rule(rule)
     known = arguments_of(rule_class)
@@ -115,7 +118,7 @@ def _import(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     wanted = (
         f"'rule' must be {', '.join(map(repr, RULES))}, or 'module.Class' of a rule of your own in the current folder "
-        "or on the path of Python, but"
+        "or in Python's search path for modules, but"
     )
     if not all(part.isidentifier() for part in name.split(".")) or not module:
         raise ValueError(f"{wanted} got {name!r}.")

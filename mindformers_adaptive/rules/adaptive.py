@@ -163,7 +163,8 @@ class AdaptiveRule(Rule):
         self.scale_factor = to_float32(factor)
         self.backoff_factor = None if backoff_factor is None else _checked_backoff(backoff_factor)
         self.drop_factor = self.backoff_factor or to_float32(1.0 / self.scale_factor)
-        # A subclass with its own next_state() may move the loss scale by other factors.
+        # Set moves_by_one_factor only for the step of AdaptiveRule. A subclass with its own next_state() may change the
+        # loss scale by other factors than scale_factor and drop_factor.
         is_own_step = type(self).next_state is AdaptiveRule.next_state
         if is_own_step:
             undoes = math.isclose(self.drop_factor * self.scale_factor, 1.0, rel_tol=2.0**-23)

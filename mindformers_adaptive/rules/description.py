@@ -127,12 +127,15 @@ def check_description(rule: Any) -> None:
         raise ValueError(f"{of} must call super().__init__(**bounds) in its constructor.")
     for name in arguments_of(rule.__class__):
         if hasattr(base, name) or name in _ARGUMENTS_OF_CELLS:
-            raise ValueError(f"{of} has an argument {name!r}, a name that is taken. Choose another one.")
+            raise ValueError(
+                f"{of} has an argument {name!r}, but the class Rule or the update cell already uses this name. Rename "
+                "the argument."
+            )
         if not hasattr(rule, name):
             raise ValueError(f"{of} must keep its argument {name!r} as an attribute: write self.{name} = {name}.")
     if not 0 < rule.min_loss_scale <= rule.max_loss_scale <= LARGEST_FLOAT32:
         raise ValueError(
-            f"{of} has 'min_loss_scale' {rule.min_loss_scale} and 'max_loss_scale' {rule.max_loss_scale}. Hand both "
+            f"{of} has 'min_loss_scale' {rule.min_loss_scale} and 'max_loss_scale' {rule.max_loss_scale}. Pass both "
             "to super().__init__() and leave them unchanged."
         )
     if not isinstance(rule.recorded, (tuple, list)) or not all(isinstance(key, str) for key in rule.recorded):
@@ -174,7 +177,10 @@ def _check_names(of: str, rule: Any) -> None:
             if key != unicodedata.normalize("NFKC", key):
                 raise ValueError(f"{of} has {key!r} in its state, a name that Unicode NFKC would change. Rename it.")
             if key in seen or key in _TAKEN:
-                raise ValueError(f"{of} has {key!r} in its state, a name that is taken. Choose another one.")
+                raise ValueError(
+                    f"{of} has {key!r} in its state, but this name is taken by another field or by this package. "
+                    "Choose another name."
+                )
         seen |= {field.name, *field.keys}
     for key in rule.recorded:
         if key not in {key for field in rule.fields if field.parts or not field.shape for key in field.keys}:

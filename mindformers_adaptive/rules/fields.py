@@ -45,7 +45,7 @@ class Field(NamedTuple):
         return self.parts or (self.name,)
 
     def by_key(self, value: Any) -> dict[str, Any]:
-        """Return the content of the field's Parameter as a dict with the names in ``keys``.
+        """Return the value of this state field as a dict, by the field's name or by the names of a vector's elements.
 
         Args:
             value (Union[int, float, Iterable]): the content of the Parameter, a number or the elements of a vector.
@@ -58,7 +58,7 @@ class Field(NamedTuple):
         return {self.name: tuple(value) if self.shape else value}
 
     def value_in(self, values: Mapping[str, Any]) -> Any:
-        """Return the content of the field's Parameter from a dict that stores it under the names in ``keys``.
+        """Look this state field up in a dict, by its name or by the names of its elements, and return its value.
 
         Args:
             values (Mapping[str, Any]): values by name, for at least the names in ``keys``.
@@ -69,8 +69,8 @@ class Field(NamedTuple):
         return [values[part] for part in self.parts] if self.parts else values[self.name]
 
 
-# The step counters of every loss-scale update cell. In checkpoints, MindSpore's and MindFormers' own cells give the
-# first two counters the same names.
+# Every loss-scale update cell has these step counters. In checkpoints, the first two counters have the same names as
+# the step counters of MindSpore's and MindFormers' own cells.
 STEP_FIELDS = (
     Field("cur_iter", parameter="current_iterator_step"),
     Field("last_overflow_iter", parameter="last_overflow_iterator_step"),
@@ -105,7 +105,7 @@ def kept_fields(rule: Any) -> tuple[Field, ...]:
 
 
 def is_of_this_package(rule_class: type) -> bool:
-    """Return whether this package defines a rule's class, rather than a user."""
+    """Return whether the class of a rule is defined in this package, and not by a user."""
     return rule_class.__module__.startswith("mindformers_adaptive.")
 
 
@@ -130,8 +130,9 @@ def _field(rule: Any, name: str, kind: Any) -> Field:
     is_sound = kinds and all(isinstance(dtype, DType) and dtype.name == kinds[0].name for dtype in kinds)
     if not is_sound or (isinstance(kind, Mapping) and any(dtype.shape for dtype in kinds)):
         raise ValueError(
-            f"The state of the rule {rule.name!r} has {name!r} as {kind!r}. Write int32 or float32, float32[8] for a "
-            "vector of 8 numbers, or a dict such as {'low': int32, 'high': int32} for a vector with named elements."
+            f"The state of the rule {rule.name!r} declares the field {name!r} as {kind!r}, which is not supported. "
+            "Write int32 or float32, float32[8] for a vector of 8 numbers, or a dict such as {'low': int32, 'high': "
+            "int32} for a vector with named elements."
         )
     dtype = kinds[0].name
     if not isinstance(kind, Mapping):

@@ -188,9 +188,9 @@ class Format:
         return self.smallest_subnormal
 
 
-# These formats represent the same numbers as the dtypes of NumPy and ml_dtypes with the same names, as tests check.
-# Neither library has hifloat8: its numbers follow the definition of HiF8, and it rounds ties away from 0, as CANN does
-# when it converts from float32.
+# These formats have the same numbers as the dtypes of the same names in NumPy and ml_dtypes. Tests check this. Neither
+# library has hifloat8. The numbers of hifloat8 follow the definition of HiF8. A number halfway between two of them is
+# rounded away from 0, as in CANN's conversion from float32.
 FLOAT16 = Format.from_bits(5, 10, name="float16")
 FORMATS = {
     number_format.name: number_format
@@ -240,15 +240,15 @@ def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradie
         return FORMATS[value]
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"'{argument}' must be one of {names}, or a dict with a format's numbers, but got {value!r} of type "
-            f"{type(value).__name__}. The default is float16."
+            f"'{argument}' must be one of {names}, or a dict with the keys name, largest, smallest_normal and "
+            f"smallest_subnormal, but got {value!r} of type {type(value).__name__}. The default is float16."
         )
     fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Format)}
     wrong = [f"{key!r} is unknown" for key in value if key not in fields]
     wrong += [f"{name!r} is missing" for name, is_required in fields.items() if is_required and name not in value]
     if wrong:
         raise TypeError(
-            f"'{argument}' must be a dict with the keys {', '.join(fields)}, but in {dict(value)} {', '.join(wrong)}. "
-            "The last three keys are optional."
+            f"'{argument}' must be a dict with the keys {', '.join(fields)}, but got {dict(value)}: "
+            f"{', '.join(wrong)}. The keys overflow, rounding and precision are optional."
         )
     return Format(**value)

@@ -81,7 +81,10 @@ class State:
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._values:
-            raise refused(f"reads {name!r}, but a state has only {', '.join(self._values)} and replace(name=value)")
+            raise refused(
+                f"reads state.{name}, but a state has only {', '.join(self._values)} and the method "
+                "replace(name=value). Use one of these"
+            )
         return self._values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -129,11 +132,14 @@ def where(condition: Any, x: Any, y: Any) -> Any:
         return x if condition else y
     if not isinstance(condition, Value) or own(condition).dtype != "bool":
         raise refused(
-            "calls where() with a condition that is no flag. Write a comparison such as a > b, or stack([...]) of flags"
+            "calls where() with a condition that is not a bool. Write a comparison such as a > b, or stack([...]) of "
+            "comparisons"
         )
     if isinstance(x, State) and isinstance(y, State):
         if condition.shape:
-            raise refused("picks a state by a vector of flags. Use one flag, such as count(flags) > 0")
+            raise refused(
+                "calls where() with two states and a vector as the condition. Use one bool, such as count(vector) > 0"
+            )
         pairs = {name: (x._values[name], y._values[name]) for name in x._values}
         return State({name: a if a is b else where(condition, a, b) for name, (a, b) in pairs.items()}, x._dtypes)
     if isinstance(x, State) or isinstance(y, State):
@@ -196,7 +202,9 @@ def argmin(x: Any) -> Any:
 def _reduce(op: str, x: Any, dtype: str) -> Value:
     x = x if isinstance(x, Value) else constant(x, None)
     if not x.shape or own(x).dtype != dtype:
-        raise refused(f"uses {op} on {x.dtype} of shape {x.shape}. Give {op}() a vector of {dtype}")
+        raise refused(
+            f"calls {op}() with a value of dtype {x.dtype} and shape {x.shape}. Give {op}() a vector of {dtype}"
+        )
     return computed(op, (x,), "int32", ())
 
 
@@ -241,8 +249,9 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
             f"calls tabulate() without a function or arguments, or with more than {_LARGEST_TABLE} combinations of "
             "argument values. Give a function and arguments with smaller ranges"
         )
-    # Cache the tables of tabulate() only for functions marked with is_cached: a function that is created for each rule
-    # gains nothing from a cache, and the table of a random function must not be used again.
+    # Cache the tables of tabulate() only for functions marked with is_cached. A function that is created anew for each
+    # rule gains nothing from a cache. A function that uses random numbers must be called again for each table, so that
+    # tracing notices the random numbers.
     is_cached = getattr(function, "is_cached", False)
     fill = _filled_table if is_cached else _filled_table.__wrapped__
     table = fill(function, tuple(arguments), tuple(spans))

@@ -38,13 +38,15 @@ LEVEL_SHARE = 9 / 256
 # the ceiling. So the loss scale recovers quickly after a stretch of large gradients.
 CLIMB = 0.5625
 
-# The bins of the overflow histogram are counted from ``base``, an exponent of the loss scale. ``base`` differs from
-# ``level``, the mean of log2 of the ceiling, by at most this much.
+# The largest difference between ``base`` and ``level``, in bits. The bins of the overflow histogram are counted from
+# ``base``, an exponent of the loss scale. ``level`` is the mean of log2 of the ceiling, the largest loss scale without
+# overflow.
 REACH = 1.25
 
 # An overflow is explained if the gradients of the next applied step show a ceiling below the loss scale that
-# overflowed. Explained overflows come in groups, so the loss scale stays low after such an overflow: the rule sets the
-# recent minimum ``low`` and the mean ``level`` of log2 of the ceiling to this many bits below the shown ceiling.
+# overflowed. Explained overflows come in groups, so the loss scale should then stay low for a while. For this purpose,
+# the rule sets ``low`` and ``level``, the recent minimum and the mean of log2 of the ceiling. Both become log2 of the
+# ceiling of that applied step, minus this many bits.
 CAREFUL = 6.0
 
 # The ceiling that the gradients show can be too low: where the largest gradient is summed in float32, the real ceiling
@@ -53,8 +55,9 @@ CAREFUL = 6.0
 CONTRADICTIONS_PER_BIT = 2
 MOST_CONTRADICTIONS = 6
 
-# An overflow that the gradients do not explain is a single spike, unless it comes within patience / TROUBLE_SHARE steps
-# after another overflow or a raise of the loss scale.
+# An overflow that the gradients do not explain usually is a single spike, which sets no limit on later loss scales. But
+# it sets a limit if there was another overflow, or a raise of the loss scale, in the last patience / TROUBLE_SHARE
+# steps. The patience of the guided rule is 1000 / exchange_rate steps.
 TROUBLE_SHARE = 12
 
 # After a failed trial of a higher limit, the scale window is WINDOW_FACTOR times the smallest window. Checkpoints of
@@ -76,13 +79,15 @@ MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 # if log2 of the ceiling of one step is BELOW bits or more under ``level``.
 PULLED, BELOW = 0.5, 5.0
 
-# ``cheapest`` is the index of the cheapest bin of the overflow histogram. The larger of ``cheapest`` and ``limit`` says
-# by how many bits the rule lowers the loss scale. Until the largest gradient of a step is known, ``cheapest`` is this
-# very low number, so that only ``limit`` counts.
+# After an applied step, the exponent of the next loss scale is base + 1 - max(cheapest, limit). ``cheapest`` is the
+# index of the bin with the lowest cost in the overflow histogram. ``limit`` follows from overflows that the gradients
+# do not explain. Until the largest gradient of a step is known, ``cheapest`` is this very low number, so that only
+# ``limit`` counts.
 NOTHING_SHOWN = -1024
 
-# The first value of ``low``, the recent minimum of log2 of the ceiling. UNSEEN is above log2 of every real ceiling, so
-# ``low`` == UNSEEN means that no step so far had a known largest gradient. The mean ``level`` begins at -UNSEEN.
+# The initial value of ``low``, the recent minimum of log2 of the ceiling. log2 of every real ceiling is below UNSEEN.
+# So ``low`` == UNSEEN means that no step so far had a known largest gradient. The initial value of ``level``, the mean
+# of log2 of the ceiling, is -UNSEEN.
 UNSEEN = 1024.0
 
 # The rule's running means must not become subnormal when they approach 0, because some devices flush subnormal numbers
@@ -90,13 +95,13 @@ UNSEEN = 1024.0
 # ``level`` are computed from it.
 NEARLY_ZERO = 2.0**-100
 
-# The smallest and the largest exchange rate of the guided rule: the number of skipped steps in 1000 that a bit of
-# headroom is worth. The patience is 1000 / exchange rate, so it is 1 to 1,000,000 steps, and all scale windows fit
-# into int32.
+# The smallest and the largest exchange rate of the guided rule. The exchange rate says how many skipped steps in 1000 a
+# bit of headroom is worth. The scale windows grow with the patience of the rule, which is 1000 / exchange rate, in
+# steps. Between these limits, the patience is 1 to 1,000,000 steps, so all scale windows fit into int32.
 _EXCHANGE_RATES = (0.001, 1000.0)
 _LONGEST_PATIENCE = 1_000_000
 
-# The initial overflow rates in the overflow histogram, one for each bin.
+# The overflow rate with which each bin of the overflow histogram starts.
 _PRIOR_RATES = tuple(2.0 ** -(index + 1) for index in range(NUM_BINS))
 
 # Exponents of loss scales in a checkpoint are invalid beyond this bound, which is far above log2 of any float32 number.
@@ -268,9 +273,9 @@ class GuidedRule(Rule):
         # gradient is known.
         bits = float32(shown) + NEARLY_ZERO
         middle = float32(base)
-        # Find the bins of the overflow histogram whose loss scale is above the ceiling of this step. The scale of bin k
-        # has the exponent base + 1 - k. If ``low``, the recent minimum of log2 of the ceiling, is below ``base``, use
-        # ``low`` in place of ``base``. Otherwise a ceiling that keeps falling would raise the rates of many bins.
+        # Find the bins of the overflow histogram whose loss scale is above the ceiling of this step. Bin k has the
+        # exponent base + 1 - k. If ``low``, the recent minimum of log2 of the ceiling, is below ``base``, use ``low``
+        # instead of ``base``, so that a steadily falling ceiling does not raise the overflow rates of many bins.
         below_base = [float(index - 1) for index in range(NUM_BINS)]
         overflowed = float32(minimum(middle, state.low) - below_base > bits)
         rate, weight = state.overflow_rate, state.weight
@@ -293,11 +298,13 @@ class GuidedRule(Rule):
             seen.gradient_known, int32(minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))), base
         )
 
-        # Compute ``limit``. It stands for the upper bound that unexplained overflows set on the loss scale: the bound
-        # has the exponent base + 1 - limit, where ``base`` is the exponent that follows the gradients. If ``limit`` is
-        # 0 or negative, there is no bound. With an anchor, ``limit`` changes with ``base`` so that the bound stays. An
-        # unexplained overflow (``fall``) lowers the bound, and a trial raises it by one bit. An explained overflow
-        # restarts the wait for the next trial, so it raises the bound by one bit, too.
+        # Overflows that the gradients do not explain set an upper bound on the loss scale. Compute ``limit``, which
+        # stands for this bound: the exponent of the bound is base + 1 - limit. A bound without an anchor moves with
+        # ``base``, and ``base`` follows the gradients. A bound with an anchor stays at the same loss scale, so its
+        # ``limit`` must change with ``base``.
+        # - An unexplained overflow (``fall``) sets the bound below the loss scale that overflowed.
+        # - A trial raises the bound by one bit, to see whether the loss scale overflows there.
+        # - An explained overflow delays the next trial. So it raises the bound by one bit, too.
         is_tried, anchored = abs(state.trial) == 1, state.trial < 0
         unusual = seen.gradient_known & ((lowest_level >= mean + PULLED) | (bits - state.level <= -BELOW))
         unchanged = where(unusual, MOVING, state.trial)
@@ -310,9 +317,9 @@ class GuidedRule(Rule):
         limit = where(fall, first_below, limit - int32(higher | careful))
         contradictions = where(fall, 0, contradictions)
 
-        # An unexplained overflow outside of a trial shows that the upper bound on the loss scale (the limit) behaved
-        # wrongly. So a bound that moved with the gradients now stays at one loss scale (its anchor), and a bound that
-        # stayed now moves with the gradients.
+        # If an unexplained overflow occurs, and the rule was not trying a higher loss scale, the upper bound on the
+        # loss scale behaved wrongly. So change its behaviour. If the bound moved with the gradients, it now stays at
+        # one loss scale (the anchor). If the bound stayed there, it now moves with the gradients.
         tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
         trial = where(fall, where(anchored == is_tried, ANCHORED, MOVING), where(higher, tried, unchanged))
 
@@ -340,7 +347,8 @@ class GuidedRule(Rule):
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (
-            # Until the largest gradient of a step is known, the overflow histogram keeps the initial rates of its bins.
+            # Until the largest gradient of a step is known, every bin of the overflow histogram keeps the overflow
+            # rate with which it started.
             (values["low"] != UNSEEN or tuple(values["overflow_rate"]) == _PRIOR_RATES)
             and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
             and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0

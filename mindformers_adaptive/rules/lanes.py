@@ -101,8 +101,8 @@ class Lanes:
             values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
         after = self._step.function(self._count, *map(values.__getitem__, self._step.inputs))
         values.update(zip(self._step.outputs, after, strict=True))
-        # Make new arrays for the counters. The step function may have returned a counter array also as the value of a
-        # field of the rule, which a change in place would spoil.
+        # Make new arrays for the counters instead of changing the arrays in place. The step function may have returned
+        # the array of a counter as a field of the rule, too, and this field must keep its value.
         values["skipped_steps"] = values["skipped_steps"] + overflow
         values["consecutive_overflows"] = (values["consecutive_overflows"] + _ONE) * overflow
 

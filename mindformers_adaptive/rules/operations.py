@@ -24,7 +24,8 @@ Array = NDArray[Any]
 # The value of max_safe_exponent for a step that overflowed or has no usable largest gradient.
 UNSHOWN = -1024
 
-# The smallest normal float32 number; and its bits, shifted left by one to drop the sign, minus 1.
+# _TINY is the smallest normal float32 number. _SMALLEST_BITS is the bit pattern of this number, shifted left by one bit
+# to drop the sign, minus 1.
 _TINY, _SMALLEST_BITS = np.float32(SMALLEST_FLOAT32), np.uint32(2**24 - 1)
 
 # Constants in the expressions of OPERATIONS. SMALLEST_AS_INT32 and LARGEST_AS_INT32 are the smallest and the largest
@@ -137,7 +138,7 @@ OPERATIONS = {
     "floordiv": Operation("{0} // {1}", "ops.select(ops.equal({1}, NONE), NONE, {0} // {1})"),
     "neg": _both("-{0}"),
     "abs": Operation("np.absolute({0})", "ops.abs({0})"),
-    # MindSpore's compiler removes a minimum with a number of 2^127 or more, so an inf would stay inf.
+    # MindSpore's compiler removes minimum(x, c) if the constant c is 2^127 or more. An x of inf would then stay inf.
     "minimum with an end": Operation(
         "np.where({0} < {1}, {0}, {1})",
         "ops.select(ops.less({0}, {1}), {0}, {1})",
@@ -216,13 +217,13 @@ _ROWS: dict[str, list[str]] = {}
 for _name in OPERATIONS:
     _ROWS.setdefault(_name.partition(" ")[0], []).append(_name)
 
-# Nodes that fold() does not evaluate: inputs, constants, and operations that can differ between rules not only in
-# constants but also in structure, such as the size of a table.
+# Values that fold() does not compute in advance: inputs, values that are constants already, and operations whose
+# structure, such as the size of a table, can differ from rule to rule.
 _UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_exponent")
 
 
 def operation_of(values: Sequence[Any]) -> Operation:
-    """Return the first row of OPERATIONS whose guard is True for each traced value in ``values``, or that has no guard.
+    """Return the first row of OPERATIONS that fits ``values``: its guard accepts each value, or it has no guard.
 
     The values are the results of the same operation in the traced steps of several rules.
     """
@@ -303,7 +304,7 @@ def possible_exponents(largest: float) -> range:
 
 
 def shown(largest_gradient: Array, overflow: Array, largest: Array) -> Array:
-    """Return log2 of the safe loss scales; ``UNSHOWN`` at an overflow or where the gradient is no normal number."""
+    """Return log2 of each step's safe loss scale, or ``UNSHOWN`` if it overflowed or has no usable largest gradient."""
     known, exponents = safe_exponents(largest_gradient, largest)
     return np.where(known & ~overflow, exponents, np.int32(UNSHOWN))
 
@@ -341,7 +342,7 @@ class Table:
 
 
 def merged(each: Array) -> Array:
-    """Stack constants of several rules. The last axis is the rule; it has length 1 if all constants are equal."""
+    """Stack a constant of several rules along a new last axis, of length 1 if the constant is equal in all rules."""
     # Compare the bits of the constants, because -0.0 is equal to 0.0.
     is_one = len({array.tobytes() for array in each}) == 1
     return np.ascontiguousarray(np.moveaxis(each[:1] if is_one else each, 0, -1))

@@ -93,13 +93,14 @@ class Rule(metaclass=_CheckedOnCreation):
     tried: ClassVar[Mapping[str, Sequence[Any]]] = {}
     moves_by_one_factor: bool = False
 
-    # Only the rules of this package set the attributes from here on. First the ``type`` of the update cell in a YAML
-    # file.
+    # Only the rules of this package set the attributes below.
+
+    # The ``type`` of the rule's update cell in a YAML file.
     cell: ClassVar[str] = "RuleLossScaleUpdateCell"
     # Parameter names by field, for fields whose Parameter is not named "<rule>_<field>".
     parameter_names: ClassVar[Mapping[str, str]] = {}
-    # Values of fields that are constant with the arguments of this rule, and therefore need no Parameter in the update
-    # cell.
+    # Values of the state fields that cannot change with the arguments of this rule. The update cell needs no Parameter
+    # for such a field.
     fixed_state: Mapping[str, int] = {}
     # Arguments of start() besides the initial loss scale.
     start_arguments: ClassVar[tuple[str, ...]] = ()

@@ -164,13 +164,14 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     }
     form, step = form_of(rule), now.values["cur_iter"]
     if abs(now.form) != form:
-        # Another rule or another version saved the loaded state. If a field of an adaptive rule changed, the field too
-        # was loaded from that state, because the adaptive rules and MindFormers' own cell share Parameter names.
+        # Another rule or another version saved the loaded state, so the step counters were loaded from it. Adaptive
+        # rules and MindFormers' own cell share Parameter names. So the changed fields of an adaptive rule were loaded
+        # from that state, too, unless training steps may have changed them.
         return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
     if now.form != before.form or step < before.values["cur_iter"]:
         return rule_fields | steps
-    # The values come from steps of this rule, or from a checkpoint without the Parameter ``loss_scaling_form``, saved
-    # by MindSpore, MindFormers or version 1.0 of this package.
+    # The present values of the update cell come from steps of this rule, or from a checkpoint without the Parameter
+    # ``loss_scaling_form``. MindSpore, MindFormers and version 1.0 of this package save such checkpoints.
     is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
     if changed & rule_fields:
         # A checkpoint without the Parameter ``loss_scaling_form`` has no Parameters of a user's rule. For a built-in
@@ -183,9 +184,9 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
     if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
         return set()
     if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:
-        # Only the step counters changed. MindFormers' own cell may have saved the checkpoint while its scale window
-        # still was the initial window. As long as the number of clean steps is below this window, the counters fit the
-        # window and need no repair.
+        # The checkpoint changed only step counters, no field of the rule. MindFormers' own cell may save such a
+        # checkpoint while its scale window still is the initial window. The number of clean steps is below this window,
+        # so the counters fit the window and need no repair.
         return set()
     has_moved = "last_overflow_iter" in changed or before.loss_scale != now.loss_scale
     return steps if is_other_run or (has_moved and "skipped_steps" not in changed) else set()
@@ -194,7 +195,7 @@ def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_ste
 def repair(
     rule: Any, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return values from which a rule can continue, and a sentence for each value that had to be changed.
+    """Return a restored state, changed so that a rule can continue from it, and a sentence about each change.
 
     Args:
         rule (Rule): the rule.
@@ -258,7 +259,8 @@ def _missing_state(rule: Any, values: Mapping[str, Any], restored: Collection[st
 
 
 def _unsound_state(rule: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> str | None:
-    # The first state of a rule may contain inf, such as in a field for the smallest number so far.
+    # The initial state of a rule may contain inf. For example, a field for the smallest gradient so far starts at inf.
+    # So report a value that is not finite only if the initial value is finite.
     if any((np.isfinite(fresh[key]) & ~np.isfinite(values[key])).any() for key in own_keys(rule)):
         return f"The checkpoint has a state of {rule.title} that is not finite"
     problem = _call(rule, "find_state_problem", values)
@@ -274,7 +276,7 @@ def _fit(rule: Any, values: dict[str, Any], restored: Collection[str] | None) ->
     if not isinstance(problems, list) or not all(isinstance(problem, str) for problem in problems):
         raise ValueError(
             f"The rule {rule.name!r} returns {problems!r} from fit_state(). Return a list with a sentence for each "
-            "change, [] where nothing was changed."
+            "change, or [] if nothing was changed."
         )
     return problems
 

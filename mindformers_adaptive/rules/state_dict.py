@@ -12,15 +12,15 @@ from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 __all__ = ["FORM", "FORMER_NAMES", "RUN", "RestoredState", "counters_of_megatron", "grad_scaler_in", "read_state"]
 __all__ += ["to_integer", "to_state_dict"]
 
-# The names under which a checkpoint and a state_dict() save the number of the run, and the form of the rule's state: a
-# checksum of the rule's name and of the fields of its state.
+# The names of two entries of a checkpoint and of a state_dict(): the number of the run, and a checksum of the rule's
+# name and of the fields of its state. The checksum shows whether the saved state fits a rule.
 RUN, FORM = "loss_scaling_run", "loss_scaling_form"
 # Names of the loss scale in a state of Megatron-LM, in a checkpoint, and in the state of a loss scaler, in this order.
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
 
-# Parameter names of MindFormers' own adaptive cell, mapped to field names. A checkpoint has these names if two
-# Parameters of the training have the same name, as with a constant learning rate: MindSpore then names each Parameter
-# by its attribute.
+# Parameter names of MindFormers' own adaptive cell, mapped to field names. Usually a checkpoint has other names. But if
+# two Parameters of a training have the same name, MindSpore names each Parameter after the attribute that holds it. A
+# constant learning rate causes such equal names.
 FORMER_NAMES = {
     "window_up_count": "growth_num",
     "window_down_count": "down_num",
@@ -126,7 +126,7 @@ def _values_in(fields: Sequence[Field], state: Mapping[str, Any]) -> dict[str, A
 
 
 def _vector_in(field: Field, state: Mapping[str, Any], names_of_fields: set[str]) -> tuple[Any, ...] | None:
-    """Return the elements of a vector field in a state, or None if the state has no vector of that length."""
+    """Return the elements of a vector field from a state; None if they are missing or have another length."""
     length = field.shape[0]
     names = [f"{field.name}_{index}" for index in range(length)]
     elements = [state[name] for name in names if name in state]
@@ -137,7 +137,7 @@ def _vector_in(field: Field, state: Mapping[str, Any], names_of_fields: set[str]
         vector = vector.tolist()
     if not isinstance(vector, (list, tuple)):
         raise TypeError(
-            f"{field.name!r} must be {length} numbers, but got {vector!r}. Give what state_dict() returned."
+            f"{field.name!r} must be {length} numbers, but got {vector!r}. Give the value that state_dict() returned."
         )
     if len(vector) != length:
         return None
@@ -175,8 +175,8 @@ def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
     if missing:
         raise KeyError(
             "The state must have the counters of an update cell or of Megatron-LM's dynamic gradient scaler. It lacks "
-            f"{', '.join(map(repr, missing))}. Give what state_dict() returned, or the 'grad_scaler' of a Megatron-LM "
-            "checkpoint. A constant gradient scaler saves no state."
+            f"{', '.join(map(repr, missing))}. Give the dict that state_dict() returned, or the 'grad_scaler' of a "
+            "Megatron-LM checkpoint. A constant gradient scaler saves no state."
         )
     growth, tracker = (to_integer(name, state[name]) for name in ("growth_tracker", "hysteresis_tracker"))
     hysteresis = getattr(rule, "hysteresis", 1)
@@ -192,7 +192,7 @@ def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
 
 def _require_dict(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"'{name}' must be a dict, but got {value!r}. Give what state_dict() returned.")
+        raise TypeError(f"'{name}' must be a dict, but got {value!r}. Give the dict that state_dict() returned.")
     return value
 
 
@@ -200,9 +200,11 @@ def to_integer(name: str, value: Any) -> int:
     """Return a counter as an int, also from a tensor of one element; raise an error if the counter is not an int32."""
     number = to_number(value)
     if isinstance(number, bool) or not isinstance(number, Integral):
-        raise TypeError(f"'{name}' must be an integer, but got {value!r}. Give what state_dict() returned.")
+        raise TypeError(f"'{name}' must be an integer, but got {value!r}. Give the value that state_dict() returned.")
     if not -(2**31) <= int(number) < 2**31:
-        raise ValueError(f"'{name}' must fit into 32 bits, but got {number}. Give what state_dict() returned.")
+        raise ValueError(
+            f"'{name}' must fit into 32 bits, but got {number}. Give the value that state_dict() returned."
+        )
     return int(number)
 
 
@@ -210,11 +212,13 @@ def to_real(name: str, value: Any) -> float:
     """Return a number or a tensor of one element as a float; raise an error for any other value."""
     number = to_number(value)
     if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(f"'{name}' must be a number, but got {value!r}. Give what state_dict() returned.")
+        raise TypeError(f"'{name}' must be a number, but got {value!r}. Give the value that state_dict() returned.")
     try:
         return float(number)
     except OverflowError:
-        raise ValueError(f"'{name}' must be a number within float32. Give what state_dict() returned.") from None
+        raise ValueError(
+            f"'{name}' must be a number that float32 can hold. Give the value that state_dict() returned."
+        ) from None
 
 
 def to_number(value: Any) -> Any:

@@ -34,7 +34,10 @@ class TracedStep(NamedTuple):
 
 
 class Seen:
-    """The argument ``seen`` of a rule's step: ``overflow`` and, if needed, the largest gradient in three forms."""
+    """The argument ``seen`` of a rule's step: ``overflow`` and, if the rule needs gradients, the largest gradient.
+
+    The attributes for the largest gradient are ``gradient_known``, ``largest_gradient`` and ``max_safe_exponent``.
+    """
 
     def __init__(self, rule: Any) -> None:
         self.overflow = _input("overflow", "bool")
@@ -45,9 +48,12 @@ class Seen:
             raise AttributeError(name)
         shown = ("gradient_known", "largest_gradient", "max_safe_exponent")
         if name not in shown:
-            raise refused(f"reads {name!r} of 'seen', which has only overflow, {', '.join(shown)}. Use one of these")
+            raise refused(f"reads seen.{name}, but 'seen' has only overflow, {', '.join(shown)}. Use one of these")
         if not self._rule.needs_gradients:
-            raise refused(f"reads {name!r} of 'seen', which needs gradients. Set needs_gradients = True in the class")
+            raise refused(
+                f"reads seen.{name}, which only a rule that needs gradients has. Set needs_gradients = True in the "
+                "rule's class"
+            )
         largest = _input("largest_gradient", "float32")
         of_format = constant(self._rule.gradient_format.largest, "float32")
         shown_exponent: Any = Value("max_safe_exponent", (largest, self.overflow, of_format), "int32", ())
@@ -79,9 +85,9 @@ def trace_step(rule: Any) -> TracedStep:
         ValueError: if the step does something that cannot be computed in the same way everywhere, or raises an error.
     """
     traced = _traced_once(rule, {})
-    # A trace holds only the operations of this one call. A step that depends on the time or on random numbers would
-    # do something else in the next call. So call a user's step a second time and compare. Do not check the rules of
-    # this package: they depend on their arguments only, and many are created.
+    # A trace records a single call of the step. A step that depends on the time or on random numbers would compute
+    # something else in the next call. So trace a user's step twice, and compare the two traces. Skip this check for the
+    # rules of this package, because their steps depend on their arguments only, and a sweep creates many such rules.
     if not is_of_this_package(type(rule)):
         again = _traced_once(rule, {})
         if (again.shape, again.trace.numbers) != (traced.shape, traced.trace.numbers):
@@ -202,7 +208,7 @@ def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Valu
 
 
 def _keeps_bounds(rule: Any) -> bool:
-    """Return ``keeps_bounds`` of the class that defines next_state(): only that class knows what its step does."""
+    """Return ``keeps_bounds`` from the class that defines next_state(), because it describes that next_state()."""
     owner = next(owner for owner in (rule, *type(rule).__mro__) if "next_state" in vars(owner))
     return bool(vars(owner).get("keeps_bounds", False))
 
@@ -220,7 +226,7 @@ def told(error: BaseException, rule: Any) -> str:
 
 
 def _place_of(error: BaseException, rule: Any) -> str:
-    """Return for a message the innermost traceback line in the rule's file, or else in code that the rule called."""
+    """Return the code line to name in a message: the innermost in the rule's file, or else in code that it called."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     code = getattr(rule.next_state, "__code__", None)
     own_lines = [frame_line for frame_line in lines if code is not None and frame_line[0] == code.co_filename]

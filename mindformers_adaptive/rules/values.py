@@ -34,8 +34,7 @@ _INSTALLED = sysconfig.get_path("purelib") + os.sep
 _LIBRARIES = (*(f"{_INSTALLED}{name}{os.sep}" for name in ("numpy", "mindspore", "mindformers")), "<frozen ")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
-
-# The largest number of values in a rule's step: MindSpore compiles it in 20 seconds, and twice as many in 80 seconds.
+# A rule's step has at most this many values. MindSpore compiles them in 20 seconds, but twice as many in 80 seconds.
 _MOST_VALUES = 2**11
 
 
@@ -74,7 +73,9 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if _present.trace is not None:
-            raise refused("creates a rule or calls its step(). Create rules in the constructor and call next_state()")
+            raise refused(
+                "creates a rule or calls step() of a rule. Create rules in the constructor, and call their next_state()"
+            )
         _present.trace = self
         return self
 
@@ -119,7 +120,7 @@ class Value:
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
         trace = _present.trace
         if trace is None:
-            raise refused(f"creates a value by {op!r}. Write a plain number, or in 'state' float32[8] for 8 numbers")
+            raise refused(f"creates a value by {op!r}. Write a plain number, or in 'state' a dtype such as float32[8]")
         if len(trace.values) >= _MOST_VALUES:
             raise refused(
                 f"records more than {_MOST_VALUES} operations, and MindSpore would compile them for minutes. Compute "
@@ -136,7 +137,7 @@ class Value:
         # Python, NumPy and MindSpore probe objects for names with underscores and expect an AttributeError.
         if name.startswith("_"):
             raise AttributeError(name)
-        raise refused(f"uses the attribute {name!r}, which a value in a step does not have. {_INSTEAD}")
+        raise refused(f"uses the attribute {name!r}, which values of a rule's step do not have. {_INSTEAD}")
 
     def __copy__(self) -> Value:
         return self
@@ -155,7 +156,7 @@ class Value:
         if not -self.shape[0] <= index < self.shape[0]:
             raise refused(f"uses index {index} of a vector of length {self.shape[0]}. Use 0 to {self.shape[0] - 1}")
         if self.op == "stack":
-            # MindSpore's compiler simplifies stack()[i] too, and would return an input itself instead of a copy.
+            # If MindSpore's compiler simplified stack()[i] instead, it would return an input itself, not a copy.
             element: Value = own(self).args[index % self.shape[0]]
             return element
         return computed("element", (own(self),), self.dtype, (), index % self.shape[0])
@@ -245,7 +246,7 @@ for _name, _problem in {
 for _name in ("int", "index", "complex", "trunc", "floor", "ceil", "array"):
     setattr(Value, f"__{_name}__", Value.__float__)  # type: ignore[attr-defined]
 
-# The operation on traced values for each allowed NumPy ufunc, by name. np.float32(2) * value calls a ufunc too.
+# Allowed NumPy ufuncs, mapped to operations on traced values. Even np.float32(2) * value makes NumPy call a ufunc.
 _UFUNCS: dict[str, Callable[..., Any]] = {
     **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv},
     **{"floor_divide": operator.floordiv, "negative": operator.neg, "absolute": abs},
@@ -308,7 +309,7 @@ def number_of(value: Any) -> bool | int | float:
     if isinstance(value, Value):
         raise refused("uses a list or tuple of values. Use stack([...]) for a vector, or use only one of the values")
     if type(value) not in (bool, int, float):
-        raise refused(f"has {value!r} of type {type(value).__name__}, which is no int, float or bool. Convert it")
+        raise refused(f"uses {value!r} of type {type(value).__name__} as a number. Convert it to int, float or bool")
     number: bool | int | float = value
     return number
 
@@ -357,8 +358,7 @@ _TAKES = {
     "equal": (("bool", "int32", "float32"), ""),
 }
 
-
-# Operations with exchangeable arguments. A constant becomes the second one, where the checks of OPERATIONS look for it.
+# Operations whose arguments can be swapped. A constant is made the second argument, where OPERATIONS looks for it.
 _COMMUTATIVE = frozenset({"add", "mul", "and", "or", "equal"})
 
 
@@ -395,6 +395,6 @@ def _place() -> str:
 
 
 def is_line_of_a_rule(file: str) -> bool:
-    """Return whether a file can contain a rule's code: it is part neither of this package's tracer nor of a library."""
+    """Return whether a file can contain a rule's code: it belongs neither to this package's tracer nor to a library."""
     is_standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
     return file not in _OWN_FILES and not is_standard and not file.startswith(_LIBRARIES)

@@ -46,7 +46,10 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
         if isinstance(value, list | dict):
             waiting += value.values() if isinstance(value, dict) else value
         if values > _MOST_VALUES:
-            raise ValueError(f"the YAML text expands to more than {_MOST_VALUES:,} values, by aliases such as *name")
+            raise ValueError(
+                f"the YAML text expands to more than {_MOST_VALUES:,} values, because of aliases such as *name; write "
+                "the values without these aliases"
+            )
     return content
 
 

@@ -61,8 +61,9 @@ STOCK, ADAPTIVE, GUIDED = "stock", "adaptive", "guided"
 # MindSpore or MindFormers; the other ways are cells of this package.
 WAYS = {STOCK: "stock", ADAPTIVE: "adaptive", GUIDED: "guided"}
 
-# Controls, which check the dry run itself. For each: a part of the error that the dry run must raise, or the operator
-# that must move to the CPU because an Ascend has no kernel for it. None: the operator must compile.
+# The control cases, which check the dry run itself. Each case compiles one operator. None means that the operator must
+# compile for the Ascend. Otherwise, the value is the operator that must move to the CPU because an Ascend has no kernel
+# for it, or a part of the error that the dry run must raise.
 CONTROLS = {
     "control/Add": None,
     "control/FloatStatus": "FloatStatus",

@@ -89,7 +89,8 @@ def compile_checks():
     sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
     for name, case in CASES.items():
         stock_on_cpu = name.endswith("/stock") and mindspore.get_context("device_target") == "CPU"
-        # Skip cases for the chip 910A: the chip is the one in this machine, so they would be duplicates.
+        # Here every case is compiled for the chip in this machine. So a case for the chip 910A would only repeat the
+        # case for the chip 910B. Skip it.
         if case.is_large or case.world != ALONE or name in CONTROLS or "910A" in name or stock_on_cpu:
             continue
         yield name, lambda case=case: getattr(steps, case.function)(**case.arguments)
@@ -117,7 +118,7 @@ def train_step(name):
 
 
 def inputs():
-    """Return a power of two for each step, as an input that makes the largest loss scale without overflow vary."""
+    """Return the input for each step: powers of two, so that the largest loss scale without overflow varies."""
     walk = np.cumsum(np.random.default_rng(0).choice([-1, 0, 1], STEPS)) + 6 * (np.arange(STEPS) // 10 % 2)
     return [2.0 ** float(level) for level in np.clip(walk, -4, 8)]
 
@@ -174,7 +175,8 @@ def resume(name):
     ):
         if resumed != uninterrupted:
             raise AssertionError(
-                f"step {number}: the resumed training has {resumed}, but the uninterrupted training {uninterrupted}"
+                f"step {number}: overflow, next loss scale, state and first weight are {resumed} in the resumed "
+                f"training, but {uninterrupted} in the uninterrupted training"
             )
 
 

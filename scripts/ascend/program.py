@@ -32,7 +32,7 @@ def main(description):
     arguments = parse_arguments(description)
     if reason := missing():
         sys.exit(f"A dry run is not possible on this machine: {reason}.")
-    # On SIGTERM, leave by an exception, so that the process that compiles the cases ends too.
+    # On SIGTERM, raise SystemExit, so that the clean-up in _compile_group() also ends the process that compiles cases.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = []
     for result in compile_cases(arguments.cases, logs=arguments.logs):
@@ -190,7 +190,7 @@ def why_ended(code, log):
 def problem(result):
     """Return what is wrong with a compiled case (an error, an operator on the CPU, or no kernel), or an empty text."""
     if result["error"]:
-        # Below the message, MindSpore prints its own call stack.
+        # MindSpore prints its own call stack below the error message, so cut the text there.
         return re.sub(r"\s+", " ", re.split(r"\n-{5,}", result["error"])[0])[:300]
     if result["moved"]:
         return f"on the CPU: {', '.join(result['moved'])}"
@@ -233,7 +233,7 @@ def is_of_a_model(result):
 
 
 def verdict(result):
-    """Return "refused", "moved to the CPU" or "compiled" for the operator of a control case (a test of the dry run)."""
+    """Return what the dry run did with the operator of a control case: "refused", "moved to the CPU" or "compiled"."""
     if result["error"]:
         return "refused"
     return "moved to the CPU" if result["moved"] else "compiled"
@@ -244,10 +244,10 @@ def shown(result):
 
 
 def rows_of_ways(settings):
-    """Return the table of kernels and collectives: a row for each train step, a column for each way of loss scaling.
+    """Return the table of kernel counts: a row for each train step, and a column for each method of loss scaling.
 
-    The column "collectives" counts the collectives of the first way. The last column names the collectives that the
-    other ways add.
+    The column "collectives" counts the collectives of the first method. The last column names the collectives that the
+    other methods add.
     """
     ways = [way for way in WAYS if any(way in results for results in settings.values())]
     rows = [["case", *(WAYS[way] for way in ways), "collectives", "added to them"]]

@@ -29,8 +29,8 @@ PLUGIN = (
 # The library of CANN's kernels. MindSpore opens this library by name.
 KERNELS = "libopapi.so"
 
-# The oldest MindSpore that works with the stand-ins for CANN. MindSpore 2.7 asks the device for its properties even in
-# a dry run, and no stand-in can answer.
+# The oldest version of MindSpore that works with the stand-ins for CANN. MindSpore 2.7 does not work with them: even in
+# a dry run, it asks for the properties of the device, which no stand-in knows.
 OLDEST = (2, 9)
 
 # A stand-in for a CANN function that is not in ANSWERS prints this text and the name of the function, and aborts.
@@ -48,10 +48,11 @@ ANSWERS = (
     (r"aclopSetAttr\w+|aclSetAclOpExecutorRepeatable|aclInit|aclFinalize|aclnnInit|aclnnFinalize", "return 0;"),
     (r"(Un)?InitHugeMemThreadLocal|ReleaseHugeMem", "return 0;"),
     # Constructors of classes in CANN's graph engine. Some of them run while MindSpore loads a library, so they must not
-    # abort. Set as many bytes to 0 as an object has: none in the two Register classes; 24 in an Operator, which has
-    # virtual functions and a shared_ptr; 16 in the other classes, which have at most a shared_ptr.
+    # abort. Each constructor fills its new object with zeros. Objects of the two Register classes are empty.
     (r"_ZN2ge(23OperatorCreatorRegister|22InferShapeFuncRegister)C[12]E.*", "return object;"),
+    # An Operator has 24 bytes, because it has virtual functions and a shared_ptr.
     (r"_ZN2ge8OperatorC[12]E.*|_ZN2ge15OperatorFactory14CreateOperatorEPKcS\d_", "return memset(object, 0, 24);"),
+    # An object of these classes has at most a shared_ptr, so 16 bytes.
     (r"_ZN2ge(6Tensor|10TensorType|7Promote)C[12]E.*", "return memset(object, 0, 16);"),
     # The attributes of kernels: SetAttr stores nothing, and GetAttr succeeds but leaves the default value.
     (r"_ZN2ge8Operator7SetAttrE.*", "return object;"),
@@ -90,13 +91,13 @@ __attribute__((aligned(16))) void *_ZNK9mindspore9MsContext18ascend_soc_versionE
 def missing():
     """Return what this machine lacks for a dry run, with the remedy, or an empty text."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        return f"the stand-ins are for Linux on x86_64, and this is {sys.platform} on {platform.machine()}"
+        return f"the stand-ins for CANN need Linux on x86_64, but this is {sys.platform} on {platform.machine()}"
     for program, package in (("gcc", "gcc and libc6-dev"), ("ldd", "libc-bin")):
         if shutil.which(program) is None:
             return f"there is no {program}: install the package {package}"
     version = importlib.metadata.version("mindspore")
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
-        return f"MindSpore {version} calls more of CANN than the stand-ins have: install MindSpore 2.9.0 or later"
+        return f"MindSpore {version} needs CANN even for a dry run: install MindSpore 2.9.0 or later"
     if not (_mindspore() / PLUGIN[0]).exists():
         return f"this MindSpore has no Ascend plugin ({PLUGIN[0]}): install MindSpore's wheel from PyPI"
     return ""
@@ -129,7 +130,7 @@ def folder_of_stand_ins(cache):
 
 
 def _make(folder):
-    # MindSpore searches the paths of CANN's libraries for "latest" and "lib64", so name the folders like this.
+    # MindSpore recognizes the path of CANN's libraries by "latest" and "lib64", so use these names for the folders.
     libraries = folder / "latest" / "lib64"
     libraries.mkdir(parents=True)
     absent, undefined = _wanted()
@@ -154,14 +155,14 @@ def _wanted():
         printed = subprocess.run(["ldd", "-r", str(file)], capture_output=True, text=True).stdout
         libraries |= set(re.findall(r"^\s*(\S+) => not found$", printed, re.MULTILINE))
         functions |= set(re.findall(r"^undefined symbol: (\w+)", printed, re.MULTILINE))
-    # Leave out functions and libraries of Python and MindSpore: both are loaded before the plugin, so they need no
-    # stand-ins.
+    # Make stand-ins only for CANN. The plugin also needs functions and libraries of Python and MindSpore, but both are
+    # loaded before the plugin.
     own_libraries = {path.name for path in (_mindspore() / "lib").rglob("*.so*")}
     return libraries - own_libraries, {name for name in functions if not re.match(r"_?Py|_Z\w*9mindspore", name)}
 
 
 def _searched():
-    """Return the names of CANN functions that MindSpore looks up at run time: kernels, and functions in ANSWERS."""
+    """Return the names of CANN functions that MindSpore looks up at run time: kernels, and names that match ANSWERS."""
     answered = set()
     plugin = _mindspore() / "lib" / "plugin"
     for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):

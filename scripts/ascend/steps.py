@@ -28,7 +28,7 @@ ROWS = 128
 
 
 def control(operator):
-    """Compile one operator, to test the dry run itself. An Ascend has a kernel for Add, but not for the others."""
+    """Compile one operator, to test the dry run itself. Of the four operators, an Ascend has a kernel only for Add."""
     halves = Tensor(np.ones((2, 3)), mindspore.float16)
     singles = halves.astype(mindspore.float32)
     primitive, inputs = {
@@ -102,8 +102,8 @@ def rows():
 
 
 def momentum(network):
-    # Use a learning-rate schedule, as MindFormers does. Its train-step cell rejects a constant rate, because the rate's
-    # Parameter has a name that is in use.
+    # Use a learning-rate schedule, as MindFormers does. MindFormers' train-step cell rejects a constant learning rate,
+    # because the rate's Parameter has a name that is already in use.
     rate = nn.PolynomialDecayLR(0.1, 0.01, decay_steps=100, power=1.0)
     return nn.Momentum(network.trainable_params(), rate, momentum=0.9)
 
@@ -317,7 +317,7 @@ def launched(way, config, as_it_is=False, watched=False, **options):
         "runner_config.sink_size": -1,
         "train_dataset.data_loader.dataset_dir": str(folder),
         "train_dataset.data_loader.num_samples": ROWS,
-        # On a machine with few cores, MindSpore accepts no more data-loading workers than this.
+        # Use one data-loading worker, because MindSpore rejects more workers on a machine with few cores.
         "train_dataset.num_parallel_workers": 1,
         **options,
     }

@@ -52,11 +52,11 @@ CELLS = {
 }
 
 MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
-# The times under this name are for one measurement of the gradients by the monitor, not for a train step.
+# The times under the name GRADIENTS are for one measurement by GradientRangeMonitor, not for a train step.
 GRADIENTS = f"adaptive, GradientRangeMonitor every {LOOK_EVERY} steps"
 QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
 STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)
-# An update costs less than the noise between whole train steps. So also time UPDATE_CALLS updates alone in a round.
+# An update takes less time than train steps vary by. So each round also times UPDATE_CALLS updates without a step.
 UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), 200
 FORWARD, BACKWARD = "forward", "forward and backward"
 
@@ -116,7 +116,7 @@ def tables(result):
     return TABLES[result["benchmark"]](result)
 
 
-# The command "update": measure one update of the loss scale
+# The command "update": measure the time of one update of the loss scale
 
 
 def measure_update(arguments):
@@ -162,8 +162,7 @@ def make_update_cell(name, held=False):
 
     class EmptyUpdateCell(nn.Cell):
         def construct(self, loss_scale, overflow):
-            # The empty call is the baseline of the times. Give it one kernel: MindSpore does not run a graph without
-            # kernels, so the baseline would be too fast.
+            # Give this baseline of the times one kernel, because MindSpore does not run a graph without kernels.
             return ops.logical_not(overflow)
 
         def get_loss_scale(self):
@@ -198,7 +197,7 @@ def update_tables(result):
     return {"cells": rows}
 
 
-# The command "step": measure a train step
+# The command "step": measure the time of a train step
 
 
 def measure_step(arguments):
@@ -224,7 +223,7 @@ def measure_step(arguments):
 
 
 def ways_of_a_step(task, names, folder):
-    """Return functions, by name, that build a train step, a part of a step, or a pass of GradientRangeMonitor."""
+    """Return, by name, functions that build what is timed: train steps, parts of a step, a measurement of gradients."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
 
@@ -252,13 +251,15 @@ def make_step(task, network, batch, name, folder):
 
     train_step = task.train_step(network, make_update_cell(name, held=True))
     if name == "no scaling":
-        # Use the same loss scale as the other ways. At the default of 1, the same backward pass takes longer.
+        # Use the loss scale of the other train steps. At a loss scale of 1, the same backward pass takes longer.
         train_step.set_sense_scale(Tensor(START, mstype.float32))
 
     def plain_step(count):
         train_step(*batch(count))[0].asnumpy()
         if (loss_scale := train_step.scale_sense.asnumpy().item()) != START:
-            raise RuntimeError(f"{name} set the loss scale from {START:g} to {loss_scale:g}. Lower START in costs.py")
+            raise RuntimeError(
+                f"A timed step ({name}) set the loss scale to {loss_scale:g}, not {START:g}. Lower START in costs.py"
+            )
 
     if name not in (MONITOR, GRADIENTS):
         return plain_step
@@ -298,7 +299,7 @@ def step_tables(result):
 
 
 def extra_cost(times, name):
-    """Return as text by how many percent a step with the cell ``name`` takes longer than with the dynamic cell."""
+    """Return, as text, the extra time of a step with the cell ``name``, in percent of a step with the dynamic cell."""
     if name == DYNAMIC:
         return "0"
     of_looks = ratio(times, GRADIENTS, DYNAMIC)[0] / LOOK_EVERY if name == GRADIENTS else 0.0
@@ -313,11 +314,11 @@ def update_share(result, name):
     return extra / time_above(result["times"], DYNAMIC)[0]
 
 
-# The command "detection": measure the overflow detection
+# The command "detection": measure the time of the overflow detection
 
 
 def measure_detection(arguments):
-    """Return the times of the overflow detection, by the number of gradient Tensors."""
+    """Return how long the overflow detection takes, by the number of gradient Tensors."""
     set_mode("graph")
     elements, counts = (200_000, TENSORS[:1]) if arguments.quick else (ELEMENTS, TENSORS)
     times = {}
@@ -376,7 +377,7 @@ def detection_tables(result):
     rows = [["Tensors", f"`{ALL_FINITE}`", *DETECTIONS.values(), NUMPY]]
     for count, times in result["times"].items():
         ratios = [ratio(times, name, PLAIN, EMPTY) for name in (ALL_FINITE, *DETECTIONS)]
-        # The maxima in NumPy do not call MindSpore, so do not subtract the time of an empty MindSpore call from theirs.
+        # NumPy's time has no MindSpore call in it, so do not subtract the time of an empty MindSpore call from it.
         plain, (numpy, error) = time_above(times, PLAIN, EMPTY)[0], times[NUMPY]
         ratios.append((numpy / plain, error / plain))
         rows.append([str(count), *(with_error(*each, 1) for each in ratios)])

@@ -39,7 +39,7 @@ JSON = "JSON alone"
 
 
 def commands(record, picture, steps):
-    """Return Python's arguments for each command that reads a record, by the name of the command.
+    """Return, by command name, the arguments with which to start Python for each command that reads a record.
 
     The last command, "resume", also changes the record.
     """
@@ -93,8 +93,8 @@ def measure(lengths):
     with tempfile.TemporaryDirectory() as folder:
         record, picture = str(Path(folder, "record.jsonl")), str(Path(folder, "run.png"))
         for steps in lengths:
-            # Write the record in a process of its own too. Otherwise, later processes would inherit the peak memory of
-            # this one.
+            # Write the record in a separate process too. Otherwise, later processes would inherit the peak memory that
+            # this process needs to write the record.
             run(["-c", WRITE, record, str(steps)])
             for name, command in commands(record, picture, steps).items():
                 seconds, memory = run(command)
@@ -103,7 +103,7 @@ def measure(lengths):
 
 
 def tables(result):
-    """Return the table of a measurement, by name, as a list of rows with the header first."""
+    """Return the only table of a measurement, as {name: rows}; the first row has the names of the columns."""
     measurements, lengths = result["found"], result["steps"]
     growth = f"times as long, {lengths[0]:,} to {lengths[-1]:,} steps"
     rows = [["command", *(f"{steps:,} steps, s" for steps in lengths), growth, f"times {JSON}", "MB"]]

@@ -18,8 +18,8 @@ def take_turns(ways, copies, rounds):
     """Time several ways of computing the same thing: call equal copies of each way in turns, in random order.
 
     Args:
-        ways (dict[str, Callable]): by name, a function that builds a copy. A copy is a function of the number of the
-            round, and its calls are timed.
+        ways (dict[str, Callable]): for each way, by name, a function that builds a copy. A copy is a function that
+            takes the number of the round; its calls are timed.
         copies (int): the number of copies of each way.
         rounds (int): the number of timed calls of each copy; two calls before are not timed.
 
@@ -51,7 +51,7 @@ def take_turns(ways, copies, rounds):
 
 
 def typical_times(times):
-    """Return each way's time in milliseconds and its standard error, which is NaN if the way has only one copy.
+    """Return, for each way of computing, the time in milliseconds and its standard error, which is NaN for one copy.
 
     Args:
         times (dict): from :func:`take_turns`.
@@ -75,11 +75,11 @@ def compare(ways, copies, rounds):
 
 
 def ratio(typical, name, base, above=None):
-    """Return the time of one way of computing as a multiple of another way's time, and the ratio's standard error.
+    """Return the ratio of the times of two ways of computing, and the standard error of the ratio.
 
     Args:
         typical (dict): from :func:`typical_times`.
-        name, base (str): the two ways.
+        name, base (str): the two ways; the time of ``name`` is divided by the time of ``base``.
         above (str, optional): a way, such as an empty call, whose time is subtracted from both times. Default: None.
 
     Examples:
@@ -100,7 +100,7 @@ def time_above(typical, name, above=None):
 
 
 def spread_percent(times):
-    """Return the standard deviation, in percent, of the times of copies of the same way, averaged over all ways."""
+    """Return by how many percent the times of equal copies vary: their standard deviation, averaged over all ways."""
     _, logarithms = _compared(times)
     return 100.0 * float(np.mean([np.var(of_copies, ddof=1) for of_copies in logarithms.values()])) ** 0.5
 
@@ -116,7 +116,7 @@ def with_error(value, error, digits):
 
 
 def _compared(times):
-    """Return the median time of a call and, by the name of the way, the logarithm of each copy's relative time.
+    """Return the median time of a call, and for each way, by name, the logarithms of its copies' relative times.
 
     The relative time of a copy is its time divided by the median time of all copies in the same round.
     """

@@ -1,4 +1,4 @@
-"""Time the lab's sweep over configurations against a replay of each configuration by itself: ``costs sweep``.
+"""Compare the speed of the lab's sweep over configurations with a separate replay of each: ``costs sweep``.
 
 Both ways replay configurations of the adaptive rule on a synthetic trace of all kinds of behaviour, and must agree on
 the states, counts and measures of every configuration. On a long trace only the sweep is timed. NumPy uses one core for
@@ -17,8 +17,8 @@ from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.record.trace import Trace
 from scripts.benchmarks.paired_timing import compare, ratio, with_error
 
-# The number of configurations; the number of steps of the trace on which the sweep and single replays are compared; and
-# the number of steps of the long trace, on which only the sweep runs.
+# Three sizes: the number of configurations; the steps of the short trace, which the sweep and separate replays both
+# use; and the steps of the long trace, which only the sweep uses.
 SIZES, QUICK_SIZES = (1000, 2000, 100_000), (20, 400, 800)
 RULE, SWEEP, LONG_SWEEP = "each configuration by itself", "the vectorised sweep", "the vectorised sweep, long trace"
 
@@ -74,11 +74,11 @@ def make_trace(steps):
 
 
 def count_different(swept, replayed):
-    """Return the number of configurations whose final states or measures differ between the sweep and the rule."""
+    """Return for how many configurations the sweep and a separate replay differ in the final state or a measure."""
     states = [state._asdict() for state in swept.final_states]
     by_sweep = list(map(numbers_of, swept.measures, states))
     by_rule = [numbers_of(replay.measures, replay.final_state) for replay in replayed]
-    # The sweep and the single replays add numbers in different orders, so the last digits of a float may differ.
+    # The sweep and the separate replays add numbers in different orders, so the last digits of a float may differ.
     same = np.isclose(by_sweep, by_rule, rtol=1e-9, atol=0.0, equal_nan=True)
     return int((~same.all(axis=1)).sum())
 
@@ -88,12 +88,12 @@ def numbers_of(measures, final_state):
 
 
 def sweep_tables(result):
-    """Return the table of a measurement, by name, as a list of rows with the header first."""
+    """Return the only table of a measurement, as {name: rows}; the first row has the names of the columns."""
     columns = ["replayed by", "steps", "skipped", "million steps a second", "seconds", "times as fast"]
     rows = [[f"{result['configurations']} configurations {columns[0]}", *columns[1:]]]
     for name, (milliseconds, _) in result["times"].items():
         steps = result["steps"][name]
-        # The unit is thousand steps per millisecond, which equals million steps per second.
+        # Steps per millisecond, divided by 1000, are millions of steps per second.
         speed = result["configurations"] * steps / milliseconds / 1e3
         faster = with_error(*ratio(result["times"], RULE, name), 1) if name == SWEEP else ""
         taken = [f"{speed:.2f}", f"{milliseconds / 1e3:.2f}", faster]

@@ -29,9 +29,9 @@ PICTURE = "demo.png"
 
 STEPS, BATCH_SIZE = 240, 8
 
-# A large batch is the sum of many micro-batches. The loss of each micro-batch is divided by the number of micro-batches
-# before the backward pass, which makes FP16 gradients underflow. Dividing the loss scale by 256 has the same effect as
-# dividing the loss. So a CPU can train one micro-batch a step and see the gradients of a training with 256.
+# A training with 256 micro-batches divides the loss of each micro-batch by 256 before the backward pass, which makes
+# FP16 gradients underflow. Dividing the loss scale by 256 has the same effect as dividing the loss. So the demo trains
+# only one micro-batch a step, which a CPU can do, and has gradients as small as with 256 micro-batches.
 MICRO_BATCHES = 256
 
 # The loss scales in the YAML options: 1 (no scaling) and the usual start of 2^32, each divided by the number of
@@ -48,7 +48,7 @@ REPLAYED = {
     "dynamic 1000": lambda start: make_policy("dynamic", loss_scale_value=start, scale_window=1000),
 }
 
-# The report and the picture show the mean of this many losses.
+# The demo's report and picture do not show single losses, but the mean of up to this number of losses in a row.
 AVERAGED = 20
 
 
@@ -108,7 +108,8 @@ def train(name, folder, arguments):
     if process.returncode != 0 or not record:
         path = os.path.relpath(console)
         last_lines = console.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-        sys.exit("\n".join([*last_lines, "", f"The training ended with exit code {process.returncode}. See {path}"]))
+        message = f"The training {name!r} failed with exit code {process.returncode}. Its whole output is in {path}"
+        sys.exit("\n".join([*last_lines, "", message]))
     return record
 
 
@@ -137,7 +138,7 @@ def final_loss(record):
 
 
 def replayed_skips(record):
-    """Return how many steps of the training each other rule would have skipped.
+    """Return, by name, how many steps each rule in ``REPLAYED`` would have skipped in the run with adaptive scaling.
 
     The record of adaptive scaling has no gradients, so the guided rule gets gradients that imply each step's ceiling.
     """
@@ -147,7 +148,7 @@ def replayed_skips(record):
 
 
 def draw(records):
-    """Draw the losses of both trainings and, below, their loss scales times the number of micro-batches."""
+    """Draw the losses of the trainings in ``records`` and, below, each loss scale times the number of micro-batches."""
     figure = new_figure(6, 6)
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for (name, record), colour in zip(records.items(), (WARNING, MAIN), strict=True):

@@ -1,4 +1,4 @@
-"""LogMax, after NVIDIA's OpenSeq2Seq: the loss scale follows the mean and the spread of what the gradients allow."""
+"""LogMax, after NVIDIA's OpenSeq2Seq: set the loss scale from mean and spread of log2 of the largest safe scales."""
 
 import math
 
@@ -23,7 +23,7 @@ class LogMaxRule(Rule):
         return {"mean": math.log2(loss_scale), "quick_spread": 1.0, "slow_spread": 1.0}
 
     def next_state(self, state, seen):
-        """Return the state after a step. Gradients of an applied step give the largest exponent without overflow."""
+        """Return the state after a step. ``max_safe_exponent`` is log2 of the largest loss scale without overflow."""
         lower = state.exponent - 1
         allowed = float32(where(seen.overflow, lower, seen.max_safe_exponent))
         distance = abs(allowed - state.mean)

@@ -30,7 +30,7 @@ trainer = Trainer(
     callbacks=[StepTable()],
 )
 if len(sys.argv) > 1:
-    # MindFormers 1.9.0 takes the folder of the checkpoints for this argument, not a file.
+    # In MindFormers 1.9.0, resume_from_checkpoint is the folder of the checkpoints, and resume_training names the file.
     trainer.train(resume_from_checkpoint="output/checkpoint", resume_training=sys.argv[1])
 else:
     trainer.train()

@@ -4,7 +4,7 @@
     python scripts/examples/policy_gradient.py --rule guided
 
 The policy sees one of eight states and has to choose the action that belongs to it. In one step of 50, the
-rewards, and so the gradients, are multiplied by 4096; then they overflow at a loss scale that fits all other steps.
+rewards are multiplied by 4096, and so are the gradients. They then overflow at a loss scale that fits all other steps.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def make_scaler(rule):
 
 
 def make_train_step(policy, optimizer, scaler):
-    """Return a function of states, actions and advantages that returns whether the step was applied."""
+    """Return a function that trains a step with states, actions and advantages, and returns whether it was applied."""
 
     def scaled_loss(states, actions, advantages):
         log_probabilities = ops.log_softmax(policy(states).astype(mstype.float32), -1)

@@ -29,7 +29,7 @@ BETA = 0.1
 
 
 class AnswerLogProbability(nn.Cell):
-    """The log-probability of each sample's second half, after the prompt, float32 of shape (samples,)."""
+    """Returns the log-probability of the answer, the second half of each sample, as float32 of shape (samples,)."""
 
     def __init__(self, llama):
         super().__init__()
@@ -44,7 +44,10 @@ class AnswerLogProbability(nn.Cell):
 
 
 class PreferenceLoss(nn.Cell):
-    """The mean over the pairs of -log sigmoid(beta * (gain of the preferred answer - gain of the other answer))."""
+    """The loss of DPO: the mean of -log sigmoid(beta * (gain of the preferred answer - gain of the other answer)).
+
+    The gain of an answer is its log-probability, minus its log-probability before the training.
+    """
 
     def __init__(self, log_probability):
         super().__init__()

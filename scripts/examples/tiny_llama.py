@@ -14,7 +14,7 @@ STEPS = 32
 
 
 def build_model():
-    """Return a stock Llama of two layers that computes in FP16. A CPU needs the last three arguments."""
+    """Return MindFormers' Llama with two layers, which computes in FP16 and can run on a CPU."""
     mindspore.set_seed(0)
     config = LlamaConfig(
         batch_size=BATCH_SIZE,
@@ -26,6 +26,7 @@ def build_model():
         pad_token_id=15,
         compute_dtype="float16",
         param_init_type="float32",
+        # The last three arguments are needed on a CPU.
         use_flash_attention=False,
         use_rope_slice=True,
         fused_rms_norm=False,
@@ -34,7 +35,7 @@ def build_model():
 
 
 def build_dataset():
-    """Return samples that count up from a random token, modulo 15; each has one token more than the model reads."""
+    """Return samples that count up from a random token, modulo 15. A sample has one token more than the model reads."""
 
     def samples():
         starts = np.random.default_rng(0).integers(15, size=STEPS * BATCH_SIZE)

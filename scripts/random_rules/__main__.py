@@ -17,11 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # How many rules share a graph, and how many rules run in one process. Both numbers are small, because MindSpore frees
 # all memory of a compiled graph only when the process ends.
 TOGETHER, OF_A_PROCESS = 5, 100
+# The results of a rule: all steps are the same; the package refuses the rule; the rule warns of a subnormal number; or
+# some steps differ.
 OUTCOMES = ("same", "refused", "noticed", "different")
 
 
 def main():
-    """Compare random rules in NumPy and in update cells, and print how many rules had each outcome."""
+    """Compare random rules in NumPy and in update cells, and print the number of rules by outcome (``OUTCOMES``)."""
     arguments = read_arguments()
     counts = collections.Counter()
     last = arguments.first + arguments.programs
@@ -51,20 +53,21 @@ def told(counts):
 
 
 def in_a_process(first, programs, arguments):
-    """Compare rules in a new process; return how many had each outcome. If it dies, count all rules as different."""
+    """Compare rules in a new process, and count the rules by outcome. If the process dies, count all as "different"."""
     command = [sys.executable, "-m", "scripts.random_rules", "--first", first, "--programs", programs]
     command += ["--steps", arguments.steps, "--folder", arguments.folder]
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     *lines, last = done.stdout.splitlines() or [""]
     if done.returncode not in (0, 1) or not last.startswith("same "):
-        print(f"The process of seeds {first} to {first + programs - 1} ended with code {done.returncode}.", done.stdout)
+        seeds = f"{first} to {first + programs - 1}"
+        print(f"The process for the seeds {seeds} failed with exit code {done.returncode}. Its output:", done.stdout)
         return collections.Counter(different=programs)
     print(*lines, sep="\n", end="\n" if lines else "", flush=True)
     return collections.Counter({name: int(number) for name, number in map(str.split, last.split(", "))})
 
 
 def compare_rules(first, programs, steps, folder):
-    """Compare rules and return how many had each outcome; print the rules that differ or are refused."""
+    """Compare rules, and return the number of rules by outcome; print the rules that are "refused" or "different"."""
     os.environ.setdefault("GLOG_v", "3")
     from scripts.random_rules.compare import compare, make_rule
 

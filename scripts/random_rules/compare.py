@@ -45,7 +45,7 @@ def make_rule(seed: int, folder: Path) -> RandomRule:
     """Write the module of a random rule into a folder, and return the rule.
 
     Raises:
-        ValueError: if the rule is refused.
+        ValueError: if the package refuses the rule.
     """
     path = folder / f"random_rule_{seed}.py"
     path.write_text(write_rule(seed), encoding="utf-8")
@@ -57,10 +57,10 @@ def make_rule(seed: int, folder: Path) -> RandomRule:
 
 
 def compare(random_rules, steps, of_cells=None):
-    """Take steps of each rule in NumPy, in lanes and in update cells; return "same", "noticed" or the differences.
+    """Take steps of each rule in NumPy, in lanes and in update cells, and return a text for each rule.
 
-    The result has a text for each rule. "noticed" means that the rule warned of a subnormal number (below 2^-126).
-    Some devices treat such a number as 0, so update cells may differ.
+    The text is "same", "noticed" or the differences. "noticed" means that the rule warned of a subnormal number (below
+    2^-126). Some devices treat such a number as 0, so update cells may differ.
 
     Args:
         random_rules (list[RandomRule]): rules that share a graph in each mode of MindSpore, and take the same steps.
@@ -101,7 +101,7 @@ class Run(NamedTuple):
 
 
 def numpy_runs(random_rule, steps, paths):
-    """Take steps with ``rule.step``; return a Run for each rule of ``random_rule``, and two more of its first rule.
+    """Step each rule of ``random_rule`` by ``rule.step``; return a Run for each, then two more Runs of the first rule.
 
     Args:
         random_rule (RandomRule): the rule.

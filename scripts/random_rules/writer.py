@@ -30,10 +30,11 @@ _FIELDS |= {"level": "float32", "last": "float32", "before_last": "float32", "ke
 _FIELDS |= {"low": "float32", "middle": "float32", "high": "float32"}
 _VECTORS = {"counts": "int32", "rates": "float32", "old_rates": "float32"}
 
-# Templates of expressions in a rule's step, by the dtype of the result. Each letter stands for an operand:
-#     x, y     a value of the result's dtype, and such a value or a number, in any order
+# Templates of expressions in a rule's step, by the dtype of the result. Each letter stands for an operand. A value is
+# an expression that is computed in the step; a number is a constant.
 #     v, w     values of the result's dtype
 #     a, b     numbers
+#     x, y     a value of the result's dtype, and a second value or a number; which of the two comes first is random
 #     F, I, B  values of the dtypes float32, int32 and bool
 #     FF, FG   as x and y, but float32
 #     II, IJ   as x and y, but int32
@@ -43,7 +44,8 @@ _VECTORS = {"counts": "int32", "rates": "float32", "old_rates": "float32"}
 # Only templates of vectors have these letters:
 #     U        a stack of scalars
 #     L, G     a list of numbers, and a list of flags
-#     S, T     scalars of the result's dtype; each S in a template is another scalar, each T is the same scalar
+#     S        a scalar of the result's dtype, drawn anew for each S in a template
+#     T        a scalar of the result's dtype, the same for each T in a template
 _COMMON = (
     "where(B, x, y); where(C, v, w); minimum(x, y); maximum(x, y); minimum(maximum(x, y), a); maximum(a, maximum(b, v))"
     "; v + v; v - v; v * a * b; b * (a * v); a - (v - b); v + a + b; -(-v); v * 0; v * -1; 0 - v; v + 0; v * a + v * b"
@@ -268,7 +270,8 @@ class _Writer:
         if self.counts_clean_steps:
             handed_on["many"] = "state.clean_steps + 1"
         changed = f"{before}.replace({_named(self.changes(share, handed_on, '0'))})"
-        # In half of the rules, let the second branch of where() change few fields, as in a step without an overflow.
+        # A real rule changes few fields after a step without an overflow. So, in half of the random rules, change few
+        # fields in the second branch of where(overflow, ...).
         share = self.pick((share, 0.0))
         other = f"{before}.replace({_named(self.changes(share, handed_on, 'state.clean_steps + 1'))})"
         flag = self.pick(("seen.overflow", "seen.overflow", self.value("bool", 0, 1)))
@@ -325,7 +328,8 @@ class _Operands(dict):
     def __missing__(self, letter):
         writer, length, depth = self.writer, self.length, self.depth
         if letter == "S":
-            # Each S in a template stands for a different scalar, so do not reuse the operand of one S for the next S.
+            # Draw a new scalar for each S in the template of an expression. So return it without storing it in this
+            # dict, which would use it again for the next S.
             return writer.value(self.dtype, 0, 0)
         if letter in ("x", "y", "FF", "FG", "II", "IJ"):
             dtype = {"F": "float32", "I": "int32"}.get(letter[0], self.dtype)

@@ -64,7 +64,7 @@ def main():
         shutil.rmtree(output, ignore_errors=True)
         shutil.move(Path(folder, "site"), output)
     print(f"Written: {output / 'index.html'}")
-    # Exclude all objects from the garbage collection at exit, which would only take time to scan them.
+    # Exclude all objects from the garbage collection at exit, because scanning the objects would only take time.
     gc.freeze()
     return 0
 
@@ -106,7 +106,7 @@ def toctree(caption, names):
 
 
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
-# Patterns for a row of a table on the first page, and for a link in this row to a page without an anchor.
+# Patterns for a table row on the site's first page, and for a link in the row to a whole page, without #section.
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _PAGE = re.compile(r"\]\((docs/\w+/[^)#]+)\)")
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
@@ -134,7 +134,7 @@ def with_links(text, page, pages, shown):
 
 
 def notebook(file, folder):
-    """Return the cells of a notebook and their outputs as a page; write its pictures to the folder of the site."""
+    """Return a notebook, with its outputs, as a page in Markdown; write the notebook's pictures into ``folder``."""
     parts = []
     for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
@@ -223,7 +223,7 @@ def title_of_name(name):
 
 
 def title(text, line="="):
-    # A Chinese character is two columns wide, so draw two characters of the line for each character of the title.
+    # A Chinese character is two columns wide, so the underline has two characters for each character of the title.
     return [text, line * 2 * len(text), ""]
 
 

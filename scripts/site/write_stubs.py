@@ -15,7 +15,7 @@ EAGER = ("wrapper", "rules", "lab.replay")
 
 
 def stubs():
-    """Return the text of each stub by its path, relative to the root of the project."""
+    """Return a dict from the path of each type stub (.pyi), relative to the project's root, to the stub's text."""
     lines = {"": ["", "__version__: str"]}
     for group in PUBLIC.values():
         for name, module in group.items():

@@ -114,7 +114,7 @@ def kept(printed, begins):
     """Return the printed lines of a command from the first line that begins with ``begins``."""
     lines = printed.rstrip().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(begins))
-    # The demo numbers its output folders; always show the number 1.
+    # The demo writes to demo_1, demo_2, ..., the first free folder. Always show demo_1, as at a user's first run.
     return [re.sub(r"\bdemo_\d+", "demo_1", line) for line in lines[first:]]
 
 
@@ -135,7 +135,7 @@ def rendered(text, page):
 
 @functools.cache
 def tables_of(name):
-    """Return the tables of a measurement, a key of ``FIGURES``, as a dict from a table's name to its list of rows.
+    """Return the tables of the measurement ``FIGURES[name]``, as a dict from a table's name to its list of rows.
 
     If the figure's command prints plain text, the table "printed" is a list of its lines, which pages show unchanged.
     """

@@ -1,4 +1,4 @@
-"""Train tasks of worth_it.py in FP16 and in simulated 8-bit formats, and compare loss scales and rules in Markdown.
+"""Compare loss scales and rules by trainings in FP16 and in simulated 8-bit formats, on tasks of worth_it.py.
 
     python -m scripts.studies.formats_training
 
@@ -25,8 +25,8 @@ from scripts.studies.worth_report import FP32, LOWEST, interval, mean_and_interv
 
 PICTURE = "docs/images/quality_by_format.svg"
 
-# For each name, the format of the inputs of matrix products and convolutions, and the format of the gradients. The
-# device can compute in FP16, so only the other formats are simulated.
+# The number formats to compare, by name. Each has two parts: the format of the inputs of matrix products and
+# convolutions, and the format of the gradients. FP16 is not simulated, because the device can compute in FP16.
 FP16 = "FP16"
 FORMATS = {
     FP16: ("float16", "float16"),
@@ -44,7 +44,8 @@ TASKS = {
     "digits": (3, (0, 8, 16)),
 }
 LLAMA = {"steps": 80, "seq_length": 32}
-# In HiF8, ten seeds of the damped task are too few to show whether a fixed scale gives an R² 0.02 higher than a rule.
+# Ten seeds of the task "damped" in HiF8 cannot show whether R² is 0.02 higher with a fixed scale than with a rule. So
+# train more seeds there.
 MORE_SEEDS = {("damped", "HiF8"): 15}
 PICTURED = "damped"
 
@@ -96,7 +97,7 @@ def main():
 
 
 def measure(tasks, key, name, again, seeds):
-    """Train a task in a number format by each method that lacks runs in ``tasks``, and add the new runs to ``tasks``.
+    """Train a task in a number format, with each method whose runs ``tasks`` lacks, and add the new runs to ``tasks``.
 
     Methods that have ``again`` in their names are trained again. Yield each method after its trainings, and "found"
     after the recommendations.
@@ -128,7 +129,7 @@ def about(task):
 
 
 def trainings_in(key, name):
-    """Return the Trainings of a task in a number format, such as FP16, and the loss scaling methods by name."""
+    """Return the object that trains a task in a number format, such as FP16, and a dict of the loss-scaling methods."""
     from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import FOUND, METHODS, Method, Trainings, adaptive, dynamic, fixed
@@ -140,7 +141,7 @@ def trainings_in(key, name):
     for start, value in ((HIGH, 2.0**24), (FOUND_START, FOUND)):
         methods[ADAPTIVE.format(start)] = Method(ADAPTIVE, adaptive, value)
         methods[GUIDED.format(start)] = Method(GUIDED, guided, value)
-    # look_every is the number of all steps, because only the quality at the end is needed.
+    # Only the quality at the end is needed. So set look_every to all steps, to skip the measurements in between.
     formats = None if name == FP16 else FORMATS[name]
     return Trainings(task, look_every=task.steps, formats=formats), methods
 
@@ -216,7 +217,7 @@ def most_skipped(runs):
 
 
 def verdict(founds, less):
-    """Return three table cells about training without loss scaling.
+    """Return the last three cells of a row in the table "verdicts", about training without loss scaling.
 
     They show the share of a gradient that is lost, for how many seeds ``find`` says that scaling is needed, and whether
     the result is worse.

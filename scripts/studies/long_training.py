@@ -33,7 +33,7 @@ UNFINISHED = ROOT / "output" / "long_training"
 PICTURE = "docs/images/long_training.svg"
 _COLOURS = (canvas.MUTED, canvas.WARNING, canvas.CONTEXT, canvas.SECOND, canvas.MAIN, "black")
 
-# The keys of the ways of scaling the loss, and the names of these ways in the tables.
+# Ways of scaling the loss: the key of each way in options and results, and its name in the tables.
 WAYS = {
     "fp32": "FP32",
     "alone": "FP16, no scaling, one micro-batch",
@@ -43,11 +43,11 @@ WAYS = {
     "guided": "guided",
     "fixed": "fixed 2^16",
 }
-# The initial loss scale of the rules, and the loss scale of the trainings with a fixed scale: 2^16, as usual in
-# MindFormers' YAML files. And the number of micro-batches in a batch, by which these scales are divided.
+# START is the loss scale from which the rules start, and which a fixed loss scale has: 2^16, as usual in MindFormers'
+# YAML files. Trainings divide this loss scale by MICRO_BATCHES, the number of micro-batches in a batch.
 START, MICRO_BATCHES = 2.0**16, 256
 STEPS, SEEDS, PIECE = 5000, 3, 2500
-# The demo's samples have 128 bytes; with 32 bytes, a step takes a third of the time.
+# Train on samples of 32 bytes, not 128 as in the demo, because then a step takes a third of the time.
 LLAMA = {"seq_length": 32}
 LOOK_EVERY, SAVE_EVERY, HELD_OUT_BATCHES = 250, 500, 32
 
@@ -60,7 +60,7 @@ def main():
         return
     places = list(itertools.product(range(arguments.seeds), arguments.ways))
     with ThreadPoolExecutor(arguments.processes) as pool:
-        # Train all ways of scaling with one seed before the next seed, so that early results can be compared.
+        # Train by every way of scaling with one seed before the next seed, so that early results can be compared.
         list(pool.map(lambda way_and_seed: finish_run(way_and_seed[1], way_and_seed[0], arguments), places))
     runs = whole_runs(arguments.results, arguments.steps)
     result = {"steps": arguments.steps, "ways": {way: list(map(summary, each)) for way, each in runs.items()}}
@@ -115,12 +115,12 @@ def train_piece(way, seed, arguments):
 
 
 class LongTraining:
-    """A training run, which begins anew or continues where its last process stopped.
+    """A training run that starts from new weights, or continues from the checkpoint of an earlier process.
 
     Args:
         way (str): a key of ``WAYS``.
         seed (int): the seed of weights and data.
-        steps (int): the number of steps for which the learning rate is planned.
+        steps (int): the number of steps of the whole run, for which the learning rate is planned.
         file (Path): the state of the run, written beside a checkpoint every ``SAVE_EVERY`` steps and after each piece.
         look_every (int): the number of steps between two looks, which measure the present weights.
         **changes: values of the model's section in the YAML file, in addition to ``LLAMA``.
@@ -177,10 +177,11 @@ class LongTraining:
         return batch
 
     def _keep(self):
-        """Write a checkpoint, then the run's file that names it, so that an incomplete checkpoint is never read."""
+        """Write a checkpoint, and then the state file, so that the state file never names an incomplete checkpoint."""
         from mindspore import save_checkpoint
 
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        # The name of a checkpoint has its step. The state file names the checkpoint to load by this step.
         checkpoint = self._checkpoint(self.step)
         save_checkpoint(self.compiled.train_step, str(checkpoint))
         state = {"step": self.step, "losses": self.losses, "last_ceiling": self.trainings.last_ceiling}
@@ -236,7 +237,7 @@ def whole_runs(folder, steps):
 
 
 def summary(run):
-    """Return the values of a run that the table shows, such as skipped steps and the final loss."""
+    """Return the values of a run for its row in the table of results, such as skipped steps and the final loss."""
     at_start = skipped_at_the_start(run["skipped"], run["steps"])
     return {
         "seed": run["seed"],

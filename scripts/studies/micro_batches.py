@@ -55,7 +55,10 @@ def main():
 
 
 def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
-    """Return a task's runs: a list over the seeds for FP32, and for each number of micro-batches and way of scaling."""
+    """Train a task, and return its runs as lists with a run for each seed.
+
+    FP32 has one list. FP16 has one list for each number of micro-batches and way of scaling.
+    """
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import FP32, METHODS, Trainings, divided
 
@@ -72,7 +75,12 @@ def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
 
 
 def figures(run):
-    """Return a run's final loss, skipped steps, lost share of the first step's gradient norm, and measured losses."""
+    """Return the results of a run as a dict.
+
+    Returns:
+        dict: ``quality``, the final loss; ``skipped``, the number of skipped steps; ``lost``, the share of the gradient
+        norm that underflows in the first step; ``looks``, pairs of a step and the loss measured at this step.
+    """
     return {
         "quality": run["quality"],
         "skipped": len(run["skipped"]),

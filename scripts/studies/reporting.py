@@ -40,7 +40,7 @@ def versions():
 
 
 def write_json(file, result):
-    """Write a script's result to the file of ``--json``, if the option is given."""
+    """Write a result to a file as JSON. Without a file (None, as without the option ``--json``), write nothing."""
     if file is not None:
         with atomic_write(file) as lines:
             lines.write(json_text(result, indent=1) + "\n")

@@ -59,7 +59,7 @@ class _Rounding(nn.Cell):
         size = ops.abs(x)
         quantum = ops.gather(self.quanta, self.search(self.powers, size), 0)
         parts = size / quantum
-        # ops.Round rounds a number in the middle between two integers to the even integer.
+        # ops.Round rounds a number halfway between two integers to the even integer.
         count = self.round(parts)
         if self.away:
             count = count + ops.cast(ops.equal(parts - count, self.half), mstype.float32)
@@ -125,7 +125,7 @@ def simulate_formats(network, forward=None, gradients=None):
         if isinstance(operator, ops.Primitive) and operator.name in _PRODUCTS
     ]
     for cell, key in products:
-        # The product computes in the dtype that `to_float` set for its cell.
+        # Compute the product in the dtype that `to_float` set for the cell to which the operator belongs.
         flags = {flag: getattr(cell, flag, False) for flag in _DTYPES}
         product = _Product(getattr(cell, key), forward, gradients).add_flags_recursive(**flags)
         # nn.Cell stores a primitive in __dict__ and in _primitives, but a child cell in a third dict. Remove the

@@ -50,8 +50,8 @@ REGIME_POLICIES = {
     **ADAPTIVE_AND_FIXED,
 }
 
-# For each group of traces: the kinds of traces; and by how many bits the ceilings that the gradients imply are too
-# high, as mean and standard deviation.
+# Groups of traces. Each group has its kinds of traces, and the error of the ceilings that the gradients imply: by how
+# many bits these ceilings are too high, as mean and standard deviation.
 EXACT = "show the ceiling"
 GROUPS = {
     EXACT: (KINDS, 0.0, 0.0),
@@ -63,8 +63,8 @@ GROUPS = {
 }
 OWN = "a ceiling of its own"
 
-# How the ceiling changes between regimes, and the kinds of traces that change so. Kinds with spikes are left out,
-# because the ceiling after a spike is the same as before the spike.
+# How the ceiling changes between regimes: at once or slowly, with the kinds of traces of each group. Kinds with spikes
+# are left out, because the ceiling after a spike is the same as before the spike.
 AT_ONCE, SLOWLY = ("one-off regime", "rare regimes", "alternating regimes", "levels"), ("ramped regimes",)
 CHANGES = {"at once": AT_ONCE, "over 20 steps": SLOWLY, "either way": AT_ONCE + SLOWLY}
 
@@ -192,7 +192,8 @@ def report(result):
     steps, seeds = result["steps"], result["seeds"]
     yield f"Synthetic traces: {len(KINDS)} kinds, {seeds} seeds (0 to {seeds - 1}) of {steps} steps each. Means over"
     yield "the seeds: skipped steps in 1000 / headroom lost in bits, log2(ceiling / scale) at the applied steps."
-    # The ceilings of synthetic traces stay within normal float32 numbers, so the oracle never has to skip a step.
+    # The oracle would have to skip a step only if no loss scale were at or below the ceiling. That never happens on
+    # synthetic traces, whose ceilings are normal float32 numbers.
     yield "The oracle, which knows the ceilings, skips and loses nothing: both numbers are the regret as well."
     yield from with_captions(tables(result), CAPTIONS)
 
@@ -215,7 +216,7 @@ def figures_table(results):
 
 
 def price_table(results):
-    """Return a table, by kind of trace, of the price range of a lost bit in which the adaptive rule is cheapest.
+    """Return a table that shows, for each kind of trace, at which prices of headroom the adaptive rule costs least.
 
     The price is the number of skipped steps in 1000 that count as much as a lost bit of headroom.
     """
@@ -227,7 +228,7 @@ def price_table(results):
 
 
 def cheapest_rates(on_kind):
-    """Return the lowest and the highest price of a lost bit at which the adaptive rule is the cheapest policy.
+    """Return the lowest and the highest price of headroom at which the adaptive rule costs least of all policies.
 
     The price is the number of skipped steps in 1000 that count as much as a lost bit of headroom. Return None if there
     is no such price.
@@ -256,7 +257,7 @@ def guided_rows(results):
 
 
 def guided_means(results):
-    """Return a table, header first, that compares the guided rule with the window best over all kinds of trace."""
+    """Return a table, header first, that compares the guided rule with the best window for all kinds together."""
     rows = [["gradients", *columns_of_rates("guided", "best", "share", "by kind")]]
     for group, by_policy in results.items():
         rows.append([group])

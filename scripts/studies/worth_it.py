@@ -52,7 +52,8 @@ def main():
     arguments = parser.parse_args()
     # Keep the output of MindSpore and MindFormers out of the report.
     with output_to_stderr():
-        # A process with MindSpore cannot be forked. Each process ends with its task, which frees its memory.
+        # Start new processes by "spawn", because a process that has loaded MindSpore cannot be forked. A process runs
+        # only one task and then exits, which frees the memory of the task.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
             measured = list(pool.map(partial(measure, arguments=arguments), arguments.tasks))
@@ -99,7 +100,7 @@ def about(task, runs, steps):
 
 
 def sweep(trainings, runs, exponents, steps=None):
-    """Train a task at fixed scales, with the first seeds of its runs.
+    """Train a task at each of several fixed loss scales, with the first ``PICTURE_SEEDS`` seeds of the task.
 
     Returns:
         dict: ``exponents``, log2 of the fixed scales; by exponent, as means over the seeds, the result ``quality`` and

@@ -31,9 +31,9 @@ PAIRS = (
     (GUIDED_HIGH, ADAPTIVE_HIGH),
 )
 
-# The start of a run ends with this many applied steps in a row: the smallest window of the adaptive rules.
+# A run's start ends after this number of applied steps in a row, which is the smallest window of the adaptive rules.
 SETTLED = 20
-# The table shows when each run reaches the result that FP32 has after this share of the steps.
+# A table shows at which step each run is as good as the FP32 run is after this share of the FP32 run's steps.
 REACHED_AT = 0.8
 
 EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
@@ -73,7 +73,7 @@ def skipped_at_the_start(skipped, steps):
 
 
 def reached(run, fp32, higher_is_better):
-    """Return the first step at which a run is as good as the FP32 run after 80 % of its steps; None if never."""
+    """Return the first step at which a run is as good as FP32 is after 80 % of the FP32 run's steps, or None."""
     goal = [look["quality"] for look in fp32["looks"] if look["step"] <= REACHED_AT * fp32["steps"]][-1]
     good_enough = np.greater_equal if higher_is_better else np.less_equal
     return next((look["step"] for look in run["looks"] if good_enough(look["quality"], goal)), None)
@@ -142,7 +142,10 @@ def pairs_of(task):
 
 
 def who_wins(result):
-    """Return a table of the tasks on which one of two methods is better, beyond the confidence interval."""
+    """Return a table of method pairs: the tasks on which the first method is better, is worse, or shows no difference.
+
+    A difference is shown if its confidence interval does not contain 0.
+    """
     rows = [["of", "against", "better", "worse", "no difference shown"]]
     for first, second in PAIRS:
         won = {first: [], second: [], "-": []}

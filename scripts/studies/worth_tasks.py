@@ -42,7 +42,7 @@ class Data:
 
 
 def batches(samples, order, size):
-    """Return a function that gives the batch of a step: rows of all arrays in the given order, which then repeats."""
+    """Return a function that gives the batch of a step. The samples come in the given order, again and again."""
 
     def batch(step):
         rows = np.take(order, range(step * size, (step + 1) * size), mode="wrap")
@@ -63,7 +63,7 @@ class Task:
     higher_is_better = False
 
     def network(self, dtype, seed):
-        """Return the network with its loss, and with the weights of this seed."""
+        """Return the network with its loss function. ``seed`` initializes the weights."""
         mindspore.set_seed(seed)
         return self.new_network(dtype).set_train()
 
@@ -301,7 +301,7 @@ class Llama(Task):
 
 
 class Lora(Llama):
-    """A training of LoRA adapters on the help texts of Python. The demo's model is trained in FP32 before.
+    """A training of LoRA adapters on Python's help texts, after a first training of the demo's whole model in FP32.
 
     Args:
         steps (int): the number of steps of each of the two trainings.
@@ -316,7 +316,7 @@ class Lora(Llama):
         self.about = f"trained before in FP32; help texts of Python, {self.model['seq_length']} bytes a sample"
 
     def network(self, dtype, seed):
-        """Return the model with the weights of the first training, and with the adapters of this seed."""
+        """Return the model with the weights of the first training, and with adapters that ``seed`` initializes."""
         network = super().network(dtype, seed)
         for weight in network.get_parameters():
             if not weight.requires_grad:

@@ -23,7 +23,7 @@ from scripts.studies.simulated_formats import simulate_formats
 from scripts.studies.worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
 from scripts.studies.worth_tasks import Llama
 
-# The ``start`` of a method that begins at the loss scale that find_loss_scale() recommends for the seed.
+# A method with this ``start`` begins at the loss scale that find_loss_scale() recommends for the training's seed.
 FOUND = "found"
 LARGEST_START = 2.0**32
 FIND_BATCHES = 2
@@ -134,8 +134,8 @@ class CompiledTraining:
         put_back(zip(manager.get_parameters(), fresh, strict=True))
         ops.assign(self.train_step.scale_sense, Tensor(loss_scale, mstype.float32))
         if self.train_step._fixed_scale is not None:
-            # Also change the cell's fixed scale. The train-step cell sets any other loss scale back to its fixed scale,
-            # because a checkpoint could have replaced the loss scale.
+            # The train-step cell remembers its fixed loss scale, and restores it if a checkpoint has replaced the loss
+            # scale. So change the remembered value too.
             self.train_step._fixed_scale = loss_scale
 
     def go_on(self, batches, first=1):
@@ -290,8 +290,8 @@ class Trainings:
 def put_back(values):
     """Set Parameters to given values, from pairs of a Parameter and an array."""
     for value, array in values:
-        # Copy the array, because a Tensor shares its memory. Do not use set_data(): once a compiled graph has run,
-        # it does not see new data of the optimizer's Parameters.
+        # Copy the array, because a Tensor uses the memory of the array that it is made from. Do not use set_data():
+        # after its first run, a compiled graph keeps using the old data of the optimizer's Parameters.
         ops.assign(value, Tensor(array.copy(), value.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Find the nodes and dtypes, by name, that a graph exported for an Ascend must not contain."""
+"""Find the nodes and dtypes of an exported graph that are not allowed on an Ascend."""
 
 import pydoc
 import re
@@ -25,7 +25,7 @@ def control_flow(graph):
 
 
 def forbidden_tensors(graph):
-    """Return the tensors (Parameters, inputs, outputs, constants, nodes) that are not float32, int32 or bool."""
+    """Return a graph's tensors (Parameters, inputs, outputs, constants, nodes) that are not float32, int32 or bool."""
     return {
         (kind, position) for kind in graph.tensor_types.keys() - _TENSOR_TYPES for position in graph.tensor_types[kind]
     }

@@ -46,7 +46,7 @@ class LowRank(nn.Cell):
 
 
 def averaging(network):
-    """Return AdamW with an exponential average of the weights, which it loads into the network every three steps."""
+    """Return AdamW that averages the weights exponentially; every three steps the average replaces the weights."""
     average = {"fused_algo": "ema", "fused_num": 2, "interleave_step": 3, "ema_alpha": 0.2}
     return optim.PmaAdamW(network.trainable_params(), schedule(), **average)
 
@@ -147,8 +147,8 @@ def test_moving_averages_of_batch_norm_go_on_in_a_skipped_step(graph_mode):
 
 
 def test_mindspores_graphs_for_a_cpu_take_no_lazy_inline(run_forked):
-    # Run the training in its own process, because MindSpore keeps the failed setting of lazy inline for operators that
-    # it compiles afterwards.
-    # If this test fails, lazy inline works, and the table of features can list it.
+    # Run the training in its own process: after lazy inline has failed, MindSpore still applies it to the operators
+    # that it compiles later.
+    # If this test fails, lazy inline works, and the documentation's table of features can list lazy inline.
     finished = run_forked(ROOT / "tests" / "cells" / "lazy_inline.py", expect_exit=1)
     assert all(part in finished.stderr for part in ("must be a Primitive ValueNode", "get ValueNode<FuncGraph>"))

@@ -26,8 +26,8 @@ def train_network(manager):
     layers = (nn.Dense(FEATURES, 16, activation="tanh", dtype=mstype.float16), nn.Dense(16, 1, dtype=mstype.float16))
     # MindSpore's precision level O3 does not change the dtype with which the layers were created.
     network = nn.SequentialCell(*layers)
-    # A weight changes only if its update is larger than half a unit in the weight's last place. Adam's smallest second
-    # moment in FP16 is 2^-24.
+    # The learning rate is high, because an FP16 weight loses any update below half a unit in the weight's last place.
+    # ``eps`` is high, because second moments below 2^-24 can become 0 in FP16, as the default eps of 1e-8 does.
     optimizer = nn.Adam(network.trainable_params(), learning_rate=1e-2, eps=1e-4)
     return build_train_network(network, optimizer, nn.MSELoss(), level="O3", loss_scale_manager=MANAGERS[manager]())
 

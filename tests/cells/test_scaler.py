@@ -51,7 +51,7 @@ def test_overflows_are_skipped_and_other_steps_are_as_in_fp32(mode, compiled, na
         assert np.isinf(now.get("largest_gradient", 0)) == (overflow and name != "adaptive")
 
 
-# Tensor(-3.0) has the shape (), so the scaler must find the largest gradient in a Tensor without rows too.
+# Tensor(-3.0) has the shape (): the scaler must find the largest gradient in a Tensor without dimensions too.
 @pytest.mark.parametrize(
     "grads", [Tensor(np.float16([-3.0])), Tensor(-3.0), (Tensor([1.0]), Tensor([[-3.0]])), [Tensor([-3.0])]]
 )

@@ -118,7 +118,7 @@ def test_mindformers_own_checkpoint_resumes_on_its_ladder(graph_mode):
 
 
 def test_mindformers_checkpoint_after_window_1_keeps_counters(graph_mode):
-    """The values in this checkpoint could also come from dynamic scaling.
+    """A checkpoint of MindFormers' adaptive scaling resumes as adaptive, though its values also fit dynamic scaling.
 
     If resuming took the checkpoint for one of dynamic scaling, the loss scale would rise only after 20 steps.
     """
@@ -152,7 +152,8 @@ def test_checkpoint_without_a_window_starts_the_ladder_afresh(graph_mode, scalin
         resumed.set_train()
         train(resumed, [False, False])
     assert len([warning for warning in caught if "ladder" in str(warning.message)]) == 1
-    # The scale window is two steps, so two steps without overflow raise the loss scale from the checkpoint once.
+    # The scale window is two steps, so after two steps without overflow the loss scale is twice the one in the
+    # checkpoint.
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=2)
     state = rule.start(2048.0, 2)
     for _ in range(2):
@@ -162,7 +163,7 @@ def test_checkpoint_without_a_window_starts_the_ladder_afresh(graph_mode, scalin
 
 
 class Halving(nn.FixedLossScaleUpdateCell):
-    """A user's subclass of the fixed update cell whose scale is not fixed."""
+    """A user's subclass of MindSpore's update cell for a fixed loss scale. The subclass changes the loss scale."""
 
     def construct(self, loss_scale, overflow):
         return ops.depend(overflow, ops.assign(loss_scale, loss_scale / 2))

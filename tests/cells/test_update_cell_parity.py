@@ -25,7 +25,7 @@ SMALL = (
 
 @pytest.mark.parametrize("arguments", SMALL)
 def test_every_sequence_of_length_12_in_graph_mode(graph_mode, arguments):
-    """Follow all sequences of overflows step by step; a state that several sequences reach is stepped once."""
+    """Try all sequences of overflows. If several lead to the same state of the rule, step this state only once."""
     rule = AdaptiveRule(**arguments)
     sequences, seen = {rule.start(INITIAL_SCALE)}, set()
     owned = Owned(AdaptiveLossScaleUpdateCell.from_rule(rule, *sequences))

@@ -63,7 +63,7 @@ def test_a_value_of_a_policy_is_refused(run_program, value, message):
     assert re.search(message, said, re.DOTALL) or message in said
 
 
-# A user's rule whose error message does not name the wrong argument.
+# A user's rule whose error message does not say which argument is wrong.
 EVERY = """\
 from mindformers_adaptive import rules
 
@@ -100,8 +100,8 @@ USAGE = [
         ["compare", *SPIKES, "--policies", "torch:growth_interval=2,growth_interval=3"],
         "'growth_interval' has two values",
     ),
-    (["compare", *SPIKES, "--policies", "a..b"], "'module.Class' ... path of Python, ... got 'a..b'."),
-    (["tune", *SPIKES, "--policy", "fixed"], "'module.Class' ... path of Python, ... got 'fixed'."),
+    (["compare", *SPIKES, "--policies", "a..b"], "'module.Class' ... search path for modules, ... got 'a..b'."),
+    (["tune", *SPIKES, "--policy", "fixed"], "'module.Class' ... search path for modules, ... got 'fixed'."),
     (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is given twice"),
     (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is listed twice"),
     (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=0"], "loss_scale_value=4096.0, n=0 are refused: integer"),
@@ -168,7 +168,7 @@ FILES = {
     "digits": ("9" * 5000, "there is none. Looked for"),
     "binary": (bytes(range(256)) * 400, "there is none. Looked for"),
     "deep": ("[" * 200_000, "there is none. Looked for"),
-    "deep_record": ('{"step": 1, "a": ' + "[" * 100_000 + "}\n", "no complete JSON object"),
+    "deep_record": ('{"step": 1, "a": ' + "[" * 100_000 + "}\n", "complete JSON object"),
     "empty": ("", "there is none. Looked for"),
     "sweep_of_a_huge_scale": (sweep(loss_scale=10**400, overflow=False), "that GradientRangeMonitor wrote (Overflow"),
     "sweep_of_no_scale": (sweep(loss_scale=0, overflow=False), "that GradientRangeMonitor wrote (KeyError"),

@@ -144,7 +144,7 @@ def test_compare_of_a_folder_has_a_row_for_each_policy_and_log(run_program):
 def test_a_file_of_a_folder_that_is_no_log_is_named(run_program, tmp_path):
     (tmp_path / "a.log").write_text((LOGS / "mindformers_1_9_cpu.log").read_text())
     (tmp_path / "b.txt").write_text("no log\n")
-    # A training creates such a lock file beside its record. The program must ignore the lock file.
+    # A training creates a lock file beside its record. The ``compare`` command must ignore the lock file.
     (tmp_path / ".record.jsonl.lock").touch()
     code, printed, error = run_program("compare", str(tmp_path), "--policies", "torch", "--details")
     assert code == 0

@@ -318,7 +318,7 @@ def test_dynamic_checkpoint_starts_another_rules_state_afresh(name, moment):
 
 
 def test_steps_that_a_graph_took_look_like_no_checkpoint():
-    """A state that a built-in rule reaches by its steps is not mistaken for a state from a checkpoint."""
+    """A state that results from steps of a built-in rule is not mistaken for a state restored from a checkpoint."""
     for name in ("adaptive", "guided"):
         kind, owned = KINDS[name], Owned(KINDS[name].cell())
         for step in kind.path(25):

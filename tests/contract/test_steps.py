@@ -28,7 +28,7 @@ def kind(request):
 
 
 def assert_cell_takes(owned, path, rule, before):
-    """Step an update cell along a path of steps; assert that its states and its history are the rule's."""
+    """Step an update cell along ``path``; assert that the cell's states and history equal the values from the rule."""
     cell, expected, last_event = owned.update_cell, [], 0
     for number, (overflow, gradient, state) in enumerate(path, start=1):
         flag = owned.step(overflow, gradient)
@@ -63,9 +63,9 @@ def test_paths_move_all_that_the_rules_keep(kind):
     assert len({step.state.loss_scale for step in kind.path(400)}) > 10
 
 
-# The guided rule keeps its overflow rates from falling below this limit. Without the limit, the rates would become
-# subnormal: after 111 steps with exchange_rate=500, and after 68,000 steps with exchange_rate=1. To save most of these
-# 68,000 steps, the test with exchange_rate=1 starts from rates that are almost subnormal.
+# The lower limit of the guided rule's overflow rates. Without this limit, the rates would become subnormal: with
+# exchange_rate=500 after 111 steps, with exchange_rate=1 only after 68,000 steps. So the test with exchange_rate=1
+# starts from rates that are almost subnormal.
 SMALLEST_RATE = 2.0**-100
 
 
@@ -235,8 +235,8 @@ def test_steps_that_were_undone_are_not_told(graph_mode, kind):
 def test_steps_before_a_leap_are_not_told(graph_mode, kind):
     owned = Owned(kind.cell(history_size=8))
     cell = owned.update_cell
-    # The update cell counts steps up to 6, goes back, and later leaps to 9. The history still has a row of a step 6
-    # from before the count went back, which must not be returned.
+    # The update cell takes steps 3 to 6, goes back and takes steps 3 and 4 again, and then leaps to step 9. The history
+    # still holds rows of the earlier steps, such as step 6. recent_steps() must not return these rows.
     for steps, first in ((4, 3), (2, 3), (1, 9)):
         cell.load_state_dict({**cell.state_dict(), "cur_iter": first, "last_overflow_iter": 0})
         for _ in range(steps):

@@ -322,7 +322,8 @@ def test_badges_say_what_the_project_says():
     said |= {"mindspore": pinned["mindspore"], "mindformers": pinned["mindformers"], "license": "Apache 2.0"}
     for name, value in said.items():
         picture = (ROOT / "docs" / "images" / f"badge_{name}.svg").read_text()
-        # Screen readers read the title of the badge, and sighted users see its text. So both must have the value.
+        # Screen readers read the title of the badge, and sighted users see the text of the badge. So both must state
+        # the value.
         assert picture.partition("</title>")[0].endswith(f": {value}")
         assert f">{value}</text>" in picture
     assert re.search(r"Apache License\s+Version 2\.0", (ROOT / "LICENSE").read_text())

@@ -31,7 +31,7 @@ PAGE = ENGLISH_DOCS / "own_rule.md"
 
 
 def table_of(heading):
-    """Return the rows of the table whose first column has this heading; inside code, a bar | may be escaped."""
+    """Return the rows of the page's table whose first column has this heading. A cell may contain a bar, as ``\\|``."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     [first] = [number for number, line in enumerate(lines) if line.startswith(f"| {heading} |")]
     rows = []

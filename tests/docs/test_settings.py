@@ -10,8 +10,8 @@ from mindformers_adaptive.lab.presets import PRESETS
 from tests.shared.pages import ENGLISH_DOCS, tables
 
 WINDOWS = ("scale_window", "max_scale_window", "min_scale_window")
-# For torch and DeepSpeed: settings of their policies, with windows so short that the loss scale often rises; and the
-# settings of the adaptive rule that the migration page gives for these policies.
+# Arguments of the torch and the DeepSpeed policy, and the arguments of the adaptive rule that replace them according to
+# the migration page. The windows are so short that the loss scale often rises.
 SHORT = {
     "torch": ({"growth_interval": 5}, dict.fromkeys(WINDOWS, 5) | {"min_loss_scale": 1e-30}),
     "deepspeed": ({"init_scale": 2.0**16, "scale_window": 5}, dict.fromkeys(WINDOWS, 5)),
@@ -22,9 +22,9 @@ def windows(value):
     return dict.fromkeys(WINDOWS, value)
 
 
-# Each row of the migration page's tables has four items here: an argument of the torch or DeepSpeed policy; values of
-# the row to try; a function that converts a value of the row to the value of this argument; and a function that
-# converts a value of the row to arguments of the adaptive rule.
+# The settings of torch and DeepSpeed in the tables of the migration page. Each setting has four items: the argument of
+# the torch or DeepSpeed policy; values of the setting to try; a function from such a value to this argument's value;
+# and a function from such a value to arguments of the adaptive rule.
 ROWS = {
     "torch": {
         "init_scale": ("init_scale", (2.0**16, 3.0, 2.0**-4), float, lambda value: {"loss_scale_value": value}),
@@ -32,7 +32,7 @@ ROWS = {
             "growth_factor",
             (2.0, 4.0, 1.5),
             float,
-            # The growth factors 4.0 and 1.5 need torch's backoff_factor too: 0.5 is not their reciprocal.
+            # Also set torch's default backoff_factor 0.5. The adaptive rule's default would be 1/4.0 or 1/1.5.
             lambda value: {"scale_factor": value, "backoff_factor": 0.5},
         ),
         "backoff_factor": ("backoff_factor", (0.5, 0.25, 0.75), float, lambda value: {"backoff_factor": value}),

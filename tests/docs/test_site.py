@@ -119,7 +119,7 @@ def parameters_of(name):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return the folder of the site, built where MindSpore cannot be imported."""
+    """Return the folder of the built documentation site. Importing MindSpore or MindFormers would fail the build."""
     folder = tmp_path_factory.mktemp("site")
     for package in ("mindspore", "mindformers"):
         (folder / f"{package}.py").write_text(f"raise AssertionError('The site build must not import {package}')")
@@ -190,7 +190,7 @@ def test_page_shows_the_signature(site, name):
     shown = inspect.signature(eval(f"lambda {shown}: None", {"FLOAT16": FLOAT16, "nan": math.nan}))
     expected = parameters_of(name)
     if shown.parameters.keys() >= {"network", "kwargs"}:
-        # For further arguments, the docstring refers to the documentation of MindFormers' cell.
+        # The page leaves out the last arguments before ``kwargs``, because MindFormers' documentation describes them.
         expected = expected[: len(shown.parameters) - 1] + expected[-1:]
     assert [str(it) for it in shown.parameters.values()] == [str(bare(it)) for it in expected]
 
@@ -208,7 +208,7 @@ def test_reference_of_public_names_is_in_chinese(site):
 
 
 def english_on(file):
-    """Return the paragraphs of a page that have words but no Chinese; names and types are not translated."""
+    """Return the untranslated paragraphs of a Chinese page. Code and formulas do not count as text."""
     paragraphs = re.findall("<(p|h[1-6])\\b[^>]*>(.*?)</\\1>", file.read_text(encoding="utf-8"), re.DOTALL)
     texts = [text_of(re.sub("<(code|math)\\b.*?</\\1>", "", text, flags=re.DOTALL)) for _, text in paragraphs]
     return [text for text in texts if re.search("[a-z]{2} [a-z]{2}", text) and not re.search("[\u4e00-\u9fff]", text)]
@@ -233,7 +233,7 @@ def words(text):
     return " ".join(re.findall(r"\w+", text))
 
 
-# Tests of the methods on the API reference's pages of classes
+# Tests of the methods that the API reference documents on the pages of classes
 
 # The type at the start of a property's docstring.
 _TYPE = re.compile(r"\w+(\[.*?\])?(, optional)?: ")
@@ -284,7 +284,7 @@ def members_on_page(site, name):
     anchors = Page(site / "en" / "reference" / f"{build_site.short_name(name)}.html").anchors - {None}
     shown = [it.rpartition(".") for it in anchors]
     of_class = [member for owner, _, member in shown if owner == f"mindformers_adaptive.{name}"]
-    # A dataclass field without a default is not an attribute of the class, so its member in the pair is None.
+    # A dataclass field without a default is not an attribute of its class, so the field's name is paired with None.
     return [(member, getattr(described_by(name), member, None)) for member in sorted(of_class)]
 
 
@@ -346,7 +346,7 @@ def browse(site):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        # Chromium's virtual time stands still while a page loads, so slow loading uses up no time budget (in ms).
+        # Chromium's virtual time (in ms) stands still while a page loads, so a slow page does not use up the budget.
         options += [
             "--virtual-time-budget=100000",
             "--dump-dom",

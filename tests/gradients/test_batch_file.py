@@ -45,7 +45,8 @@ def test_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, t
     explanation = json.loads((tmp_path / "overflow_explanation.json").read_text())
     assert explanation["origin"]["phase"] == "forward"
     assert explanation["origin"]["layer"] == "1"
-    # The saved batch is the first batch with a loss of inf, although the training collapsed later.
+    # The monitor saves the first batch whose loss is inf, not the batch of the later step at which it reports the
+    # collapse.
     batch = read_batch(tmp_path / "overflow_batch.npz")
     np.testing.assert_array_equal(batch[0], np.full((1, 4), 6000, np.float32))
     assert batch[1].shape == (1, 1)

@@ -1,4 +1,4 @@
-"""Comparing two files of checkpoints or gradients, by function or command, gives the error of each Parameter."""
+"""The function and the command that compare two checkpoints or gradient files return the error of each Parameter."""
 
 import json
 import math

@@ -42,7 +42,7 @@ class TimesFactor(nn.Cell):
 
 @pytest.fixture(scope="module")
 def find():
-    """Return a replacement for find_loss_scale() that compiles only once; its network sums in FP16."""
+    """Return a replacement for find_loss_scale() that compiles its network, a sum in FP16, only once."""
     network = TimesFactor(HalfPrecisionSum(2))
     sweep = GradientSweep(network)
 
@@ -198,7 +198,7 @@ def test_no_scale_up_to_the_recommendation_overflows(overflows, margin):
 
 def test_a_dtype_that_the_device_lacks_is_named():
     network = nn.WithLossCell(nn.Dense(3, 1).to_float(mstype.bfloat16), nn.MSELoss())
-    with pytest.raises(TypeError, match=r"MatMul.* does not take .*BFloat16.* on this CPU\. Compute in float16"):
+    with pytest.raises(TypeError, match=r"MatMul.* does not support .*BFloat16.* on this CPU\. Compute in float16"):
         find_loss_scale(network, [(np.ones((4, 3), np.float32), np.ones((4, 1), np.float32))])
 
 
@@ -224,7 +224,8 @@ def test_demo_from_the_found_scale_skips_at_most_1_of_100_steps(run_forked, tmp_
     scale = yaml.safe_load(text.split("\n\n")[1])["runner_wrapper"]["scale_sense"]["loss_scale_value"]
     assert 2**12 <= scale == 2 ** (int(re.search(r"without overflow was 2\^(\d+)", text)[1]) - MARGIN)
     assert len(text.splitlines()) <= 15
-    # The documentation shows the output of ``find`` for full samples. Only numbers and a name may differ.
+    # The documentation shows the output of ``find`` for samples of full length. This test's shorter samples may change
+    # only the numbers and the name of a Parameter in the output.
     assert without_numbers(text.splitlines()) == without_numbers(figure("find")["printed"])
     options += [f"runner_wrapper.scale_sense.loss_scale_value={scale}"]
     options += ["train_dataset.data_loader.num_samples=800", "lr_schedule.total_steps=400"]

@@ -1,4 +1,4 @@
-"""The gradient sweep over loss scales agrees with FP16 for each element, and has no side effects on the training."""
+"""A gradient sweep measures the gradient as computed in FP16 at each loss scale. It does not change the training."""
 
 import dataclasses
 import json
@@ -163,8 +163,8 @@ def test_table_has_a_row_for_each_scale_or_each_parameter(report):
     lines = [line.split() for line in report.table().splitlines()]
     assert lines[0][:3] == ["loss", "scale", "overflowed"]
     assert [line[:2] for line in lines[1:]] == [["2^-6", "1/2"], ["1000", "1/2"], ["2^15", "1/2"]]
-    # The largest gradient, the smallest gradient and the gradient norm. The table divides them by the loss scale, and
-    # ignores the inf in the second batch.
+    # The columns of the largest gradient, the smallest gradient and the gradient norm. The table shows these values
+    # divided by the loss scale, and ignores the inf in the second batch.
     assert lines[2][2:5] == ["1.00e+00", "9.54e-07", "1"]
     assert [line.split()[0] for line in report.table(1000).splitlines()] == ["at", "weight", "all"]
     with pytest.raises(ValueError, match=r"'loss_scale' must be one of .* 2\^-6, 1000, 2\^15, .* 3\."):

@@ -1,4 +1,4 @@
-"""The share of weight updates lost to float16 rounding equals a count in NumPy; the loss-scale finder reports it."""
+"""The share of weight updates lost to float16 rounding equals NumPy's count, and the loss-scale finder reports it."""
 
 import argparse
 
@@ -22,8 +22,8 @@ def test_lost_updates_are_those_that_rounding_to_float16_undoes(update):
     size = (NUMBERS.normal(0, 1, 5000) * 2.0 ** NUMBERS.integers(-26, 4, 5000)).astype(np.float16)
     weights = {"all": size, "norm": np.ones(10, np.float16), "small": size[np.abs(size) < 1e-3]}
     lost = lost_updates({name: array_statistics(array) for name, array in weights.items()}, update)
-    # The weight updates point away from 0. In this direction the next float16 number is a full step away, also from a
-    # power of two.
+    # The updates point away from 0. In this direction, a power of two is a full spacing away from its float16 neighbor.
+    # Its neighbor towards 0 is only half as far.
     stays = {
         name: (np.abs(w).astype(np.float64) + update).astype(np.float16) == np.abs(w) for name, w in weights.items()
     }

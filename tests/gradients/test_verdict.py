@@ -66,7 +66,7 @@ def test_a_format_is_named_by_verdict_texts_and_records():
 
 @pytest.mark.parametrize(("lost", "is_harmful"), [(HARMLESS_SHARE, False), (HARMLESS_SHARE + 1e-9, True)])
 def test_harm_begins_above_the_limit(lost, is_harmful):
-    # The other gradient is a million times larger. This does not hide that the small gradient underflows.
+    # The gradient of OUTPUT is a million times larger, but must not hide that the gradient of ATTENTION underflows.
     verdict = judge(sweep({ATTENTION: (lost, 1.0), OUTPUT: (0.0, 1e6)}), 1)
     assert verdict.is_harmful is is_harmful
 

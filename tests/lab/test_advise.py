@@ -33,7 +33,7 @@ def rules(run):
 
 
 def demo_run():
-    """Return a run like the demo training: 16 steps skipped at the start, 7 later after windows of 20 to 40 steps."""
+    """Return a run like the demo training: 16 skipped steps at the start, 7 more after windows of 20 to 40 steps."""
     skipped = [*range(1, 16), 18, 94, 127, 137, 223, 284, 328, 399]
     policy, scales = make_policy("adaptive", loss_scale_value=2.0**32), [2.0**32]
     for step in range(1, 401):
@@ -121,8 +121,8 @@ def test_a_start_is_a_power_of_two_that_held():
         ([2.0**16] * 50 + [2.0**4] * 20 + [2.0**16] * 1200, 2.0**16, 100, []),
         # Only two raises of the loss scale lead to overflows. These are too few for advice.
         ([2.0**16] * 1900, 2.0**16, 900, []),
-        # The loss scale follows the rising ceiling for 2000 steps with a window of 20, and overflows only after its
-        # last raises.
+        # With a window of 20, the loss scale follows the rising ceiling for 2000 steps. Only the last raises of the
+        # loss scale lead to overflows.
         (np.exp2(10.5 + np.minimum(np.arange(2100), 2000) / 25), 2.0**10, 20, []),
         ([2.0**16] * 3000, 2.0**16, 50, ["larger window"]),
         ([2.0**16] * 3000, 2.0**32, 50, ["start lower", "larger window"]),
@@ -168,7 +168,7 @@ def test_a_scale_is_no_start_where_its_steps_are_inferred(tmp_path):
 
 
 def test_a_scale_held_where_few_of_many_steps_are_inferred(tmp_path):
-    """Wherever the one skipped step is among the 100 steps of a log line, 20 or more steps in a row had no overflow."""
+    """Among 100 steps with 1 skipped step, 20 or more steps in a row have no overflow, wherever the skipped step is."""
     log = tmp_path / "train.log"
     line = "iteration {:8d}/ 1000 | loss scale: {:.1f} | number of skipped iterations: {:3d} |\n"
     lines = [line.format(100, 2.0**17, 15), line.format(200, 2.0**17, 0), line.format(300, 2.0**16, 1)]
@@ -249,7 +249,7 @@ def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
     [(["0.752", "0.741", "nan"], 3, "not skipped"), (["nan"] * 3, 1, "not skipped"), (["inf"] * 3, 1, "not skipped")],
 )
 def test_nan_gradients_at_a_scale_of_1_lead_to_the_layer(tmp_path, norms, first_step, reason):
-    """Megatron-LM prints the lines of this log for a BF16 run, which skips no step; the lines leave out a NaN loss."""
+    """Megatron-LM prints such a log for a BF16 run: the run skips no steps, and the log does not show a loss of NaN."""
     lines = [
         f" iteration {step:8}/ 8000 | elapsed time per iteration (ms): 7613.1 | learning rate: 6.680E-06 | loss scale: "
         f"1.0 | grad norm: {norm} | number of skipped iterations:   0 | number of nan iterations:   0 |"

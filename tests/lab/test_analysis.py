@@ -118,7 +118,7 @@ def test_the_path_of_a_record_has_its_windows(tmp_path):
 
 def test_steps_of_a_record_are_no_jump_whatever_the_rule(tmp_path):
     rows = [(1, True, 1024, 4), (2, False, 4, 64), (3, False, 64, 32), (4, True, 32, 64), (5, True, 64, 64)]
-    # The run restarts at another loss scale, and restarts again after steps that the record lacks.
+    # The run restarts at another loss scale at step 6, and again at step 10. The record lacks steps 7 and 8.
     rows += [(6, False, 256, 256), (9, False, 256, 512), (10, False, 1024, 1024)]
     heading, *path = path_of(tmp_path, rows)
     assert heading == ["steps", "what the loss scale did", "loss scale"]

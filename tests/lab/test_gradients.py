@@ -70,7 +70,8 @@ def test_sweep_bounds_the_ceiling(tmp_path):
         sweep_line(200, [(64, "."), (512, "!"), (4096, "!")], [(64, "."), (512, "."), (4096, ".")]),
         sweep_line(300, [(64, "!"), (512, "!")]),
         sweep_line(400, [(64, "."), (512, ".")]),
-        # 512 overflows, so the ceiling is below 512, although the higher loss scale 4096 did not overflow.
+        # The loss scale 512 overflows, so the ceiling is below 512, although the higher loss scale 4096 did not
+        # overflow.
         sweep_line(500, [(64, "."), (512, "!"), (4096, ".")]),
     ]
     file.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""The lab's policies, which move a loss scale: interface, defaults, windows, tolerated overflows, bounds, bad input."""
+"""Tests of the lab's policies: their interface, defaults, scale windows, tolerated overflows, bounds, and bad input."""
 
 import itertools
 import math
@@ -13,7 +13,8 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from tests.shared.own_rules import Follow
 
-# What each system calls the initial loss scale and the scale window, to start every policy with the same values.
+# Each system's argument names for the initial loss scale and the scale window. start() uses them to give every policy
+# the same initial values.
 NAMES = {
     name: [
         next(name_here for name_here, parameter in preset.parameters.items() if parameter.sets == what)
@@ -144,11 +145,11 @@ def test_apex_takes_a_scale_factor_and_does_not_use_it():
         ("dynamic", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), 3),
         ("dynamic_scaler", {"scale_factor": 3}, lambda s: s / np.float32(3), 3),
         ("megatron", {"hysteresis": 1, "backoff_factor": 0.8}, lambda s: s * np.float32(0.8), 2),
+        # PyTorch's kernel multiplies by 0.8 as a double. With 0.8 as a float32, the products would differ.
         ("torch", {"backoff_factor": 0.8}, lambda s: np.float32(float(s) * 0.8), 2),
     ],
 )
 def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, growth):
-    # The original kernels take the factor 0.8 as a double. As a float32, 0.8 would give other products.
     window = {"max_scale_window": 1, "min_scale_window": 1, "loss_scale_value": 2.0**60}
     policy = make_policy(name, **window, **params) if name == "adaptive" else start(name, 2.0**60, 1, **params)
     expected = np.float32(2.0**60)

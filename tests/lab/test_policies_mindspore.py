@@ -7,8 +7,8 @@ from mindspore import Tensor, amp, nn
 from mindformers_adaptive.lab.policies import make_policy
 from tests.shared.every_rule import Owned
 
-# Initial loss scale, factor and window: scales from the smallest to inf, and factors for which division and
-# multiplication by the reciprocal round differently.
+# Tuples of initial loss scale, factor and window. The loss scales reach their minimum and inf. For the factors 3 and 7,
+# division rounds differently from multiplication by the reciprocal.
 SETTINGS = [(65536.0, 2, 3), (1024.0, 3, 2), (2.0, 3, 4), (10.0, 7, 1), (2.0**126, 2, 5)]
 
 

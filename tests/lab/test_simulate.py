@@ -1,4 +1,4 @@
-"""Policies are replayed on hand-made traces and compared, by means over traces and by their Pareto front."""
+"""Replays policies on hand-made traces; compares the policies' averages over the traces and their Pareto front."""
 
 import dataclasses
 import json
@@ -72,8 +72,8 @@ def test_comparison_side_by_side_equals_single_replays(lengths):
 def test_pareto_front_leaves_out_what_another_beats_in_both():
     trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
     comparison = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
-    # Policy "four" is better than "one": it loses less headroom and skips as many steps. In the same way, "sixteen" is
-    # better than "five". So the front has only "four" and "sixteen".
+    # Policy "four" loses less headroom than "one" and skips as many steps. "sixteen" loses less headroom than "five"
+    # and skips as many steps. So the Pareto front has only "four" and "sixteen".
     assert comparison.pareto_front() == ["four", "sixteen"]
     assert [row["policy"] for row in comparison.rows() if row["on_front"]] == ["four", "sixteen"]
 

@@ -18,7 +18,7 @@ from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.ladder import window_ladder
 from tests.shared.own_rules import Follow, Weigh
 
-# The sweep adds up these measures in another order than the replay, so the last digits may differ.
+# The sweep and the replay sum these measures of a policy in different orders, so the last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}
 STEPS = 150
 
@@ -47,7 +47,7 @@ CEILINGS = st.one_of(st.sampled_from([0.0, math.inf, 1e39]), st.floats(-3.0, 24.
 
 @st.composite
 def traces(draw):
-    """Draw traces with stretches of equal ceilings, so that a loss scale can fall and climb to its bounds.
+    """Generate random traces with stretches of equal ceilings, so that a loss scale has time to reach its bounds.
 
     The bounds of the ceilings are powers of two, as in the log of a run with a factor of 2. Half of the bounds are
     unknown.
@@ -92,7 +92,7 @@ def assert_same(tried, traces, found_of_lanes):
 
 
 def stepped(rule, state, trace):
-    """Return the measures and the last state of a rule that is stepped through a trace."""
+    """Step a rule through a trace. Return its measures, such as the number of skipped steps, and its last state."""
     gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
     scales, windows = [state.loss_scale], [getattr(state, "scale_window", None)]
     for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):

@@ -185,7 +185,7 @@ def test_grid_leaves_out_windows_that_do_not_fit():
         (
             lambda: grid("adaptive", max_scale_window=[5]),
             ValueError,
-            r"at least one combination .*\[5\].* at most 'max_scale_window'",
+            r"at least one valid combination .*\[5\].* at most 'max_scale_window'",
         ),
         (lambda: grid("adaptive", hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
         (lambda: Configuration("adaptive", scale_window=25), ValueError, r"of the ladder .* give another value"),

@@ -6,6 +6,7 @@ that exist after each step, and the step's warnings.
 """
 
 import json
+import multiprocessing
 import os
 import resource
 import stat
@@ -14,6 +15,7 @@ import time
 import warnings
 from pathlib import Path
 
+import mindspore
 import numpy as np
 from mindformers.core.context import set_context
 from mindspore import dataset, nn
@@ -37,8 +39,10 @@ def main(legacy, async_save):
 
     def look(run_context):
         step = run_context.original_args().cur_step_num
+        # A later step notices that a save has failed, so let each save end before the next step begins.
+        wait_until(lambda: not (mindspore.async_ckpt_thread_status() or multiprocessing.active_children()))
         if step == 4:
-            wait_until_saved(step)
+            wait_until(lambda: is_saved(step))
         if step in (5, 11):
             limit = 2**17 if step == 5 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -56,12 +60,17 @@ def main(legacy, async_save):
     Path("rows.json").write_text(json.dumps(rows))
 
 
-def wait_until_saved(step):
-    """Wait up to a minute for the background save of a step to end, because this script then limits the file size."""
-    files = [f"saved/iteration_{step:08d}/a-{kind}-0000000-0000001.safetensors" for kind in ("model", "opt")]
-    legacy, end = f"saved/checkpoint/rank_0/a_rank_0-1_{step}.safetensors", time.monotonic() + 60
-    while not (is_whole(legacy) or all(map(is_whole, files))) and time.monotonic() < end:
+def wait_until(is_so):
+    """Wait up to a minute until a condition holds."""
+    end = time.monotonic() + 60
+    while not is_so() and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def is_saved(step):
+    """Return whether the checkpoint of a step is complete, which the file-size limit, set afterwards, would break."""
+    files = [f"saved/iteration_{step:08d}/a-{kind}-0000000-0000001.safetensors" for kind in ("model", "opt")]
+    return is_whole(f"saved/checkpoint/rank_0/a_rank_0-1_{step}.safetensors") or all(map(is_whole, files))
 
 
 def is_whole(file):

@@ -53,7 +53,7 @@ def build_pipeline(shard, micro_batches):
 
 
 def sharded(micro_batches):
-    """Return each step's results of the pipeline cell, and the weight after the same step of a reference cell.
+    """Return, for each step, the results of the pipeline cell and the weight of a reference cell after the same step.
 
     The reference cell is an MFTrainOneStepCell that takes the mean of the losses of the micro-batches.
     """
@@ -64,7 +64,7 @@ def sharded(micro_batches):
     for index in OVERFLOWS:
         features = np.random.default_rng(0).uniform(0.5, 1.0, (BATCH, SIZE)).astype(np.float32)
         if index is not None:
-            # Make one sample of the first or the last micro-batch overflow.
+            # Put an overflow into one sample, either of the first or of the last micro-batch.
             features[index] = LARGE * 8
         record.append(take(step, features))
         control(Tensor(features))

@@ -94,15 +94,16 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
     optimizer = nn.SGD(model.trainable_params(), learning_rate=0.1)
     with_wrapper = trainer(2, wrapper=MFTrainOneStepCell(model, optimizer, scale_sense=update_cell))
-    # Trainer.train() calls _init_model(), which gives the warning, before it builds anything. So call only this.
+    # Trainer.train() calls _init_model() before it builds anything. _init_model() gives the expected warning, so call
+    # only this method.
     with pytest.warns(UserWarning, match=r"must be 1 with 'wrapper'.*but got 2: no gradients are accumulated"):
         with_wrapper._init_model(is_train=True)
     assert with_wrapper.config.runner_config.batch_size == 4
 
 
 def test_probe_divides_the_loss_as_the_training_does(corpus):
-    # A training adds up the gradients of 4 micro-batches of 2 samples, so `probe` of the training measures the mean
-    # over these micro-batches.
+    # A training step divides the loss of each of its 4 micro-batches by 4. So probe() at a loss scale must measure the
+    # same as without accumulation at a quarter of this loss scale.
     changes, scales = options(corpus, MICRO_BATCHES), [2.0**8, 2.0**20, 2.0**21, 2.0**22]
     whole, parts = {}, {}
 

@@ -53,7 +53,7 @@ def run(corpus, tmp_path, monkeypatch, graph_mode, registry_put_back):
             "train_dataset.data_loader.dataset_dir": str(corpus),
             "train_dataset.data_loader.num_samples": 2 * STEPS,
             "lr_schedule.total_steps": STEPS,
-            # If the learning rate rose from 0, the first applied step would change no weight.
+            # Without warm-up, the first applied step changes the weights. With warm-up, its learning rate would be 0.
             "lr_schedule.warmup_steps": 0,
             "callbacks": [
                 {"type": "MFLossMonitor"},

@@ -1,4 +1,4 @@
-"""The state of loss scaling is saved with MindFormers' ``checkpoint:`` format, and restored from it."""
+"""Checkpoints in the format of the YAML section ``checkpoint`` save and restore the loss-scaling state."""
 
 import json
 
@@ -65,8 +65,8 @@ def test_sidecar_does_not_replace_the_optimizers_state(graph_mode, step, tmp_pat
     # restore it with the optimizer's state. The sidecar file restores it.
     assert step.loss_scaling_manager.run_number == 7
     (tmp_path / FILE_NAME).write_text("torn")
-    # Here loading the optimizer restores the state of loss scaling, so the torn sidecar file is not needed. A warning
-    # about the torn file would fail this test.
+    # The optimizer's state includes the loss-scaling state, so the damaged sidecar file is not needed. A warning about
+    # the damaged file would fail this test.
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
 
 
@@ -75,7 +75,7 @@ def test_several_processes_get_the_scale_from_the_sidecar(graph_mode, step, tmp_
     if not hasattr(layouts, "complete_optimizer_layout_index"):
         pytest.skip("This version of MindFormers restores the whole state of an optimizer")
     known = {each.name: [None, each.dtype, each.shape] for each in step.network.get_parameters()}
-    # MindFormers restores a Parameter for which the compiled graph has no layout only if the Parameter's name ends in
+    # If the compiled graph has no layout for a Parameter, MindFormers restores the Parameter only if its name ends in
     # the name of a weight.
     completed, _ = layouts.complete_optimizer_layout_index(dict(known), {0: [*known]}, step.optimizer)
     assert completed.keys() >= {f"moments.{name}" for name in known}
@@ -128,7 +128,7 @@ def test_failed_async_save_warns_and_complete_folders_stay(run_forked, tmp_path,
     for step in range(7, 12):
         assert {2, 4} <= set(folders_of(rows[step]))
         assert rows[step]["note"] == "4"
-    # Leave out the checkpoint of step 14: it is complete only after the files of step 14 were listed.
+    # Leave out the checkpoint of step 14: its save in the background may have ended after the script listed the files.
     assert folders_of(rows[14])[:2] == [4, 12]
     assert rows[14]["note"] == "12"
 

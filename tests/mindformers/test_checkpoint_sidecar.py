@@ -36,7 +36,7 @@ def test_every_torn_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"format": 2, "loss_scale": 1.0, "state": {}}, "its format is 2, but this version reads only 1"),
+        ({"format": 2, "loss_scale": 1.0, "state": {}}, "'format' in the file must be 1, but is 2"),
         (
             {"format": 1, "loss_scale": 1.0, "state": {"scale_window": "20"}},
             "'state' in the file must hold only numbers, but holds '20'",

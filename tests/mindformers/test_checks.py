@@ -1,4 +1,4 @@
-"""Mistakes in YAML, and settings that a CPU cannot run, raise errors before training; each names key and remedy."""
+"""Before training, mistakes in YAML and settings that a CPU cannot run raise errors that name the key and a remedy."""
 
 import contextlib
 import json
@@ -173,7 +173,8 @@ def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
     with pytest.warns(UserWarning, match=message) as caught:
         load({SCALE_SENSE: scale_sense})
     assert len(caught) == 1
-    # The guided rule starts at the next lower power of two, and reports that itself.
+    # The guided rule's update cell rounds its initial loss scale down to a power of two. The cell warns of this itself,
+    # so loading the YAML file gives no warning.
     load({SCALE_SENSE: {**GUIDED, **ODD}})
 
 
@@ -223,7 +224,8 @@ def test_launcher_and_trainer_warn_of_unscaled_float16():
         config = load_config(CONFIG, {"runner_wrapper": {"type": "MFTrainOneStepCell"}})
     with pytest.warns(UserWarning, match="the loss is not scaled"):
         Trainer(config)
-    # The launcher's trainer must not repeat the first warning; a second warning would fail this test.
+    # load_config() has already warned, so the launcher's trainer must not warn again. A second warning would fail this
+    # test.
     LaunchedTrainer(config)
     # A train-step cell that the user has built brings its own loss scale, so there is no warning.
     model = build_model()
@@ -253,7 +255,8 @@ def test_the_warning_of_weights_in_float16_is_true(run_forked):
     weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
     assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
-    # A separate process, which no other test has changed, prints what the optimizers store and do in FP16.
+    # For each optimizer, the script prints the dtype of the second moments, whether they underflow, and whether a
+    # weight becomes NaN. A new process has no MindSpore settings of other tests.
     printed = run_forked(ROOT / "tests" / "mindformers" / "optimizers_in_fp16.py").stdout.splitlines()
     assert [json.loads(line) for line in printed if line.startswith("[")] == [
         ["AdamWeightDecay, eps 1e-8", "Float16", True, True],
@@ -329,7 +332,8 @@ def test_trainer_makes_the_same_checks(arguments, error, message):
         ({}, 20),
         ({"min_scale_window": 5, "max_scale_window": 300}, 5),
         ({"loss_scale_window": 50}, 50),
-        # Other update cells take their scale window from the training arguments.
+        # DynamicLossScaleUpdateCell has no smallest window, so its training starts with the default of the training
+        # arguments.
         ({"scale_sense": "DynamicLossScaleUpdateCell"}, 1000),
     ],
 )

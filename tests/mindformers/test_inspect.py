@@ -46,8 +46,8 @@ def inspect_json(inspect):
 
 
 def test_a_sidecar_alone_tells_which_rule_its_state_is_of(tmp_path):
-    # The states of the adaptive and the guided rule both have a scale window, so the window does not tell which rule it
-    # is.
+    # The states of the adaptive and the guided rule both have a scale window, so the scale window does not tell to
+    # which rule a state belongs.
     for name, cell in (("adaptive", AdaptiveLossScaleUpdateCell), ("guided", GradientGuidedLossScaleUpdateCell)):
         state = cell(2.0**12, 2, 20).state() if name == "adaptive" else cell(2.0**12).state()
         (folder := tmp_path / name / "iteration_00000008").mkdir(parents=True)
@@ -68,7 +68,8 @@ def test_newest_file_of_unknown_steps_has_the_largest_numbers(tmp_path):
 @pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("kind", CELLS)
 def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, inspect, inspect_json, kind, file_format):
-    # One clean step and two overflows have changed every counter that these cells can change so early.
+    # The expected state after one clean step and two overflows. Every counter that can change within three steps has
+    # changed.
     expected = {"loss_scale": 2.0**10, "cur_iter": 4, "last_overflow_iter": 3}
     if kind != "dynamic (no window)":
         expected |= {"scale_window": 20, "window_index": 0, "growth_num": 0, "down_num": 2}
@@ -107,7 +108,7 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
             {"b.list_index": 2, "a.list_index": 1},
             {"window_index": 1, "notes": ["a.list_index is 1 but b.list_index is 2; a.list_index is shown"]},
         ),
-        # A Parameter with another shape is not part of the state of loss scaling.
+        # A Parameter named like a loss-scaling Parameter, but of another shape, is not part of the loss-scaling state.
         ({"attention.loss_scale": np.ones((4,), np.float32), "attention.weight": 1.0}, None),
         (
             {"guided_counts": np.zeros(4), "guided_overflow_rate": np.zeros(3), "scale_sense": 8.0},

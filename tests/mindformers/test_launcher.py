@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("registry_put_back")
 
 
 def overrides(*arguments):
-    """Return the keys of the YAML file that command-line arguments of the launcher set, with their values."""
+    """Return a dict of the YAML keys that the launcher's command-line arguments override, each with its new value."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     return train.read_overrides(parser.parse_args(["--config", str(CONFIG), *arguments]))
@@ -193,7 +193,7 @@ def test_a_way_that_leads_nowhere_is_refused(key):
         (["--config", "run.yaml", "--sink-mode", "maybe"], "--sink-mode: must be true or false ... got 'maybe'"),
         (["--config", "run.yaml", "--epochs", "9" * 5000], "argument --epochs: must be ... from 1 to"),
         (["--config", "run.yaml", "--mode", "2"], "argument --mode: must be ... from 0 to 1, but got '2'"),
-        (["--config", "run.yaml", "--register-path", "x"], "argument --register-path: there is no folder 'x', seen"),
+        (["--config", "run.yaml", "--register-path", "x"], "argument --register-path: there is no folder 'x'"),
         (["--config", "run.yaml", "--options", "a=2^99999"], "--options: 'a=2^99999': '2^99999' is too large"),
         (
             ["--config", "run.yaml", "--options", "a=2020-99-99"],

@@ -73,14 +73,14 @@ def test_four_processes_hold_the_same_weights_and_state(four_processes):
     assert first["step_num"] == STEPS
     assert len(first) > 40
     for saved in (first, *more):
-        # The run number differs, because each process writes its own record.
+        # Each process writes its own record, so each has a different run number. Leave it out of the comparison.
         assert saved.pop(RUN) > 0
     assert more == [first] * 3
 
 
 @pytest.fixture(scope="module")
 def two_processes(four_processes, long_corpus, tmp_path_factory):
-    """Resume 4 steps in two processes from a checkpoint of four processes; return the run and its output folder."""
+    """Return a run and its output folder: two processes resume from a checkpoint of four, and train for 4 steps."""
     output = shutil.copytree(four_processes, tmp_path_factory.mktemp("two") / "output")
     ranges = {"type": "GradientRangeMonitor", "every_n_steps": 2, "all_ranks": True}
     options = {"callbacks": as_option([*callbacks_that_save(every=2 * STEPS), ranges])}

@@ -153,8 +153,8 @@ def test_gradients_are_written_as_the_optimizer_takes_them(corpus, run_program):
     [*rows, _, equal] = run_program("diff", "12.safetensors", "14.safetensors")[1].splitlines()
     assert equal.endswith("Parameters are equal.")
     assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < {row.split()[0] for row in rows[1:]}
-    # The loss scales 2^12 and 2^14 are divided out of the written gradients. So the gradients differ only by the
-    # rounding of subnormal numbers at the lower scale.
+    # The command divides gradients by their loss scale before it writes them to a file. So the gradients at 2^12 and
+    # 2^14 differ only where FP16 rounded subnormal numbers at 2^12.
     assert 0 < float(rows[1].split()[-2]) < 0.01
     [at_scale] = json.loads(Path("ranges.json").read_text())["activation_gradients"]
     # The layer's gradients have the size of its outputs: 2 batches of 8 samples of 32 tokens, hidden size 32.

@@ -26,8 +26,8 @@ def fixed(loss_scale_value):
     return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": loss_scale_value}
 
 
-# Sections of YAML files with which training gives no warning: the value of scale_sense, and the other keys of
-# MindFormers' train step.
+# Sections of YAML files that must train without a warning. Each entry has the value of scale_sense, and a dict of the
+# section's other keys.
 TRAINED = [
     *((dynamic(2**exponent), CLIPPED) for exponent in (0, 6, 10, 11, 12, 13, 14, 16, 17, 32)),
     (dynamic(128, scale_window=100), CLIPPED),
@@ -100,7 +100,7 @@ def test_what_mindformers_trains_is_trained(scale_sense, keys):
 @pytest.mark.parametrize(("scale_sense", "keys"), TRAINED, ids=str)
 def test_only_the_type_has_to_be_changed(scale_sense, keys):
     if not isinstance(scale_sense, dict):
-        pytest.skip("a number has no type")
+        pytest.skip("This scale_sense is a number, so it has no type to change.")
     section = {"type": TRAIN_STEP, "scale_sense": {**scale_sense, "type": "AdaptiveLossScale"}, **keys}
     if "scale_window" not in scale_sense:
         with pytest.raises(TypeError, match=r"lacks scale_factor, scale_window.*'scale_factor: 2'.*'scale_window: 20'"):

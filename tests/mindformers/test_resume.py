@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 ONE_PROCESS = pytest.mark.xdist_group("resume")
 TWO_PROCESSES = pytest.mark.xdist_group("two processes and the pipeline")
 
-# In the run with this checkpoint format and number of processes, only the second process is killed, which ends the
-# first process too.
+# The checkpoint format and the number of processes of one test case. In this case, the test kills only the second
+# process, and checks that the first process ends too.
 KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
 
 # At step SAVED_AT, the window index, all counters and the overflows in a row are above 0, so a counter lost in the
@@ -42,7 +42,7 @@ CARRIED = {*PARAMETER_OF.values()} - {"hysteresis_budget"}
 
 @pytest.fixture(scope="module")
 def uninterrupted(long_corpus, compiled, tmp_path_factory):
-    """Return a function that makes an uninterrupted run once; it returns the run, its output folder and save format."""
+    """Return a cached function that trains without interruption; it returns the run, output folder and save format."""
 
     @functools.cache
     def run(steps, processes, optimizer_state):
@@ -120,8 +120,8 @@ def test_killed_and_resumed_run_takes_the_same_steps(
             steps = run.steps(rank)
             assert steps == {step: expected[rank][step] for step in range(resumed_from + 1, max(steps) + 1)}
             assert not kill or run.restored_state(rank) == states[resumed_from]
-        # The kill may have come just after MindFormers emptied the file that names the last complete checkpoint. In
-        # this case, the checkpoint of the last step is complete.
+        # MindFormers rewrites the file that names the last complete checkpoint after each save. If the run was killed
+        # while this file was empty, the checkpoint of the last step is already complete.
         complete = {form.newest_complete(output) or max(steps)}
         if in_a_save:
             assert complete <= {max(steps) - 1, max(steps)}
@@ -140,7 +140,8 @@ def test_killed_and_resumed_run_takes_the_same_steps(
     assert_one_record_has_every_step_once(output, expected[0])
     for rank in ranks[1:]:
         for step, first in run.steps(0).items():
-            # Each process prints the loss of its own data, so only the losses differ.
+            # Each process prints the loss of its own data. So the log lines of two processes differ in the loss, and in
+            # nothing else.
             assert run.steps(rank)[step].loss != first.loss
             assert run.steps(rank)[step]._replace(loss=first.loss) == first
 

@@ -1,4 +1,4 @@
-"""However it is started, the README's YAML trains with this package's cell; without the package, it does not train."""
+"""Every way to train with the README's YAML uses this package's cell; without the package, the training fails."""
 
 import re
 
@@ -39,14 +39,14 @@ OURS = ["Loss scaling by AdaptiveLossScaleUpdateCell of mindformers_adaptive: lo
 
 @pytest.fixture
 def start(run_forked, tmp_path):
-    """Return a function that starts the README's YAML in a chosen way, such as "Trainer", and returns the process."""
+    """Return a function that loads the README's YAML by a route, such as "Trainer", and returns the ended process."""
     [diff] = [text for language, text in blocks(ROOT / "README.md") if language == "diff" and "runner_wrapper" in text]
     section = yaml.safe_load("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != "-"))
 
     def start(route, *left_out, expect_exit=0, **environment):
         for key in left_out:
             del section["runner_wrapper"]["scale_sense"][key]
-        # A key that the README's YAML leaves out would come from base.yaml, which has no loss scaling.
+        # base.yaml has no loss scaling. So a key that a test removes from the README's YAML is really missing.
         (tmp_path / "base.yaml").write_text(yaml.safe_dump(without_loss_scaling()))
         (tmp_path / "run.yaml").write_text(yaml.safe_dump({"base_config": "base.yaml", **section}))
         (tmp_path / "start.py").write_text(START)

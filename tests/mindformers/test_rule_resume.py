@@ -27,7 +27,7 @@ from tests.mindformers.training_runs import (
 from tests.shared.pages import ENGLISH_DOCS, blocks
 from tests.shared.versions import NEEDS_SECTION
 
-# Run these tests in one pytest worker, because they share the runs that never stopped.
+# Run these tests in one pytest worker, so that the uninterrupted runs, which several tests use, are trained only once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
 
 SAVED_AT, LAST = 8, 20

@@ -20,8 +20,9 @@ from tests.overflow.overflowing import Attention, Stack, values
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
 LORA = "{pet_type: lora, lora_rank: 2, lora_alpha: 2, target_modules: '.*wq|.*wv'}"
-# Trainings that must break. Each has three entries: {part of a weight's name: factor that multiplies such weights},
-# the launcher's options, and a pattern for the beginning of the output of ``why``.
+# Trainings that must overflow. Each has three entries. The first is a dict: weights whose name contains the key are
+# multiplied by the value. The second has the launcher's options. The third is a pattern for the first words that the
+# command ``why`` prints.
 BROKEN = {
     "weights": (
         {"feed_forward": 4000.0},

@@ -1,4 +1,4 @@
-"""Through MindFormers' Python API, examples train a Llama with the adaptive rule; Trainer uses the user's wrapper."""
+"""Test ``Trainer``: its examples train a Llama with adaptive scaling, and it trains the cell passed as ``wrapper``."""
 
 import itertools
 import re
@@ -88,7 +88,8 @@ def test_the_cell_itself_is_trained_with_optimizer_and_clipping():
         weights.append(np.concatenate([weight.asnumpy().ravel() for weight in train_step.weights]))
 
     remembering = LambdaCallback(on_train_begin=remember, on_train_step_end=remember)
-    # These training arguments contradict the wrapper, and ask for sink mode, which a CPU does not have.
+    # The optimizer and the clipping in these training arguments differ from those in the train-step cell, so Trainer
+    # must ignore them. Sink mode does not exist on a CPU, so Trainer must turn it off.
     arguments = training_arguments(optim="AdamW", learning_rate=5.0, max_grad_norm=100.0, sink_mode=True)
     trainer = Trainer(
         arguments,

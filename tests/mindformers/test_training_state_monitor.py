@@ -1,4 +1,7 @@
-"""MindFormers' monitor, and dropping steps by gradient norm, have pitfalls in trainings that overflow at the start."""
+"""Test this package's ``TrainingStateMonitor``, and steps that MindFormers drops because of a large gradient norm.
+
+MindFormers' own monitor ends trainings that overflow at the start; this package's monitor lets them continue.
+"""
 
 import math
 import re
@@ -90,7 +93,7 @@ def test_nan_loss_at_a_scale_that_held_ends_the_training():
     clean = [*SEARCH, *[1.0] * 22]
     seen, error = train([*clean, np.nan, 1.0], nan_monitor(TrainingStateMonitor))
     assert len(seen) == len(clean) + 1
-    parts = (f"loss of step {len(seen)} is nan", "'check_for_nan_in_loss_and_grad: False'")
+    parts = (f"loss of step {len(seen)} is nan", "'check_for_nan_in_loss_and_grad' to False")
     assert all(part in error for part in parts)
 
 
@@ -119,8 +122,9 @@ def test_steps_dropped_by_norm_leave_the_scale_alone():
     assert [norm for norm, _ in applied] == [2 * value for _, value in applied]
     assert not any(math.isfinite(line["gradient_norm"]) for line in lines if line["overflow"])
     assert [line["step"] for line in lines if line["overflow"]] == [*range(1, OVERFLOWS_AT_START + 1), overflowed_again]
-    # The rule counts a step that is dropped for its gradient norm as a clean step. So the 20th step after the overflows
-    # raises the loss scale, and the next step with the input value SPIKE overflows.
+    # A step that is dropped because of a large gradient norm did not overflow, so the rule counts it as clean. So the
+    # rule raises the loss scale 20 steps after the overflows at the start. The next step has the input value SPIKE, and
+    # overflows.
     rule = AdaptiveRule()
     assert_follows(rule, rule.start(START), lines)
     for step in dropped:

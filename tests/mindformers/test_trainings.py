@@ -19,7 +19,7 @@ from tests.shared.launched import with_this_python
 from tests.shared.versions import BEFORE_2
 
 if BEFORE_2:
-    pytest.skip("this version of MindFormers has another PyNative trainer", allow_module_level=True)
+    pytest.skip("MindFormers before 2.0 has a different PyNative trainer", allow_module_level=True)
 
 STEPS = 16
 SCRIPT = ROOT / "tests" / "mindformers" / "pynative_runs.py"
@@ -103,7 +103,7 @@ def test_unchanged_trainer_takes_the_same_steps_in_float32(seen, name):
 
 
 def test_gradients_are_clipped_by_their_norm_without_the_scale(seen):
-    """If ``Tensor.mul_`` works in place, MindFormers clips gradients by the norm of the unscaled gradients."""
+    """MindFormers clips with ``Tensor.mul_``. If it works in place, clipping is the same at every loss scale."""
     stock, trained = seen["stock clipped in place"], seen["scaled clipped in place"]
     np.testing.assert_array_equal(trained["steps"][:, :2], stock["steps"][:, :2])
     assert_same_weights(trained, stock)

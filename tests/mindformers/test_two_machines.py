@@ -68,7 +68,7 @@ def steps_of(runs):
 
 def test_cut_cable_ends_both_and_both_resume(machines, long_corpus, tmp_path):
     output, compiled = tmp_path / "output", tmp_path / "compiled"
-    # Cut the cable some steps after the last save, so that the resumed run repeats these steps.
+    # Disconnect the machines some steps after the last checkpoint, so that the resumed run repeats these steps.
     cut_after = SAVED_EVERY + 3
     with training(machines, output, long_corpus, compiled, {}, hold_after=cut_after) as runs:
         runs[0].wait_until(lambda: all(len(steps) == cut_after for steps in steps_of(runs)))

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """Return the results of each of two processes, by the kind of training."""
+    """Train in two processes; return, for each process, a dict from the kind of training to the results."""
     folder = tmp_path_factory.mktemp("two_processes")
     worker = ROOT / "tests" / "mindformers" / "two_processes.py"
     run_in_processes(2, folder, worker, folder)

@@ -23,7 +23,7 @@ from tests.mindformers.training_runs import CheckpointSection, TrainingRun
 from tests.shared.every_rule import KINDS
 from tests.shared.versions import NEEDS_SECTION
 
-# The warning of a gradient-guided update cell that continues from these files, whose state has an older form.
+# A pattern for the warning when a gradient-guided update cell loads a state of version 0.1.0, whose form is older.
 OLDER_FORM_WARNING = "(older form of the|a) state of gradient-guided scaling.*: the rule starts afresh at loss scale"
 
 WRITTEN = Path(__file__).parent / "written_before"
@@ -59,7 +59,7 @@ def go_on(run, file):
 
 
 def train_step_of(run, file):
-    """Return a new train step that continues from a file."""
+    """Return a new train step into which the loss-scaling state is loaded from a file of version 0.1.0."""
     arguments, path = {"scale_factor": 2, **EXPECTED[run]["arguments"]}, WRITTEN / run / file
     cell = KINDS[EXPECTED[run]["kind"]].cell_class(8.0, **arguments)
     network = nn.Dense(3, 2, has_bias=False)
@@ -209,8 +209,8 @@ def test_a_launched_run_goes_on_by_the_rule(long_corpus, tmp_path):
     expected = EXPECTED["adaptive_launched"]
     resumed = resumed_run("adaptive_launched", long_corpus, tmp_path / "output")
     assert resumed.restored_state() == {"loss_scale": expected["loss_scale"], **expected["state"]}
-    # Replay the overflows that the run printed. They depend on the corpus, which is cut from the source files of the
-    # installed Python.
+    # Replay the overflows that the resumed run printed. The test cannot list them: they depend on the training data,
+    # which is cut from the source files of the installed Python.
     manager = AdaptiveLossScaleManager(8.0, max_scale_window=4, min_scale_window=1)
     manager.load_state_dict({"scale": expected["loss_scale"], **expected["state"]})
     for number, step in resumed.steps().items():

@@ -22,7 +22,10 @@ def build_model():
 
 
 def build_dataset():
-    """Return batches of samples that count up from a random token; each has one token more than the model reads."""
+    """Return batches of samples. The tokens of a sample count up from a random token.
+
+    A sample has one token more than the model reads, because each token is the label of the token before.
+    """
     starts = np.random.default_rng(0).integers(TOKENS, size=(BATCHES * BATCH_SIZE, 1))
     samples = ((starts + np.arange(SEQ_LENGTH + 1)) % TOKENS).astype(np.int32)
     return NumpySlicesDataset(samples, ["input_ids"], shuffle=False).batch(BATCH_SIZE)

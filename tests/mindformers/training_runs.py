@@ -31,7 +31,8 @@ SMALL_MODEL = {
     "model.model_config.hidden_size": 32,
     "model.model_config.num_layers": 1,
 }
-# With such small scale windows, the window, its index and every counter change within 40 steps. The overflows are real.
+# These scale windows are so small that the window, its index and every counter change within 40 steps. The initial loss
+# scale is so large that FP16 gradients really overflow.
 _SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
 _BATCH_SIZE = 8
 
@@ -43,7 +44,7 @@ def training_arguments(**changes):
 
 
 class Step(NamedTuple):
-    """The values that MindFormers prints for a step, as printed; the loss scale is the scale of the next step."""
+    """The values in MindFormers' log line of a step. The line already has the loss scale of the next step."""
 
     loss: str
     overflow: bool
@@ -243,7 +244,7 @@ class TrainingRun:
         logs.mkdir(parents=True)
         self._console = logs / "console.log"
         self.logs = [self._console] if processes == 1 else [logs / f"worker_{rank}.log" for rank in range(processes)]
-        # MindFormers before 1.7 divides the samples among the processes.
+        # MindFormers before 1.7 divides ``num_samples`` by the number of processes, so multiply it by this number.
         sharing = processes if BEFORE_1_7 else 1
         options = {
             **SMALL_MODEL,
@@ -300,11 +301,11 @@ class TrainingRun:
         return self
 
     def wait_until(self, happened, timeout=900):
-        """Call ``happened()`` until it is true, as often as possible in at most a fifth of a processor core's time."""
+        """Call ``happened()`` repeatedly until it is true. The calls use at most a fifth of a processor core."""
         start = looked_at = time.monotonic()
         while not happened():
             assert self.process.poll() is None, "the run ended too early; its log ends:\n" + self.text()[-5000:]
-            assert looked_at < start + timeout, f"waited over {timeout} s; the log ends:\n" + self.text()[-5000:]
+            assert looked_at < start + timeout, f"timed out after {timeout} s; the log ends:\n" + self.text()[-5000:]
             time.sleep(max(0.0005, 4 * (time.monotonic() - looked_at)))
             looked_at = time.monotonic()
 
@@ -374,7 +375,7 @@ def _is_worker(process, rank):
 
 
 def build_train_step(config):
-    """Return the train-step cell that MindFormers builds from a configuration around a dense layer."""
+    """Return a train-step cell for a dense layer, as MindFormers builds it from a configuration."""
     dense = Dense()
     # The arguments that MindFormers' trainer passes to build_wrapper(). For cells that MindFormers does not define,
     # build_wrapper() removes `parallel_config`, because such cells do not accept it.

@@ -14,7 +14,7 @@ def read_scalars(folder):
 
 
 def read_starts(folder):
-    """Return the step numbers from which on TensorBoard hides the values that earlier runs wrote."""
+    """Return the first step of each run in a folder. TensorBoard hides earlier runs' values from this step on."""
     return [event.step for event in _events(folder) if event.HasField("session_log")]
 
 

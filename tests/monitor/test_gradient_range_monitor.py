@@ -25,8 +25,8 @@ from tests.monitor.event_files import read_scalars
 from tests.shared.networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
 from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
-# At most five steps: after five calls, MindSpore's dropout on a CPU chooses its number of threads by measured time, and
-# its random numbers depend on this number of threads.
+# Train for at most five steps. After five calls, MindSpore's dropout on a CPU measures how fast it runs, and may change
+# its number of threads. Its random numbers depend on the number of threads, so runs would differ.
 STEPS = 5
 
 
@@ -126,7 +126,7 @@ def test_outputs_of_layers_are_named_as_their_parameters(graph_mode, tmp_path):
     events = read_scalars(tmp_path)
     assert events[f"{name}/output/norm"][2] == pytest.approx(output["norm"])
     assert events[f"{name}/output"][2].num == 8
-    # MSELoss is a mean of 8 squares, so the gradient of an output is a quarter of this output.
+    # All targets are 0, so MSELoss is the mean of 8 squared outputs, and an output's gradient is 2/8 of the output.
     [at_scale] = line["activation_gradients"]
     assert (at_scale["loss_scale"], [*at_scale["layers"]]) == (1, ["0"])
     assert at_scale["layers"]["0"]["norm"] == pytest.approx(output["norm"] / 4)

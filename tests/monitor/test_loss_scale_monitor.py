@@ -64,13 +64,13 @@ def compiled_once(history_size):
 
 
 def build_again(history_size=0):
-    """Return the compiled train step with an adaptive cell that tests share, reset to its initial state.
+    """Return a train step with an adaptive cell, reset to its initial state. All tests share one compiled train step.
 
     A test that needs two train steps at a time, or loads a checkpoint, calls build() instead.
     """
     train_step, initial = compiled_once(history_size)
     for value, array in initial:
-        # A compiled graph does not notice set_data() of the optimizer's Parameters.
+        # Use assign(): a compiled graph keeps the old values of the optimizer's Parameters after set_data().
         ops.assign(value, Tensor(array.copy(), value.dtype))
     return train_step
 
@@ -270,7 +270,7 @@ def beside(path):
 
 
 def save(network, folder, form):
-    """Save a train step as MindSpore does; as "sidecar", save it as MindFormers does without the optimizer state."""
+    """Save a train step in a MindSpore checkpoint; with "sidecar", save only its loss-scaling state, in JSON files."""
     if form == "sidecar":
         CommonInfoWithLossScale(network).save_common(str(folder / "common.json"))
     else:
@@ -408,7 +408,7 @@ def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, cell)
 
 
 class SeesRecord(Callback):
-    """Notes the last step in the run record whenever a checkpoint is saved, since a killed run would resume from it."""
+    """Notes the last step in the run record at each save of a checkpoint, to check that the record is not behind."""
 
     def __init__(self, path, saver):
         self.path, self.saver, self.ends = path, saver, []
@@ -497,7 +497,7 @@ def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
         for field in FIELDS[1:]
         if field not in ("largest_gradient", "gradient_norm")
     }
-    # TensorBoard leaves out scalars that an earlier run wrote to the folder, because this run starts at step 1.
+    # The event file says that this run starts at step 1, so TensorBoard hides all scalars of earlier runs.
     assert read_starts(folder) == [1]
     scalars = read_scalars(folder)
     assert scalars.keys() == expected.keys()
@@ -527,7 +527,7 @@ def test_a_collapse_stops_the_training_if_asked_to(path, messages):
     monitor = LossScaleMonitor(path, max_consecutive_overflows=4, on_collapse="stop")
     train(build_again(), [monitor], COLLAPSE, epochs=2)
     assert without_loss(read_record(path)) == replay(COLLAPSE[:6])
-    assert re.search(r"Training stops here\b.* on_collapse is 'stop'\.$", messages()[-1])
+    assert re.search(r"Training stops here\b.* 'on_collapse' is 'stop'\.$", messages()[-1])
 
 
 @pytest.mark.parametrize("cell", [None, nn.FixedLossScaleUpdateCell(8.0), nn.DynamicLossScaleUpdateCell(8.0, 2, 20)])
@@ -559,7 +559,7 @@ def test_two_monitors_of_one_training_write_both(path, tmp_path, monkeypatch, re
     other, saver = path.with_name("other.jsonl"), CheckpointMonitor(directory=str(tmp_path), save_checkpoint_steps=10)
     monitors = [LossScaleMonitor(path, every_n_steps=7), LossScaleMonitor(other, every_n_steps=9)]
     seen = [SeesRecord(file, saver) for file in (path, other)]
-    # MindFormers' trainer sorts some callbacks by class, keeping one of each class. It must keep both monitors.
+    # Of some callback classes, MindFormers' trainer keeps only one callback. It must keep both LossScaleMonitors.
     callbacks = base_trainer.BaseTrainer.sort_callbacks([*monitors, saver, *seen])
     assert sorted(map(id, callbacks)) == sorted(map(id, [*monitors, saver, *seen]))
     train(build_again(history_size=9), callbacks, OVERFLOWS[:25])

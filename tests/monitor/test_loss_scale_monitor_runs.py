@@ -30,7 +30,7 @@ def corpus(tmp_path_factory):
 
 
 def assert_is_what_happened(lines, printed):
-    """Compare a record with MindFormers' own log lines, and with the rule replayed on its overflow flags."""
+    """Compare a record with MindFormers' log lines, and with a replay of the rule on the record's overflow flags."""
     assert [line["step"] for line in lines] == list(range(1, LAST + 1)) == sorted(printed)
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
     assert_follows(rule, rule.start(2.0**20, scale_window=1), lines)
@@ -39,7 +39,8 @@ def assert_is_what_happened(lines, printed):
         loss = f"{line['loss']:.{3 if BEFORE_1_7 else 6}f}"
         assert (loss, line["overflow"]) == (step.loss, step.overflow)
         assert line["next_loss_scale"] == step.loss_scale
-        # The adaptive cell measures no gradients, and MindFormers is not configured to drop steps by their norm.
+        # The adaptive cell measures no gradients, so the largest gradient is unknown. MindFormers is not configured to
+        # drop steps by gradient norm, so no step is dropped.
         assert (line["largest_gradient"], line["dropped_by_norm"]) == (None, False)
     for name in MOVING:
         assert len({line[name] for line in lines}) > 1, f"{name} has the same value in all lines"
@@ -60,8 +61,9 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     options |= {"runner_wrapper.scale_sense.history_size": 3}
 
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as killed:
-        # The monitor reads the update cell at every third step, and before each save: at step 10, which is saved, and
-        # next at step 12. It writes the record lines of the steps since its last reading one by one.
+        # The monitor reads the update cell at every third step, and before each save. After the save at step 10, it
+        # reads again at step 12. Then it writes the record lines of steps 11 and 12 one after the other, so wait for
+        # both.
         killed.wait_until(lambda: record.exists() and len(read_record(record)) >= 12)
     saved, before = form.newest_complete(output), read_record(record)
     assert (saved, [line["step"] for line in before]) == (SAVED_EVERY, list(range(1, 13)))

@@ -18,8 +18,8 @@ def step(consecutive_overflows, **entry):
         ([0, 1, 2, 3, 4, 5, 6, 7], [3, 6]),
         ([1, 2, 0, 1, 2, 0], []),
         ([2, 3, 0, 1, 2, 3], [3, 3]),
-        # A run is resumed in the middle of a row of overflows, so the detector does not see overflows 3 to 6 of the
-        # row.
+        # The detector sees overflows 1 and 2 of a series, and then overflow 7, because the run was stopped and resumed
+        # within the series.
         ([2, 7, 8, 9], [7, 9]),
     ],
 )

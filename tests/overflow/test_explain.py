@@ -1,4 +1,4 @@
-"""Test ``explain_overflow``: the results other than the overflow's origin, no side effects, and rejected arguments."""
+"""Test ``explain_overflow``, except for where an overflow begins: its other results, side effects and bad arguments."""
 
 import dataclasses
 import json
@@ -260,7 +260,7 @@ def test_layers_in_float32_are_put_back():
     def attributes():
         return [{name: repr(value) for name, value in vars(cell).items()} for cell in network.cells()]
 
-    # Call this cell once beforehand, because its first call sets attributes of the cell.
+    # The first call of a cell sets some of its attributes. So call the cell before its attributes are compared.
     assert network[0](x).dtype == HALF
     before = attributes()
     with in_float32(network) as changed:
@@ -299,6 +299,32 @@ def test_a_network_that_fails_op_by_op_is_run_in_graph_mode(graph_mode):
     assert mindspore.get_context("mode") == mindspore.GRAPH_MODE
 
 
+class _Sum(nn.Cell):
+    def construct(self, *values):
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        return total
+
+
+class _SumOfMany(Functional):
+    """Calls a cell with 12 inputs, of which graph mode measures 8."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.sum = _Sum()
+
+    def construct(self, x):
+        product = x * self.weight
+        return self.sum(product, x, x, x, x, x, x, x, x, x, x, x).sum()
+
+
+def test_inputs_that_are_not_measured_still_reach_the_cell(graph_mode):
+    batch = (Tensor(np.ones((4, 4), np.float32)),)
+    in_graph, in_pynative = (explain_overflow(_SumOfMany(), [batch], 1.0, graph=graph) for graph in (True, False))
+    assert in_graph.losses == in_pynative.losses == (12 * 16.0,)
+
+
 class _Failing(nn.Cell):
     """A cell that casts its inputs to FP16, and raises an error after some calls."""
 
@@ -320,7 +346,8 @@ def test_a_pass_that_failed_before_leaves_nothing_behind(explained):
     """After an exception MindSpore keeps recording operators, and then cannot record a LayerNorm's backward pass."""
     batch = (Tensor(values(2, 4)),)
     with mindspore_mode("pynative"):
-        # explain_overflow calls the network twice, and MindSpore records only the second call.
+        # explain_overflow calls the network twice, and MindSpore records operators only in the second call. So let the
+        # first call succeed and the second call fail.
         failing = _Failing(1 if explained else 0)
         if explained:
             with pytest.raises(PyNativeError, match="planted"):

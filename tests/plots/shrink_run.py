@@ -46,7 +46,8 @@ def shrink_checkpoint(file, out):
 
     arrays, _ = read_arrays(str(file))
     out.parent.mkdir(exist_ok=True)
-    # The names of the optimizer's moments begin with another prefix, so the moments are left out.
+    # Keep only the weights of normalization layers. The names of the optimizer's moments do not begin with "model.", so
+    # the copy has no moments.
     save_arrays(out, {name: array for name, array in arrays.items() if name.startswith("model.") and "norm" in name})
 
 

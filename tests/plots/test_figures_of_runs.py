@@ -16,7 +16,7 @@ PAGES = {"en": "### Figures, one by one", "zh": "### 逐一画图"}
 
 
 def commands_of(language):
-    """Return the ``plot`` and ``diff`` commands in the section on figures of the monitoring page."""
+    """Return the ``plot`` and ``diff`` commands that the monitoring page has in its section about figures."""
     page = (ROOT / "docs" / language / "monitoring.md").read_text(encoding="utf-8")
     section = re.split("^##+ ", page.partition(PAGES[language])[2], maxsplit=1, flags=re.MULTILINE)[0]
     code = "".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL)).replace("\\\n", "")

@@ -52,8 +52,8 @@ def test_record_of_gradients_is_drawn(plot, tmp_path, picture_of):
     code, picture, printed = plot("gradient_ranges.jsonl", "out.png")
     assert (code, printed) == (0, "written: out.png\n")
     assert picture == picture_of(draw_gradient_records({"gradient_ranges.jsonl": GRADIENTS["64"]}))
-    # A gradient record with only one line is also valid JSON, as is the file of a gradient sweep. It must not be drawn
-    # as a gradient sweep.
+    # The file of a gradient sweep is one JSON object, and so is a gradient record with only one line. Such a record
+    # must still be drawn as a gradient record.
     write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"][:1])
     picture = plot("gradient_ranges.jsonl", "out.png")[1]
     assert picture == picture_of(draw_gradient_records({"x": GRADIENTS["64"][:1]}))

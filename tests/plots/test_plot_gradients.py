@@ -196,7 +196,7 @@ def test_weights_and_outputs_have_one_column_and_no_scale():
     sweep = GradientRanges(weights, ((ScaleRanges(64.0, 1.0, weights), ScaleRanges(128.0, 1.0, weights)),), outputs)
     figure = draw_histograms(sweep.to_dict(), kind="weights", modules=[NAMES[0]])
     [axes] = figure.axes
-    # The bar that counts the zeros is at the left of the histogram, at -33.
+    # The x axis is log2 of the magnitude. Zeros have no logarithm, so their bar is at the left end, at x = -33.
     assert bars(axes) == {-33: 25, -20: 25, 0: 25, 3: 25}
     assert figure.legends[0].get_texts()[0].get_text() == "0"
     assert artist(axes, "lost").get_text() == "0: 25 %, subnormal or below 25 %"

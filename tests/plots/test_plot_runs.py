@@ -1,4 +1,4 @@
-"""The picture of runs shows every skipped step, nothing that the record lacks, and a title that fits the record."""
+"""A picture of runs has every skipped step, shows no data that the record lacks, and has a title that fits the data."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def adaptive():
         ([2.0**20] * 30 + [8.0] * 41, [30], "1 of 70 steps", "settled at $2^{3}$"),
         ([2.0**20] * 30 + [8.0] * 8, [30], "1 of 37 steps", "fell from $2^{20}$ to $2^{3}$"),
         ([2.0**20] * 30 + [8.0, 64.0] * 20, [], "None of 69 steps", "fell from $2^{20}$ to $2^{6}$"),
-        # A loss scale with one far spike still counts as settled.
+        # A loss scale counts as settled even if a single step has a far lower loss scale.
         (
             [8.0] * 450 + [2.0**-5] + [4.0] * 50,
             [],
@@ -237,7 +237,7 @@ def test_run_of_a_log_is_named_and_drawn_without_window():
     figure = draw_one(run, run.name)
     assert title(figure).startswith("run: 1 of 4 steps skipped; ")
     assert title(figure).endswith(" fell from $2^{3}$ to $2^{2}$")
-    # The log has the loss of every other step only, and still the line of losses has no gaps.
+    # The log has the loss of every second step only. The loss curve must still be drawn without gaps.
     assert points(figure.axes[0], "loss") == ([2, 4], [3.0, 2.0])
     assert artists(figure.axes[0], "broken loss") == []
     assert len(figure.axes) == 2

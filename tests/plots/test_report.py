@@ -52,8 +52,8 @@ def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path)
     analysis = analyze(run_of_record(RECORD))
     for text in (*analysis.to_dict()["verdict"], analysis.advice[0].change, "skipped</dt><dd>12, 20.00%"):
         assert (text if "<" in text else html.escape(text)) in page
-    # There are two pictures: one of the run, and one of the gradients recorded in the run's folder. Each picture is in
-    # the page in a wide and a narrow version.
+    # The report page has two pictures: one of the run, and one of the gradients recorded in the run's folder. Each
+    # picture has a wide and a narrow version, so there are four images.
     assert page.count("data:image/svg+xml;base64,") == 4
     shown = draw_runs({"": RECORD})
     assert [axes.get_ylabel() for axes in shown.axes][:2] == ["loss, unscaled", "gradient norm"]
@@ -67,7 +67,8 @@ def test_runs_in_one_folder_share_no_gradients(page_of, tmp_path):
     other = tmp_path / "run" / "other.jsonl"
     other.write_text((tmp_path / "run" / "loss_scale_record.jsonl").read_text())
     page = page_of(tmp_path / "run" / "loss_scale_record.jsonl", other)
-    # It is not known which of the two runs the record of gradients belongs to.
+    # The folder has the records of two runs but only one record of gradients. The report cannot know which run the
+    # gradients belong to, so it must leave them out.
     assert "Gradients by group of Parameters" not in page
     assert page.count("2.5 at first, 2.5 at the end; inf or NaN in 1 step, first 4") == 2
 
@@ -208,9 +209,12 @@ def test_a_browser_shows_the_page_in_its_width_and_colours(page_of, seen, tmp_pa
     page_of(write(tmp_path / EVIL.replace("/", "") / "a", gradients=GRADIENTS), write(tmp_path / "b"))
     sizes, console = seen(width, dark)
     assert console == []
-    # Nothing is wider than the frame, the picture for this width is shown, and no script has run.
+    # The browser shows the page in a frame of this width. The page fits into the frame, so it needs no horizontal
+    # scroll bar.
     assert sizes["width"] <= width
+    # The picture is wider than half of the frame, and not wider than the frame.
     assert (sizes["image"] > 0, 0.5 * width < sizes["shown"] <= width) == (True, True)
+    # The narrow picture is shown only in the narrow frame, and the page has no scripts.
     assert (sizes["narrow"], sizes["scripts"], sizes["title"].startswith("Loss scaling of ")) == (width == 400, 0, True)
     dark_page, dark_picture = "rgb(20, 23, 26)", "invert(0.92) hue-rotate(180deg)"
     assert (sizes["background"], sizes["filter"]) == (

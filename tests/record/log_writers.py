@@ -1,4 +1,4 @@
-"""Random runs of loss scaling, and functions that write their logs as each program does."""
+"""Make random runs of loss scaling, and write their logs in each supported format, such as Megatron-LM's."""
 
 import json
 from typing import NamedTuple

@@ -72,8 +72,8 @@ def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
     assert (run.loss_scale[-1], run.final_loss_scale, run.loss[-1]) == (65536.0, 32768.0, 2.5)
-    # Until MindFormers 0.7, a line has the time of a network call. A call may take several steps, so the seconds per
-    # step are unknown.
+    # A log line of MindFormers up to 0.7 has the time of a network call. A call may take several steps, so the seconds
+    # per step are unknown.
     assert run.seconds is None if "507.205" in MINDFORMERS[version] else run.seconds[-1] == 0.507
 
 
@@ -138,7 +138,7 @@ def test_lines_of_other_monitors_are_no_problems(tmp_path):
         " samples/sec: 16.5 | iteration        1/  320000 | elapsed time per iteration (ms): 1250.0 | learning rate: "
         "3.750E-07 | approx flops per GPU: 50.6TFLOPS | lm_loss: 2.5E+00 | loss scale: 32768.0 | number of skipped "
         "iterations:   1 | number of nan iterations:   0 |\n",
-        # The log format before 2020, without colons and without the number of skipped iterations.
+        # Megatron-LM's log format before 2020 has no colons and no number of skipped iterations.
         " iteration        1/  200000 | elapsed time per iteration (ms): 1250.0 | learning rate 1.500E-04 | "
         "lm loss 2.500000E+00 | loss scale 32768.0 |\n" + megatron_line(2, 16384.0, 1),
     ],
@@ -379,8 +379,8 @@ def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
     assert run.loss_scale.tolist() == [1024.0, 64.0]
     assert any(re.search(r"log:2: 1 step .*to 64\. ", note) for note in run.notes)
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
-    # The loss scale cannot rise from 2^11 to 2^20 in the four steps of the last line, so the rise does not show that
-    # they were applied. Only step 12 was certainly applied, by the line's flag. So at most three steps were skipped.
+    # A rule cannot raise a loss scale from 2^11 to 2^20 in four steps, so this rise proves nothing about steps 9 to 12.
+    # Only step 12 is known to be applied, from its overflow flag. So at most three of these steps were skipped.
     assert read(tmp_path, *lines).lines.tolist() == [[4, 0, 3], [8, 0, 6], [12, 0, 9]]
 
 
@@ -457,8 +457,8 @@ def test_a_flag_that_no_line_names_follows_from_the_counts(tmp_path):
 
 @pytest.mark.parametrize(
     ("counts", "bounds"),
-    # Four pairs of counters of skipped steps, after steps 1 and 6: the counter decreases, exceeds the number of steps,
-    # does not count the skipped step 6, or is right.
+    # Each case has the counter of skipped steps after step 1 and after step 6. In the first three cases the counter is
+    # wrong: it decreases, exceeds the number of steps, or leaves out the skipped step 6. The last case is right.
     [((5, 2), (1, 5)), ((0, 9), (1, 5)), ((3, 3), (1, 5)), ((0, 3), (3, 3))],
 )
 def test_a_count_that_cannot_be_is_not_relied_on(tmp_path, counts, bounds):

@@ -29,9 +29,9 @@ def test_interpolated_ceilings_lie_between_skipped_steps():
 
 
 def test_interpolated_ceilings_are_moved_into_the_bounds():
-    # The step at index 1 is skipped at a loss scale of 2^3, and the next step is applied at 2^2. So log2 of the ceiling
-    # is assumed to be in the middle, (3 + 2) / 2, at this step and at the steps before and after. But the step at index
-    # 0 was applied at a loss scale of 2^3, so its log2 ceiling is at least 3.
+    # The step at index 1 is skipped at a loss scale of 2^3, and index 2 is applied at 2^2. So log2 of the ceiling is
+    # first assumed to be (3 + 2) / 2 = 2.5 at all three steps. But index 0 was applied at 2^3, so its log2 ceiling is
+    # raised to 3.
     assert exponents(run_of([8, 8, 4], ".!.").to_trace().ceiling) == [3, 2.5, 2.5]
     # The overflow is tolerated, so the next step has the same loss scale, 2^3. The log2 ceiling is then interpolated
     # between this scale and half of it: (3 + 2) / 2.
@@ -94,7 +94,7 @@ def test_every_assumption_agrees_with_every_step(steps):
     run = run_of([2.0**k for k in exponent], flags, known=known, largest_gradient=np.array(gradients))
     lower, upper = run.to_trace("lower_bound").ceiling, run.to_trace("upper_bound").ceiling
     for ceiling in (run.to_trace(assume).ceiling for assume in ASSUMPTIONS):
-        # Replayed at its own loss scales, the run overflows at the same steps.
+        # A replay at the recorded loss scales must overflow at exactly the steps that the run skipped.
         assert ((run.loss_scale > ceiling) == run.overflow).all()
     assert (lower <= upper).all()
 
@@ -118,7 +118,7 @@ def test_an_unknown_assumption_is_refused():
 
 
 def shown(exponents):
-    """Return the largest gradients that imply the given ceilings (as log2); None stands for an unknown gradient."""
+    """Return, for each ceiling (as log2), the largest gradient that FP16 can hold at this loss scale; NaN for None."""
     return np.array([np.nan if exponent is None else 65504.0 / 2.0**exponent for exponent in exponents])
 
 
@@ -138,14 +138,14 @@ def test_gradients_above_an_overflow_are_lowered():
     gradients = shown([7, None, 7, 7, None, 8])
     trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()
     assert exponents(trace.ceiling) == [3.5, 3.5, 3.5, 3.5, 4, 4.5]
-    # Near only one of the three skipped steps, the gradients imply a ceiling (2^9) above the loss scale that overflowed
-    # (2^4). This overflow counts as a spike, so the implied ceilings are not lowered.
+    # Three steps overflow at a loss scale of 2^4. The gradients contradict only one of these overflows: they imply a
+    # ceiling of 2^9 after it. A single contradiction counts as a spike, so the ceilings from gradients are not lowered.
     trace = run_of([8, 16, 8, 16, 8, 16, 8], ".!.!.!.", largest_gradient=shown([3.5, None] * 2 + [9, None, 3.5]))
     assert exponents(trace.to_trace().ceiling)[4] == 9
 
 
 def test_the_trace_has_the_gradients_of_applied_steps_only():
-    # A rule cannot use inf as the largest gradient of an applied step.
+    # An applied step cannot have a largest gradient of inf. So the trace must treat such a gradient as unknown.
     gradients = np.array([np.inf, 2.0, 0.0, np.nan, np.inf, 8.0])
     trace = run_of([8, 4, 4, 4, 4, 4], "!....!", known=[True] * 6, largest_gradient=gradients).to_trace()
     np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan, np.nan])

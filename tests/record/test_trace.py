@@ -1,4 +1,7 @@
-"""A trace bounds each step's largest safe loss scale. Whether a loss scale outside the bounds overflows is certain."""
+"""A trace has a lower and an upper bound of each step's ceiling, the largest loss scale without overflow.
+
+A loss scale up to the lower bound never overflows, and a loss scale from the upper bound on always does.
+"""
 
 import numpy as np
 import pytest

@@ -70,7 +70,7 @@ def test_steps_that_are_taken_again_are_replaced(path, run):
     [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20, run=run)
     message = f"{path} went on to step 27: the steps after 20 were removed, because the resumed run takes them again."
     assert read_record(path) == [*entries(1, 20), {"step": 21, "loss": 0.5}]
-    # Without the number of the run, the lines of later steps may belong to another run, so the writer keeps the lines.
+    # If the record has no run number, lines of steps 21 to 27 may belong to another run, so they move to another file.
     saved = beside(path)
     assert note == message + ("" if run else f" They were moved to {saved[0].name}.")
     assert [*map(read_record, saved)] == ([] if run else [entries(21, 27)])
@@ -158,7 +158,7 @@ def test_the_record_of_an_earlier_run_is_renamed(path, run):
     assert note == f"{path} has the steps of an earlier run: it was renamed to {earlier.name}."
     assert (read_record(path), read_record(earlier)) == (entries(1, 2), entries(1, 5))
     if run:
-        # The earlier run finds its record again by the number of the run.
+        # If the earlier run continues, the writer finds the renamed record by the number of the run.
         assert write(path, entries(6, 6), last_step=5, run=run) == []
         assert (read_record(path), read_record(earlier)) == (entries(1, 2), entries(1, 6))
 
@@ -264,7 +264,7 @@ def test_a_last_line_of_zeros_is_taken_out(path):
     ("content", "message"),
     [
         ('{"step": 1}\nstep 2\n{"step": 3}\n', "line 2 is b'step 2'"),
-        ('{"step": 1}\n{"loss": 2}\n', "line 2 is .*it names no step"),
+        ('{"step": 1}\n{"loss": 2}\n', "line 2 is .*names no step"),
         ('{"step": 2}\n{"step": 2}\n', "line 2 is .*step 2 cannot follow step 2"),
         ('{"step": true}\n', "line 1 is .*Expected `int.*`, got `bool`"),
         ("[1]\n", "line 1 is "),

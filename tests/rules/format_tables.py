@@ -4,7 +4,7 @@ OWN = {"name": "mine", "largest": 28.0, "smallest_normal": 0.25, "smallest_subno
 
 
 def numbers_of_hifloat8():
-    """Return HiF8's finite numbers above 0. A prefix of each code gives the exponent's width; the code 0x6F is inf."""
+    """Return all finite numbers above 0 of HiF8, an 8-bit format in which the first bits give the exponent's width."""
     values = []
     for code in {*range(1, 0x80)} - {0x6F}:
         bits = f"{code:07b}"

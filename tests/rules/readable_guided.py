@@ -96,8 +96,8 @@ class ReadableGuided:
             limit -= after and explained
             if is_new:
                 trial = anchored = False
-        # Until a gradient has shown a ceiling (the largest loss scale without overflow), the rule's limit alone decides
-        # the next loss scale.
+        # Before the first known gradient, the rule cannot estimate how often a loss scale overflows. So only the limit,
+        # which overflows lower and clean steps raise, decides the next loss scale.
         cheapest = -1024 if unseen and shown is None else int(np.argmin(rates * np.float32(self.patience) + PLACES))
         following = min(max(base + 1 - max(cheapest, limit), self.lowest), self.highest)
         clean = 0 if after or following > exponent else min(state.clean_steps + 1, 64 * self.small)

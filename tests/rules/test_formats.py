@@ -1,4 +1,4 @@
-"""Number formats have the same numbers as in ml_dtypes, and are written to files and read back."""
+"""Test the numbers of each number format against ml_dtypes, and test that a format written to a file is read back."""
 
 import json
 import math

@@ -15,8 +15,8 @@ from mindformers_adaptive.rules.operations import possible_exponents, safe_expon
 from mindformers_adaptive.rules.saved_state import to_values
 from tests.rules.readable_guided import ReadableGuided
 
-# A rule with a patience of 100 steps: an overflow counts as recent for 8 steps, and the scale windows are 50 and 1600
-# steps.
+# An exchange rate of 10 makes the time unit of the rule, the patience, 1000 / 10 = 100 steps. So an overflow counts as
+# recent for 100 / 12 = 8 steps, and the scale windows are 50 and 1600 steps.
 RULE = GuidedRule(exchange_rate=10)
 
 
@@ -59,7 +59,7 @@ BOUNDS = ((0, 127), (4, 20), (-10, 40))
 
 
 def random_steps(random, steps):
-    """Return random, noisy ceilings, and gradients that show wrong ceilings in some stretches; a column for a run."""
+    """Return noisy ceilings and gradients; each column is a run. Some gradients imply a wrong ceiling."""
     lanes, step = len(RATES) * len(BOUNDS), np.arange(steps)[:, np.newaxis]
     low = random.integers(3, 20, lanes) * (step // random.integers(40, 400, lanes) % 2)
     ceiling = random.normal(17, 1, lanes) - low + random.normal(0, 0.6, (steps, lanes))
@@ -120,7 +120,7 @@ def test_float16_shows_what_it_always_did():
 
 @pytest.mark.parametrize("name", [*FORMATS])
 def test_a_format_moves_what_gradients_show_and_nothing_else(name):
-    """In every format, a gradient that is a given fraction of the format's largest number causes the same step."""
+    """The rule takes equal steps in all formats if the gradient is the same fraction of the format's largest number."""
     rule, steps = GuidedRule(exchange_rate=10, gradient_format=name), []
     for guided, largest in ((RULE, 65504.0), (rule, FORMATS[name].largest)):
         state = guided.start(2.0**20)
@@ -187,8 +187,8 @@ def test_two_unexplained_overflows_set_a_limit_with_an_anchor():
     assert (state.scale_window, state.clean_steps) == (50, 0)
     apart = run(RULE, settled(), ["!", *[18] * 12, "!", 18])
     assert (bits_of(apart), apart.limit) == (18, 0)
-    # Three consecutive overflows lower the loss scale by 10 bits each, but the limit (the upper bound that unexplained
-    # overflows set on the loss scale) by only one bit each.
+    # Each of three consecutive overflows lowers the loss scale by 10 bits for the moment. But each lowers the limit,
+    # the lasting upper bound of the loss scale, by only one bit.
     row = run(RULE, settled(), ["!", 18, "!", "!", "!", 18])
     assert (bits_of(row), row.limit) == (15, row.base + 1 - 15)
 
@@ -201,8 +201,9 @@ def test_failed_trial_makes_the_window_32_times_larger():
         state = run(RULE, state, ["!", 18])
         assert (bits_of(state), state.trial, state.clean_steps) == (17, ANCHORED, 0)
         assert state.scale_window == 1600
-    # After an unexplained overflow while no higher limit of the loss scale is tried, the scale window is small again,
-    # and the limit moves with the gradients. After the next unexplained overflow, the limit no longer moves.
+    # The gradients do not explain the next two overflows, which come while the rule does not try a higher limit of the
+    # loss scale. After the first overflow, the scale window is small again, and the limit follows the gradients. After
+    # the second overflow, the limit no longer follows them.
     state = run(RULE, state, ["!", 18])
     assert (state.scale_window, state.trial) == (50, MOVING)
     assert run(RULE, state, ["!", 18]).trial == ANCHORED
@@ -253,7 +254,8 @@ def test_without_gradients_it_is_adaptive_scaling():
     assert bits_of(state) == 13
     fallen = run(RULE, state, ["!", None])
     assert (bits_of(fallen), fallen.scale_window, fallen.trial) == (12, 1600, MOVING)
-    # As soon as a gradient shows a ceiling, the loss scale follows this ceiling.
+    # The first known gradient gives a ceiling, the largest loss scale without overflow. Then the loss scale follows
+    # this ceiling.
     shown = run(RULE, fallen, [20])
     assert (shown.limit, shown.base, shown.low) == (0, 20, 20.0)
 
@@ -290,7 +292,8 @@ def test_state_stays_within_its_bounds(rule, events):
         assert after.consecutive_overflows == (state.consecutive_overflows + 1 if event == "!" else 0)
         # An overflow never raises the loss scale.
         assert event != "!" or after.loss_scale <= state.loss_scale
-        # The rule must accept every state that a run can reach, if it is restored from a checkpoint.
+        # A checkpoint can have every state that a run can reach. So the rule must accept all these states when they are
+        # restored.
         assert rule.find_state_problem(to_values(rule, after, number)) is None
         state = after
 

@@ -1,4 +1,4 @@
-"""The ladder (the list of scale windows) rises from the smallest to the largest window; bad bounds are refused."""
+"""A ladder (list of scale windows) rises from the smallest to the largest; a smallest window of 0 is refused."""
 
 import itertools
 
@@ -32,8 +32,8 @@ def is_well_formed(ladder, largest, smallest):
 def test_ladder_is_well_formed_also_where_mindformers_is_not():
     same = compared = 0
     for smallest in range(1, 201):
-        # As the largest window, try every number from the smallest window to 119 above it, and some round and other
-        # numbers further above.
+        # Largest windows to try: the smallest window, each of the next 119 numbers, and a sample of larger numbers,
+        # some of them multiples of 100.
         for largest in {*range(smallest, smallest + 120), *range(smallest + 120, 3001, 37), *range(500, 3001, 100)}:
             ours = window_ladder(largest, smallest)
             compared += 1

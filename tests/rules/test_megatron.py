@@ -16,18 +16,20 @@ from mindformers_adaptive.wrapper import NoLossScaleUpdateCell
 
 CLEAN, OVERFLOW = False, True
 
-# These scales were computed by hand from the description of Megatron-LM's DynamicGradScaler: an overflow lowers the
-# hysteresis tracker by one and sets the growth tracker to 0. At a hysteresis tracker of 0 or below, every overflow
-# halves the scale. A full window doubles the loss scale and resets the hysteresis tracker.
+# These loss scales were computed by hand from the description of Megatron-LM's DynamicGradScaler. An overflow lowers
+# the hysteresis tracker by one and sets the growth tracker to 0. If the hysteresis tracker is then 0 or below, the
+# overflow halves the loss scale. A scale window full of clean steps doubles the loss scale and resets the hysteresis
+# tracker.
 BY_HAND = [
-    # The default hysteresis: the first overflow is tolerated, every later overflow halves the scale until a raise.
+    # With the default hysteresis of 2, the first overflow does not change the loss scale. Every later overflow halves
+    # the loss scale, until a raise.
     ("--hysteresis 2", 64, 3, [OVERFLOW, OVERFLOW, OVERFLOW], [64, 32, 16]),
-    # Clean steps do not reset the hysteresis before the window is full: the tolerated overflows need not be
-    # consecutive.
+    # Clean steps reset the hysteresis tracker only when they fill the scale window. So the second overflow halves the
+    # loss scale, although there are clean steps before it.
     ("--hysteresis 2", 64, 3, [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, OVERFLOW], [64, 64, 64, 32, 32, 16]),
-    # A raise of the loss scale resets the hysteresis.
+    # A raise of the loss scale resets the hysteresis tracker.
     ("--hysteresis 2", 64, 2, [OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW, OVERFLOW], [64, 32, 32, 64, 64, 32]),
-    # A tolerated overflow also restarts the window.
+    # An overflow restarts the scale window even if it does not lower the loss scale.
     ("--hysteresis 2", 64, 3, [CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, CLEAN], [64, 64, 64, 64, 64, 128]),
     ("--hysteresis 3", 64, 9, [OVERFLOW] * 5, [64, 64, 32, 16, 8]),
     ("--hysteresis 1", 64, 1, [CLEAN, CLEAN, OVERFLOW, CLEAN], [128, 256, 128, 256]),
@@ -169,8 +171,8 @@ def test_cell_goes_on_from_megatron_and_back(graph_mode, hysteresis):
             left = cell.state_dict()
             assert float(loss_scale) == left["scale"] == policy.step(bool(overflow)), steps
             assert left["growth_tracker"] == policy.state()["clean_steps"]
-            # At a hysteresis tracker of 1 or below, every overflow lowers the loss scale, but Megatron-LM keeps
-            # counting below 0.
+            # Once the hysteresis tracker is 1 or less, every overflow lowers the loss scale. Megatron-LM goes on
+            # counting down, even below 0, so this test takes all trackers up to 1 as equal.
             assert max(left["hysteresis_tracker"], 1) == max(hysteresis - policy.state()["overflows"], 1)
 
 
@@ -221,7 +223,7 @@ def test_megatrons_optimizer_state_is_taken_too():
     ],
 )
 def test_what_is_no_state_is_refused(state, message):
-    with pytest.raises(TypeError, match=f"{message}.* Give what state_dict"):
+    with pytest.raises(TypeError, match=f"{message}.* Give the (value|dict) that state_dict"):
         cell_from("--fp16").load_state_dict(state)
 
 

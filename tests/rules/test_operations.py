@@ -216,7 +216,7 @@ TABLES = {
 
 
 def results_of(table, x, y, of):
-    """Return a dict from each expression of a table to its value for x and y; the module ``of`` has its functions."""
+    """Return, for each expression of a table, its value for x and y; functions in expressions are taken from ``of``."""
     _, dtype, expressions = TABLES[table]
     results = {}
     for expression in expressions.strip().replace("\n", "; ").split("; "):
@@ -247,7 +247,7 @@ class OfVectors(Rule):
             self.state |= dict.fromkeys(self.fields_of(name), DTYPES[dtype][len(pairs_of(taken))])
 
     def fields_of(self, table):
-        """Return the names of the state fields that store the results of a table's expressions, one name for each."""
+        """Return the names of the state fields that hold the results of a table, one field for each expression."""
         number = Plain(1, TABLES[table][0])
         return [f"{table}_{n}" for n in range(len(results_of(table, number, number, PLAIN)))]
 
@@ -259,18 +259,18 @@ class OfVectors(Rule):
         return state.replace(**results)
 
     def starts(self):
-        """Return a list with one start state. Its vectors x and y hold the numbers of all pairs of test numbers."""
+        """Return a list with one start state. Its vectors x and y hold all pairs of test numbers as x[i], y[i]."""
         columns = {dtype: list(zip(*pairs_of(dtype), strict=True)) for dtype in DTYPES}
         fields = {f"{side}_{dtype}": columns[dtype][n] for dtype in columns for n, side in enumerate("xy")}
         return [self.start(1.0)._replace(**fields)]
 
     def results(self, ends):
-        """Return the results of each table of test expressions, read from the states after a step of this rule."""
+        """Return the values of the test expressions, table by table, from the states of this rule after one step."""
         return {name: [getattr(ends[0], field) for field in self.fields_of(name)] for name in TABLES}
 
 
 class OfNumbers(OfVectors):
-    """A rule that computes all test expressions on one pair of numbers; a vector holds a table's results."""
+    """A rule that computes all test expressions on one pair of numbers; its state has a vector of results per table."""
 
     name = "of_numbers"
 
@@ -287,7 +287,7 @@ class OfNumbers(OfVectors):
         return state.replace(**results)
 
     def starts(self):
-        """Return a state for each pair of float32 test numbers, with a pair of int32 test numbers (these repeat)."""
+        """Return a state for each pair of float32 numbers. It also has a pair of int32 numbers; int32 pairs repeat."""
         states, integers = [], pairs_of("int32")
         for n, (x, y) in enumerate(pairs_of("float32")):
             whole = dict(zip(("x_int32", "y_int32"), integers[n % len(integers)], strict=True))
@@ -487,8 +487,8 @@ def test_a_gradient_shows_the_largest_exponent_at_which_it_fits(graph_mode, grad
     rule = OfGradients(gradient_format=gradient_format)
     largest = rule.gradient_format.largest
     gradients = [0.0, math.inf, math.nan, 1e-40, 2.0**-127, 2.0**-126, 1.0, 3.25, 2.0**-10, LARGEST, -1.0, 2.0**100]
-    # Add the largest gradients that, times a loss scale 2^n, do not overflow the format, and for each of them the next
-    # smaller and the next larger float32 number.
+    # Also test, for some n, the largest gradient that does not overflow the format at the loss scale 2^n, and the
+    # float32 numbers just below and just above this gradient.
     for fits in (np.float32(largest * 2.0**-n) for n in (1, 5, 30, 100)):
         gradients += [float(np.nextafter(fits, np.float32(toward))) for toward in (0, fits, LARGEST)]
     owned = Owned(RuleLossScaleUpdateCell(1024.0, rule))

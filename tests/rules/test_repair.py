@@ -39,7 +39,8 @@ def test_a_good_state_is_left_as_it_is():
 @pytest.mark.parametrize(
     ("bounds", "window", "index", "expected"),
     [
-        # The ladder up to a window of 2000 is the ladder up to 1000 plus one window, so no window has to change.
+        # The list of scale windows up to 2000 has all windows of the list up to 1000, and one more. So the repair keeps
+        # each restored window.
         *(((2000, 20), RULE.window_at(index), index, (RULE.window_at(index), index)) for index in range(-1, 8)),
         *(((100, 20), RULE.window_at(index), index, (RULE.window_at(index), index)) for index in range(-1, 5)),
         *(((100, 20), RULE.window_at(index), index, (100, 4)) for index in range(5, 8)),
@@ -158,7 +159,8 @@ def test_other_exchange_rate_keeps_the_guided_record(exchange_rate, changes):
         f"The checkpoint has a state of gradient-guided scaling with another 'exchange_rate' than {exchange_rate:g}: "
         f"{changed}, and the overflow histogram is kept."
     ] * bool(changes)
-    # The guided rule continues at once from its restored statistics of gradients.
+    # With the repaired state, the guided rule goes on from the statistics of gradients in the checkpoint: a step with
+    # the same gradient as before leaves the field ``base`` as it was.
     assert rule.step(from_values(rule, state.loss_scale, repaired), False, 2.0**-3).base == state.base
 
 

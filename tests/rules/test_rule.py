@@ -258,7 +258,7 @@ class Bounded(Rule):
 
 
 class Further(Bounded):
-    """A rule with one more argument than its parent class; its step first takes the parent's step."""
+    """A rule with one more argument than its parent class; its next_state() first calls the parent's next_state()."""
 
     name = "further"
 
@@ -591,7 +591,7 @@ def test_lanes_go_on_from_states_that_are_put_into_them():
 
 
 def large_again(number):
-    """Return a number of normal size; for the input 2^16, one product on the way is subnormal (below 2^-126)."""
+    """Return a number that is not subnormal. For the input 2^16, an intermediate product is subnormal (< 2^-126)."""
     return abs(number * 2.0**-80 * 2.0**-64 * 2.0**100 * 2.0**10 - 2.0) + 1.0
 
 
@@ -600,11 +600,11 @@ def large_again(number):
     [
         lambda self, state, seen: state.replace(x=state.loss_scale * 1e-30 * 1e-20 * 1e30),
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64),
-        # The result is of normal size, but the product before it is subnormal, so the rule must warn.
+        # The result is not subnormal, but an intermediate product is, so the rule must warn.
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64 * 2.0**100),
         lambda self, state, seen: state.replace(x=ceil(state.loss_scale * 2.0**-80 * 2.0**-64)),
         lambda self, state, seen: where(seen.overflow, state, state.replace(x=large_again(state.loss_scale))),
-        # The product of the two constants is subnormal, whatever the loss scale is.
+        # The product of the two constants, 2^-140, is subnormal, so the rule must warn at every loss scale.
         lambda self, state, seen: state.replace(x=state.loss_scale * (float32(2.0**-80) * 2.0**-60)),
     ],
 )
@@ -695,7 +695,7 @@ def test_a_first_state_has_the_dtypes_of_its_fields(state, first, expected):
     assert is_same(rule.step(start, False).x, expected)
 
 
-# Cases in which the update cell once differed from NumPy.
+# Rules for which the update cell once computed other states than the same rule in NumPy.
 
 
 def assert_cell_equals(rule, steps=100, loss_scale=2.0**16, gradients=None, seed=0):
@@ -739,7 +739,7 @@ def test_a_value_that_is_handed_on_is_that_of_before_the_step(mode):
 
 
 class Watching(AdaptiveRule):
-    """An adaptive rule that stores the number of steps since the last overflow in a field of its own."""
+    """An adaptive rule that also counts the steps since the last overflow or raise before the present step."""
 
     name = "watching"
     state: ClassVar = {**AdaptiveRule.state, "clean": int32}
@@ -795,7 +795,7 @@ def test_a_rule_may_call_anything_a_scale_factor(graph_mode):
 
 
 class FarGuided(GuidedRule):
-    """A guided rule that moves the exponent beyond the bounds; the package keeps the loss scale within the bounds."""
+    """A guided rule that moves the loss scale far beyond its bounds. The package must clip the loss scale to them."""
 
     name = "far_guided"
 

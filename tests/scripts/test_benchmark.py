@@ -1,4 +1,4 @@
-"""The benchmarks' statistics are right for known times, and their output has the right form."""
+"""With known times as input, the benchmarks compute the right statistics, and their output has the right form."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ ROUNDS = (1.0, 2.0, 1.0, 4.0)
 
 
 def rounds(**copies):
-    """Return made-up times in four rounds, computed from each variant's times in the first round, one for each copy."""
+    """Return made-up times of each variant's copies in four rounds; ``copies`` has their times in the first round."""
     return {name: [[first * factor for factor in ROUNDS] for first in each] for name, each in copies.items()}
 
 
@@ -35,7 +35,7 @@ def test_times_are_compared_within_a_round():
     taken = times(base=(100.0, 100.0), other=(101.0, 101.0))
     assert ratio(taken, "other", "base") == (pytest.approx(1.01), pytest.approx(0.0))
     assert ratio(taken, "base", "base") == (1.0, 0.0)
-    # Times are medians over the rounds.
+    # The time of a benchmarked variant is the median over the four rounds.
     assert time_above(taken, "other")[0] == pytest.approx(101.0 * 1.5)
     assert time_above(taken, "other", "base")[0] == pytest.approx(1.5)
 
@@ -131,8 +131,9 @@ def test_detection_is_compared_with_a_plain_pass(run_forked, tmp_path):
     [row] = lines_of(printed, f"| Tensors | {' | '.join(ways)} |")
     assert len(row) == 5
     assert row[0] == "4"
-    # Times are printed as multiples of the time of a plain pass over the tensors, both less the time of an empty call.
-    # On a busy machine, a difference may be 0 or negative, so the test also accepts negative numbers, inf and nan.
+    # Each time is printed as a multiple of the time of a plain pass over the tensors. Before the division, the time of
+    # an empty call is subtracted from both times. On a busy machine, such a difference may be 0 or negative, so the
+    # test also accepts negative numbers, inf and nan.
     assert all(re.fullmatch(r"(-?\d+\.\d|-?inf|nan)( ± (\d+\.\d|inf))?", cell) for cell in row[1:]), row
     assert (list(result["times"]), len(result["times"]["4"])) == (["4"], 6)
 
@@ -156,7 +157,7 @@ def test_a_long_record_goes_through_every_command(run_forked, tmp_path):
     assert [row[0] for row in rows] == list(benchmark_long.commands("", "", 1))
     assert all(float(cell) > 0 for row in rows for cell in row[5:])
     assert json.loads(result.read_text())["steps"] == [300, 900]
-    # The benchmark writes a record like the monitor's, and the lab reads this record as a run of the rule.
+    # The benchmark writes a record in the monitor's format. So the lab must read it like the record of a training.
     benchmark_long.write_record(tmp_path / "record.jsonl", 300)
     run = read_log(tmp_path / "record.jsonl")
     assert (len(run), run.problems, run.notes) == (300, (), ())

@@ -47,7 +47,7 @@ def tasks_by_winner(first, second, measure=worth_report.quality_of):
 
 
 def better_in(kind):
-    """Return a list: for each measure, whether a window of 100 steps beats the adaptive rule on one kind of trace."""
+    """Return whether a window of 100 beats the adaptive rule on a kind of trace, in skipped steps and in headroom."""
     study = figure("study")["same"]
     fixed, adaptive = study["dynamic 100"][kind], study["adaptive 20-1000"][kind]
     return [fixed[what] < adaptive[what] for what in fixed]
@@ -83,7 +83,7 @@ def worse_without_scaling(key):
 
 @functools.cache
 def scales_of_the_guided_rule_at_its_ceiling():
-    """Return the loss scales of 300 steps of the guided rule, which starts at a constant ceiling."""
+    """Return the guided rule's loss scales in 300 steps from 2^16, which is the ceiling at every step."""
     rule = GuidedRule()
     state, scales = rule.start(2.0**16), []
     for _ in range(300):
@@ -94,7 +94,8 @@ def scales_of_the_guided_rule_at_its_ceiling():
 
 def doublings():
     scales = scales_of_the_guided_rule_at_its_ceiling()
-    # Index 0 compares steps 1 and 2, so add 2 to get the number of the step with the doubled loss scale.
+    # Index 0 compares the loss scales of steps 1 and 2. So, if the loss scale doubles at an index, index + 2 is the
+    # number of the first step with the doubled loss scale.
     return (np.flatnonzero(scales[1:] == 2 * scales[:-1]) + 2).tolist()
 
 
@@ -102,7 +103,8 @@ def start_and_next():
     return [int(scale) for scale in scales_of_the_guided_rule_at_its_ceiling()[:2]]
 
 
-# For each claim: a check of the data, and the pages that make the claim, with the English and the Chinese words.
+# Claims of the documentation about measured data. Each claim has a function that checks it against the data, and a list
+# of pages with the words of the claim in English and Chinese.
 SAID = {
     "a window of 100 is better in both in the random walk": (
         lambda: window_of_100_is_better_in_both() - {"mean"} == {"random walk"},
@@ -200,7 +202,7 @@ def test_the_data_bear_out_what_the_pages_say_in_both_languages(claim):
 
 
 def numbers_in(language, name, pattern):
-    """Return the integers in the text on a page that matches a pattern; exactly one text may match."""
+    """Search a page for a pattern, which must match exactly once; return the integers in the groups of the match."""
     [numbers] = re.findall(pattern, text(page_of(language, name)))
     return [int(number) for number in re.findall(r"\d+", " ".join(numbers) if isinstance(numbers, tuple) else numbers)]
 

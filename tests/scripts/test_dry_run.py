@@ -125,7 +125,8 @@ def test_stand_in_without_an_answer_ends_the_process():
     assert finished.returncode != 0
     said = program.why_ended(finished.returncode, finished.stderr)
     assert said == "the stand-ins need an update for this MindSpore: aclrtMalloc was called"
-    # For this function of CANN, the stand-ins define a return value (0), so the call does not end the process.
+    # The dry run replaces CANN by stand-ins, and most of their functions end the process. This function returns 0
+    # instead.
     assert ctypes.CDLL(library).aclnnAddGetWorkspaceSize() == 0
 
 

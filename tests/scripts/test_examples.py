@@ -42,7 +42,7 @@ def test_scale_follows_the_rule(graph_mode, scaling_on_cpu, way):
         assert all(run.overflows)
         assert run.loss_scales == [2.0**24] * 64
     else:
-        # Without skipped steps, the train-step cell returns no overflow flag.
+        # If the skipping of overflowed steps is switched off, the train-step cell returns no overflow flag.
         assert run.overflows == []
     assert_row_of_the_page(way, run)
 

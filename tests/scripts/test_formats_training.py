@@ -1,4 +1,4 @@
-"""Trainings in simulated 8-bit formats give the documentation's numbers, and bear out what the page claims."""
+"""Documented trainings in simulated 8-bit formats are reproducible, and support the documentation's claims."""
 
 import numpy as np
 import pytest
@@ -104,8 +104,8 @@ def test_the_best_scale_is_the_best_of_the_other_seeds():
     qualities = {"2^0": [9.0, 1.0, 1.0], "2^8": [3.0, 4.0, 5.0], "rule": [3.0, 4.0, 5.5]}
     runs = {name: [{"quality": value} for value in values] for name, values in qualities.items()}
     task = {"higher_is_better": True}
-    # The best fixed loss scale for a seed has the best mean quality over the other seeds: 2^8 for the first seed, and
-    # 2^0 for the second and the third seed.
+    # For each seed, the fixed loss scale with the best mean quality over the other two seeds is chosen: 2^8 for the
+    # first seed, and 2^0 for the second and the third seed.
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "rule"), [0.0, 3.0, 4.5])
     np.testing.assert_array_equal(script.less_best_fixed(task, runs, "2^8"), [0.0, 3.0, 4.0])
     losses = {"higher_is_better": False}
@@ -120,7 +120,7 @@ def test_verdict_says_what_find_says_and_what_results_show():
 
 
 def test_runs_that_a_file_has_are_not_trained_again():
-    """The script trains only missing runs and the runs of a method that --again names; these replace the old runs."""
+    """The script trains missing runs. With --again, it also repeats all runs of a method and replaces the old runs."""
     trained = []
 
     class Trainings:
@@ -146,8 +146,8 @@ def test_a_training_in_simulated_fp8_is_as_the_data_say():
         assert (run["start"], run["skipped_early"]) == tuple(
             measured[method][0][key] for key in ("start", "skipped_early")
         )
-        # Another machine or number of threads adds numbers in another order, and a coarse format makes the difference
-        # visible.
+        # The order of additions depends on the machine and the number of threads. A coarse format makes the rounding
+        # differences visible, so allow a tolerance.
         assert run["quality"] == pytest.approx(measured[method][0]["quality"], abs=0.03)
 
 
@@ -160,7 +160,7 @@ def test_all_products_of_the_llama_with_adapters_are_rounded(monkeypatch, tmp_pa
 
     network = task_of("lora", script.LLAMA).new_network(mstype.float32)
     products = simulate_formats(network, *script.FORMATS[FP8])
-    # Matrix products of each of the two layers: 2 of the attention, 3 of each of the four Dense layers with an adapter
-    # (1 of the Dense layer, 2 of the adapter), and 3 of the feed-forward block. Matrix products of the whole network: 1
-    # of the last layer, 1 of the mask, and 2 of the positions.
+    # Each of the network's two layers computes 2 matrix products in the attention, 3 in each of its four Dense layers
+    # with an adapter (1 in the Dense layer, 2 in the adapter), and 3 in the feed-forward block. Outside these layers,
+    # the network computes 1 matrix product for the output, 1 for the mask, and 2 for the positions.
     assert products == 2 * 2 + 2 * 4 * 3 + 2 * 3 + 1 + 1 + 2

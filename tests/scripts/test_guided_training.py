@@ -1,4 +1,4 @@
-"""In FP16 trainings, guided scaling takes the steps of its rule, and skips few steps compared with other scaling."""
+"""In FP16 trainings, guided scaling follows its rule, and skips fewer steps than other kinds of loss scaling."""
 
 import math
 
@@ -58,7 +58,7 @@ class Adapted(nn.Cell):
 
 
 class AdaptedLayers(nn.Cell):
-    """Four frozen layers with adapters that learn. Gradients of activations overflow before the adapters' gradients."""
+    """Four frozen layers with trainable adapters. Activation gradients overflow first when the loss scale rises."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def in_graph_mode():
 
 @pytest.fixture(scope="module")
 def layers():
-    """Return, for each of three update cells by name, a ``Runs`` that trains the network of dense layers with it."""
+    """Return three ``Runs`` objects, by the name of the update cell with which they train the dense layers."""
     return {
         "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
         "adaptive": Runs(HalfPrecisionLayers, adaptive),
@@ -174,7 +174,8 @@ def test_adapters_of_frozen_layers_skip_hardly_more_steps():
     # After the start, the guided run may skip one step more than the dynamic run. In total, it skips far fewer steps.
     assert after["guided"] <= after["dynamic"] + 1
     assert len(skipped(guided)) <= 5 < len(skipped(dynamic))
-    # The adapters' gradients do not show these overflows: these gradients would fit at the loss scale that overflowed.
+    # The adapters' gradients do not show the late overflows: at the loss scale of the skipped step, they would still
+    # fit in FP16.
     late = [step for step in skipped(dynamic) if step > 1000]
     assert late
     for step in late:

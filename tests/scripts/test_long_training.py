@@ -78,7 +78,7 @@ def test_what_is_whole_is_not_trained_again(tmp_path, monkeypatch):
 
     def train(command, **_):
         commands.append(command)
-        # The training has two parts, so the second part is the last.
+        # The training has 100 steps in two parts of 50, so the second part writes the file of the finished run.
         if len(commands) == 2:
             long_training.file_of(tmp_path, "fixed", 1).write_text("{}")
 

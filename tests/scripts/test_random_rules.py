@@ -21,7 +21,8 @@ def made(seeds, folder):
 def test_all_ways_take_the_same_steps(tmp_path, part):
     outcomes = compare(made(range(part * TOGETHER, (part + 1) * TOGETHER), tmp_path), STEPS)
     assert set(outcomes) <= {"same", "noticed"}, "\n".join(outcomes)
-    # At most three rules may have the outcome "noticed"; otherwise this test would compare the steps of too few rules.
+    # The steps of a rule that warned of a subnormal number (outcome "noticed") are not compared with update cells. So
+    # at most three rules may have this outcome.
     assert outcomes.count("same") >= TOGETHER - 3
 
 
@@ -47,8 +48,8 @@ def test_random_rules_reach_all_operations(tmp_path):
     assert of_tables - used == set()
 
 
-# For each of these operations, a deliberately wrong NumPy implementation. With it, at least one of the
-# rules whose seeds are in TELLING takes other steps, so the comparison must report a difference.
+# For each of these operations, a deliberately wrong NumPy implementation. It changes the states of at least one of the
+# rules that are generated from the seeds in TELLING, so the comparison must report a difference.
 PLANTED = {
     "div": "{0} / {1}",
     "less": "{0} <= {1}",
@@ -60,7 +61,7 @@ TELLING = (7, 37)
 
 @pytest.fixture(scope="module")
 def states_of_first_cells(tmp_path_factory):
-    """Return the states of some random rules' update cells, computed before a test makes a NumPy operation wrong."""
+    """Return the states of update cells of random rules, computed while all NumPy operations are still correct."""
     return states_of_cells(made(TELLING, tmp_path_factory.mktemp("rules")), STEPS)
 
 
@@ -69,6 +70,7 @@ def states_of_first_cells(tmp_path_factory):
 def test_a_planted_difference_is_found(states_of_first_cells, tmp_path, monkeypatch, operation):
     planted = operations.OPERATIONS[operation]._replace(numpy=PLANTED[operation])
     monkeypatch.setitem(operations.OPERATIONS, operation, planted)
-    # Generate the same random rules again now that a NumPy operation is wrong, so that their NumPy steps use it.
+    # This test has just replaced a NumPy operation by a wrong one. Generate the same random rules again, so that their
+    # NumPy steps use the wrong operation.
     outcomes = compare(made(TELLING, tmp_path), STEPS, states_of_first_cells)
     assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in outcomes), outcomes

@@ -52,8 +52,8 @@ def on_kind(**points):
 
 
 def test_prices_at_which_adaptive_costs_least():
-    # If a skipped step costs 1 bit or more, the adaptive rule is cheaper than the policy "large"; up to 8 bits, it is
-    # cheaper than "small".
+    # The price of a lost bit of headroom is a number of skipped steps. From a price of 1 on, the adaptive rule costs no
+    # more than the policy "large". Up to a price of 8, it costs no more than the policy "small".
     between = on_kind(adaptive=(2.0, 2.0), large=(1.0, 3.0), small=(10.0, 1.0))
     assert study.cheapest_rates(between) == (1.0, 8.0)
     assert [study.cheapest(between, rate) for rate in (0.5, 2.0, 9.0)] == ["large", study.ADAPTIVE, "small"]
@@ -63,7 +63,8 @@ def test_prices_at_which_adaptive_costs_least():
     assert study.cheapest_rates(on_kind(adaptive=(5.0, 2.0), other=(4.0, 2.0))) is None
 
 
-# The kinds of traces on which the tests of this file repeat replays of the study, because all kinds would take long.
+# The tests of this file repeat the study's replays only on these kinds of traces, because all kinds would take too
+# long.
 REPEATED = ("spikes", "alternating regimes")
 
 
@@ -144,9 +145,10 @@ def test_means_are_against_the_best_window_of_all_kinds(guided):
 
 
 def in_format(trace, number_format):
-    """Return a trace with the same ceilings, whose gradients at the ceiling are rounded to an 8-bit format."""
+    """Return a copy of a trace. Its largest gradients, times the ceiling, are rounded to an 8-bit format."""
     top = math.frexp(number_format.largest)[1] - 1
-    # Values above the format's largest number round down to this number, up to halfway to the next number.
+    # A value up to half a quantum (distance between neighboring numbers) above the format's largest number is rounded
+    # down to the largest number.
     middle = number_format.largest + number_format.quantum(top) / 2
     mantissa, exponent = np.frexp(trace.largest_gradient * middle / number_format.largest * (1 - 1e-9))
     quantum = number_format.quantum(top) / 2.0 ** (top + 1)
@@ -166,7 +168,8 @@ def test_guided_rule_costs_no_more_than_the_best_8_bit_window(guided_in_float16,
     }
     [(group, of_format)] = study.study(guided, traces).items()
     of_float16 = guided_in_float16[0][group]
-    # The ceilings are the same in every format, so the results of the fixed windows are the same too.
+    # The ceilings do not depend on the number format. So rules with a fixed window have the same results in every
+    # format.
     windows = {policy: row for policy, row in of_float16.items() if policy not in guided}
     for rate in study.GUIDED_RATES:
         both = ({**windows, **rows} for rows in (of_format, of_float16))
@@ -177,7 +180,7 @@ def test_guided_rule_costs_no_more_than_the_best_8_bit_window(guided_in_float16,
 
 @pytest.fixture(scope="module")
 def guided_in_float16():
-    """Return the results of the guided rule and of fixed windows on a few traces, and the traces."""
+    """Return the results of the guided rule and of fixed windows on a few traces; also return these traces."""
     traces = {(study.EXACT, kind): [synthetic_trace(kind, 1000, seed) for seed in (0, 1)] for kind in REPEATED}
     shown = {key: [with_gradients(trace) for trace in each] for key, each in traces.items()}
     return study.study(study.GUIDED_AND_FIXED, shown), traces
@@ -221,9 +224,9 @@ def test_guided_costs_keep_within_what_was_aimed_at():
     assert all(share <= bound for name in aimed_at for share, bound in zip(shares[name], aimed_at[name], strict=True))
     exact = [study.against_best(data[study.EXACT], kind, 1.0)[1] for kind in KINDS]
     assert max(exact) <= 1.01
-    # Cost is measured in skipped steps per 1000 steps; lost headroom is converted at the exchange rate. On traces like
-    # two LoRA trainings and a training of one layer, the guided rule may cost 10 % more than the best fixed window,
-    # plus 0.2 skipped steps for noise.
+    # The cost is the number of skipped steps per 1000 steps, plus the lost headroom times the exchange rate. These
+    # traces resemble two LoRA trainings and a training of one layer. On them, the guided rule may cost at most 10 %
+    # more than the best fixed window, plus a tolerance of 0.2 skipped steps.
     of_kinds = data[study.OWN]
     for kind in ("1.4 bits above, memory 0.95", "5.4 bits above, memory 0.3", "14.4 bits above, memory 0.5"):
         for rate in study.GUIDED_RATES:

@@ -13,7 +13,7 @@ PAGES = [page for page in (*ENGLISH, *CHINESE) if page.name == "compatibility.md
 
 
 def rows_of(page):
-    """Return the rows of a page's table of features, and the test that each number in this table stands for."""
+    """Return the rows of the feature table on a page, and a dict from each test number in the table to the test."""
     features, numbers, *_ = tables(page)
     return features[2:], {row[0]: row[1].strip("`") for row in numbers[2:]}
 

@@ -26,15 +26,15 @@ from scripts.studies.worth_training import METHODS, Trainings, fixed
 from tests.conftest import ROOT, mindspore_mode
 from tests.shared.pages import figure
 
-# At most this many of 400 steps may be skipped. MindSpore 2.7 rounds differently from later versions, so it may skip
-# one step more than they.
+# At most this many of 400 steps may be skipped. MindSpore 2.7 rounds differently from later versions, so with it one
+# more step may be skipped.
 MOST_SKIPPED = 4 if mindspore.__version__.startswith("2.7") else 3
 METHOD = {method.name: method for method in METHODS}
 
 
 @pytest.fixture(scope="module")
 def trainings():
-    """Yield the trainings of a network whose output is multiplied by 0.003; quality is measured only at the end."""
+    """Yield trainings of a network whose output is multiplied by 0.003; quality is measured only at start and end."""
     with mindspore_mode("graph"):
         yield Trainings(SMALL_TASKS["damped"], look_every=1000)
 
@@ -173,7 +173,8 @@ def test_moving_ceiling_is_followed():
 
     assert mean(GUIDED, "skipped_later") <= 4
     assert mean(GUIDED, "headroom_lost") < mean(OURS, "headroom_lost")
-    # With the first version of the guided rule, R² was 0.011 lower than in FP32. The present rule must do better.
+    # With the first version of the guided rule, R² of the trained network was 0.011 lower than after a training in
+    # FP32. The current version of the rule must come closer to FP32.
     assert mean(GUIDED, "quality") - mean(FP32, "quality") > -0.011
 
 

@@ -29,7 +29,8 @@ from mindformers_adaptive.rules.saved_state import own_keys, to_values
 
 RULES = (AdaptiveRule, GuidedRule, LogMaxRule)
 
-# Values of the largest gradient from which a loss-scaling rule can learn nothing, or hardly anything.
+# If the largest gradient of a step has one of these values, a loss-scaling rule learns nothing or hardly anything from
+# this gradient.
 SILENT = (0.0, np.inf, np.nan, 1e-39, 2.0**-126, float(np.finfo(np.float32).max))
 
 
@@ -43,7 +44,7 @@ def is_same(ours, theirs):
 
 
 class Owned(nn.Cell):
-    """Holds any update cell and its loss scale, with the same names of Parameters as in a train-step cell."""
+    """Holds any update cell and a loss scale. The Parameters have the same names as in a train-step cell."""
 
     def __init__(self, update_cell):
         super().__init__(auto_prefix=False)
@@ -111,7 +112,7 @@ class Kind:
         return self.scaler_class(scale_value=loss_scale or self.loss_scale, **self.arguments)
 
     def path(self, steps, seed=0):
-        """Return ``steps`` random steps: the largest scale without overflow moves, and some gradients are unknown."""
+        """Return ``steps`` random steps of a training, in which the ceiling moves and some gradients are unknown."""
         numbers, state, path, level = random.Random(seed), self.start(), [], 18.0
         for _ in range(steps):
             level = min(max(level + numbers.gauss(0, 0.4), -3.0), 60.0)

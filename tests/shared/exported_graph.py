@@ -41,7 +41,8 @@ class LossScaleHolder(nn.Cell):
     """
 
     def __init__(self, update_cell, loss_scale_value):
-        # Without a prefix, the update cell's Parameters keep their names inside this cell, as in train-step cells.
+        # Add no prefix to the names of the update cell's Parameters, so that they have the same names as in a
+        # train-step cell.
         super().__init__(auto_prefix=False)
         self.update_cell = update_cell
         self.loss_scale = Parameter(Tensor(loss_scale_value, mstype.float32), name="loss_scale")
@@ -94,7 +95,7 @@ class ExportedGraph:
 
     @property
     def primitives(self):
-        """set[str]: every primitive that a node runs or that is handed on as a value."""
+        """set[str]: every primitive that a graph node runs, or that a graph node gets as an input."""
         return {*map(self._kind, self._nodes), *self._primitive_of.values()} - {"Constant", _CALL}
 
     @property
@@ -114,7 +115,7 @@ class ExportedGraph:
 
     @property
     def tensor_types(self):
-        """dict[str, set[str]]: for each dtype, as MindIR names it, the Parameters and primitives with tensors of it.
+        """dict[str, set[str]]: for each dtype (named as in MindIR), the Parameters and primitives with such tensors.
 
         The tensors are Parameters, inputs, outputs and constants, and the outputs of every node, also in tuples.
         The sets hold names of Parameters, inputs and outputs; a node is represented by its primitive.
@@ -143,9 +144,9 @@ class ExportedGraph:
 
     @property
     def plain_outputs(self):
-        """set[tuple[str, str]]: the graph nodes' outputs other than tensors, such as numbers, alone or in a tuple.
+        """set[tuple[str, str]]: type and primitive of each graph node that outputs something other than a tensor.
 
-        Each entry has the type of the output and the primitive of the node. The host computes such numbers.
+        The type is, for example, the type of a number, which the host computes. Outputs in a tuple are listed too.
         """
         types = {
             (_type(output), self._kind(node))

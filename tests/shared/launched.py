@@ -38,7 +38,7 @@ class Killable:
 
 
 class StartedRun(Killable, subprocess.Popen):
-    """A command that runs as a separate process, the leader of its session."""
+    """Runs a command as a separate process, which leads a new process session (setsid)."""
 
     def __init__(self, command, cwd, environment, output):
         with open(output, "w") as file:
@@ -48,9 +48,9 @@ class StartedRun(Killable, subprocess.Popen):
 
 
 class ForkedRun(Killable):
-    """A Python script in a separate process, the leader of a session, that starts with MindFormers already imported.
+    """Runs a Python script in a separate process, which starts with MindFormers already imported.
 
-    This class has the methods of ``subprocess.Popen`` that the tests use.
+    The process leads a new process session (setsid). The class has the methods of ``subprocess.Popen`` that tests use.
     """
 
     def __init__(self, command, cwd, environment, output, errors=None):

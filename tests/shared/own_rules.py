@@ -107,4 +107,4 @@ class Windows(Rule):
 
 
 class NoRule:
-    """A class that is no loss-scaling rule."""
+    """A class that is not a loss-scaling rule."""

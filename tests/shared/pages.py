@@ -34,7 +34,7 @@ def blocks(page):
 
 
 def blocks_in(language):
-    """Return the English pages' code blocks of a programming language, by page and number: ``docs/en/rule.md 1``."""
+    """Return the English pages' code blocks in a language; keys are page and number, such as ``docs/en/rule.md 1``."""
     return {
         f"{name_of(page)} {number}": text
         for page in ENGLISH

@@ -25,7 +25,10 @@ def in_fp16(step, scale):
 
 
 def gradient_line(step, scale, *scales):
-    """Return a step of a gradient record, as read from JSON. Loss scales up to 512 also have counts of underflows."""
+    """Return one step of a gradient record, as read from JSON.
+
+    With ``scales``, the step also has counts of underflows, for all loss scales up to 512.
+    """
     ranges = []
     for tried in sorted({scale, *scales}):
         gradients, at_reference = in_fp16(step, tried), in_fp16(step, REFERENCE)
