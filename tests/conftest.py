@@ -224,7 +224,10 @@ def run_python(tmp_path):
 
 @pytest.fixture
 def run_forked(tmp_path, tmp_path_factory):
-    """Return a function like ``run_python``, but its process has already imported MindSpore and MindFormers."""
+    """Return a function that runs a Python script in a process that has already imported MindSpore and MindFormers.
+
+    Otherwise the function does the same as the function that ``run_python`` returns.
+    """
     from tests.shared.launched import ForkedRun
 
     def run(script, *arguments, expect_exit=0, timeout=600, **environment):

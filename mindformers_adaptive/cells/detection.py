@@ -73,7 +73,7 @@ class LargestGradient(nn.Cell):
         return ops.logical_not(ops.less_equal(largest, self.largest_float32))
 
     def keep_divisor(self, divisor: Any) -> None:
-        """Store a Tensor of one element: the number by which the gradients were divided, besides the loss scale."""
+        """Store ``divisor``, a Tensor of one element. Gradients are divided by this number and by the loss scale."""
         # Until the gradients are measured, the Parameter largest_gradient holds their divisor. A separate Parameter for
         # the divisor would not be registered with any cell, and a graph loaded from MindSpore's compile cache does not
         # update such a Parameter.

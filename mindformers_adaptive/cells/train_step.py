@@ -111,7 +111,7 @@ class LossScaleTrainStep(_Base):
         """Divide FP16 and BF16 gradients in float32, unless a user's ``construct`` calls ``hyper_map`` itself."""
         construct = type(self).construct
         is_stock = construct is nn.TrainOneStepWithLossScaleCell.construct
-        # Keep hyper_map if a user's construct() calls it, perhaps for averages of the weights instead of gradients.
+        # Do not replace hyper_map if a user's construct() calls it: a call may average weights, not divide gradients.
         if is_stock or "hyper_map" not in construct.__code__.co_names:
             self.hyper_map = MapInFloat32()
             self.grad_reducer = GradientReducer(self.grad_reducer, [weight.dtype for weight in self.weights])

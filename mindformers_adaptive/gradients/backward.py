@@ -39,8 +39,9 @@ def backward_pass(network):
             f"'network' must return its gradients, but {type(network).__name__} only adds them to its Parameters. "
             "Set 'parallel.enable_parallel_optimizer' to True in the YAML file, or measure without pipeline stages."
         )
-    # Before version 1.7, MindFormers' cell has no method grads_for_legacy, but this package's train-step cells always
-    # have it. So look first at their attribute stock_grads_for_legacy, which holds None before version 1.7.
+    # Before version 1.7, MindFormers' train-step cell has no method grads_for_legacy. This package's train-step cells
+    # always have this method. So, in a cell of this package, look at the attribute stock_grads_for_legacy instead. This
+    # attribute holds None before version 1.7.
     if getattr(network, "stock_grads_for_legacy", getattr(network, "grads_for_legacy", None)) is not None:
         return _OfMindFormers(network)
     if getattr(network, "calculate_per_token_loss", False):

@@ -61,17 +61,17 @@ def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
         with np.load(path, allow_pickle=False) as columns:
             names = [f"column_{index}" for index in range(len(columns.files))]
             if not names or sorted(columns.files) != sorted(names):
-                raise ValueError(f"it has {columns.files[:3]}")
+                raise ValueError(f"its entries are {columns.files[:3]}")
             batch = [columns[name] for name in names]
-            # NumPy returns entries of an .npz file that are not arrays as bytes.
+            # If an entry of an .npz file is not an array, NumPy returns the entry as bytes.
             if not all(isinstance(column, np.ndarray) for column in batch):
-                raise ValueError("a column is no array")
+                raise ValueError("a column is not an array")
             return tuple(batch)
     except FileNotFoundError:
-        raise FileNotFoundError(f"'batch' must name a file, but there is no {str(path)!r}.") from None
+        raise FileNotFoundError(f"'batch' must name a file, but there is no {str(path)!r}. Check the path.") from None
     # Reading a damaged file raises errors of many kinds.
     except Exception as error:
         raise ValueError(
-            f"'batch' must be a file that LossScaleMonitor wrote, overflow_batch.npz, with at most 4 GB in columns "
-            f"column_0, column_1 ..., but {path} is not: {error}."
+            "'batch' must be a file that LossScaleMonitor wrote (overflow_batch.npz), with the columns column_0, "
+            f"column_1, ... and at most 4 GB in total. But {path} is not such a file: {error}."
         ) from error

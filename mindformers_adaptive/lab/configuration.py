@@ -205,7 +205,7 @@ def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
 
 
 def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
-    """Return whether the arguments for scale windows fit: they form a ladder, and the first window is on it."""
+    """Return whether the windows fit together: smallest and largest form a ladder, and the initial window is on it."""
     if not issubclass(rule_class, AdaptiveRule):
         return True
     values = {**all_arguments(rule_class), **arguments}

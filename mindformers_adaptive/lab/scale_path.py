@@ -190,7 +190,10 @@ def _window(run: RecordedRun, index: int) -> int | None:
 
 
 def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, here: int) -> int | None:
-    """Return the number of clean steps up to ``here`` since the last overflow or ``started``; None if unknown."""
+    """Return the number of clean steps up to the index ``here``, or None if this number is unknown.
+
+    The count begins after the last overflow or after the index ``started``, whichever is later.
+    """
     earlier = np.searchsorted(skipped, here)
     last = max(started, int(skipped[earlier - 1]) if earlier else -1)
     steps, first = here - last, max(last, 0)

@@ -329,8 +329,9 @@ def _one_line(error: Exception) -> str:
 
 _Reader = Callable[[Path, _Fields], _Values]
 _READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
-# Small files of a checkpoint folder iteration_N that can hold the loss scale. If several files hold it, a resume takes
-# it from the optimizer's file, else from the first of these files.
+# The small files of a checkpoint folder iteration_N that can hold the loss scale. The optimizer's large files can hold
+# it too. A resume takes the loss scale from the optimizer's files if they hold it. Otherwise, it takes the loss scale
+# from the first of the small files that holds it.
 _SMALL_FILES: dict[str, _Reader] = {"common.json": _read_common, FILE_NAME: _read_sidecar}
 
 

@@ -74,7 +74,7 @@ def _keep_resume_training(config: Any) -> None:
 
 
 def _resume_from_whole_file(config: Any) -> None:
-    """Choose the file to resume from, for legacy formats, if MindFormers would choose a torn file or find no file."""
+    """Choose a complete file of a legacy checkpoint to resume from, if MindFormers would choose a torn file or none."""
     from mindformers.tools.utils import get_real_group_size
 
     if not config.resume_training or not config.load_checkpoint or config.get("checkpoint"):

@@ -71,7 +71,7 @@ def read_loss(loss: Any) -> float | None:
 
 
 def read_overflow(outputs: Any) -> bool | None:
-    """Return the overflow flag in the outputs of a train-step cell, or None without a flag. Waits for the device.
+    """Return the overflow flag in a train-step cell's outputs, or None if they have no flag. Waits for the device.
 
     Examples:
         >>> read_overflow((Tensor(2.5), Tensor([True]), Tensor(1024.0))), read_overflow(Tensor(2.5))

@@ -147,8 +147,8 @@ class _Watched(nn.Cell):
             return super().__getattr__(name)
         except AttributeError:
             layer = vars(self)["_cells"].get("layer")
-            # Attributes that this wrapper lacks come from the wrapped cell. Exclude flags such as fp16: they must apply
-            # to the wrapped cell, not to the wrapper.
+            # Take an attribute that this wrapper lacks from the wrapped cell, but do not take a flag, such as fp16. A
+            # flag must apply to the wrapped cell only, not to the wrapper.
             if layer is None or name.startswith("_") or name in layer.get_flags():
                 raise
             return getattr(layer, name)

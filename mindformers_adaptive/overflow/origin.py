@@ -134,7 +134,8 @@ def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
     begins = list(masks.begins(call))
     if not begins:
         return None
-    # A -inf that reaches the loss unchanged, or that is multiplied, hides no values, so it does not belong to a mask.
+    # A mask hides values by adding -inf to them, and a later softmax turns the -inf into 0. So a -inf that is
+    # multiplied, or that reaches the loss unchanged, does not belong to a mask.
     reaches_loss = not any(reading.nans for reading in call.outputs)
     if reaches_loss or multiplies(call) or not masks.joins_weights(call):
         for origin_call, value in begins:

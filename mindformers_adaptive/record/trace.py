@@ -160,11 +160,11 @@ def require_one_length(what: str, *arrays: NDArray[Any] | None) -> None:
         if array is not None and not isinstance(array, np.ndarray):
             raise TypeError(
                 f"All arrays of the {what} must be NumPy arrays, but got {str(array)[:80]!r} of type "
-                f"{type(array).__name__}. Convert it by numpy.array(...)."
+                f"{type(array).__name__}. Convert the array by numpy.array(...)."
             )
     shapes = {array.shape for array in arrays if array is not None}
     if len(shapes) > 1 or len(min(shapes)) != 1:
         raise ValueError(
             f"All arrays of the {what} must have one number for each step, but got shapes {sorted(shapes)}. Give "
-            "one-dimensional arrays of one length."
+            "one-dimensional arrays of equal length."
         )

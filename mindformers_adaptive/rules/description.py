@@ -135,8 +135,9 @@ def check_description(rule: Any) -> None:
             raise ValueError(f"{of} must keep its argument {name!r} as an attribute: write self.{name} = {name}.")
     if not 0 < rule.min_loss_scale <= rule.max_loss_scale <= LARGEST_FLOAT32:
         raise ValueError(
-            f"{of} has 'min_loss_scale' {rule.min_loss_scale} and 'max_loss_scale' {rule.max_loss_scale}. Pass both "
-            "to super().__init__() and leave them unchanged."
+            f"{of} must have 0 < 'min_loss_scale' <= 'max_loss_scale' <= {LARGEST_FLOAT32:g}, but has "
+            f"{rule.min_loss_scale} and {rule.max_loss_scale}. Pass both to super().__init__(), and do not change them "
+            "afterwards."
         )
     if not isinstance(rule.recorded, (tuple, list)) or not all(isinstance(key, str) for key in rule.recorded):
         raise ValueError(

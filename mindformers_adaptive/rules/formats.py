@@ -25,9 +25,13 @@ _TITLES = {
 
 
 def _pairs_of(precision: Any) -> tuple[tuple[int, int], ...]:
-    """Return the ``precision`` of a format as a tuple of (exponent, bits) pairs; raise an error if it is invalid."""
+    """Return the ``precision`` of a format as a tuple of pairs; raise an error if it is invalid.
+
+    A pair (exponent, bits) says that numbers from 2^exponent on have this many bits in the mantissa.
+    """
     remedy = (
-        "Give pairs of an exponent and a number of bits, exponents increasing, as [[-15, 1], [-7, 2]]; or leave it out."
+        "Give pairs of an exponent and a number of bits, with increasing exponents, such as [[-15, 1], [-7, 2]]. Or "
+        "leave out 'precision'."
     )
     is_list = isinstance(precision, list | tuple)
     pairs = [pair for pair in precision if isinstance(pair, list | tuple) and len(pair) == 2] if is_list else []

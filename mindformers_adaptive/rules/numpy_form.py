@@ -73,7 +73,10 @@ def lower_to_numpy(rule: str, steps: Sequence[TracedStep], is_watched: bool = Fa
 
 
 def _result(value: Value, variable: str) -> str:
-    """Return the code for a step's result as an array over the lanes (runs), even if all lanes have the same result."""
+    """Return a Python expression for a result of a step: an array with an element for each lane (simulated run).
+
+    The expression repeats a result that depends on no input, because such a result is the same in all lanes.
+    """
     has_inputs = any(taken.op == "input" for taken in needed_by([value]))
     return variable if has_inputs else f"in_all_lanes({variable}, lanes)"
 

@@ -223,8 +223,8 @@ class Rule(metaclass=_CheckedOnCreation):
         power = self.nearest_scale(loss_scale)
         if power != loss_scale:
             warnings.warn(
-                f"'{argument}' must be a power of two for the rule {self.name!r}, but got {loss_scale}: "
-                f"training starts at {power}.",
+                f"'{argument}' must be a power of two for the rule {self.name!r}, but got {loss_scale}. "
+                f"Training starts at {power} instead.",
                 stacklevel=2,
             )
         try:

@@ -118,7 +118,9 @@ def _traced_once(rule: Any, constants: Mapping[str, int]) -> TracedStep:
         if not isinstance(after, State) or set(vars(after)["_values"]) != names:
             raise ValueError(_message(rule, f"must return state.replace(...), but returns {after!r}"))
         if any(value.trace is not trace for value in vars(after)["_values"].values()):
-            problem = "returns the state of another call. Return state.replace(...) of the argument 'state'"
+            problem = (
+                "returns the state of another call of next_state(). Return state.replace(...) of the argument 'state'"
+            )
             raise ValueError(_message(rule, problem))
         values: dict[str, Value] = vars(after)["_values"]
         moves_by_bits = values["exponent"] is not before["exponent"] or state._reads_exponent()
@@ -226,7 +228,11 @@ def told(error: BaseException, rule: Any) -> str:
 
 
 def _place_of(error: BaseException, rule: Any) -> str:
-    """Return the code line to name in a message: the innermost in the rule's file, or else in code that it called."""
+    """Return the line of code to name in a message, as ", in line 3 of rule.py", or "" if no line is suitable.
+
+    This is the innermost line of the traceback in the rule's file. If there is no line in that file, it is the
+    innermost line in code that the rule called, except libraries.
+    """
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     code = getattr(rule.next_state, "__code__", None)
     own_lines = [frame_line for frame_line in lines if code is not None and frame_line[0] == code.co_filename]

@@ -120,7 +120,7 @@ class Value:
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
         trace = _present.trace
         if trace is None:
-            raise refused(f"creates a value by {op!r}. Write a plain number, or in 'state' a dtype such as float32[8]")
+            raise refused(f"creates a value ({op!r}). Write a plain number, or, in 'state', a dtype such as float32[8]")
         if len(trace.values) >= _MOST_VALUES:
             raise refused(
                 f"records more than {_MOST_VALUES} operations, and MindSpore would compile them for minutes. Compute "
@@ -137,7 +137,7 @@ class Value:
         # Python, NumPy and MindSpore probe objects for names with underscores and expect an AttributeError.
         if name.startswith("_"):
             raise AttributeError(name)
-        raise refused(f"uses the attribute {name!r}, which values of a rule's step do not have. {_INSTEAD}")
+        raise refused(f"uses the attribute {name!r}, but values in a rule's step have no such attribute. {_INSTEAD}")
 
     def __copy__(self) -> Value:
         return self
@@ -317,7 +317,7 @@ def number_of(value: Any) -> bool | int | float:
 def own(value: Value) -> Value:
     """Return the given value; reject a value that does not belong to the call of next_state() that is being traced."""
     if value.trace is not _present.trace:
-        raise refused("uses a value of another call of next_state. Keep in the state what the next step needs")
+        raise refused("uses a value computed in another call of next_state. Keep in the state what the next step needs")
     return value
 
 

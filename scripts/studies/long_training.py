@@ -181,7 +181,7 @@ class LongTraining:
         from mindspore import save_checkpoint
 
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        # The name of a checkpoint has its step. The state file names the checkpoint to load by this step.
+        # The file name of a checkpoint contains its step. The state file stores the step of the checkpoint to load.
         checkpoint = self._checkpoint(self.step)
         save_checkpoint(self.compiled.train_step, str(checkpoint))
         state = {"step": self.step, "losses": self.losses, "last_ceiling": self.trainings.last_ceiling}

@@ -33,7 +33,8 @@ PAIRS = (
 
 # A run's start ends after this number of applied steps in a row, which is the smallest window of the adaptive rules.
 SETTLED = 20
-# A table shows at which step each run is as good as the FP32 run is after this share of the FP32 run's steps.
+# A table shows at which step each run reaches a target quality. The target is the quality that the FP32 run has after
+# this share of its steps.
 REACHED_AT = 0.8
 
 EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
@@ -73,7 +74,7 @@ def skipped_at_the_start(skipped, steps):
 
 
 def reached(run, fp32, higher_is_better):
-    """Return the first step at which a run is as good as FP32 is after 80 % of the FP32 run's steps, or None."""
+    """Return the first step at which a run reaches the quality of the FP32 run after 80 % of its steps, or None."""
     goal = [look["quality"] for look in fp32["looks"] if look["step"] <= REACHED_AT * fp32["steps"]][-1]
     good_enough = np.greater_equal if higher_is_better else np.less_equal
     return next((look["step"] for look in run["looks"] if good_enough(look["quality"], goal)), None)

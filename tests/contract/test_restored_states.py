@@ -1,4 +1,4 @@
-"""Only a state from a checkpoint is repaired, and each number goes back into the state field from which it came."""
+"""Update cells correct invalid states only after loading a checkpoint, and load each number into its own field."""
 
 import functools
 import json

@@ -119,7 +119,7 @@ def parameters_of(name):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return the folder of the built documentation site. Importing MindSpore or MindFormers would fail the build."""
+    """Build the documentation site and return its folder. The build fails if it imports MindSpore or MindFormers."""
     folder = tmp_path_factory.mktemp("site")
     for package in ("mindspore", "mindformers"):
         (folder / f"{package}.py").write_text(f"raise AssertionError('The site build must not import {package}')")

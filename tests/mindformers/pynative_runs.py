@@ -139,7 +139,7 @@ def make_optimizer(model):
 
 
 def train(folder, section, dtype=mindspore.float16, auxiliary=False, callbacks=(), **config):
-    """Train; return losses, loss scales and weights. Without a scaling section, MindFormers' own trainer trains."""
+    """Train, and return losses, loss scales and weights. If ``section`` is None, use MindFormers' own trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     model, seen = Model(dtype, auxiliary), Seen()
     optimizer, schedule = make_optimizer(model)

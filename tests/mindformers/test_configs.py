@@ -46,7 +46,8 @@ def test_mindformers_knows_every_key_and_every_class(file, mindformers_log):
     # MindFormers raises a KeyError if a section of the YAML file has an unknown key.
     config = load(file)
     assert "useless" not in mindformers_log.text
-    # LlamaConfig accepts any other key silently, so compare the keys of the file with the parameters of LlamaConfig.
+    # LlamaConfig silently accepts keys that it does not know. So compare the keys of the file with the parameters of
+    # LlamaConfig.
     keys = set(config.model.model_config) - {"type"}
     assert keys <= set(inspect.signature(LlamaConfig).parameters) - {"kwargs"}
     named = [

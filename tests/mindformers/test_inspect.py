@@ -119,7 +119,7 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
 def test_values_are_found_by_the_last_part_of_their_names(tmp_path, inspect_json, file_format, parameters, expected):
     exit_code, shown = inspect_json(save(parameters, tmp_path / "mine", file_format))
     if expected is None:
-        assert (exit_code, "There is no state" in shown) == (1, True)
+        assert (exit_code, "no loss-scaling state" in shown) == (1, True)
     else:
         assert (exit_code, {name: shown[name] for name in expected}) == (0, expected)
 
@@ -141,7 +141,7 @@ def test_sound_file_without_state_is_said_to_have_none(tmp_path, inspect, file_f
     file = save(nn.Dense(3, 2), tmp_path / "weights", file_format)
     exit_code, printed, errors = inspect(file)
     assert (exit_code, printed) == (1, "")
-    assert f"state of loss scaling in '{file}'" in errors
+    assert f"no loss-scaling state in '{file}'" in errors
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def network(corpus):
-    """Return a new model with halved weights, and save these weights to a file of each checkpoint format."""
+    """Return a new model with all weights multiplied by 0.5, and save these weights in each checkpoint format."""
     with mindspore_mode("graph"):
         network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
     for weight in network.get_parameters():

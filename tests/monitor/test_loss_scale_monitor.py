@@ -81,7 +81,7 @@ def data_of(overflows=OVERFLOWS):
 
 
 def train(network, callbacks, overflows=OVERFLOWS, epochs=1):
-    """Train for one step for each overflow flag."""
+    """Train one step for each overflow flag. The flag says whether the step overflows."""
     model = network if isinstance(network, Model) else Model(network)
     model.train(epochs, data_of(overflows), callbacks=callbacks)
 

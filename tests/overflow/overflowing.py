@@ -265,7 +265,7 @@ class Holds(nn.Cell):
 
 
 class Writes(nn.Cell):
-    """An FP16 layer and a function that writes to the Parameter ``state``; ``trained`` makes ``state`` trainable."""
+    """An FP16 layer, then a function that writes to the Parameter ``state``. ``trained``: whether it is trainable."""
 
     def __init__(self, function, trained=False):
         super().__init__()

@@ -379,8 +379,8 @@ def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
     assert run.loss_scale.tolist() == [1024.0, 64.0]
     assert any(re.search(r"log:2: 1 step .*to 64\. ", note) for note in run.notes)
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
-    # A rule cannot raise a loss scale from 2^11 to 2^20 in four steps, so this rise proves nothing about steps 9 to 12.
-    # Only step 12 is known to be applied, from its overflow flag. So at most three of these steps were skipped.
+    # No rule raises a loss scale from 2^11 to 2^20 in four steps, so this rise does not show which of these steps were
+    # skipped. The overflow flag of the last step shows that it was applied. So at most three of the steps were skipped.
     assert read(tmp_path, *lines).lines.tolist() == [[4, 0, 3], [8, 0, 6], [12, 0, 9]]
 
 

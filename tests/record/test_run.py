@@ -138,8 +138,9 @@ def test_gradients_above_an_overflow_are_lowered():
     gradients = shown([7, None, 7, 7, None, 8])
     trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()
     assert exponents(trace.ceiling) == [3.5, 3.5, 3.5, 3.5, 4, 4.5]
-    # Three steps overflow at a loss scale of 2^4. The gradients contradict only one of these overflows: they imply a
-    # ceiling of 2^9 after it. A single contradiction counts as a spike, so the ceilings from gradients are not lowered.
+    # Three steps overflow at a loss scale of 2^4. After only one of these overflows, the gradients imply a ceiling
+    # above 2^4 (2^9). The median over the three overflows ignores a single exception, so the ceilings from gradients
+    # are not lowered.
     trace = run_of([8, 16, 8, 16, 8, 16, 8], ".!.!.!.", largest_gradient=shown([3.5, None] * 2 + [9, None, 3.5]))
     assert exponents(trace.to_trace().ceiling)[4] == 9
 

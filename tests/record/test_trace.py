@@ -27,7 +27,7 @@ def test_what_lies_between_the_bounds_is_assumed():
     ids=["under", "over", "nan"],
 )
 def test_a_ceiling_outside_its_bounds_is_refused(ceiling, lower_bound, upper_bound):
-    with pytest.raises(ValueError, match=rf"ceiling .*bounds, .* trace 'log' step 0 .* has {ceiling[0]}, "):
+    with pytest.raises(ValueError, match=rf"ceiling .*bounds, .* trace 'log' step 0 .* ceiling {ceiling[0]}, "):
         Trace("log", np.array(ceiling), np.array(lower_bound), np.array(upper_bound))
 
 

@@ -15,8 +15,9 @@ from mindformers_adaptive.rules.operations import possible_exponents, safe_expon
 from mindformers_adaptive.rules.saved_state import to_values
 from tests.rules.readable_guided import ReadableGuided
 
-# An exchange rate of 10 makes the time unit of the rule, the patience, 1000 / 10 = 100 steps. So an overflow counts as
-# recent for 100 / 12 = 8 steps, and the scale windows are 50 and 1600 steps.
+# An exchange rate of 10 gives the rule a patience of 1000 / 10 = 100 steps. An overflow counts as recent for a twelfth
+# of the patience, 8 steps. The scale window is half of the patience, 50 steps. After a failed trial, the window is 32
+# times larger, 1600 steps.
 RULE = GuidedRule(exchange_rate=10)
 
 
@@ -321,6 +322,6 @@ def test_bad_arguments_are_refused(arguments, error, message):
 @pytest.mark.parametrize(("value", "expected"), [(1000.0, 512.0), (3.5, 4.0), (5.0, 4.0)])
 def test_initial_scale_between_powers_of_two_warns(value, expected):
     rule = GuidedRule(min_loss_scale=3.0)
-    with pytest.warns(UserWarning, match=rf"must be a power .*'guided', .*got {value}: .* at {expected}"):
+    with pytest.warns(UserWarning, match=rf"must be a power .*'guided', .*got {value}. .* at {expected}"):
         assert rule.start(value).loss_scale == expected
     assert rule.start(expected).loss_scale == expected

@@ -172,7 +172,7 @@ def test_cell_goes_on_from_megatron_and_back(graph_mode, hysteresis):
             assert float(loss_scale) == left["scale"] == policy.step(bool(overflow)), steps
             assert left["growth_tracker"] == policy.state()["clean_steps"]
             # Once the hysteresis tracker is 1 or less, every overflow lowers the loss scale. Megatron-LM goes on
-            # counting down, even below 0, so this test takes all trackers up to 1 as equal.
+            # counting down, even below 0. So this test treats all values of the tracker up to 1 as equal.
             assert max(left["hysteresis_tracker"], 1) == max(hysteresis - policy.state()["overflows"], 1)
 
 

@@ -94,8 +94,8 @@ def scales_of_the_guided_rule_at_its_ceiling():
 
 def doublings():
     scales = scales_of_the_guided_rule_at_its_ceiling()
-    # Index 0 compares the loss scales of steps 1 and 2. So, if the loss scale doubles at an index, index + 2 is the
-    # number of the first step with the doubled loss scale.
+    # Element 0 of the comparison tells whether the loss scale doubled from step 1 to step 2. So the first step with the
+    # doubled loss scale is the index of the element plus 2.
     return (np.flatnonzero(scales[1:] == 2 * scales[:-1]) + 2).tolist()
 
 
