@@ -148,7 +148,7 @@ def test_defaults_equal_the_dynamic_managers_and_the_ladders():
     [(GradientGuidedLossScaleManager, "init_loss_scale"), (GradientGuidedLossScaler, "scale_value")],
 )
 def test_start_that_is_no_power_of_two_gives_one_warning(kind, argument):
-    with pytest.warns(UserWarning, match=rf"'{argument}' .*power of two .*'guided', .* 1000\.0: .* 512\.0") as it:
+    with pytest.warns(UserWarning, match=rf"'{argument}' .*power of two .*'guided', .* 1000\.0.* 512\.0") as it:
         assert kind(1000).state_dict()["scale"] == 512
     assert len(it) == 1
 
