@@ -17,9 +17,8 @@ __all__ = ["GraphWatch"]
 
 _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
 # The quantities measured at each input and output of a cell: three of the value and of its gradient, in turns, and then
-# three of both together.
-_MEASURED = ("largest", "gradient_largest", "bad", "gradient_bad", "sum_of_bad", "gradient_sum_of_bad")
-_MEASURED += ("size", "dtype", "calls")
+# three of both together. The kind of the gradient's inf and NaN is not used.
+_MEASURED = ("largest", "gradient_largest", "bad", "gradient_bad", "of_bad", "unused", "size", "dtype", "calls")
 # Of a cell with *args, at most _MOST_INPUTS inputs are measured. Of every cell, at most _MOST_OUTPUTS outputs are
 # measured: at least 4, because flash attention returns its result as the fourth output.
 _MOST_INPUTS, _MOST_OUTPUTS = 8, 4
@@ -200,7 +199,7 @@ def _sinks(name, number):
 
 
 def _readings(values):
-    calls, bad, of_bad = values["calls"], int(values["bad"]), values["sum_of_bad"]
+    calls, bad, of_bad = values["calls"], int(values["bad"]), values["of_bad"]
     dtype, size = str(_DTYPES[round(values["dtype"] / calls)]).lower(), int(values["size"] / calls)
     nans, positive = (bad if is_so else 0 for is_so in (np.isnan(of_bad), of_bad == np.inf))
     gradient = Reading(dtype, size, values["gradient_largest"] / calls, int(values["gradient_bad"]))

@@ -2,10 +2,10 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import types
 from collections.abc import Mapping
+from functools import partial
 from unittest import mock
 
 from mindspore import Parameter, Tensor, nn, ops
@@ -102,7 +102,7 @@ class Watch:
             functions += [(functional_overload, name, name) for name in _OF_MINT]
             functions += [(Tensor, name, name) for name in (*_TENSOR_METHODS, *_IN_PLACE) if hasattr(Tensor, name)]
             for owner, attribute, name in functions:
-                call = functools.partial(self._call_operator, _operator_name(name), None, name in _IN_PLACE)
+                call = partial(self._call_operator, _operator_name(name), None, name in _IN_PLACE)
                 self._patch(owner, attribute, call)
             self._patches.enter_context(without_recomputation(self._cells))
             yield
@@ -152,9 +152,7 @@ class Watch:
             # MindFormers' mcore layers put functions into graphs by a Primitive with the attribute __morph_fn__. In
             # PyNative mode, just call the function.
             return primitive.__morph_fn__(*args, **kwargs)
-        return self._call_operator(
-            primitive.name, primitive, False, functools.partial(call, primitive), *args, **kwargs
-        )
+        return self._call_operator(primitive.name, primitive, False, partial(call, primitive), *args, **kwargs)
 
     def _call_operator(self, kind, primitive, in_place, call, /, *args, **kwargs):
         if not self._stack or self._going_back or self._in_operator:
@@ -178,6 +176,9 @@ class Watch:
             output = call(*args, **kwargs)
         if target is not None:
             self._give_out(begun, target, hooked=False)
+        if kind == "BatchNorm":
+            # A CPU leaves random memory in the other outputs, which are scratch space of the operator.
+            return (*self._give_out(begun, output[:1]), *output[1:])
         return self._give_out(begun, output, hooked=hooked)
 
     def _set_data(self, set_data, parameter, data, *args, **kwargs):

@@ -469,6 +469,17 @@ def test_in_a_graph_of_llama(llama_in_a_graph, case):
     assert origin_of(passes, model, changes, tokens(), scale) == (phase, layer)
 
 
+def test_scratch_outputs_of_batch_norm_are_no_overflow():
+    batch = (Tensor(values(2, 2, 6, 6)),)
+    with mindspore_mode("pynative"):
+        # Fill memory with inf, and free it, because the scratch outputs contain what was there before.
+        filled = [Tensor(np.full(size, np.inf, np.float32)) * 1 for size in (2, 4, 8) * 700]
+        assert not any(np.isfinite(tensor.asnumpy()).any() for tensor in filled)
+        del filled
+        explanation = explain_overflow(Convolutions(), [batch], 1.0)
+    assert (explanation.overflow, explanation.swallowed) == (False, "")
+
+
 # These cases come last, because their fixture ``qwen3`` makes MindFormers create mcore layers until this file ends.
 # The cases with a Llama need MindFormers' legacy layers.
 IN_QWEN3 = {
