@@ -219,7 +219,7 @@ class LossScaleTrainStep(_Base):
 
 
 class PerTokenTrainStep(LossScaleTrainStep):
-    """Mixin for subclasses of MindFormers' train-step cells, which can divide the loss by the number of tokens.
+    """Mixin for subclasses of those train-step cells of MindFormers that can divide the loss by the number of tokens.
 
     In that case the gradient of the sum over the tokens can overflow; it is divided by the number of tokens afterwards.
     If the rule needs the largest gradient, this number is kept, and a subclass that overrides ``grads_for_legacy`` or

@@ -219,7 +219,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         return to_state_dict(self.rule, self.known_loss_scale(), self._values(), self.run_number)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a saved state. Call this before you create another package's train-step cell: it copies the loss scale.
+        """Load a saved state. Do this before another package's train-step cell is created and copies the loss scale.
 
         Args:
             state_dict (dict): what ``state_dict()`` or ``mindspore.load_checkpoint`` returned, Megatron-LM's

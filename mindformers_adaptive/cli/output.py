@@ -66,7 +66,7 @@ def _read_integer(least: int, most: int, text: str) -> int:
 
 
 def read_source(text: str) -> str:
-    """Return the path of an input file or folder, or raise UsageError if it is empty; the ``type`` of an argument."""
+    """Return the path of an input file or folder, or raise UsageError for an empty path. Used as argparse ``type``."""
     if not text:
         raise UsageError("must name a file or folder, but is empty")
     return text

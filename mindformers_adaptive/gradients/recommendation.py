@@ -139,8 +139,8 @@ def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
     parameters = ranges.parameters(loss_scale)
     shares = _known_shares(parameters)
     if not shares:
-        # No judgement is possible: the loss scale overflows, is the only loss scale of the sweep, or all gradients are
-        # 0.
+        # This loss scale cannot be judged: gradients overflow at it, the sweep has no other loss scale, or all
+        # gradients are 0.
         return Verdict(loss_scale, gradient_format=ranges.gradient_format)
     worst = max(shares, key=lambda name: shares[name])
     without_gradient = tuple(name for name in parameters if name not in shares)

@@ -1,4 +1,4 @@
-"""Counts the float16 weights that an update below half the distance to the next float16 number leaves unchanged."""
+"""Counts float16 weights that stay the same because an update is below half the distance to the next float16 number."""
 
 from __future__ import annotations
 

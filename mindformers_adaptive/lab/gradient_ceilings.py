@@ -1,4 +1,4 @@
-"""Traces of ceilings (largest loss scales without overflow): measured in sweeps, or synthetic, with gradients."""
+"""Traces of ceilings (largest loss scales without overflow) and largest gradients: measured in sweeps, or synthetic."""
 
 from __future__ import annotations
 

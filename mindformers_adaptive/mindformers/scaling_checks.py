@@ -80,7 +80,7 @@ def usual_values(cell: str, names: Iterable[str]) -> str:
 
 
 def is_former_key(key: str) -> bool:
-    """Return whether MindFormers once took a key in ``runner_wrapper``, or users write the key there by mistake."""
+    """Return whether MindFormers ignores a ``runner_wrapper`` key that it once used, or that its documents show."""
     return key in FORMER_KEYS
 
 

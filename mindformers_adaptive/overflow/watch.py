@@ -108,7 +108,7 @@ class Watch:
             yield
 
     def take(self, *_):
-        """Return the last pass as ``calls``, ``backward`` and ``loss_source`` of a ``Pass``, and delete the record."""
+        """Return the ``Pass`` fields calls, backward and loss_source of the last pass, and delete its record."""
         recorded = self._calls, self._backward, self._loss_source
         self._start()
         return recorded

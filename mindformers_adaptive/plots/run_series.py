@@ -16,9 +16,9 @@ from mindformers_adaptive.text.table import counted
 
 __all__ = ["RunSeries", "series_of"]
 
-# A loss scale has settled if, in the second half of at least 40 steps, 95 % of its values lie within a factor of 4, and
-# it either moves both up and down or never moves. A settled loss scale tries the next power of two now and then, and
-# falls back, so it moves both up and down. The other 5 % allow for single outliers.
+# A loss scale has settled if it is known at 40 steps or more, and two conditions hold in their second half.
+# 95 % of its values lie within a factor of 4 of each other; the other 5 % allow for single outliers. And it moves both
+# up and down, or never moves: a settled loss scale tries the next power of two now and then, and falls back.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
 # The loss scale counts as collapsed if at least this many last steps of a run were all skipped at the lowest loss

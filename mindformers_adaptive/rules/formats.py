@@ -192,9 +192,9 @@ class Format:
         return self.smallest_subnormal
 
 
-# These formats have the same numbers as the dtypes of the same names in NumPy and ml_dtypes. Tests check this. Neither
-# library has hifloat8. The numbers of hifloat8 follow the definition of HiF8. A number halfway between two of them is
-# rounded away from 0, as in CANN's conversion from float32.
+# These formats represent the same values as the dtypes of the same names in NumPy and ml_dtypes; tests check this.
+# Neither library has hifloat8. Its values follow the definition of HiF8. A number halfway between two hifloat8 values
+# is rounded away from 0, as in CANN's conversion from float32.
 FLOAT16 = Format.from_bits(5, 10, name="float16")
 FORMATS = {
     number_format.name: number_format

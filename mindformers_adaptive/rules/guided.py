@@ -339,8 +339,8 @@ class GuidedRule(Rule):
             trial=trial,
             clean_steps=where(starts_anew, 0, clean),
             contradictions=contradictions,
-            # The exponent of the next step's loss scale. Overflows leave this field unchanged, so in a series of
-            # overflows it stays the exponent at which the series began.
+            # After a step without overflow, this is the exponent of the next step's loss scale. Overflows do not change
+            # this field, so in a series of overflows it is the exponent at which the series began.
             first_exponent=following,
         )
         return where(seen.overflow, state, applied).replace(exponent=following)

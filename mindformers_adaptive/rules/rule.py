@@ -99,8 +99,8 @@ class Rule(metaclass=_CheckedOnCreation):
     cell: ClassVar[str] = "RuleLossScaleUpdateCell"
     # Parameter names by field, for fields whose Parameter is not named "<rule>_<field>".
     parameter_names: ClassVar[Mapping[str, str]] = {}
-    # Values of the state fields that cannot change with the arguments of this rule. The update cell needs no Parameter
-    # for such a field.
+    # The state fields that never change in a training with this rule's arguments, and their constant values. The update
+    # cell needs no Parameter for such a field.
     fixed_state: Mapping[str, int] = {}
     # Arguments of start() besides the initial loss scale.
     start_arguments: ClassVar[tuple[str, ...]] = ()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 __all__ = ["CALLED", "folder_of_stand_ins", "missing"]
 
-# MindSpore's libraries for an Ascend, which need the libraries of CANN.
+# The files in MindSpore that support Ascend devices. They can be loaded only with the libraries of CANN.
 PLUGIN = (
     "lib/plugin/libmindspore_ascend.so.2",
     "lib/plugin/ascend/libhccl_plugin.so",
@@ -123,7 +123,7 @@ def folder_of_stand_ins(cache):
         try:
             whole.rename(folder)
         except OSError:
-            # If another process made the same folder of stand-ins first, use that folder.
+            # If another process has already created the folder of stand-ins for CANN's libraries, use that folder.
             if not folder.exists():
                 raise
     return folder

@@ -48,7 +48,7 @@ def skipped_share(configurations, trace):
 
 
 def make_configurations():
-    """Return 1000 configurations of the adaptive rule; three of five factors have inexact reciprocals in float32."""
+    """Return 1000 configurations of the adaptive rule. Of its 5 scale factors, 3 have inexact float32 reciprocals."""
     return grid(
         "adaptive",
         loss_scale_value=[2.0**16, 2.0**32],

@@ -26,7 +26,8 @@ class _Rounding(nn.Cell):
     def __init__(self, target):
         super().__init__()
         self.add_flags()
-        # Devices flush BF16 subnormals to 0 in arithmetic, but not in a cast. So simulate BF16 by casting.
+        # Simulated BF16 must keep subnormal numbers. Devices flush BF16 subnormals to 0 in float32 arithmetic, but keep
+        # them in a cast, so round to BF16 by a cast.
         self.converts = target == FORMATS["bfloat16"]
         if self.converts:
             return

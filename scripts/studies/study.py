@@ -216,7 +216,7 @@ def figures_table(results):
 
 
 def price_table(results):
-    """Return a table that shows, for each kind of trace, at which prices of headroom the adaptive rule costs least.
+    """Return a table of the prices per lost bit of headroom at which the adaptive rule is cheapest, by kind of trace.
 
     The price is the number of skipped steps in 1000 that count as much as a lost bit of headroom.
     """

@@ -41,7 +41,7 @@ EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
 BY_RULE = {"type": RULE, "loss_scale_value": 1024}
 DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
 PER_TOKEN = "calculate_per_token_loss"
-# Wrong changes of the demo's YAML file, and patterns of this package's error messages.
+# Invalid changes to the demo's YAML file, each with a pattern that this package's error message must match.
 WRONG_TYPES = [
     ({"runner_wrapper.use_clip_gard": True}, "MFTrainOneStepCell takes, but got 'use_clip_gard'.*'use_clip_g"),
     ({f"{SCALE_SENSE}.max_scale_windows": 5}, "Adaptive.* but got 'max_scale_windows'.*'max_scale_window'"),

@@ -202,9 +202,9 @@ def test_failed_trial_makes_the_window_32_times_larger():
         state = run(RULE, state, ["!", 18])
         assert (bits_of(state), state.trial, state.clean_steps) == (17, ANCHORED, 0)
         assert state.scale_window == 1600
-    # The gradients do not explain the next two overflows, which come while the rule does not try a higher limit of the
-    # loss scale. After the first overflow, the scale window is small again, and the limit follows the gradients. After
-    # the second overflow, the limit no longer follows them.
+    # Two more overflows follow that the gradients do not explain. At both, the rule is not trying a higher limit of the
+    # loss scale. The first overflow makes the scale window small again, and the limit then moves with the gradients.
+    # The second overflow fixes the limit at one loss scale.
     state = run(RULE, state, ["!", 18])
     assert (state.scale_window, state.trial) == (50, MOVING)
     assert run(RULE, state, ["!", 18]).trial == ANCHORED

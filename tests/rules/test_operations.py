@@ -265,7 +265,7 @@ class OfVectors(Rule):
         return [self.start(1.0)._replace(**fields)]
 
     def results(self, ends):
-        """Return the values of the test expressions, table by table, from the states of this rule after one step."""
+        """Return lists of the results of the test expressions, by table name, from the states after one step."""
         return {name: [getattr(ends[0], field) for field in self.fields_of(name)] for name in TABLES}
 
 
