@@ -112,12 +112,14 @@ class WeightsBeyond:
             first.
         largest (float): the largest finite magnitude in these Parameters.
         infs_and_nans (int): the number of elements that are inf or NaN even before a cast.
+        weight_format (str): the format, always "float16".
     """
 
     elements: int
     parameters: tuple[str, ...]
     largest: float
     infs_and_nans: int
+    weight_format: str = FLOAT16.name
 
     def __str__(self) -> str:
         more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""

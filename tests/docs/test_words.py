@@ -111,6 +111,9 @@ def asserted_in(source: str) -> Iterator[tuple[int, str]]:
 
 def test_asserted_messages_leave_the_wording_open():
     """A test asserts the key, the value and the remedy in a message, so that the rest can be reworded."""
+    assert sorted(asserted_in('pytest.raises(E, match="a b")\nassert "c" in text')) == [(1, "a b"), (2, "c")]
+    assert _LONG.findall("but a message is not to be repeated")
+    assert not _LONG.findall("'a' must be .* but got 3")
     entries = []
     for file in (ROOT / "tests").rglob("*.py"):
         for line, text in asserted_in(file.read_text(encoding="utf-8")):
