@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 
 import mindspore
 import numpy as np
@@ -32,6 +33,8 @@ _HIGHEST = 2.0**40
 # To find out whether the forward pass overflows, repeat a pass at a loss scale that is lower by this factor. If the
 # pass still overflows, the cause is the forward pass, not the gradients.
 _FAR_BELOW = 2.0**-20
+# A pattern for error messages of operators about an index, such as a label or a token, that is out of range.
+_OUT_OF_RANGE = r"out[ -]of[ -](range|bound)|does not index into|(should|must) be (in|within) (the range )?[\[(] ?-?\d"
 
 
 class PyNativeError(RuntimeError):
@@ -184,8 +187,8 @@ def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
             except Exception as error:
                 raise PyNativeError(
                     "The layers of this network can be seen only if the network runs in "
-                    f"{'graph' if graph else 'PyNative'} mode, but it fails in this mode: {_reason(error)}. Check the "
-                    "shapes and types of the batch."
+                    f"{'graph' if graph else 'PyNative'} mode, but it fails in this mode: {_reason(error)}. "
+                    f"{_what_to_check(error, batch)}"
                 ) from error
             finally:
                 done()
@@ -202,6 +205,20 @@ def _reason(error):
     lines = [line.strip() for line in str(error).splitlines()]
     said = next((line for line in lines if line and not line.startswith("-")), "")
     return f"{type(error).__name__}: {said.rstrip('.')}"
+
+
+def _what_to_check(error, batch):
+    """Return the sentences that say what to check after a pass failed."""
+    if not re.search(_OUT_OF_RANGE, str(error), re.IGNORECASE):
+        return "Check the shapes and types of the batch."
+    columns = [(index, to_numpy(values)) for index, values in enumerate(batch)]
+    # A column of integers may hold tokens, labels or positions.
+    ranges = [f"column {index}: {v.min()} to {v.max()}" for index, v in columns if v.dtype.kind in "iu" and v.size]
+    held = f" The integers in the batch are: {', '.join(ranges)}." if ranges else ""
+    return (
+        "An index is out of range. Check that each label is below the number of classes, and each token below the size "
+        f"of the vocabulary.{held}"
+    )
 
 
 class _Passes:
@@ -262,10 +279,20 @@ class _Passes:
     @property
     def limit(self):
         """float: the largest loss scale, a power of two, at which the recorded gradients should not overflow."""
-        readings = [gradient.reading for each in self.closest for _, gradient in each.backward]
+        # An operator without a gradient, such as Sign, hides an overflow in the gradient of its output from the weights.
+        # So leave out the gradients that overflowed in a pass without an overflow.
+        harmless = [each for scale, passes in self._by_scale.items() if not self.scales[scale] for each in passes]
+        hidden = {_position(*pair) for each in harmless for pair in each.backward if not pair[1].reading.finite}
+        recorded = [pair for each in self.closest for pair in each.backward if _position(*pair) not in hidden]
+        readings = [gradient.reading for _, gradient in recorded]
         readings += [reading for each in self.closest for reading in each.weights.values()]
         bits = min((reading.headroom for reading in readings), default=math.inf)
         return 2.0 ** math.floor(min(math.log2(self.closest_scale) + bits, 120))
+
+
+def _position(index, gradient):
+    """Return the call, and the input or output of the call, to which a recorded gradient belongs."""
+    return index, gradient.of_output, gradient.index
 
 
 def _overflows(seen_pass):
@@ -291,7 +318,13 @@ def _look(run, batches, loss_scale):
     # the layer that overflows first.
     above = 2 * limit
     highest = min(loss_scale, _HIGHEST) if seen.overflow else _HIGHEST
-    if 1.0 <= above <= highest and seen.overflows_at(above) and loss_scale < limit:
+    if not 1.0 <= above <= highest:
+        return seen
+    if not seen.overflows_at(above):
+        # The gradients that should have overflowed do not reach a weight. Try the limit of the other gradients.
+        if (above := min(2 * seen.limit, highest)) not in seen.scales:
+            seen.overflows_at(above)
+    elif loss_scale < limit:
         seen.overflows_at(limit)
     return seen
 

@@ -147,9 +147,9 @@ class _Watched(nn.Cell):
             return super().__getattr__(name)
         except AttributeError:
             layer = vars(self)["_cells"].get("layer")
-            # Take an attribute that this wrapper lacks from the wrapped cell, but do not take a flag, such as fp16. A
-            # flag must apply to the wrapped cell only, not to the wrapper.
-            if layer is None or name.startswith("_") or name in layer.get_flags():
+            # Take an attribute that this wrapper lacks from the wrapped cell. But a flag, such as fp16, and a gradient
+            # of the cell's own must apply to the wrapped cell only: MindSpore would not differentiate the wrapper.
+            if layer is None or name.startswith("_") or name in (*layer.get_flags(), "bprop"):
                 raise
             return getattr(layer, name)
 
