@@ -30,6 +30,7 @@ from mindformers_adaptive.lab.scale_path import Change
 from mindformers_adaptive.lab.tuning import DECIDED_FROM, MOST_STEPS_SWEPT
 from mindformers_adaptive.record.run import RecordedRun, forward_fill
 from mindformers_adaptive.record.run_folder import run_folder_of, why_command
+from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
@@ -148,6 +149,13 @@ def _bad_loss(run: RecordedRun) -> Iterator[Advice]:
     """Advise searching for the faulty layer if the loss was inf or NaN even before the loss scale was applied."""
     if run.loss is not None and np.isinf(run.loss).any():
         why = "This is the loss before scaling: no loss scale can help."
+        applied = run.step[np.isinf(run.loss) & run.position_known & ~run.overflow]
+        applied = applied[~np.isin(applied, run.dropped_by_norm)]
+        if len(applied):
+            why += (
+                f" {len(applied)} of these steps were not skipped and changed the weights: go back to a checkpoint "
+                f"before step {applied[0]}. {AGAINST_BAD_LOSS}"
+            )
         yield _to_the_layer(run, "loss", run.loss, np.isinf(run.loss), why)
 
 

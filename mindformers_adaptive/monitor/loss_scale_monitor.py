@@ -15,6 +15,7 @@ from mindformers_adaptive.monitor.recording_callback import RecordingCallback, r
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
+from mindformers_adaptive.record.symptoms import is_applied_bad_loss
 from mindformers_adaptive.rules.checks import require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
@@ -246,6 +247,8 @@ class LossScaleMonitor(RecordingCallback):
             entries[0]["resumed"], self._resumes = True, False
         if is_saved or self._will_be_saved(run_context.original_args()):
             entries[-1]["saved"] = True
+        for entry in filter(is_applied_bad_loss, entries):
+            entry["applied_bad_loss"] = True
         self._append([{field: entry[field] for field in names if field in entry} for entry in entries])
         for entry in entries:
             for field in fields[1:]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindformers_adaptive.record.run_folder import why_command
+from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS, is_applied_bad_loss
 from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["BadLossDetector", "CollapseDetector", "none_applied", "too_short_for_window", "way_to_the_cause"]
@@ -92,7 +93,7 @@ def _collapse_message(entry: Mapping[str, Any], way: str) -> str:
 
 
 class BadLossDetector:
-    """Reports the first loss of a run that is inf or NaN, and the first finite loss after it.
+    """Reports the first loss of a run that is inf or NaN, the first such step that was applied, and the end of them.
 
     Args:
         way (str): the advice in the message, see :func:`way_to_the_cause`.
@@ -110,22 +111,31 @@ class BadLossDetector:
     def __init__(self, way: str, batch: str = "") -> None:
         self._way, self._batch = way, batch or "LossScaleMonitor with explain: True saves it"
         self._first: Mapping[str, Any] | None = None
-        self._is_over = False
+        self._is_over = self._has_changed = False
 
     def check(self, entry: Mapping[str, Any]) -> str | None:
         """Return the message about the loss of a step, or None if there is nothing to report.
 
         Args:
-            entry (Mapping): a step, with ``step`` and ``loss``; an unknown loss is None.
+            entry (Mapping): a step, with ``step`` and ``loss``, and ``overflow`` if known; an unknown loss is None.
         """
         loss, first = entry["loss"], self._first
+        changes = ""
+        if not self._has_changed and is_applied_bad_loss(entry):
+            self._has_changed = True
+            changes = (
+                f" Step {entry['step']} was not skipped, because its gradients did not overflow: the weights have changed. "
+                f"Go back to a checkpoint before this step. {AGAINST_BAD_LOSS}"
+            )
+            if first is not None:
+                return f"The loss of step {entry['step']} is {loss}.{changes}"
         if loss is None or self._is_over or math.isfinite(loss) is (first is None):
             return None
         if first is None:
             self._first = entry
             return (
                 f"The loss of step {entry['step']} is {loss}, and no loss scale can help: the loss has this value "
-                f"before it is scaled. {self._way}"
+                f"before it is scaled.{changes} {self._way}"
             )
         self._is_over = True
         steps = f"step {first['step']} only"

@@ -34,7 +34,8 @@ _HIGHEST = 2.0**40
 # pass still overflows, the cause is the forward pass, not the gradients.
 _FAR_BELOW = 2.0**-20
 # A pattern for error messages of operators about an index, such as a label or a token, that is out of range.
-_OUT_OF_RANGE = r"out[ -]of[ -](range|bound)|does not index into|(should|must) be (in|within) (the range )?[\[(] ?-?\d"
+_OUT_OF_RANGE = r"out[ -]of[ -](range|bound)|does not index into|smaller than the value of shape"
+_OUT_OF_RANGE += r"|(should|must) be (in|within) (the range )?[\[(] ?-?\d"
 
 
 class PyNativeError(RuntimeError):

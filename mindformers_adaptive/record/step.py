@@ -58,6 +58,10 @@ class Step(msgspec.Struct, kw_only=True):
         bool | msgspec.UnsetType | None,
         _field("true where a checkpoint callback saves after the step; only there"),
     ] = msgspec.UNSET
+    applied_bad_loss: Annotated[
+        bool | msgspec.UnsetType | None,
+        _field("true where the loss was inf or NaN and the step was applied; only there"),
+    ] = msgspec.UNSET
 
 
 class LogLine(Step, kw_only=True):

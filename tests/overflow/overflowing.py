@@ -188,13 +188,15 @@ class LossInHalf(nn.Cell):
 class WithOwnGradient(nn.Cell):
     """A layer with a custom gradient function, whose operators explain_overflow cannot see."""
 
-    def __init__(self):
+    def __init__(self, layer=None, inputs=1):
         super().__init__()
         self.dense = nn.Dense(4, 4, "ones")
-        self.layer = OwnGradient()
+        self.layer = layer or OwnGradient()
+        self.inputs = inputs
 
     def construct(self, x):
-        return self.layer(self.dense(x).astype(HALF)).astype(mstype.float32).sum()
+        hidden = self.dense(x).astype(HALF)
+        return self.layer(*(hidden,) * self.inputs).astype(mstype.float32).sum()
 
 
 class OwnGradient(nn.Cell):
@@ -203,6 +205,32 @@ class OwnGradient(nn.Cell):
 
     def bprop(self, x, out, dout):
         return (dout * 4096.0,)
+
+
+class OwnGradientOfTwo(nn.Cell):
+    """A layer with a custom gradient function and a layer inside, which the gradient function does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Dense(4, 4, "ones").to_float(HALF)
+
+    def construct(self, x, y):
+        return self.inner(x) + y
+
+    def bprop(self, x, y, out, dout):
+        return dout * 4096.0, dout
+
+
+class Hiding(nn.Cell):
+    """A function without a gradient after a layer in FP16, so that no gradient reaches the weights."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.dense = nn.Dense(4, 4, "ones").to_float(HALF)
+        self.function = function
+
+    def construct(self, x):
+        return self.function(self.dense(x)).astype(mstype.float32).sum()
 
 
 class Attention(nn.Cell):
