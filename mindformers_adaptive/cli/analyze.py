@@ -1,6 +1,7 @@
 """Say what the loss scale did in a run, from its log: the skipped steps, the path of the scale, what to change.
 
 examples:
+  adaptive-loss-scale analyze output
   adaptive-loss-scale analyze output/log/rank_0/info.log
   adaptive-loss-scale analyze megatron_day_1.log megatron_day_2.log --plot run.png
 """
@@ -15,6 +16,7 @@ from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.log_formats import FORMATS
 from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.run_folder import record_in
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=read_source,
         metavar="LOG",
-        help="the log or record of one run; several files in order of writing",
+        help="the log or record of one run, or its output folder; several files in order of writing",
     )
     parser.add_argument(
         "--format", choices=tuple(FORMATS), help="format of the log; default: the one that its lines match"
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Read the log, and print the analysis of the run; with ``--plot``, also draw the run."""
-    recorded = read_log(options.logs, options.format)
+    recorded = read_log([*map(record_in, options.logs)], options.format)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, progress=progress)
     print_result(options, analysis.to_dict, lambda: analysis.text(options.details))

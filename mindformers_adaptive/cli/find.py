@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         RuntimeError: if no loss scale can be recommended.
     """
-    ranges = sweep(options, recommendation.EVERY_POWER)
+    ranges = sweep("find", options, recommendation.EVERY_POWER)
     start = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
 
     def text() -> str:

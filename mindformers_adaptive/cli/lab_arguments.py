@@ -28,6 +28,7 @@ from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares, forward_fill
+from mindformers_adaptive.record.run_folder import RECORD, file_in
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
@@ -101,8 +102,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=read_source,
         metavar="TRACE",
-        help="a training log or a record of LossScaleMonitor, a folder of them, a record of GradientRangeMonitor "
-        "with loss_scales, 'synthetic' for one made-up trace of each kind, or 'synthetic:random walk' for one of them",
+        help="a training log or a record of LossScaleMonitor, the output folder of a run, a folder of logs, a record "
+        "of GradientRangeMonitor with loss_scales, 'synthetic' for one made-up trace of each kind, or "
+        "'synthetic:random walk' for one of them",
     )
     parser.add_argument(
         "--ceilings",
@@ -133,6 +135,8 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
     for word in options.traces:
         if word.partition(":")[0] == "synthetic":
             sources += _make(word, options.steps, options.seed)
+        elif (record := Path(file_in(word, RECORD))).is_file():
+            sources.append(_read_file(record, options.ceilings))
         elif Path(word).is_dir():
             sources += _read_folder(Path(word), options.ceilings)
         else:

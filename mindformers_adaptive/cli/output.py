@@ -1,4 +1,7 @@
-"""Functions that subcommands share: values from the command line, usage errors, printing, progress bars."""
+"""Functions that subcommands share: values from the command line, usage errors, printing, progress bars.
+
+The help of the program needs this module, and must start quickly. So NumPy and PyYAML are imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import IO, Any
 
-import yaml
-
-from mindformers_adaptive.plots.canvas import require_picture
-from mindformers_adaptive.rules.checks import LARGEST_INT32, require_positive
-from mindformers_adaptive.text.files import json_text
-from mindformers_adaptive.text.untrusted import parse_yaml, printable
+from mindformers_adaptive.text.untrusted import printable, read_power
 
 __all__ = ["UsageError", "add_output_arguments", "integer", "print_result", "print_text", "progress_bar"]
-__all__ += ["read_picture", "read_scale", "read_source", "read_value", "require_file", "wrong_usage"]
+__all__ += ["read_picture", "read_scale", "read_source", "read_value", "require_file", "styled", "wrong_usage"]
+
+# Styles of text on a terminal, as parameters of the ANSI code "select graphic rendition".
+_STYLES = {"answer": "1", "error": "1;31", "warning": "33"}
 
 
 class UsageError(argparse.ArgumentTypeError):
@@ -37,11 +38,12 @@ def wrong_usage(where: str = "") -> Iterator[None]:
 
 def read_value(text: str) -> Any:
     """Read a text as a YAML value, with 1e-4 and 2^16 as numbers. Raise UsageError if the text is not valid YAML."""
-    power = re.fullmatch(r"\s*2(?:\^|\*\*)(-?\d+)\s*", text)
+    from mindformers_adaptive.text.untrusted import parse_yaml
+
+    with wrong_usage():
+        power = read_power(text)
     try:
-        return 2.0 ** int(power[1]) if power else parse_yaml(text, _ValueLoader)
-    except OverflowError as error:
-        raise UsageError(f"{text!r} is too large: give at most 2^127, the largest power of two in float32") from error
+        return parse_yaml(text, _value_loader()) if power is None else power
     except ValueError as error:
         hint = "put brackets, braces and colons in quotes"
         raise UsageError(f"{text!r} is not a value in YAML, {error}; {hint}") from error
@@ -49,12 +51,14 @@ def read_value(text: str) -> Any:
 
 def read_scale(text: str) -> float:
     """Convert a text to a loss scale, or raise UsageError if it is not positive; the ``type`` of an argument."""
+    from mindformers_adaptive.rules.checks import require_positive
+
     with wrong_usage():
         return require_positive("SCALE", read_value(text))
 
 
-def integer(least: int, most: int = LARGEST_INT32) -> Callable[[str], int]:
-    """Return a ``type`` for argparse that accepts integers from ``least`` to ``most``."""
+def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return a ``type`` for argparse that accepts integers from ``least`` to ``most`` (default: the largest int32)."""
     return partial(_read_integer, least, most)
 
 
@@ -74,6 +78,8 @@ def read_source(text: str) -> str:
 
 def read_picture(text: str) -> str:
     """Return the file name of a picture, or raise UsageError if it is invalid; the ``type`` of an argparse argument."""
+    from mindformers_adaptive.plots.canvas import require_picture
+
     with wrong_usage():
         return require_file(str(require_picture(text)))
 
@@ -95,38 +101,77 @@ def add_output_arguments(parser: argparse.ArgumentParser, picture: str = "") -> 
 def print_result(options: argparse.Namespace, content: Callable[[], Any], text: Callable[[], str]) -> None:
     """Print a result as text or, with ``--json``, its content as JSON.
 
-    A number that is not finite becomes the string "nan", "inf" or "-inf".
+    A number that is not finite becomes the string "nan", "inf" or "-inf". On a terminal, the first line of a text is
+    bold, because it is the answer.
     """
-    print_text(json_text(content(), indent=2) if options.json else text())
+    from mindformers_adaptive.text.files import json_text
+
+    if options.json:
+        print_text(json_text(content(), indent=2))
+        return
+    answer, *more = text().split("\n", 1)
+    print_text(answer, style="answer")
+    for lines in more:
+        print_text(lines)
 
 
-def print_text(text: str, file: IO[str] | None = None) -> None:
+def print_text(text: str, file: IO[str] | None = None, style: str = "") -> None:
     """Print a text that may have any characters, such as file names. Characters that cannot be shown are escaped."""
-    encoding = getattr(file or sys.stdout, "encoding", None) or "utf-8"
-    print(printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding), file=file)
+    file = file or sys.stdout
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    print(
+        styled(printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding), style, file), file=file
+    )
+
+
+def styled(text: str, style: str, file: IO[str]) -> str:
+    """Return a text with codes for a style, if a file is a terminal that shows colours and the user wants colours."""
+    if not style or not file.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
 @contextmanager
-def progress_bar(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    total: int | None, what: str, file: IO[str] | None = None, lines: bool = False
+) -> Iterator[Callable[[int], None]]:
     """Show a progress bar if the output is a terminal.
 
     Args:
         total (int, optional): the number of steps, None if it is not known beforehand.
         what (str): what is being done, as the label of the bar.
+        file (IO, optional): where to show the bar. Default: None, standard error.
+        lines (bool): print about ten lines of progress if the output is no terminal. Default: False.
 
     Yields:
         Callable, to be called with the total number of steps done so far.
     """
+    file = file or sys.stderr
+    if not file.isatty():
+        part = max(1, -(-(total or 100) // 10))
+        printed = [0]
+
+        def print_line(done: int) -> None:
+            if lines and done // part > printed[0]:
+                printed[0] = done // part
+                print(f"{what}: {done}" if total is None else f"{what}: {done} of {total}", file=file, flush=True)
+
+        yield print_line
+        return
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=what, disable=None, leave=False) as bar:
+    with tqdm(total=total, desc=what, leave=False, file=file) as bar:
         yield lambda done: bar.update(done - bar.n)
 
 
-class _ValueLoader(yaml.SafeLoader):
-    """A YAML loader that reads 1e-4 as a number. In YAML 1.1, only 1.0e-4 is a number."""
+@cache
+def _value_loader() -> Any:
+    """Return a YAML loader that reads 1e-4 as a number. In YAML 1.1, only 1.0e-4 is a number."""
+    import yaml
 
+    class ValueLoader(yaml.SafeLoader):
+        pass
 
-_ValueLoader.add_implicit_resolver(  # type: ignore[no-untyped-call]
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("+-.0123456789")
-)
+    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    ValueLoader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("+-.0123456789"))  # type: ignore[no-untyped-call]
+    return ValueLoader

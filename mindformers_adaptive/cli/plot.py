@@ -1,6 +1,7 @@
 """Draw the record or the log of a run, runs side by side, their gradients, or a sweep, as a PNG or SVG file.
 
 examples:
+  adaptive-loss-scale plot output
   adaptive-loss-scale plot output/loss_scale_record.jsonl run.png
   adaptive-loss-scale plot output/gradient_ranges.jsonl gradients.png
   adaptive-loss-scale plot run_64/loss_scale_record.jsonl run_512/loss_scale_record.jsonl comparison.png
@@ -29,6 +30,7 @@ from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underfl
 from mindformers_adaptive.plots.report_runs import GRADIENTS, gradients_beside
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log, run_of_record
+from mindformers_adaptive.record.run_folder import RECORD, record_in
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import json_object
 
@@ -44,12 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="+",
         type=read_source,
+        action=_SourcesAndPicture,
         metavar="FILE",
-        help="records of LossScaleMonitor or training logs, records of GradientRangeMonitor, or files that "
-        "'probe --output' wrote. Several of a kind are drawn side by side; runs with their gradients, from "
-        f"records given in the same order or found beside the runs as {GRADIENTS}",
+        help="records of LossScaleMonitor, output folders with such a record, training logs, records of "
+        "GradientRangeMonitor, or files that 'probe --output' wrote. Several of a kind are drawn side by side; runs "
+        f"with their gradients, from records given in the same order or found beside the runs as {GRADIENTS}. Last "
+        "comes the .png or .svg file to write; default: the name of the first file, with .png",
     )
-    parser.add_argument("picture", type=read_picture, metavar="PICTURE", help="the .png or .svg file to write")
     parser.add_argument(
         "--loss-scales",
         nargs="+",
@@ -81,9 +84,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _SourcesAndPicture(argparse.Action):
+    """Take the last of several words for the picture to write, unless it is a file that could be drawn."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        last = Path(values[-1])
+        first = Path(values[0])
+        # A folder is named after its record.
+        namespace.picture = f"{Path(RECORD).stem if first.is_dir() else first.stem}.png"
+        if len(values) > 1 and (last.suffix.lower() in (".png", ".svg") or not last.exists()):
+            try:
+                namespace.picture = read_picture(values.pop())
+            except UsageError as error:
+                parser.error(f"argument PICTURE: {error}")
+        namespace.sources = values
+
+
 def run(options: argparse.Namespace) -> None:
     """Draw what the files hold: runs, records of gradients, or sweeps over loss scales."""
-    read = {source: _read(source) for source in options.sources}
+    read = {str(file): _read(str(file)) for file in map(record_in, options.sources)}
     sweeps = {file: content for file, content in read.items() if isinstance(content, dict)}
     if not sweeps and (options.loss_scales or options.underflow):
         raise UsageError("arguments --loss-scales and --underflow need a file that 'probe --output' wrote")

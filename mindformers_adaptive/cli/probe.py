@@ -9,12 +9,11 @@ examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mindformers_adaptive.cli.console import add_verbose, lines_in_file
 from mindformers_adaptive.cli.output import (
     UsageError,
     add_output_arguments,
@@ -74,6 +73,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, picture: str = "") -> N
         "--gradient-format", choices=FORMATS, default="float16", help="format of the gradients; default: float16"
     )
     add_output_arguments(parser, picture)
+    add_verbose(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
         for name, gradient in gradients.items():
             sums[name] = sums.get(name, 0) + gradient
 
-    ranges = sweep(options, scales, options.layers, add_up if options.gradients else None)
+    ranges = sweep("probe", options, scales, options.layers, add_up if options.gradients else None)
 
     def tables() -> Iterator[str]:
         if division := loss_division(ranges.micro_batches):
@@ -120,15 +120,15 @@ def run(options: argparse.Namespace) -> None:
         save(draw_histograms(ranges), options.plot)
 
 
-def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]
-    """Sweep over loss scales with a progress bar, and return gradient ranges. Output of MindFormers goes to stderr."""
+def sweep(command: str, options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]
+    """Sweep over loss scales with a progress bar, and return gradient ranges."""
     overrides = read_options(options.options)
     use_register_path(options.register_path)
-    with contextlib.redirect_stdout(sys.stderr):
+    with lines_in_file(command, verbose=options.verbose) as terminal:
         from mindformers_adaptive.mindformers.training_probe import probe
 
         passes = options.batches * len(loss_scales) * (2 if layers else 1)
-        with progress_bar(passes, "backward passes") as progress:
+        with progress_bar(passes, "backward passes", terminal, lines=True) as progress:
             return probe(
                 options.config,
                 options.checkpoint,

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from mindformers_adaptive.cli.output import UsageError, print_text
+from mindformers_adaptive.cli.output import UsageError, print_text, styled
 from mindformers_adaptive.text.install_hint import install_hint
+from mindformers_adaptive.text.nearest import did_you_mean
 from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["COMMANDS", "main"]
@@ -84,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # With this variable, a shell asks for the completions of an unfinished command line.
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     if words and words[0] in COMMANDS:
         return _run(importlib.import_module(f"mindformers_adaptive.cli.{words[0]}"), words)
     # No subcommand is given, so print the help, the version or a usage error without importing all subcommands.
@@ -95,12 +99,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="show the versions, and whether the pair was tested")
     if words and words[0] in _REPLACED_BY:
         parser.error(f"there is no command {words[0]!r} any more. Use '{_REPLACED_BY[words[0]]}', which does the same")
+    if words and (nearest := did_you_mean(words[0], COMMANDS)):
+        parser.error(f"argument COMMAND: invalid choice: {words[0]!r}. {nearest}".rstrip())
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help="from the list above")
     for name in COMMANDS:
         commands.add_parser(name)
     parser.parse_args(words)
     parser.print_help()
     return 2
+
+
+def _complete() -> None:
+    """Print the completions that a shell asks for, and end the process; do nothing if argcomplete is not installed."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    parser = argparse.ArgumentParser("adaptive-loss-scale")
+    commands = parser.add_subparsers()
+    # Import the module of one subcommand only: completion must not wait for the others.
+    typed = os.environ.get("COMP_LINE", "").split()
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose)
+        if name in typed[1:2]:
+            importlib.import_module(f"mindformers_adaptive.cli.{name}").add_arguments(command)
+    argcomplete.autocomplete(parser)
 
 
 def _command_list() -> str:
@@ -114,7 +137,8 @@ def _command_list() -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message, keep="\n"))
+        self.print_usage(sys.stderr)
+        self.exit(2, styled(f"{self.prog}: error: {printable(message, keep=chr(10))}\n", "error", sys.stderr))
 
 
 def _parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -128,7 +152,7 @@ def _run(command: Any, words: list[str]) -> int:
     parser = _parser(f"adaptive-loss-scale {words[0]}", description, f"{start.lstrip()}{examples}")
     command.add_arguments(parser)
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
-    options, unknown = parser.parse_known_args([_with_hyphens(word) for word in words[1:]])
+    options, unknown = parser.parse_known_intermixed_args([_with_hyphens(word) for word in words[1:]])
     if "others" in options:
         options.others = unknown
     elif unknown:
@@ -169,7 +193,7 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
     except Exception as error:
         if traceback:
             raise
-        print_text(f"{parser.prog}: error: {_message(error)}", sys.stderr)
+        print_text(f"{parser.prog}: error: {_message(error)}", sys.stderr, "error")
         return 1
     return 0
 

@@ -4,7 +4,7 @@ The page is a single file: nothing is loaded from elsewhere. It follows the brow
 are drawn too if their record lies beside the run's record.
 
 examples:
-  adaptive-loss-scale report output --output report.html
+  adaptive-loss-scale report output
   adaptive-loss-scale report run_64 run_512 --output both.html
 """
 
@@ -15,7 +15,8 @@ import argparse
 from mindformers_adaptive.cli.output import UsageError, print_text, read_source, require_file
 from mindformers_adaptive.cli.plot import tell_apart
 from mindformers_adaptive.cli.versions import short
-from mindformers_adaptive.plots.report_runs import record_in, write_report
+from mindformers_adaptive.plots.report_runs import write_report
+from mindformers_adaptive.record.run_folder import record_in
 
 __all__ = ["add_arguments", "run"]
 
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="the output folder of a run, its loss_scale_record.jsonl, or its log",
     )
-    parser.add_argument("--output", type=_page, required=True, metavar="FILE", help="the .html file to write")
+    text = "the .html file to write; default: report.html"
+    parser.add_argument("--output", type=_page, default="report.html", metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -11,18 +11,25 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindformers_adaptive.cli.console import add_verbose, is_one_of_several, lines_in_file, show_training
 from mindformers_adaptive.cli.output import UsageError, integer, read_value, wrong_usage
 from mindformers_adaptive.mindformers import launcher, pynative_launcher
+from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
+from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options", "read_overrides", "run"]
+
+# The tasks whose results MindFormers prints.
+_WITH_RESULT = ("eval", "predict")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar = "BOOL" if kind is _true_or_false else option.upper().replace("-", "_")
         alone: dict[str, Any] = {"nargs": "?", "const": True} if kind is _true_or_false_or_name else {}
         parser.add_argument(f"--{option}", dest=key, type=kind, metavar=metavar, help=f"{text} (sets {key})", **alone)
+    add_verbose(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -39,9 +47,16 @@ def run(options: argparse.Namespace) -> None:
     overrides = read_overrides(options)
     is_pynative = pynative_launcher.is_for(options.config, overrides.get("context.mode"))
     task = pynative_launcher if is_pynative else launcher
-    config: Any = task.load_config(options.config, overrides, options.register_path, may_add=OPTION_KEYS)
+    folder = _written(options, overrides, "output_dir") or "output"
+    # Each of several processes has a log file already, and a result of an evaluation or a prediction is for the user.
+    shows_all = options.verbose or is_one_of_several() or _written(options, overrides, "run_mode") in _WITH_RESULT
     try:
-        task.launch(config)
+        with contextlib.ExitStack() as stack:
+            if not shows_all:
+                terminal = stack.enter_context(lines_in_file("train", folder))
+                stack.enter_context(show_training(terminal, folder))
+            config: Any = task.load_config(options.config, overrides, options.register_path, may_add=OPTION_KEYS)
+            task.launch(config)
     except Exception as error:
         if not launcher.had_begun(error):
             raise
@@ -49,6 +64,13 @@ def run(options: argparse.Namespace) -> None:
         # failed.
         traceback.print_exc()
         sys.exit(1)
+
+
+def _written(options: argparse.Namespace, overrides: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key from the command line or the YAML file, before MindFormers loads the file."""
+    with contextlib.suppress(ValueError):
+        return overrides.get(key, value_at(read_yaml(options.config), key))
+    return None
 
 
 def read_overrides(options: argparse.Namespace) -> dict[str, Any]:

@@ -15,15 +15,15 @@ examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 
+from mindformers_adaptive.cli.console import add_verbose, lines_in_file
 from mindformers_adaptive.cli.output import add_output_arguments, integer, print_result, progress_bar, read_scale
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.mindformers.launcher import use_register_path
 from mindformers_adaptive.mindformers.run_configuration import read_run
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.layers import draw_layers
+from mindformers_adaptive.record.run_folder import BATCH_FILE, file_in
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batches", type=integer(1), default=2, help="number of training batches; default: 2")
     parser.add_argument(
-        "--batch", metavar="FILE", help="a batch that LossScaleMonitor saved, overflow_batch.npz, instead of the data"
+        "--batch",
+        metavar="FILE",
+        help="a batch that LossScaleMonitor saved, overflow_batch.npz or its folder, instead of the data",
     )
     parser.add_argument(
         "--graph",
@@ -56,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "also print the layers closest to overflow, and what was tried and does not help"
     parser.add_argument("--details", action="store_true", help=text)
     add_output_arguments(parser, "draw the largest value of each layer, in the forward and the backward pass")
+    add_verbose(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -64,11 +67,13 @@ def run(options: argparse.Namespace) -> None:
     arguments = {} if options.run is None else read_run(options.run)
     named = {name: getattr(options, name) for name in _OF_RUN} | {"config_path": options.config}
     arguments |= {name: value for name, value in named.items() if value is not None}
+    if "batch" in arguments:
+        arguments["batch"] = file_in(arguments["batch"], BATCH_FILE)
     use_register_path(arguments.pop("register_path", None))
-    with contextlib.redirect_stdout(sys.stderr):
+    with lines_in_file("why", verbose=options.verbose) as terminal:
         from mindformers_adaptive.mindformers.overflow_probe import why
 
-        with progress_bar(None, "backward passes") as progress:
+        with progress_bar(None, "backward passes", terminal, lines=True) as progress:
             explanation = why(
                 batches=options.batches,
                 graph=options.graph,

@@ -14,6 +14,7 @@ from mindformers_adaptive.mindformers.checks import check_config
 from mindformers_adaptive.mindformers.cpu_checks import check_cpu
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_trainer
+from mindformers_adaptive.record.run_folder import CONFIG_FILE, file_in
 from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
@@ -106,7 +107,11 @@ def use_register_path(folder: str | None) -> None:
 
 
 def require_yaml_file(path: str | Path) -> str:
-    """Return the path of a YAML file as text, or raise FileNotFoundError or ValueError."""
+    """Return the path of a YAML file as text, or raise FileNotFoundError or ValueError.
+
+    For the output folder of a training, return the configuration that the training has saved in the folder.
+    """
+    path = file_in(path, CONFIG_FILE)
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r} (current folder: {Path.cwd()})")
     if not str(path).endswith(("yaml", "yml")):

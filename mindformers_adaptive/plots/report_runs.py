@@ -21,37 +21,10 @@ from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
 from mindformers_adaptive.text.table import counted
 
-__all__ = ["GRADIENTS", "RECORD", "gradients_beside", "record_in", "write_report"]
+__all__ = ["GRADIENTS", "gradients_beside", "write_report"]
 
-# The names of the files that LossScaleMonitor and GradientRangeMonitor write. The names are repeated here, because the
-# modules of these callbacks need MindSpore.
-RECORD, GRADIENTS = "loss_scale_record.jsonl", "gradient_ranges.jsonl"
-
-
-def record_in(source: str | os.PathLike[str]) -> Path:
-    """Return the path of a run's record: the given file, or the record in the given folder.
-
-    Raises:
-        FileNotFoundError: if there is no such file or folder, or no record in the folder.
-        ValueError: if the folder has several records.
-    """
-    path = Path(source)
-    if not path.is_dir():
-        if not path.exists():
-            raise FileNotFoundError(
-                f"There is no file or folder {str(path)!r}. Check the path; the current folder is {Path.cwd()}."
-            )
-        return path
-    records = [path / RECORD] if (path / RECORD).is_file() else sorted(path.rglob(RECORD))
-    if not records:
-        raise FileNotFoundError(
-            f"The folder {str(path)!r} must hold {RECORD}, which LossScaleMonitor writes, but holds none. Add the "
-            "monitor to the callbacks, or give the log of the training itself."
-        )
-    if len(records) > 1:
-        listed = ", ".join(str(file.relative_to(path)) for file in records[:3])
-        raise ValueError(f"The folder {str(path)!r} must hold one {RECORD}, but holds {listed}. Name one run's folder.")
-    return records[0]
+# The record of GradientRangeMonitor. The name is repeated here, because the module of the callback needs MindSpore.
+GRADIENTS = "gradient_ranges.jsonl"
 
 
 def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os.PathLike[str], versions: str) -> Path:

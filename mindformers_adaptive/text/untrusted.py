@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
+if TYPE_CHECKING:
+    import yaml
 
-__all__ = ["parse_yaml", "printable", "read_yaml"]
+__all__ = ["parse_yaml", "printable", "read_power", "read_yaml", "with_powers"]
 
 # Limits for the nesting and the number of values of YAML text. The YAML file of a training has some hundred values, at
 # most a dozen levels deep. PyYAML takes minutes for thousands of levels, and a few aliases of aliases can stand for
@@ -17,12 +18,13 @@ __all__ = ["parse_yaml", "printable", "read_yaml"]
 _DEEPEST, _MOST_VALUES = 500, 100_000
 
 
-def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+def parse_yaml(text: str, loader: type[yaml.SafeLoader] | None = None) -> Any:
     """Parse YAML text, and return its content as Python values.
 
     Args:
         text (str): the text.
-        loader (type): a PyYAML loader that creates no Python objects of other classes. Default: ``SafeLoader``.
+        loader (type, optional): a PyYAML loader that creates no Python objects of other classes. Default: None,
+            ``SafeLoader``.
 
     Raises:
         ValueError: if the text is not YAML, is nested too deeply, or stands for too many values.
@@ -31,11 +33,14 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
         >>> parse_yaml("rate: 0.5")
         {'rate': 0.5}
     """
+    # The help of the program imports this module, but needs no YAML.
+    import yaml
+
     depths = accumulate((character in "[{") - (character in "]}") for character in text)
     if max(depths, default=0) > _DEEPEST:
         raise ValueError(f"the YAML text is nested more than {_DEEPEST} levels deep")
     try:
-        content = yaml.load(text, Loader=loader)
+        content = yaml.load(text, Loader=loader or yaml.SafeLoader)
     # PyYAML may raise any kind of error for a value that does not fit the value's YAML tag.
     except Exception as error:
         said = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
@@ -64,9 +69,47 @@ def read_yaml(file: str | os.PathLike[str]) -> Any:
         ValueError: if the file is not in UTF-8, or if :func:`parse_yaml` raises one.
     """
     try:
-        return parse_yaml(Path(file).read_text(encoding="utf-8"))
+        with open(file, encoding="utf-8") as lines:
+            return parse_yaml(lines.read())
     except ValueError as error:
         raise ValueError(f"{file} must be a file in YAML and UTF-8, but: {error}.") from error
+
+
+def read_power(text: str) -> float | None:
+    """Return the number that a text such as 2^16 or 2**16 stands for, or None for any other text.
+
+    Raises:
+        ValueError: if the number is too large for a float.
+
+    Examples:
+        >>> read_power("2^16"), read_power("65536")
+        (65536.0, None)
+    """
+    power = re.fullmatch(r"\s*2(?:\^|\*\*)(-?\d{1,9})\s*", text)
+    try:
+        return 2.0 ** int(power[1]) if power else None
+    except OverflowError as error:
+        raise ValueError(f"{text!r} is too large: give at most 2^127, the largest power of two in float32") from error
+
+
+def with_powers(value: Any) -> Any:
+    """Return a value of a YAML file in which each text such as 2^16, also in sections and lists, is a number.
+
+    Raises:
+        ValueError: if a number is too large for a float.
+
+    Examples:
+        >>> with_powers({"type": "AdaptiveLossScale", "loss_scale_value": "2^16"})
+        {'type': 'AdaptiveLossScale', 'loss_scale_value': 65536.0}
+    """
+    if isinstance(value, str):
+        power = read_power(value)
+        return value if power is None else power
+    if isinstance(value, dict):
+        # Change the section in place: a section of MindFormers is a dict of a class of its own.
+        for key in value:
+            value[key] = with_powers(value[key])
+    return [*map(with_powers, value)] if isinstance(value, list) else value
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -1,8 +1,8 @@
-"""Launch MindFormers with adaptive loss scaling: the same options as MindFormers' own script of this name."""
+"""Launch MindFormers with adaptive loss scaling: the options and the lines of MindFormers' own script of this name."""
 
 import sys
 
 from mindformers_adaptive.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main(["train", "--verbose", *sys.argv[1:]]))

@@ -290,11 +290,13 @@ def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_p
 
 
 def test_interrupt_during_imports_prints_no_traceback(run_python, tmp_path):
-    # Python imports this file instead of NumPy. It raises KeyboardInterrupt, as Ctrl-C during the import would.
-    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
-    for arguments in (["--help"], ["analyze", LOG]):
+    # Python imports these files instead of modules of the same names. They raise KeyboardInterrupt, as Ctrl-C during
+    # the import would. The help does not import NumPy.
+    for module, arguments in (("argparse", ["--help"]), ("numpy", ["analyze", LOG])):
+        (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
         finished = run_python("-m", "mindformers_adaptive", *arguments, expect_exit=130)
         assert (finished.stdout, finished.stderr) == ("", "adaptive-loss-scale: interrupted\n")
+        (tmp_path / f"{module}.py").unlink()
 
 
 def test_results_are_printed_where_standard_error_is_closed(run_program, monkeypatch):

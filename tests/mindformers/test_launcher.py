@@ -89,7 +89,13 @@ def test_the_table_above_has_every_option(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help"])
     offered = re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)
-    assert set(offered) == {option for option, *_ in OPTIONS} | {"config", "options", "register-path", "traceback"}
+    assert set(offered) == {option for option, *_ in OPTIONS} | {
+        "config",
+        "options",
+        "register-path",
+        "traceback",
+        "verbose",
+    }
 
 
 @pytest.mark.parametrize(
