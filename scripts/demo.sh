@@ -4,5 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 source scripts/environment/make_venv.sh
-python scripts/demo/prepare_corpus.py output/corpus 2>/dev/null
+mkdir -p output
+# MindSpore warns of features that nothing here uses. Show what it printed only if the script fails.
+python scripts/demo/prepare_corpus.py output/corpus 2> output/prepare_corpus.log || { cat output/prepare_corpus.log >&2; exit 1; }
 python scripts/demo/demo.py --corpus output/corpus --output_dir output

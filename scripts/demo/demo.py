@@ -48,6 +48,9 @@ REPLAYED = {
     "dynamic 1000": lambda start: make_policy("dynamic", loss_scale_value=start, scale_window=1000),
 }
 
+# If the output is no terminal, each training prints up to this number of lines of progress.
+LINES = 4
+
 # The demo's report and picture do not show single losses, but the mean of up to this number of losses in a row.
 AVERAGED = 20
 
@@ -93,18 +96,25 @@ def train(name, folder, arguments):
         subprocess.Popen(
             command, cwd=folder, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
         ) as process,
-        tqdm(desc=f"{name:<16}", unit="step", total=arguments.steps, mininterval=1.0, position=position) as progress,
+        # If the output is no terminal, disable=None shows no bar.
+        tqdm(
+            desc=f"{name:<16}", unit="step", total=arguments.steps, mininterval=1.0, position=position, disable=None
+        ) as progress,
     ):
-        running = True
+        running, printed = True, 0
         while running:
             time.sleep(1.0)
             # Check for the end of the process before reading the record, so that the last read sees the whole record.
             running = process.poll() is None
             record = read_record(folder / RECORD) if (folder / RECORD).exists() else []
             if record:
-                scale = as_power_of_two(record[-1]["next_loss_scale"] * MICRO_BATCHES)
-                progress.set_postfix_str(f"loss {record[-1]['loss']:.3f}, scale {scale}", refresh=False)
-                progress.update(record[-1]["step"] - progress.n)
+                step, scale = record[-1]["step"], as_power_of_two(record[-1]["next_loss_scale"] * MICRO_BATCHES)
+                state = f"loss {record[-1]['loss']:.3f}, scale {scale}"
+                progress.set_postfix_str(state, refresh=False)
+                progress.update(step - progress.n)
+                if progress.disable and step >= printed + arguments.steps / LINES:
+                    printed = step
+                    print(f"{name:<16}  step {step} of {arguments.steps}, {state}", file=sys.stderr, flush=True)
     if process.returncode != 0 or not record:
         path = os.path.relpath(console)
         last_lines = console.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]

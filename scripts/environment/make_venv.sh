@@ -8,8 +8,10 @@ if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     echo "Installing MindSpore, MindFormers and the tools into .venv (about 3.5 GB) ..."
     python_for_venv=$(find_python)
     "$python_for_venv" -m venv --clear .venv
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+    # Given twice, --quiet leaves out pip's warnings, but not its errors.
+    pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check)
+    "${pip[@]}" --requirement requirements.txt
+    "${pip[@]}" --no-deps --no-build-isolation --editable .
     cp requirements.txt .venv/installed_requirements.txt
 else
     echo "Using .venv, which is there already."

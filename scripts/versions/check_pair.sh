@@ -14,7 +14,7 @@ rm -rf "$work"
 mkdir -p "$work"
 # By way of the source distribution, which no former build can get into.
 python -c 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])' "$work" > "$work/build.log" 2>&1
-pip=(python -m pip --quiet --disable-pip-version-check)
+pip=(python -m pip --quiet --quiet --disable-pip-version-check)
 "${pip[@]}" wheel --no-deps --no-build-isolation --wheel-dir "$work" "$work"/*.tar.gz
 "${pip[@]}" install --no-deps --target "$work/installed" "$work"/*.whl
 python scripts/demo/prepare_corpus.py "$work/corpus" --samples 480 2> /dev/null
@@ -46,7 +46,7 @@ for section in \
 import sys
 from pathlib import Path
 
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.monitor import read_record
 
 whole, resumed = (read_record(Path(sys.argv[1] + end, "loss_scale_record.jsonl")) for end in ("", "-resumed"))
 steps = [entry["step"] for entry in whole]

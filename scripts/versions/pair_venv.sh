@@ -19,7 +19,7 @@ END
 venv=.venv_${mindspore_version}_$mindformers_version
 if [ ! -e "$venv/complete" ]; then
     "$(find_python)" -m venv --clear "$venv"
-    pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+    pip=("$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check)
     "${pip[@]}" --no-deps "mindspore==$mindspore_version" "mindformers==$mindformers_version"
     # MindFormers 2.x asks for a newer setuptools than is pinned, and for a pyarrow whose newest needs NumPy 2.
     leave_out='^mind'

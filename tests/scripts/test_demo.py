@@ -27,7 +27,13 @@ def run_demo(run_python, corpus, *options, expect_exit=0):
 @pytest.mark.slow
 def test_demo_shows_what_scaling_is_worth(run_python, tmp_path):
     write_corpus(tmp_path / "corpus", samples=demo.BATCH_SIZE * STEPS)
-    *_, alone, adaptive, replays, picture, following = run_demo(run_python, "corpus").stdout.splitlines()
+    finished = run_demo(run_python, "corpus")
+    *_, alone, adaptive, replays, picture, following = finished.stdout.splitlines()
+    # The output is no terminal, so it has lines of progress, and nothing that redraws a line.
+    progress = re.findall(r"^(.*\S) +step (\d+) of 100, loss [\d.]+, scale \S+$", finished.stderr, re.MULTILINE)
+    assert {name for name, _ in progress} == {demo.FP16_ALONE, demo.ADAPTIVE}
+    assert len(progress) <= 2 * demo.LINES
+    assert not re.search("[\r\x1b]", finished.stdout + finished.stderr)
     run = tmp_path / "output" / "demo_1"
     records = {demo.FP16_ALONE: read_record(run / "fp16_alone" / demo.RECORD)}
     records[demo.ADAPTIVE] = assert_record_is_what_the_rule_and_the_log_say(run)
