@@ -102,58 +102,29 @@ def draw_runs(
     [run, *_] = series.values()
     window = run.scale_window if alone else None
     apart = _loss_difference(*series.values()) if len(series) == 2 else None
-    heights = {"loss": 3.0, "norm": 2.2, "scale": 3.0, "window": 2.2, "difference": 2.2, "underflow": 3.0}
-    has_norm = any(run.gradient_norm is not None for run in series.values())
-    shown = {"norm": has_norm, "window": window is not None, "difference": apart is not None, "underflow": measured}
-    heights = {name: height for name, height in heights.items() if shown.get(name, True)}
-    figure = canvas.new_figure(10, 0.9 + 0.85 * sum(heights.values()))
-    panels = figure.subplot_mosaic([[name] for name in heights], sharex=True, height_ratios=[*heights.values()])
+    optional = {"window": window is not None, "difference": apart is not None, "underflow": bool(measured)}
+    figure, panels = _make_panels([*series.values()], optional)
     lines: dict[str, dict[str, Any]] = {}
     for name, (colour, dashes) in zip(series, itertools.cycle(canvas.LINE_STYLES), strict=False):
         lines[name] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
-    _use_loss_axis(panels["loss"], [*series.values()])
-    _use_loss_scale_axis(panels["scale"], [*series.values()])
-    if has_norm:
-        canvas.style_axes(panels["norm"], y_label="gradient norm")
-        norms = np.concatenate([run.gradient_norm for run in series.values() if run.gradient_norm is not None])
-        if np.nanmax(norms) > _LOG_NORM_FROM * np.nanmin(norms):
-            panels["norm"].set_yscale("log")
     # The shaded areas above the ceilings of several runs would hide each other, so show the ceiling of one run only.
     show_ceiling = [run.ceiling is not None for run in series.values()].count(True) == 1
     for index, (name, run) in enumerate(series.items()):
         prefix, mark = ("", canvas.WARNING) if alone else (f"{canvas.as_text(name)}: ", lines[name]["color"])
-        _draw_values(panels["loss"], run, run.loss, "loss", prefix, lines[name])
-        broken = run.step[np.isinf(run.loss)]
-        label = f"{prefix}inf or NaN ({len(broken):,})"
-        canvas.mark_above(panels["loss"], one_per_column(broken), mark, label, "broken loss")
-        if run.gradient_norm is not None:
-            _draw_values(panels["norm"], run, run.gradient_norm, "norm", prefix, lines[name])
         if show_ceiling and run.ceiling is not None:
             known = np.isfinite(run.ceiling)
             label = prefix + "ceiling that gradients show"
             canvas.draw_ceiling(panels["scale"], run.step[known], run.ceiling[known], label)
-        _draw_loss_scale(panels["scale"], run, prefix, lines[name], mark, height=0.96 - 0.07 * index)
+        _draw_run(panels, run, prefix, lines[name], mark, index)
     if window is not None:
         _draw_window(panels["window"], run, window)
     if apart is not None:
         _draw_difference(panels["difference"], apart, *map(canvas.as_text, series))
     if measured:
         _draw_underflow(panels["underflow"], measured, lines)
-    style: dict[str, Any]
-    if alone and len(run.saved):
-        saved = one_per_column(run.saved)
-        style = {"linestyle": "none", "marker": "^", "clip_on": False, "color": canvas.MUTED, "gid": "saved"}
-        style |= {"label": f"checkpoint ({len(run.saved):,})", "transform": panels["scale"].get_xaxis_transform()}
-        panels["scale"].plot(saved, np.zeros(len(saved)), **style)
+    if alone:
+        _mark_events(panels, run)
     for axes in panels.values():
-        if alone and len(run.resumed):
-            label = f"resumed ({len(run.resumed):,})" if axes is panels["scale"] else ""
-            style = {"colors": canvas.MUTED, "linestyles": ":", "label": label, "gid": "resumed"}
-            axes.vlines(one_per_column(run.resumed) - 0.5, 0, 1, transform=axes.get_xaxis_transform(), **style)
-        if alone and len(run.gaps):
-            spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
-            style = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
-            axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **style)
         canvas.legend_above(axes)
     first, last = min(run.first_step for run in series.values()), max(run.last_step for run in series.values())
     [*_, lowest] = panels.values()
@@ -164,6 +135,55 @@ def draw_runs(
     name = "".join(f"{canvas.as_text(name)}: " for name in series if name)
     canvas.headline(figure, name + run.finding() if alone else _comparison(series, measured))
     return figure
+
+
+def _make_panels(runs: Sequence[RunSeries], optional: Mapping[str, bool]) -> tuple[Figure, dict[str, Axes]]:
+    """Return an empty figure and its panels by name; ``optional`` says which of three panels are shown."""
+    heights = {"loss": 3.0, "norm": 2.2, "scale": 3.0, "window": 2.2, "difference": 2.2, "underflow": 3.0}
+    norms = [run.gradient_norm for run in runs if run.gradient_norm is not None]
+    shown = {"norm": bool(norms), **optional}
+    heights = {name: height for name, height in heights.items() if shown.get(name, True)}
+    figure = canvas.new_figure(10, 0.9 + 0.85 * sum(heights.values()))
+    panels = figure.subplot_mosaic([[name] for name in heights], sharex=True, height_ratios=[*heights.values()])
+    _use_loss_axis(panels["loss"], runs)
+    _use_loss_scale_axis(panels["scale"], runs)
+    if norms:
+        canvas.style_axes(panels["norm"], y_label="gradient norm")
+        if np.nanmax(np.concatenate(norms)) > _LOG_NORM_FROM * np.nanmin(np.concatenate(norms)):
+            panels["norm"].set_yscale("log")
+    return figure, panels
+
+
+def _draw_run(
+    panels: Mapping[str, Axes], run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str, index: int
+) -> None:
+    """Draw loss, gradient norm and loss scale of a run, which is the one with number ``index`` in the picture."""
+    _draw_values(panels["loss"], run, run.loss, "loss", prefix, line)
+    broken = run.step[np.isinf(run.loss)]
+    label = f"{prefix}inf or NaN ({len(broken):,})"
+    canvas.mark_above(panels["loss"], one_per_column(broken), mark, label, "broken loss")
+    if run.gradient_norm is not None:
+        _draw_values(panels["norm"], run, run.gradient_norm, "norm", prefix, line)
+    _draw_loss_scale(panels["scale"], run, prefix, line, mark, height=0.96 - 0.07 * index)
+
+
+def _mark_events(panels: Mapping[str, Axes], run: RunSeries) -> None:
+    """Mark the checkpoints of a run below its loss scale, and its resumes and missing steps in all panels."""
+    style: dict[str, Any]
+    if len(run.saved):
+        saved = one_per_column(run.saved)
+        style = {"linestyle": "none", "marker": "^", "clip_on": False, "color": canvas.MUTED, "gid": "saved"}
+        style |= {"label": f"checkpoint ({len(run.saved):,})", "transform": panels["scale"].get_xaxis_transform()}
+        panels["scale"].plot(saved, np.zeros(len(saved)), **style)
+    for axes in panels.values():
+        if len(run.resumed):
+            label = f"resumed ({len(run.resumed):,})" if axes is panels["scale"] else ""
+            style = {"colors": canvas.MUTED, "linestyles": ":", "label": label, "gid": "resumed"}
+            axes.vlines(one_per_column(run.resumed) - 0.5, 0, 1, transform=axes.get_xaxis_transform(), **style)
+        if len(run.gaps):
+            spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
+            style = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
+            axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **style)
 
 
 def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
