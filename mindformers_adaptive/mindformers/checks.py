@@ -5,35 +5,79 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from mindformers_adaptive.mindformers.keys import PER_TOKEN, SCALE_SENSE, value_at
-from mindformers_adaptive.mindformers.scaling_checks import (
-    check_scale_sense,
-    check_stock_arguments,
-    is_former_key,
-    train_step_instead_of,
-    usual_values,
-    warn_of_ignored_key,
-    warn_of_scaling,
-)
-from mindformers_adaptive.rules import find_rule
-from mindformers_adaptive.rules.description import arguments_of
+from mindformers_adaptive.mindformers.keys import FORMER_KEYS, PER_TOKEN, SCALE_SENSE, Settings, settings_of
+from mindformers_adaptive.mindformers.scaling_checks import warn_of_scaling
+from mindformers_adaptive.rules import rule_of_cell
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.text.nearest import did_you_mean
+from mindformers_adaptive.text.nearest import describe_wrong, did_you_mean
+from mindformers_adaptive.text.untrusted import with_powers
 
 __all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
 _TRAIN_STEP = "runner_wrapper"
 
+
+class _Section(NamedTuple):
+    """What the YAML section of a class must have.
+
+    Attributes:
+        kind (str): the kind of the class in MindFormers' registry.
+        needs (str): an argument that a class must take to be the type of this section; "" for none.
+        only (tuple): the types whose keys are checked; with (), all types. MindFormers checks the keys of other types.
+        is_complete (bool): whether the section must have all arguments that its class requires. MindFormers itself adds
+            arguments to other sections.
+        is_tried (bool): whether a class of this package is created to check the values.
+    """
+
+    kind: str
+    needs: str = ""
+    only: tuple[str, ...] = ()
+    is_complete: bool = False
+    is_tried: bool = True
+
+
+# The sections that are checked, by their path. The star stands for the number of an entry in a list.
+_SCHEMA = {
+    _TRAIN_STEP: _Section("wrapper", needs=PER_TOKEN, is_tried=False),
+    SCALE_SENSE: _Section("wrapper", needs="loss_scale_value", is_complete=True),
+    "callbacks.*": _Section("callback", only=("LossScaleMonitor", "GradientRangeMonitor")),
+}
 # The YAML section of a class holds the arguments of the class, and may also hold these keys. type and auto_register
 # name the class. micro_batch_num and parallel_config are set by MindFormers itself.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
-_OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 # The start of each auto_register value that names a module in this package's own register_path folder. The class in
 # such a module is registered already, so there is nothing to load.
 OWN_AUTO_REGISTER = "adaptive_loss_scaling."
+# Usual values of the arguments that an update cell requires. For MindSpore's own cell the usual window is
+# _STOCK_WINDOW.
+_USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 20}
+_STOCK_WINDOW = 1000
+
+
+class _Wrong(NamedTuple):
+    """Names in a configuration that no class has, or that a class does not take.
+
+    Attributes:
+        start (str): the message up to the names.
+        names (list): the names.
+        known (list): the names that could be meant.
+        end (str): the message after the names.
+        error (type): the error to raise.
+        if_none_near (str): advice if no known name is similar. Default: "".
+        warning (Callable, optional): takes a name and the hint at similar names, and returns None if the name is to
+            raise an error; otherwise a text to warn with, or "". Default: None, each name is to raise an error.
+    """
+
+    start: str
+    names: list[str]
+    known: list[str]
+    end: str
+    error: type[Exception] = TypeError
+    if_none_near: str = ""
+    warning: Callable[[str, str], str | None] | None = None
 
 
 def check_config(config: Any) -> None:
@@ -44,11 +88,12 @@ def check_config(config: Any) -> None:
     are checked by the update cells and callbacks of this package. All else is left to MindFormers.
 
     Args:
-        config (MindFormerConfig): a loaded configuration, with this package registered. The configuration of an
-            evaluation or a prediction is not checked.
+        config (MindFormerConfig): a loaded configuration, with this package registered. Texts such as 2^16 in the
+            sections of loss scaling and of callbacks are replaced by numbers. The configuration of an evaluation or a
+            prediction is not checked.
 
     Raises:
-        TypeError: if a value has the wrong type, a section has a key that its class does not take, or lacks one.
+        TypeError: if a value has the wrong type, a section has keys that its class does not take, or lacks one.
         ValueError: if a value is out of range, no class has the name that ``type`` gives, or the ``checkpoint:``
             section is used in PyNative mode with a MindFormers that needs hyper-parallel for it, which is not
             installed.
@@ -59,24 +104,47 @@ def check_config(config: Any) -> None:
     """
     if config.run_mode in ("eval", "predict"):
         return
-    _check_resuming(config.resume_training)
-    _check_format_of_checkpoints(config)
-    train_step = config.runner_wrapper
-    if isinstance(train_step, dict) and train_step:
-        _check_section(train_step, _TRAIN_STEP)
-        if "scale_sense" in train_step:
-            check_scale_sense(train_step["scale_sense"])
-        if isinstance(train_step.get("scale_sense"), dict):
-            _check_section(train_step["scale_sense"], SCALE_SENSE)
-    warn_of_scaling(config)
-    for index, callback in enumerate(config.callbacks or []):
+    # The sections are changed in place.
+    with_powers([config.runner_wrapper, config.callbacks])
+    settings = settings_of(config)
+    _check_resuming(settings)
+    _check_format_of_checkpoints(settings)
+    sections = [*_sections_of(settings)]
+    _refuse([wrong for section in sections for wrong in _wrong_names(*section)])
+    for section in sections:
+        _check_values(*section)
+    warn_of_scaling(settings)
+
+
+def _sections_of(settings: Settings) -> Iterator[tuple[dict[str, Any], str, _Section]]:
+    """Yield content, path and schema of each section to check."""
+    if settings.train_step:
+        yield settings.train_step, _TRAIN_STEP, _SCHEMA[_TRAIN_STEP]
+    if "scale_sense" in settings.train_step:
+        _require_section_or_number(settings.scale_sense)
+        if isinstance(settings.scale_sense, dict):
+            yield settings.scale_sense, SCALE_SENSE, _SCHEMA[SCALE_SENSE]
+    for index, callback in enumerate(settings.callbacks):
         if isinstance(callback, dict):
-            _find_class(callback, f"callbacks.{index}", "callback")
-            if callback["type"] in _OWN_CALLBACKS:
-                _check_section(callback, f"callbacks.{index}", "callback")
+            yield callback, f"callbacks.{index}", _SCHEMA["callbacks.*"]
 
 
-def _check_resuming(resume: Any) -> None:
+def _require_section_or_number(scale_sense: Any) -> None:
+    if isinstance(scale_sense, str | list | bool | None):
+        kind = "the text " if isinstance(scale_sense, str) else ""
+        raise TypeError(
+            f"'{SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. Write a section with "
+            "the name of the update cell's class as its 'type', and with 'loss_scale_value' and the other arguments of "
+            "the class. Or leave the key out, so that the loss is not scaled."
+        )
+    if isinstance(scale_sense, dict) and not scale_sense.get("type"):
+        what = f"has only {', '.join(scale_sense)}" if scale_sense else "has no keys"
+        what = "the 'type' is empty" if "type" in scale_sense else what
+        raise TypeError(f"'{SCALE_SENSE}' must have a 'type', but {what}. Add 'type: AdaptiveLossScale'.")
+
+
+def _check_resuming(settings: Settings) -> None:
+    resume = settings.resume
     # With the text 'true' instead of the value True, MindFormers would look for a checkpoint file named 'true'.
     if not isinstance(resume, bool | str | None) or repr(resume).lower() in ("'true'", "'false'"):
         kind = "the text " if isinstance(resume, str) else ""
@@ -86,14 +154,14 @@ def _check_resuming(resume: Any) -> None:
         )
 
 
-def _check_format_of_checkpoints(config: Any) -> None:
+def _check_format_of_checkpoints(settings: Settings) -> None:
     try:
         from mindformers.checkpoint.layout_adapter import DTensor
     except ImportError:  # MindFormers before 2.0 does not have DTensor
         return
     # DTensor is None if hyper-parallel is not installed. MindFormers would report this only at the first save of a
     # checkpoint.
-    if DTensor is None and config.get("checkpoint") and value_at(config, "context.mode") in (1, "PYNATIVE_MODE"):
+    if DTensor is None and settings.checkpoint and settings.mode in (1, "PYNATIVE_MODE"):
         raise ValueError(
             "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for this "
             "section in PyNative mode, MindFormers needs hyper-parallel, which is not installed. Set 'context.mode' to "
@@ -101,101 +169,145 @@ def _check_format_of_checkpoints(config: Any) -> None:
         )
 
 
-def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str) -> None:
-    """Check the values in a class's YAML section, if the class is from this package, MindSpore or MindFormers."""
-    origin = cls.__module__.partition(".")[0]
-    arguments = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
-    try:
-        if origin == "mindformers_adaptive":
-            with warnings.catch_warnings():
-                # Ignore warnings in this check: the class warns again when MindFormers creates it for the training.
-                warnings.simplefilter("ignore")
-                cls(**arguments)
-        elif origin in ("mindspore", "mindformers"):
-            check_stock_arguments(arguments)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"'{path}': {error}") from error
-
-
-def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") -> None:
-    """Check that a YAML section has only keys that the class named in it takes, and all that the class requires."""
-    cls = _find_class(section, path, kind)
-    if cls is None:
+def _wrong_names(section: dict[str, Any], path: str, schema: _Section) -> Iterator[_Wrong]:
+    """Yield the type of a YAML section if there is no such class, or the keys that its class does not take."""
+    name = section.get("type")
+    if _is_loaded_later(section, path):
+        return
+    if (cls := _class_of(name, path, schema)) is None:
+        instead = f"{_train_step_instead_of(section)} " if path == _TRAIN_STEP else ""
+        end = f"If {name!r} is a class that you wrote, add the key 'auto_register' to the section '{path}'."
+        start = f"'{path}.type' must name a registered class, but got "
+        yield _Wrong(start, [str(name)], _fitting_classes(schema), end, ValueError, instead)
         return
     names, may_take_more = _arguments_of(cls)
     if path == _TRAIN_STEP and PER_TOKEN not in names and not may_take_more:
         raise TypeError(
             f"'{path}.type' must be a cell that takes '{PER_TOKEN}', which MindFormers gives to it, but got "
-            f"{section['type']!r}. {train_step_instead_of(section)}"
+            f"{name!r}. {_train_step_instead_of(section)}"
         )
-    if section["type"] == Rule.cell and "rule" in section:
-        # In YAML, the section of an update cell for any rule also holds the arguments of the rule.
-        try:
-            names |= arguments_of(find_rule(section["rule"])).keys() - {"start"}
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"'{path}': {error}") from error
+    # The update cell for any rule itself refuses keys that are no arguments of its rule.
+    if name == Rule.cell or (schema.only and name not in schema.only):
+        return
     accepted = sorted(names - {"network", "optimizer"})
-    for key in map(str, section.keys() - names - _NOT_ARGUMENTS):
-        nearest = did_you_mean(key, accepted, most=3, similarity=0.8)
-        message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {nearest}"
-        if path == _TRAIN_STEP and not may_take_more and (is_former_key(key) or not nearest):
-            # MindFormers' train-step cells accept any keyword, and ignore keywords that they do not know.
-            warn_of_ignored_key(section, key)
-        elif not may_take_more:
-            raise TypeError(f"{message}It takes {', '.join(accepted)}.")
-        elif nearest:
-            warnings.warn(f"{message}The key is passed to {cls.__name__} unchanged.", stacklevel=4)
+    start = f"'{path}' must have keys that {cls.__name__} takes, but got "
+
+    def warning(key: str, hint: str) -> str | None:
+        if may_take_more:
+            return f"{start}{key!r}. {hint}The key is passed to {cls.__name__} unchanged." if hint else ""
+        # MindFormers' train-step cells accept any keyword, and ignore keywords that they do not know.
+        if path == _TRAIN_STEP and (key in FORMER_KEYS or not hint):
+            remedy = f"Write {_present_key(key, section[key])} instead." if FORMER_KEYS.get(key) else "Take it out."
+            return f"'{path}.{key}' has no effect, because {name} ignores it. {remedy}"
+        return None
+
+    wrong = [str(key) for key in section if key not in (*accepted, *_NOT_ARGUMENTS)]
+    yield _Wrong(start, wrong, accepted, f"It takes {', '.join(accepted)}.", warning=warning)
+
+
+def _refuse(problems: Iterable[_Wrong]) -> None:
+    """Raise one error for all wrong names, except for those that only give a warning."""
+    messages: dict[str, type[Exception]] = {}
+    for wrong in problems:
+        refused, hints = [], {}
+        for name in wrong.names:
+            hints[name] = did_you_mean(name, wrong.known, most=3, similarity=0.8)
+            warning = wrong.warning and wrong.warning(name, hints[name])
+            if warning:
+                warnings.warn(warning, stacklevel=4)
+            elif warning is None:
+                refused.append(name)
+        if refused:
+            advice = "" if any(hints.values()) else wrong.if_none_near
+            messages[f"{wrong.start}{describe_wrong(refused, wrong.known)}{advice}{wrong.end}"] = wrong.error
+    if messages:
+        raise next(iter(messages.values()))("\n".join(messages))
+
+
+def _check_values(section: dict[str, Any], path: str, schema: _Section) -> None:
+    """Check that a section has all arguments that its class requires, and values that the class takes."""
+    cls = None if _is_loaded_later(section, path) else _class_of(section.get("type"), path, schema)
+    if cls is None or (schema.only and section["type"] not in schema.only):
+        return
     positional = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
     required = [each.name for each in positional if each.default is each.empty]
     missing = [name for name in required if name not in section]
-    # Check only update cells for missing arguments: MindFormers itself adds arguments for the other classes.
-    if path == SCALE_SENSE and missing:
+    if schema.is_complete and missing:
         raise TypeError(
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
-            f"{', '.join(missing)}. {usual_values(section['type'], missing)}"
+            f"{', '.join(missing)}. {_usual_values(section['type'], missing)}"
         )
-    if path != _TRAIN_STEP:
-        _check_arguments(cls, section, path)
+    if schema.is_tried and cls.__module__.startswith("mindformers_adaptive."):
+        arguments = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
+        try:
+            with warnings.catch_warnings():
+                # Ignore warnings in this check: the class warns again when MindFormers creates it for the training.
+                warnings.simplefilter("ignore")
+                cls(**arguments)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"'{path}': {error}") from error
 
 
-def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Callable[..., Any] | None:
-    """Return the class that a YAML section names, or None if ``auto_register`` has not loaded the class yet."""
+def _is_loaded_later(section: dict[str, Any], path: str) -> bool:
+    """Return whether ``auto_register`` is still to load the class of a YAML section."""
+    auto_register = section.get("auto_register")
+    if not auto_register or str(auto_register).startswith(OWN_AUTO_REGISTER):
+        return False
+    if not (isinstance(auto_register, str) and os.environ.get("REGISTER_PATH")):
+        raise ValueError(
+            f"'{path}.auto_register' must be 'module.Class' in the folder that --register-path names, but got "
+            f"{auto_register!r} and the folder {os.environ.get('REGISTER_PATH')!r}. Give both, or leave out "
+            "'auto_register' if the class is from this package."
+        )
+    return True
+
+
+def _class_of(name: Any, path: str, schema: _Section) -> Callable[..., Any] | None:
+    """Return the class that the ``type`` of a YAML section names, or None if no such class is registered."""
     from mindformers.tools.register import MindFormerRegister
 
-    name, auto_register = section.get("type"), section.get("auto_register")
-    if auto_register and not str(auto_register).startswith(OWN_AUTO_REGISTER):
-        if not (isinstance(auto_register, str) and os.environ.get("REGISTER_PATH")):
-            raise ValueError(
-                f"'{path}.auto_register' must be 'module.Class' in the folder that --register-path names, but got "
-                f"{auto_register!r} and the folder {os.environ.get('REGISTER_PATH')!r}. Give both, or leave out "
-                "'auto_register' if the class is from this package."
-            )
-        return None
     if callable(name):
         return name  # type: ignore[no-any-return]
     if not isinstance(name, str):
         raise TypeError(f"'{path}.type' must be the name of a class, but got {name!r}. Add 'type: ...' to the section.")
-    if MindFormerRegister.is_exist(kind, name):
-        return MindFormerRegister.get_cls(kind, name)  # type: ignore[no-any-return]
-    known = sorted(other for other in MindFormerRegister.registry[kind] if _may_stand_at(path, kind, other))
-    suggestion = did_you_mean(name, known, most=3, similarity=0.8)
-    if path == _TRAIN_STEP and not suggestion:
-        suggestion = f"{train_step_instead_of(section)} "
-    raise ValueError(
-        f"'{path}.type' must name a registered class, but got {name!r}. {suggestion}If {name!r} is a class that you "
-        f"wrote, add the key 'auto_register' to the section '{path}'."
-    )
+    return MindFormerRegister.get_cls(schema.kind, name) if MindFormerRegister.is_exist(schema.kind, name) else None
 
 
-def _may_stand_at(path: str, kind: str, name: str) -> bool:
-    """Return whether a class may be the type of the YAML section at a path.
-
-    The section ``runner_wrapper`` needs a train-step cell, and ``scale_sense`` needs an update cell.
-    """
+def _fitting_classes(schema: _Section) -> list[str]:
+    """Return the names of the classes that may be the type of a section."""
     from mindformers.tools.register import MindFormerRegister
 
-    needed = {_TRAIN_STEP: PER_TOKEN, SCALE_SENSE: "loss_scale_value"}.get(path)
-    return needed is None or needed in _arguments_of(MindFormerRegister.get_cls(kind, name))[0]
+    classes = MindFormerRegister.registry[schema.kind]
+    return sorted(name for name in classes if not schema.needs or schema.needs in _arguments_of(classes[name])[0])
+
+
+def _usual_values(cell: str, names: Iterable[str]) -> str:
+    """Return a sentence that tells the user to add the missing arguments of an update cell, with usual values.
+
+    Examples:
+        >>> _usual_values("AdaptiveLossScale", ["scale_factor", "scale_window"])
+        "Add them; usual are 'scale_factor: 2' and 'scale_window: 20'."
+    """
+    usual = _USUAL_VALUES if rule_of_cell(cell) else _USUAL_VALUES | {"scale_window": _STOCK_WINDOW}
+    known = [f"'{name}: {usual[name]}'" for name in names if name in usual]
+    them = "them" if len(known) > 1 else "it"
+    return f"Add {them}; usual {'are' if len(known) > 1 else 'is'} {' and '.join(known)}." if known else "Add them."
+
+
+def _train_step_instead_of(section: Mapping[str, Any]) -> str:
+    """Return a sentence that recommends MindFormers' train-step cell, and names the present key for each outdated key.
+
+    Examples:
+        >>> _train_step_instead_of({"type": "TrainOneStepCell", "sens": 1024})
+        "Use MFTrainOneStepCell, which scales the loss and clips gradients, with 'scale_sense: 1024' for 'sens'."
+    """
+    present = [f"{_present_key(key, section[key])} for {key!r}" for key in section if FORMER_KEYS.get(key)]
+    renamed = f", with {' and '.join(present)}" if present else ""
+    return f"Use MFTrainOneStepCell, which scales the loss and clips gradients{renamed}."
+
+
+def _present_key(key: str, value: Any) -> str:
+    return f"'{FORMER_KEYS[key]}: {value}'"
 
 
 def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.mindformers.keys import value_at
+from mindformers_adaptive.mindformers.scaling_checks import warn_of_dtype
 from mindformers_adaptive.rules import RULES, find_rule, make_rule, rule_of_cell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
 from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.text.nearest import did_you_mean
-from mindformers_adaptive.text.untrusted import read_yaml
+from mindformers_adaptive.text.nearest import describe_wrong
+from mindformers_adaptive.text.untrusted import read_yaml, with_powers
 
-__all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", "read_section", "warn_of_dtype"]
+__all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", "read_section"]
 
 SECTION = "training.loss_scale"
 
@@ -104,6 +106,7 @@ def read_section(section: object) -> dict[str, Any]:
         >>> section.pop("rule").name, section
         ('adaptive', {'loss_scale_value': 1024, 'scale_window': 20})
     """
+    section = with_powers(copy.deepcopy(section))
     if isinstance(section, int | float) and not isinstance(section, bool):
         scale = require_positive(SECTION, section)
         return {"rule": AdaptiveRule} | dict.fromkeys(("loss_scale_value", "min_loss_scale", "max_loss_scale"), scale)
@@ -115,12 +118,11 @@ def read_section(section: object) -> dict[str, Any]:
     arguments = {str(name): value for name, value in section.items()}
     rule = _rule_of(arguments)
     known = all_arguments(rule)
-    for name in arguments:
-        if name not in known:
-            raise TypeError(
-                f"'{SECTION}' must have keys that the rule {rule.name!r} takes, but got {name!r}. "
-                f"{did_you_mean(name, known)}It takes {', '.join(known)}."
-            )
+    if wrong := [name for name in arguments if name not in known]:
+        raise TypeError(
+            f"'{SECTION}' must have keys that the rule {rule.name!r} takes, but got {describe_wrong(wrong, known)}"
+            f"It takes {', '.join(known)}."
+        )
     arguments.setdefault("loss_scale_value", known["loss_scale_value"])
     of_start = {name: arguments[name] for name in rule.start_arguments if name in arguments}
     of_rule = {name: value for name, value in arguments.items() if name not in (*of_start, "loss_scale_value")}
@@ -190,29 +192,3 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
                 f"'callbacks.{index}.type' must be a callback of the PyNative trainer, but GradientRangeMonitor works "
                 "with the graph-mode trainer only. Remove this callback; LossScaleMonitor works with both trainers."
             )
-
-
-def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stacklevel: int) -> None:
-    """Warn if a float16 model has no loss scaling, or the loss scale of a bfloat16 model moves.
-
-    Args:
-        key (str): the key of the dtype.
-        dtype (object): the dtype in which the model computes.
-        section (str): the key of the loss-scaling section.
-        kind (str, optional): the type in that section; "" for a fixed loss scale, None without a section.
-        stacklevel (int): as in ``warnings.warn``.
-    """
-    name, short = str(dtype).lower().rpartition(".")[2], section.rpartition(".")[2]
-    if name in ("float16", "fp16") and kind is None:
-        warnings.warn(
-            f"'{key}' is {dtype}, in which small gradients become 0, but there is no '{section}', so the loss is not "
-            f"scaled. Add a section of type AdaptiveLossScale, or '{short}: 1.0' to train without loss scaling.",
-            stacklevel=stacklevel,
-        )
-    if name in ("bfloat16", "bf16") and kind:
-        warnings.warn(
-            f"'{key}' is {dtype}, which has the range of float32 and needs no loss scaling, but '{section}' is of type "
-            f"{kind}. Training goes on with loss scaling. Set '{short}: 1.0' to train without loss scaling, or set "
-            f"'{key}' to float16 if you meant to train in float16.",
-            stacklevel=stacklevel,
-        )

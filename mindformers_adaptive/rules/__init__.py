@@ -28,6 +28,7 @@ from mindformers_adaptive.rules.functions import (
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.values import RuleError
+from mindformers_adaptive.text.nearest import describe_wrong
 
 __all__ = ["RULES", "Format", "Rule", "RuleError", "find_format", "find_rule", "is_rule_name", "make_rule"]
 __all__ += ["rule_of_cell"]
@@ -106,11 +107,11 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
         return rule
     rule_class = find_rule(rule)
     known = arguments_of(rule_class)
-    for name in arguments:
-        if name not in known:
-            raise TypeError(
-                f"The rule {rule_class.name!r} has no argument {name!r}. Its arguments are {', '.join(known)}."
-            )
+    if wrong := [name for name in arguments if name not in known]:
+        raise TypeError(
+            f"The rule {rule_class.name!r} has no argument {describe_wrong(wrong, known)}Its arguments are "
+            f"{', '.join(known)}."
+        )
     return rule_class(**arguments)
 
 

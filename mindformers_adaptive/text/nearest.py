@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-__all__ = ["did_you_mean", "nearest_names"]
+__all__ = ["describe_wrong", "did_you_mean", "nearest_names"]
 
 
 def nearest_names(word: str, known: Collection[str]) -> str:
@@ -35,3 +35,19 @@ def did_you_mean(word: str, known: Collection[str], most: int = 1, similarity: f
     """
     similar = difflib.get_close_matches(word, known, n=most, cutoff=similarity)
     return f"Did you mean {' or '.join(map(repr, similar))}? " if similar else ""
+
+
+def describe_wrong(words: Sequence[str], known: Collection[str]) -> str:
+    """Return misspelled names in quotes, and the known names that are similar to each of them.
+
+    Examples:
+        >>> describe_wrong(["scale_windw"], ["scale_window", "scale_factor"])
+        "'scale_windw'. Did you mean 'scale_window'? "
+        >>> describe_wrong(["scale_windw", "seed"], ["scale_window"])
+        "'scale_windw', 'seed'. Did you mean 'scale_window' for 'scale_windw'? "
+    """
+    listed = f"{', '.join(map(repr, words))}. "
+    hints = {word: did_you_mean(word, known, most=3, similarity=0.8) for word in words}
+    if len(words) == 1:
+        return listed + hints[words[0]]
+    return listed + "".join(f"{hint.rstrip('? ')} for {word!r}? " for word, hint in hints.items() if hint)

@@ -68,7 +68,6 @@ WRONG_TYPES = [
     ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer .*got 1.5"),
     ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
     ({f"{SCALE_SENSE}.history_size": "x"}, "'history_size' must be an integer .*got 'x'"),
-    ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be a finite number .*got 'x'"),
     ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer .*got 'x'"),
     ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
     ({SCALE_SENSE: {**BY_RULE, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
@@ -95,8 +94,6 @@ WRONG_VALUES = [
     ({SCALE_SENSE: {**COMPLETE, "auto_register": "adaptive_scaling.A"}}, f"'{SCALE_SENSE}.auto_register' .* leave"),
     ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
     ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
-    ({SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": -1}}, "'loss_scale_value' must be finite"),
-    ({SCALE_SENSE: {**DYNAMIC, "scale_factor": 0}}, "'scale_factor' must be .*number above 0"),
     ({EVERY: 0}, "'callbacks.2': 'every_n_steps' must be at least 1, but got 0"),
     ({"callbacks.2.on_collapse": "explode"}, "'callbacks.2': 'on_collapse' must be one of"),
     ({"callbacks": [{**RANGES, "loss_scales": [-1]}]}, "'callbacks.0': 'loss_scales' must be finite and above 0"),
@@ -111,6 +108,53 @@ MISTAKES = [
 def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message):
     with pytest.raises(error, match=message):
         load(changes)
+
+
+SEVERAL = [
+    ({f"{SCALE_SENSE}.max_scale_windows": 5, f"{SCALE_SENSE}.histeresis": 2}, ["max_scale_window", "hysteresis"]),
+    ({"runner_wrapper.use_clip_gard": True, f"{SCALE_SENSE}.scale_factr": 2}, ["use_clip_grad", "scale_factor"]),
+    ({f"{SCALE_SENSE}.scale_factr": 2, "callbacks.2.on_colapse": "warn"}, ["scale_factor", "on_collapse"]),
+    ({"callbacks.2.on_colapse": "warn", "callbacks.2.every_n_step": 2}, ["on_collapse", "every_n_steps"]),
+    ({"callbacks.0.type": "MFLossMonitr", f"{SCALE_SENSE}.scale_factr": 2}, ["MFLossMonitor", "scale_factor"]),
+    ({SCALE_SENSE: {**BY_RULE, "rule": "guided", "exchang_rate": 1, "hysteres": 2}}, ["exchang_rate", "hysteres"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "names"), SEVERAL, ids=str)
+def test_all_wrong_keys_are_named_at_once(changes, names):
+    with pytest.raises((TypeError, ValueError)) as error:
+        load(changes)
+    assert all(f"'{name}'" in str(error.value) for name in names)
+    wrong = [key.rpartition(".")[2] for key in changes if not key.endswith((".type", "scale_sense"))]
+    assert all(f"'{key}'" in str(error.value) for key in wrong)
+
+
+def test_loss_scales_may_be_written_as_powers_of_two(tmp_path):
+    content = yaml.safe_load(CONFIG.read_text())
+    cells = {
+        "2^16": lambda scale: float(scale),
+        "2**3": lambda scale: float(scale),
+        **{
+            kind: lambda section: section["loss_scale_value"]
+            for kind in ("FixedLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "AdaptiveLossScale")
+        },
+    }
+    for kind, value_of in cells.items():
+        moving = {"scale_factor": 2, "scale_window": 20} if kind[0] in "DA" else {}
+        section = kind if kind[0] == "2" else {"type": kind, "loss_scale_value": "2^16", **moving}
+        if kind == "AdaptiveLossScale":
+            section |= {"min_loss_scale": "2^-3", "max_loss_scale": "2^24"}
+        content["runner_wrapper"]["scale_sense"] = section
+        content["callbacks"].append({"type": "GradientRangeMonitor", "loss_scales": ["2^0", "2^8", 3]})
+        file = tmp_path / "powers.yaml"
+        file.write_text(yaml.safe_dump(content))
+        config = load_config(file)
+        assert value_of(config.runner_wrapper.scale_sense) == (8.0 if kind == "2**3" else 65536.0)
+        assert config.callbacks[-1]["loss_scales"] == [1.0, 256.0, 3]
+    assert config.runner_wrapper.scale_sense.min_loss_scale == 0.125
+    assert config.runner_wrapper.scale_sense["max_loss_scale"] == 2.0**24
+    with pytest.raises(ValueError, match="too large"):
+        load({f"{SCALE_SENSE}.loss_scale_value": "2^2000"})
 
 
 def test_numeric_key_in_the_file_is_refused():

@@ -79,6 +79,20 @@ def test_wrong_section_is_refused_with_key_and_remedy(section, error, message):
         read_section(section)
 
 
+def test_all_wrong_keys_are_named_at_once():
+    with pytest.raises(TypeError) as error:
+        read_section(ADAPTIVE | {"scale_facto": 3, "windows": 4})
+    assert "'scale_facto', 'windows'. Did you mean 'scale_factor' for 'scale_facto'" in str(error.value)
+
+
+def test_loss_scales_may_be_written_as_powers_of_two():
+    section = ADAPTIVE | {"loss_scale_value": "2^10", "max_loss_scale": "2^20"}
+    assert read_section(section).items() >= {"loss_scale_value": 1024.0, "max_loss_scale": 2.0**20}.items()
+    # The section itself is not changed.
+    assert section["loss_scale_value"] == "2^10"
+    assert read_section("2^10")["loss_scale_value"] == 1024.0
+
+
 @pytest.mark.parametrize(
     ("content", "mode", "expected"),
     [
