@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mindformers_adaptive.mindformers.keys import FORMER_KEYS, PER_TOKEN, SCALE_SENSE, Settings, settings_of
+from mindformers_adaptive.mindformers.keys import FORMER_KEYS, PER_TOKEN, SCALE_SENSE, TrainingSettings, settings_of
 from mindformers_adaptive.mindformers.scaling_checks import warn_of_scaling
 from mindformers_adaptive.rules import rule_of_cell
 from mindformers_adaptive.rules.rule import Rule
@@ -116,7 +116,7 @@ def check_config(config: Any) -> None:
     warn_of_scaling(settings)
 
 
-def _sections_of(settings: Settings) -> Iterator[tuple[dict[str, Any], str, _Section]]:
+def _sections_of(settings: TrainingSettings) -> Iterator[tuple[dict[str, Any], str, _Section]]:
     """Yield content, path and schema of each section to check."""
     if settings.train_step:
         yield settings.train_step, _TRAIN_STEP, _SCHEMA[_TRAIN_STEP]
@@ -143,7 +143,7 @@ def _require_section_or_number(scale_sense: Any) -> None:
         raise TypeError(f"'{SCALE_SENSE}' must have a 'type', but {what}. Add 'type: AdaptiveLossScale'.")
 
 
-def _check_resuming(settings: Settings) -> None:
+def _check_resuming(settings: TrainingSettings) -> None:
     resume = settings.resume
     # With the text 'true' instead of the value True, MindFormers would look for a checkpoint file named 'true'.
     if not isinstance(resume, bool | str | None) or repr(resume).lower() in ("'true'", "'false'"):
@@ -154,7 +154,7 @@ def _check_resuming(settings: Settings) -> None:
         )
 
 
-def _check_format_of_checkpoints(settings: Settings) -> None:
+def _check_format_of_checkpoints(settings: TrainingSettings) -> None:
     try:
         from mindformers.checkpoint.layout_adapter import DTensor
     except ImportError:  # MindFormers before 2.0 does not have DTensor

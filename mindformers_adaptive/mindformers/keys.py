@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 __all__ = ["ACCUMULATION", "COMPILED_PARALLELISM", "FORMER_KEYS", "PER_TOKEN", "SCALE_SENSE", "WEIGHTS_DTYPE"]
-__all__ += ["Settings", "given_to_train_step", "micro_batches_of", "model_values", "settings_of", "value_at"]
+__all__ += ["TrainingSettings", "given_to_train_step", "micro_batches_of", "model_values", "settings_of", "value_at"]
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
 WEIGHTS_DTYPE = "model.model_config.param_init_type"
@@ -79,7 +79,7 @@ def model_values(config: Any) -> Mapping[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty} | section
 
 
-class Settings(NamedTuple):
+class TrainingSettings(NamedTuple):
     """The settings of a training that concern its train step, loss scaling, resuming, formats and callbacks.
 
     Attributes:
@@ -107,14 +107,14 @@ class Settings(NamedTuple):
     eps: Any
 
 
-def settings_of(config: Any) -> Settings:
+def settings_of(config: Any) -> TrainingSettings:
     """Return the settings of a configuration that :func:`mindformers_adaptive.mindformers.checks.check_config` checks.
 
     Args:
         config (MindFormerConfig): the configuration of a training.
     """
     train_step = config.get("runner_wrapper")
-    return Settings(
+    return TrainingSettings(
         train_step=train_step if isinstance(train_step, dict) else {},
         scale_sense=value_at(config, SCALE_SENSE),
         callbacks=config.get("callbacks") or [],

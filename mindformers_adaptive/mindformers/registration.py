@@ -10,14 +10,14 @@ from mindformers_adaptive.mindformers.training_state_monitor import TrainingStat
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 __all__ = ["register"]
 
-# Further names of this package's wrapper classes: AdaptiveLossScale, which MindFormers lacks, and MindFormers' own
-# short names.
+# Further names of this package's wrapper classes: short names, which MindFormers lacks, and MindFormers' own short
+# names.
 _ALIASES = {
-    AdaptiveRule.cell: wrapper.AdaptiveLossScaleUpdateCell,
+    "AdaptiveLossScale": wrapper.AdaptiveLossScaleUpdateCell,
+    "GradientGuidedLossScale": wrapper.GradientGuidedLossScaleUpdateCell,
     "loss_scale_wrapper": wrapper.TrainOneStepWithLossScaleCell,
     "mf_wrapper": wrapper.MFTrainOneStepCell,
     "pipeline_wrapper": wrapper.MFPipelineWithLossScaleCell,
@@ -34,8 +34,9 @@ def register():
     trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and
     ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
 
-    ``AdaptiveLossScale`` is a second name for ``AdaptiveLossScaleUpdateCell``. MindFormers has no class of that name,
-    so a training that uses it fails if this package is missing. The line
+    ``AdaptiveLossScale`` is a second name for ``AdaptiveLossScaleUpdateCell``, and ``GradientGuidedLossScale`` for
+    ``GradientGuidedLossScaleUpdateCell``. MindFormers has no classes of these names, so a training that uses them fails
+    if this package is missing. The line
     ``auto_register: adaptive_loss_scaling...`` in a YAML file is accepted and has no effect.
 
     Examples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from mindformers_adaptive.mindformers.keys import SCALE_SENSE, WEIGHTS_DTYPE, Settings
+from mindformers_adaptive.mindformers.keys import SCALE_SENSE, WEIGHTS_DTYPE, TrainingSettings
 from mindformers_adaptive.rules import rule_of_cell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
@@ -22,11 +22,11 @@ _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 _STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
 
 
-def warn_of_scaling(settings: Settings) -> None:
+def warn_of_scaling(settings: TrainingSettings) -> None:
     """Warn of number formats and initial loss scales with which a training loses weight updates or precision.
 
     Args:
-        settings (Settings): the settings of a training, with this package registered.
+        settings (TrainingSettings): the settings of a training, with this package registered.
 
     Raises:
         TypeError: if a fixed loss scale is not a number.
@@ -76,7 +76,7 @@ def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stackleve
         )
 
 
-def _warn_of_lost_updates(settings: Settings) -> None:
+def _warn_of_lost_updates(settings: TrainingSettings) -> None:
     # Optimizers compute in float32, but store float16 weights in float16. A weight loses an update that is below half
     # the distance to the next float16 number. Half of this distance is 1/4096 to 1/2048 of the weight.
     if str(settings.weights_dtype).lower() != "float16":

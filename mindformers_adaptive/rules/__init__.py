@@ -46,8 +46,9 @@ def is_rule_name(name: object) -> bool:
 
 def rule_of_cell(cell: object) -> type[Rule] | None:
     """Return this package's rule for an update cell's class name or YAML ``type``; None if there is no such rule."""
-    cell_rules = [rule for rule in RULES.values() if rule.cell != Rule.cell]
-    return next((rule for rule in cell_rules if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
+    # The name of a class ends in UpdateCell; the short name in YAML does not.
+    short = {rule.cell.removesuffix("UpdateCell"): rule for rule in RULES.values() if rule.cell != Rule.cell}
+    return short.get(cell.removesuffix("UpdateCell")) if isinstance(cell, str) else None
 
 
 def find_rule(rule: str | type[Rule]) -> type[Rule]:

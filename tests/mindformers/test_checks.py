@@ -173,6 +173,7 @@ def test_numeric_key_in_the_file_is_refused():
         {SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1024}},
         {SCALE_SENSE: {**COMPLETE, "auto_register": "my_cells.MyUpdateCell", "type": "MyUpdateCell", "mine": 1}},
         {SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER}},
+        {SCALE_SENSE: {**GUIDED, "type": "GradientGuidedLossScale", "exchange_rate": 2}},
         {TYPE: "mf_wrapper"},
         {TYPE: "MFPipelineWithLossScaleCell", "runner_wrapper.micro_batch_num": 4},
         {"runner_wrapper.micro_batch_num": 4},

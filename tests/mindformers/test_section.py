@@ -79,6 +79,14 @@ def test_wrong_section_is_refused_with_key_and_remedy(section, error, message):
         read_section(section)
 
 
+def test_each_rule_has_a_short_name():
+    for short, rule in (("AdaptiveLossScale", "adaptive"), ("GradientGuidedLossScale", "guided")):
+        for name in (short, f"{short}UpdateCell"):
+            assert read_section({"type": name, "loss_scale_value": 8})["rule"].name == rule
+    with pytest.raises(ValueError, match="'training.loss_scale.type' must be"):
+        read_section({"type": "RuleLossScale", "rule": "guided"})
+
+
 def test_all_wrong_keys_are_named_at_once():
     with pytest.raises(TypeError) as error:
         read_section(ADAPTIVE | {"scale_facto": 3, "windows": 4})

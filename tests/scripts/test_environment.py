@@ -32,9 +32,9 @@ def test_pips_errors_are_shown_without_its_warnings(tmp_path):
 
 
 IMPORTS = [
-    (script.name, *found)
+    (script.name, *names)
     for script in sorted((ROOT / "scripts").rglob("*.sh"))
-    for found in re.findall(r"^from (mindformers_adaptive\S*) import (.+)$", script.read_text(), re.MULTILINE)
+    for names in re.findall(r"^from (mindformers_adaptive\S*) import (.+)$", script.read_text(), re.MULTILINE)
 ]
 
 
