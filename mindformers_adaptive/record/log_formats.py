@@ -190,6 +190,7 @@ class _DeepSpeed(LogFormat):
     reduced = re.compile(r"(?:reducing to|loss scale from\s+\S+\s+to)\s+([-+.\w]+)", re.I)
     step = re.compile(r"(?<!\w)step=(\d{1,16}), skipped=(\d{1,16})(?=,|\s|$)")
     source, rank = re.compile(r"\[(\w+)\.py:\d+"), re.compile(r"\brank (\d+)", re.I)
+    moment = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 
     def parse(self, line: str) -> Step | None:
         if self.overflow.search(line):
@@ -200,8 +201,11 @@ class _DeepSpeed(LogFormat):
             # the loss scale, so ignore a new loss scale out of this range.
             if scale is None or (after is not None and not scale / 2 <= after <= scale):
                 after = None
-            printer = " ".join([*self.source.findall(line)[-1:], *self.rank.findall(line)[-1:]])
-            return LogLine(overflow=True, loss_scale=scale, next_loss_scale=after, printer=printer)
+            found = [pattern.findall(line)[-1:] for pattern in (self.source, self.rank, self.moment)]
+            source, rank, moment = map("".join, found)
+            return LogLine(
+                overflow=True, loss_scale=scale, next_loss_scale=after, source=source, rank=rank, moment=moment
+            )
         if "skipped=" not in line or "step=" not in line:
             return None
         match = self.step.search(line)

@@ -130,11 +130,10 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     if not len(lines) and not lines.overflows:
         raise ValueError(_nothing_found(paths, formats, texts.number, nearest))
     run = run_of_lines(lines, log_format, texts.name_of)
-    if np.isnan(run.loss_scale).all():
+    if np.isnan(run.filled_loss_scale).all():
         raise ValueError(
-            f"The log must show the loss scale that a step used, but no line of {_names(paths)} shows it (lines about "
-            f"steps: {used}). Give the log of a training with loss scaling. It needs at least two lines about steps, "
-            "because a line may show only the loss scale after its step, which is the loss scale of the next step."
+            f"The log must show the loss scale, but no line of {_names(paths)} shows it (lines about steps: {used}). "
+            "Give the log of a training with loss scaling."
         )
     notes = [*lines.notes, *run.notes]
     if texts.undecodable:

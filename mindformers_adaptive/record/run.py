@@ -57,7 +57,6 @@ class RecordedRun:
             not name it beside the one that the step used; None where it never does.
         scale_window (NDArray, optional): float64 of shape (steps,), the scale window after the step, in steps, nan
             where the log does not say; None where it never does.
-        holds_if (str): the condition under which the bounds on skipped steps hold; empty if they always hold.
         gradient_format (Format): the format of the gradients, also by its name or numbers. Default: float16.
         without_line (NDArray, optional): bool of shape (steps,), whether the step has no line of its own in a record
             but is counted by other lines. Default: None, for no step.
@@ -98,7 +97,6 @@ class RecordedRun:
     dropped_by_norm: tuple[int, ...] = ()
     next_loss_scale: Floats | None = None
     scale_window: Floats | None = None
-    holds_if: str = ""
     gradient_format: Any = FLOAT16
     without_line: Flags | None = None
     gradient_norm: Floats | None = None
@@ -129,6 +127,24 @@ class RecordedRun:
     def skipped_steps(self) -> int:
         """int: how many steps ``overflow`` marks as skipped; :meth:`skipped_bounds` gives bounds on the true number."""
         return int(self.overflow.sum())
+
+    @property
+    def filled_loss_scale(self) -> Floats:
+        """NDArray: float64 of shape (steps,), where the scale is unknown the one before, or else the first known."""
+        return forward_fill(np.append(self.loss_scale, self.final_loss_scale))[:-1]
+
+    def first_loss_scales(self) -> tuple[float, float] | None:
+        """Return bounds on the loss scale at the start of the run, or None if the log does not bound it.
+
+        If the first steps are overflows and no line states their scale, each of them may have lowered the scale or left
+        it as it was (hysteresis).
+        """
+        scales = np.append(self.loss_scale, self.final_loss_scale)
+        known = np.flatnonzero(~np.isnan(scales))
+        if not len(known) or self.skipped_bounds(int(known[0]))[0] < known[0]:
+            return None
+        low = float(scales[known[0]])
+        return low, low * self.scale_factor ** min(int(known[0]), 1000)
 
     def line_ends(self) -> NDArray[np.int64]:
         """Return for each line of the log how many steps the run has up to the line's last step.
@@ -218,7 +234,7 @@ class RecordedRun:
             raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Choose one, or leave it out.")
         # A rule without a smallest loss scale can lower the scale to 0. No ceiling lies below 0, so an overflow at 0
         # would contradict every ceiling: replace 0 by a tiny positive scale.
-        scale = np.maximum(forward_fill(self.loss_scale), np.finfo(np.float64).tiny)
+        scale = np.maximum(self.filled_loss_scale, np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
         known = self.position_known & ~np.isnan(self.loss_scale)

@@ -20,17 +20,8 @@ __all__ = ["run_of_lines"]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-# The loss scale with which dynamic loss scaling usually starts. Where a log does not state the loss scale at an
-# overflow, the scale is inferred from the next one, and is assumed to be at most this high.
-_LARGEST_START = 2.0**32
-
 # Relative tolerance for comparing loss scales, because logs print rounded scales.
 _NEAR = 1e-4
-
-_MOVES_BY_TWO = (
-    "the rule moves the scale by a factor of two at a time, down at overflows and up after applied steps only, and "
-    "each resume went on with its scale."
-)
 
 
 def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int], str]) -> RecordedRun:
@@ -48,8 +39,6 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
         ValueError: if a line names an unknown gradient format.
     """
     rows = LogRows(lines, log_format, name_of)
-    rows.find_gaps()
-    rows.find_bounds()
     loss_scale, overflow, known = _expand(rows)
     gradient_format = _format_of(lines, rows.notes, name_of)
     ends, columns = np.cumsum(rows.steps), rows.columns
@@ -84,7 +73,6 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
         dropped_by_norm=tuple(rows.step[columns["dropped_by_norm"] == 1].tolist()),
         next_loss_scale=at_last_steps(rows.stated_after),
         scale_window=at_last_steps(np.where((window >= 1) & (window < math.inf), window, np.nan)),
-        holds_if=_MOVES_BY_TWO if rows.rests_on_moves else "",
         gradient_format=gradient_format,
         without_line=without_line if without_line.any() else None,
         is_numbered=not rows.has_tail,
@@ -105,14 +93,15 @@ def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
     ends, total = np.cumsum(rows.steps), int(rows.steps.sum())
     loss_scale, overflow, known = np.full(total, np.nan), np.zeros(total, bool), np.zeros(total, bool)
     _carry_scales(rows)
-    before = np.append(rows.scale_at_start, rows.after[:-1])
-    before = np.where(rows.follows & ~rows.jumps, before, np.nan)
+    before = _scales_before(rows)
     flag = np.where(rows.flag >= 0, rows.flag, rows.guess > 0).astype(bool)
-    inferred = np.where(flag, np.minimum(rows.after * rows.factor, np.maximum(_LARGEST_START, rows.after)), rows.after)
-    used = np.where(np.isnan(rows.used), np.where(np.isnan(before), inferred, before), rows.used)
+    # The scale before an overflow is unknown if no line states it: the overflow may have been tolerated (hysteresis).
+    used = np.where(np.isnan(before) & ~flag, rows.after, before)
+    used = np.where(np.isnan(rows.used), used, rows.used)
     is_known = (rows.fewest == rows.most) & ((rows.fewest == 0) | (rows.fewest == rows.steps))
     overflow[ends - 1], loss_scale[ends - 1], known[ends - 1] = flag, used, is_known | (rows.flag >= 0)
-    for row in np.flatnonzero(rows.steps > 1).tolist():
+    is_listed = np.isin(np.arange(len(ends)), list(rows.overflows)) & np.isnan(rows.used)
+    for row in np.flatnonzero((rows.steps > 1) | is_listed).tolist():
         steps, end, last = int(rows.steps[row]), int(ends[row]), bool(rows.is_whole[row])
         part = slice(end - steps, end - last)
         overflowed, after = int(rows.flag[row] == 1), float(rows.used[row] if last else rows.after[row])
@@ -120,7 +109,10 @@ def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
         flags = np.arange(length) < skips
         if not last and overflowed:
             flags[-1] = True
-        loss_scale[part] = _path(rows, row, flags, float(before[row]), after)
+        if row in rows.overflows:
+            loss_scale[part] = _listed_path(rows.factor, rows.overflows[row], flags, float(before[row]), after)
+        else:
+            loss_scale[part] = _path(rows.factor, flags, float(before[row]), after)
         overflow[part] = flags
         counts = int(rows.fewest[row]) - overflowed, int(rows.most[row]) - overflowed
         known[part] |= counts in ((0, 0), (length, length)) if last else bool(is_known[row])
@@ -130,49 +122,47 @@ def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:
 
 
 def _carry_scales(rows: LogRows) -> None:
-    """Infer the loss scale after each row of log data that lacks it, if the row's number of skipped steps is known."""
+    """Set the loss scale after each row that lacks it, if the row's overflows are all listed, or if it has none."""
     for row in np.flatnonzero(np.isnan(rows.after)).tolist():
         listed = rows.overflows.get(row, [])
-        is_last = rows.has_tail and row == len(rows.after) - 1
-        if listed and (rows.fewest[row] == rows.most[row] or is_last):
-            unlisted = 0 if is_last else max(int(rows.most[row]) - len(listed), 0)
-            scale = listed[-1].next_loss_scale or math.nan
-            # ``fallen`` assumes that each overflow without a line lowered the loss scale. Below 1 this is implausible:
-            # the rule may also have raised the loss scale, or kept it at its smallest value. So leave it unknown.
-            fallen = scale * rows.factor**-unlisted
-            rows.after[row] = fallen if unlisted == 0 or fallen >= 1 else math.nan
+        is_tail = rows.has_tail and row == len(rows.after) - 1
+        if listed and (is_tail or rows.most[row] == len(listed)):
+            rows.after[row] = listed[-1].next_loss_scale or math.nan
         elif rows.most[row] == 0 and rows.follows[row]:
             rows.after[row] = rows.after[row - 1] if row else rows.scale_at_start
 
 
-def _path(rows: LogRows, row: int, flags: Flags, before: float, after: float) -> Floats:
-    """Guess the loss scales of steps without log lines.
+def _scales_before(rows: LogRows) -> Floats:
+    """Return the loss scale before the steps of each row, nan if unknown or if it cannot lead to the scale after it."""
+    before = np.append(rows.scale_at_start, rows.after[:-1])
+    rises, falls = rows.after > before * (1 + _NEAR), rows.after < before * (1 - _NEAR)
+    is_jump = (rows.steps == 1) & (((rows.flag == 1) & rises) | ((rows.flag == 0) & falls))
+    texts = [
+        f"{rows.where(row)}: an {'overflow' if rows.flag[row] else 'applied step'} cannot lead from the scale "
+        f"{before[row]:g} of the line before to {rows.after[row]:g}. The run may have been restarted with another scale."
+        for row in np.flatnonzero(is_jump & rows.follows).tolist()
+    ]
+    rows.note(texts, "On {} lines, the scale does not follow from the line before.")
+    return np.where(rows.follows & ~is_jump, before, np.nan)
 
-    The steps are assumed to be in this order: overflows that leave the scale unchanged, overflows that lower it, and
-    applied steps.
+
+def _path(factor: float, flags: Flags, before: float, after: float) -> Floats:
+    """Guess the loss scales of steps without log lines: each of the first overflows lowers the scale.
+
+    If the scale rose, the raise is assumed to follow the last of the steps.
     """
-    if row in rows.overflows:
-        return _listed_path(rows.factor, rows.overflows[row], flags, before, after)
-    skips = int(flags.sum())
-    if math.isnan(before):
-        with np.errstate(over="ignore"):
-            before = float(min(after * np.power(rows.factor, float(skips)), max(_LARGEST_START, after)))
-    if math.isnan(before) or not 0 < before < math.inf or not 0 < after < math.inf:
-        return np.full(len(flags), before)
-    drops = min(max(math.ceil(math.log(before / after, rows.factor) - _NEAR), 0), skips)
-    if after > before:
-        raises_left: Floats = np.minimum(np.arange(len(flags), 0.0, -1.0), 1000.0)
-        return np.maximum(before, after * rows.factor**-raises_left)
-    drops_so_far: Floats = np.maximum(np.cumsum(flags) - flags - (skips - drops), 0.0)
-    return np.maximum(before * rows.factor**-drops_so_far, after)
+    drops_so_far: Floats = np.cumsum(flags) - flags.astype(np.float64)
+    guess = np.maximum(before * factor**-drops_so_far, min(before, after))
+    applied: Floats = np.where(flags | ~np.isnan(before), guess, after)
+    return applied
 
 
 def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before: float, after: float) -> Floats:
     """Return the loss scales of the steps between two step lines of a log, using the overflow lines between the two.
 
     Where the loss scale of an overflow line is higher than the scale before it, applied steps in between are assumed to
-    have raised the scale. Skipped steps without an overflow line are assumed to lower the scale further. The overflow
-    flags in ``flags`` are set to match.
+    have raised the scale. The scale of skipped steps without an overflow line is unknown. The overflow flags in
+    ``flags`` are set to match.
     """
     count = int(flags.sum())
     room, last, path = len(flags) - count, before, list[tuple[bool, float]]()
@@ -183,7 +173,7 @@ def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before:
             last, room = last * factor, room - 1
         path.append((True, scale))
         last = math.nan if line.next_loss_scale is None else line.next_loss_scale
-    path += [(True, last * factor ** -float(drops)) for drops in range(count - min(count, len(listed)))]
+    path += [(True, math.nan)] * (count - min(count, len(listed)))
     path += [(False, after)] * room
     flags[:], scales = map(np.array, zip(*path, strict=True))
     return np.asarray(scales, np.float64)

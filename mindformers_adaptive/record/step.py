@@ -72,7 +72,8 @@ class LogLine(Step, kw_only=True):
         steps (int, optional): how many steps the line is about, if the line states their number.
         skipped_since (int, optional): how many steps were skipped since the last line that counts skipped steps.
         rounding (float): how far the printed ``next_loss_scale`` may be from the true value.
-        printer (str): the source file and the rank that printed an overflow.
+        source (str), rank (str): the source file and the rank that printed an overflow; empty if the line names none.
+        moment (str): the time at which an overflow was printed, in ISO format; empty if the line names none.
     """
 
     step: int = -1
@@ -81,7 +82,9 @@ class LogLine(Step, kw_only=True):
     steps: int | None = None
     skipped_since: int | None = None
     rounding: float = 0.0
-    printer: str = ""
+    source: str = ""
+    rank: str = ""
+    moment: str = ""
 
 
 _BY_NAME = {field.name: field for field in msgspec.structs.fields(Step)}

@@ -1,0 +1,87 @@
+"""Count overflows that have log lines of their own: several ranks and source files may print the same overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from itertools import pairwise
+
+from mindformers_adaptive.record.step import LogLine
+from mindformers_adaptive.text.table import counted
+
+__all__ = ["merge_ranks", "steps_between"]
+
+# Ranks print the same overflow within this many seconds, including the difference between their clocks, and within this
+# many rows of steps. Equal lines further apart are about different overflows.
+_SECONDS_APART, _ROWS_APART = 10.0, 8
+
+_NEAR_BITS = 1e-4
+
+
+def merge_ranks(overflows: Iterable[tuple[int, LogLine]], notes: list[str]) -> dict[int, list[LogLine]]:
+    """Return a log's overflow lines with each overflow once, in groups by the row before which they stand.
+
+    Each rank and source file prints an overflow once. So take the lines of the rank and source file that has most of
+    them. Lines that name no rank may be of several ranks: count equal lines of the same moment once.
+
+    Args:
+        overflows (Iterable[tuple[int, LogLine]]): the overflow lines, each with the number of rows before it.
+        notes (list[str]): takes a note on the number of merged lines.
+    """
+    lines_of: dict[tuple[str, str], list[tuple[int, LogLine]]] = {}
+    for row, line in overflows:
+        lines_of.setdefault((line.source, line.rank), []).append((row, line))
+    each_once = [lines if rank else _without_repeats(lines) for (_, rank), lines in lines_of.items()]
+    chosen = max(each_once, key=len, default=[])
+    if merged := sum(map(len, lines_of.values())) - len(chosen):
+        lines = counted(merged, "overflow line")
+        notes.append(f"Merged: {lines} of other ranks or source files about the same overflows.")
+    grouped: dict[int, list[LogLine]] = {}
+    for row, line in chosen:
+        grouped.setdefault(row, []).append(line)
+    return grouped
+
+
+def steps_between(overflows: Sequence[LogLine]) -> int:
+    """Return the least number of steps between overflows that changed the loss scale, by a factor of two at a time."""
+    total = 0
+    for first, second in pairwise(overflows):
+        high, start, end = (_bits_of(scale) for scale in (first.loss_scale, second.loss_scale, first.next_loss_scale))
+        low, high = (high - 1, high) if math.isnan(end) else (end, end)
+        if not math.isnan(low + start):
+            total += max(math.ceil(max(start - high, low - start) - _NEAR_BITS), 0)
+    return total
+
+
+def _without_repeats(lines: Iterable[tuple[int, LogLine]]) -> list[tuple[int, LogLine]]:
+    """Return the lines without those that several ranks may have printed about one overflow."""
+    result: list[tuple[int, LogLine]] = []
+    # For each kind of overflow, the row and the time of its last line.
+    last: dict[tuple[float | None, float | None], tuple[int, float]] = {}
+    for row, line in lines:
+        moment, scales = _seconds(line.moment), (line.loss_scale, line.next_loss_scale)
+        repeats = [
+            earlier
+            for earlier, (earlier_row, earlier_moment) in last.items()
+            if all(None in pair or pair[0] == pair[1] for pair in zip(scales, earlier, strict=True))
+            # Without a time, the comparison with nan is False.
+            and not abs(moment - earlier_moment) > _SECONDS_APART
+            and (not math.isnan(moment - earlier_moment) or row - earlier_row <= _ROWS_APART)
+        ]
+        if not repeats:
+            result.append((row, line))
+        for kind in repeats or [scales]:
+            last[kind] = (row, moment)
+    return result
+
+
+def _seconds(moment: str) -> float:
+    try:
+        return datetime.fromisoformat(moment.replace(",", ".")).timestamp()
+    except ValueError:
+        return math.nan
+
+
+def _bits_of(scale: float | None) -> float:
+    return math.log2(scale) if scale is not None and 0 < scale < math.inf else math.nan
