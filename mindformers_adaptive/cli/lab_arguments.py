@@ -27,7 +27,7 @@ from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares, forward_fill
+from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.record.run_folder import RECORD, file_in
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
@@ -64,7 +64,7 @@ class Source:
         if run is None:
             return known
         counts = {name: getattr(run, name) for name in ("lines_read", "lines_used", "lines_ignored", "problems")}
-        bounds = {"bounds_known": bound_shares(self.trace), "holds_if": run.holds_if or None}
+        bounds = {"bounds_known": bound_shares(self.trace)}
         return {**known, "format": run.log_format, **counts, **bounds}
 
     @property
@@ -73,7 +73,7 @@ class Source:
         if self.run is None:
             return None
         trace = self.trace.last(MOST_STEPS_SWEPT)
-        scale = forward_fill(self.run.loss_scale)[-len(trace) :]
+        scale = self.run.filled_loss_scale[-len(trace) :]
         return measure(trace, np.append(scale, scale[-1]))
 
     def text(self) -> str:
@@ -90,8 +90,6 @@ class Source:
             f"  ceilings bounded from below at {bounds['lower_bound']:.1%} of the steps, from above at "
             f"{bounds['upper_bound']:.1%}, else assumed{shown}",
         ]
-        if self.run.holds_if:
-            lines.append(f"  Skipped steps and ceilings hold if {self.run.holds_if}")
         return "\n".join([*lines, *(f"  {problem}" for problem in self.run.problems)])
 
 

@@ -28,7 +28,7 @@ from mindformers_adaptive.lab.measures import (
 from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.scale_path import Change
 from mindformers_adaptive.lab.tuning import DECIDED_FROM, MOST_STEPS_SWEPT
-from mindformers_adaptive.record.run import RecordedRun, forward_fill
+from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import run_folder_of, why_command
 from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
@@ -100,7 +100,7 @@ def advise(
     elsewhere = [*_bad_loss(run), *_collapse(run), *_bad_gradients(run), *_scale_of_one(run)]
     if elsewhere:
         return elsewhere[:1], None
-    scale, start_up = forward_fill(run.loss_scale), start_up_of(run)
+    scale, start_up = run.filled_loss_scale, start_up_of(run)
     start = _lower_start(run, start_up)
     first = float(start[0].figures["scale"] if start else scale[0])
     # A run that records largest gradients uses a rule that follows these gradients. Such a rule has no scale window, so
@@ -235,7 +235,7 @@ def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
 
 
 def _is_always_one(run: RecordedRun) -> bool:
-    return bool((forward_fill(run.loss_scale) == 1.0).all())
+    return bool((run.filled_loss_scale == 1.0).all())
 
 
 def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
@@ -250,13 +250,15 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
 
 def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
     """Return advice to start at a lower, safe loss scale, if more than two steps were skipped at the start."""
-    first = float(forward_fill(run.loss_scale)[0])
+    first = float(run.filled_loss_scale[0])
     # A loss scale that is not a power of two would round FP16 gradients.
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
-    if not SMALLEST_LOSS_SCALE <= better < first or start_up.fewest <= _TOLERABLE:
+    is_lower = better <= first if math.isnan(run.loss_scale[0]) else better < first
+    if not (SMALLEST_LOSS_SCALE <= better and is_lower) or start_up.fewest <= _TOLERABLE:
         return []
     at_least = "" if start_up.fewest == start_up.most else "At least "
-    instead = "" if math.isnan(run.loss_scale[0]) else f" instead of {as_power_of_two(first)}"
+    start = " to ".join(as_power_of_two(scale) for scale in sorted(set(run.first_loss_scales() or ())))
+    instead = f" instead of {start}" if start else ""
     resumed = ""
     if run.step[0] > 1:
         resumed = f" The log begins at step {run.step[0]}: if the run was resumed there, resume its loss scale too."
@@ -273,7 +275,7 @@ def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
                 "saves_at_most": start_up.most,
             },
             "loss_scale_value",
-            f"was {as_power_of_two(first)}; {as_power_of_two(better)} is the highest that held",
+            f"was {start}; " * bool(start) + f"{as_power_of_two(better)} is the highest that held",
         )
     ]
 

@@ -20,7 +20,7 @@ from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, Measures, meas
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.replay import compare
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
-from mindformers_adaptive.record.run import RecordedRun, forward_fill
+from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import as_power_of_two
@@ -67,8 +67,8 @@ class Analysis:
         """Return the analysis of the run as a dict that ``json`` can write. None stands for an unknown value.
 
         A number that the log does not give exactly is None, and its bounds are in ``..._at_least`` and ``..._at_most``.
-        For ``skipped``, the bounds are ``at_least`` and ``at_most``, and ``holds_if`` is the condition on which they
-        hold. ``at_most`` is None if the log does not number all of its steps.
+        For ``skipped``, the bounds are ``at_least`` and ``at_most``. ``at_most`` is None if the log does not number all
+        of its steps.
 
         Returns:
             dict with ``verdict`` (sentences), ``log`` (files, format, lines, notes and problems), ``steps``,
@@ -133,12 +133,12 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     if trace.largest_gradient is None:
         trace = raise_ceilings(trace, run)
     require_steps(trace)
-    if np.isnan(run.loss_scale).all():
+    if np.isnan(run.filled_loss_scale).all():
         raise ValueError(
             f"The run {run.name!r} must have a known loss scale, but its log shows no loss scale in any step. Give a "
             "log that contains loss scales."
         )
-    changes, used = changes_of(run), forward_fill(run.loss_scale)
+    changes, used = changes_of(run), run.filled_loss_scale
     # Make a trace for each assumption about the ceilings. Only the ceilings are new arrays, and the traces share all
     # other arrays: copies of these would not fit into memory for a long run.
     traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]

@@ -58,7 +58,7 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
         ]
     if not advice:
         lines = ["Nothing to change: the log gives no reason for it."]
-        if analysis["start_up"]["before_scale_held_at_least"] > 2:
+        if skipped["at_least"] and analysis["start_up"]["before_scale_held_at_most"] > 2:
             lines = ["No scale has held for 20 steps yet. To measure one to start from: adaptive-loss-scale find"]
         if skipped["count"] is None:
             lines.append("The log does not show every step, so windows could not be judged.")
@@ -95,11 +95,12 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         "unknown" if scale[name] is None else as_power_of_two(float(scale[name]))
         for name in ("first", "final", "smallest", "largest")
     )
+    if scale["first"] is None and scale["first_at_least"] is not None:
+        first = " to ".join(as_power_of_two(float(scale[f"first_{bound}"])) for bound in ("at_least", "at_most"))
     lines = [
         f"Steps     {steps['first']} to {steps['last']}",
         f"Skipped   {_between(skipped)}: {skipped['known']} known at their position, {skipped['inferred']} inferred",
         *_wrapped(f"          known: {_listed(skipped)}", " " * 10),
-        *_wrapped(skipped["holds_if"] and f"          These counts hold if {skipped['holds_if']}", " " * 10),
         skipped["at_most"]
         and f"          {before} before the first applied step, {in_first} in the first {start['first_steps']}",
         skipped["longest_run"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.record.run import RecordedRun, forward_fill
+from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.rules.ladder import DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.text.table import as_power_of_two, counted
@@ -65,9 +65,9 @@ def start_up_of(run: RecordedRun) -> StartUp:
         >>> start_up_of(RecordedRun("run", (), "jsonl", np.arange(1, 101), scale, flags, np.full(100, True)))
         StartUp(steps=16, scale=65536.0, first_step=17, fewest=16, most=16)
     """
-    scale, steps = forward_fill(run.loss_scale), None
+    scale, steps = run.filled_loss_scale, None
     clean = ~run.overflow & (run.position_known | _in_roomy_line(run))
-    lowest_overflow = np.minimum.accumulate(np.where(run.overflow, scale, np.inf))
+    lowest_overflow = np.minimum.accumulate(np.where(run.overflow & ~np.isnan(run.loss_scale), scale, np.inf))
     best, first_step = 0.0, None
     for first, last in consecutive_runs(np.flatnonzero(clean)).tolist():
         if last - first + 1 < _HELD:
@@ -179,7 +179,7 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
 
     A rise without overflow shows this, or the size of the gradients.
     """
-    scale = forward_fill(run.loss_scale)
+    scale = run.filled_loss_scale
     overflows = np.flatnonzero(run.overflow)
     climbed = scale[: int(overflows[0]) if len(overflows) else len(scale)]
     if len(climbed) and climbed.max() >= _ROOM * scale[0]:
@@ -243,7 +243,6 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
         "count": fewest if fewest == most else None,
         "at_least": fewest,
         "at_most": most if run.is_numbered else None,
-        "holds_if": run.holds_if or None,
         "known": int(known.sum()),
         "inferred": fewest - int(known.sum()),
         "ranges": _ranges(run.step[known]),
@@ -273,9 +272,11 @@ def _scales(run: RecordedRun) -> dict[str, Any]:
     starts = np.append(0, run.line_ends()[:-1])
     scales = np.append(run.loss_scale[starts], run.final_loss_scale)
     known: NDArray[np.float64] = scales[~np.isnan(scales)]
-    known = known if len(known) else run.loss_scale[~np.isnan(run.loss_scale)]
+    if math.isnan(run.final_loss_scale):
+        known = np.append(known, run.filled_loss_scale[-1])
     named = {"first": scales[0], "final": known[-1], "smallest": known.min(), "largest": known.max()}
+    low, high = run.first_loss_scales() or (math.nan, math.nan)
     return {
         name: None if math.isnan(scale) else float(scale) if math.isfinite(scale) else "inf"
-        for name, scale in named.items()
+        for name, scale in {**named, "first_at_least": low, "first_at_most": high}.items()
     }

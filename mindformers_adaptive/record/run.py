@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.record.trace import Trace, consecutive_runs, implied_ceilings, just_below, require_one_length
 from mindformers_adaptive.rules.formats import FLOAT16, find_format
 
-__all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "forward_fill"]
+__all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares"]
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -131,7 +131,7 @@ class RecordedRun:
     @property
     def filled_loss_scale(self) -> Floats:
         """NDArray: float64 of shape (steps,), where the scale is unknown the one before, or else the first known."""
-        return forward_fill(np.append(self.loss_scale, self.final_loss_scale))[:-1]
+        return _forward_fill(np.append(self.loss_scale, self.final_loss_scale))[:-1]
 
     def first_loss_scales(self) -> tuple[float, float] | None:
         """Return bounds on the loss scale at the start of the run, or None if the log does not bound it.
@@ -234,7 +234,7 @@ class RecordedRun:
             raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Choose one, or leave it out.")
         # A rule without a smallest loss scale can lower the scale to 0. No ceiling lies below 0, so an overflow at 0
         # would contradict every ceiling: replace 0 by a tiny positive scale.
-        scale = np.maximum(self.filled_loss_scale, np.finfo(np.float64).tiny)
+        scale = np.maximum(np.nan_to_num(self.filled_loss_scale, nan=1.0, posinf=np.inf), np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
         known = self.position_known & ~np.isnan(self.loss_scale)
@@ -285,11 +285,11 @@ def bound_shares(trace: Trace) -> dict[str, float]:
     }
 
 
-def forward_fill(scale: Floats) -> Floats:
+def _forward_fill(scale: Floats) -> Floats:
     """Return loss scales with each nan replaced by the last known scale before it, or else by the first known."""
     known = np.flatnonzero(~np.isnan(scale))
     if len(known) == 0:
-        return np.ones_like(scale)
+        return scale
     before = np.searchsorted(known, np.arange(len(scale)), side="right") - 1
     carried: Floats = scale[known[np.maximum(before, 0)]]
     return carried

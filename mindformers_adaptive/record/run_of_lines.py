@@ -139,7 +139,7 @@ def _scales_before(rows: LogRows) -> Floats:
     is_jump = (rows.steps == 1) & (((rows.flag == 1) & rises) | ((rows.flag == 0) & falls))
     texts = [
         f"{rows.where(row)}: an {'overflow' if rows.flag[row] else 'applied step'} cannot lead from the scale "
-        f"{before[row]:g} of the line before to {rows.after[row]:g}. The run may have been restarted with another scale."
+        f"{before[row]:g} of the line before to {rows.after[row]:g}. The run may have restarted with another scale."
         for row in np.flatnonzero(is_jump & rows.follows).tolist()
     ]
     rows.note(texts, "On {} lines, the scale does not follow from the line before.")
@@ -152,9 +152,10 @@ def _path(factor: float, flags: Flags, before: float, after: float) -> Floats:
     If the scale rose, the raise is assumed to follow the last of the steps.
     """
     drops_so_far: Floats = np.cumsum(flags) - flags.astype(np.float64)
-    guess = np.maximum(before * factor**-drops_so_far, min(before, after))
-    applied: Floats = np.where(flags | ~np.isnan(before), guess, after)
-    return applied
+    if math.isnan(before):
+        return np.full(len(flags), math.nan if flags.any() else after)
+    guess: Floats = np.maximum(before * factor**-drops_so_far, min(before, after))
+    return guess
 
 
 def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before: float, after: float) -> Floats:

@@ -71,7 +71,7 @@ MINDFORMERS = {
 def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
-    assert (run.loss_scale[-1], run.final_loss_scale, run.loss[-1]) == (65536.0, 32768.0, 2.5)
+    assert (run.first_loss_scales(), run.final_loss_scale, run.loss[-1]) == (None, 32768.0, 2.5)
     # A log line of MindFormers up to 0.7 has the time of a network call. A call may take several steps, so the seconds
     # per step are unknown.
     assert run.seconds is None if "507.205" in MINDFORMERS[version] else run.seconds[-1] == 0.507
@@ -91,7 +91,7 @@ def test_a_scale_in_eight_digits_is_the_float32_it_stands_for(tmp_path):
     run = read(
         tmp_path, *(mindformers_line(k, True, scale) for k, scale in ((1, "268435460.0"), (2, "[1.3421773e+08]")))
     )
-    assert run.loss_scale.tolist() == [2.0**29, 2.0**28]
+    assert (run.loss_scale[1:].tolist(), run.first_loss_scales()) == ([2.0**28], (2.0**28, 2.0**29))
 
 
 def test_steps_dropped_for_their_norm_are_no_overflows(tmp_path):
@@ -112,7 +112,7 @@ def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
         "per_step_time:    103ms, lr: 1.000000e-03, grad_norm:   1.500000, throughput:   0.10T }\n"
     )
     for text in (pynative, mindformers_line(1, False, "unavailable")):
-        with pytest.raises(ValueError, match=r"must show the loss scale .*run\.log .*lines about steps: 1"):
+        with pytest.raises(ValueError, match=r"must show the loss scale.*run\.log .*lines about steps: 1"):
             read(tmp_path, text)
 
 
@@ -151,7 +151,7 @@ def test_each_variant_of_megatron_line_is_read(tmp_path, text):
 
 def test_a_falling_scale_outweighs_a_count_of_0(tmp_path):
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0), megatron_line(30, 256.0))
-    assert (run.skipped_bounds(), run.skipped_steps, run.position_known.any()) == ((2, 30), 2, False)
+    assert (run.skipped_bounds(), run.position_known.any()) == ((0, 30), False)
     assert any(re.search(r"log:2: the scale fell .*no skipped step.* 1 line ", note) for note in run.notes)
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0, 2), megatron_line(30, 256.0))
     assert run.position_known.tolist() == [True] * 10 + [False] * 10 + [True] * 10
@@ -221,19 +221,21 @@ def test_samples_have_the_skips_of_their_flags_and_counts():
     run = read_log(LOGS / "mindformers_1_9_cpu.log")
     # The expected skipped steps were read by hand from the log lines with "overflow cond: True".
     assert run.step[run.overflow].tolist() == [1, 2, 3, 4, 5, 8, 11, 14, 19, 23, 31]
-    assert run.loss_scale[:9].tolist() == [2.0**k for k in (24, 23, 22, 21, 20, 19, 19, 20, 19)]
+    assert run.loss_scale[1:9].tolist() == [2.0**k for k in (23, 22, 21, 20, 19, 19, 20, 19)]
+    # MindFormers' own update cell halves the scale at the first overflow; hysteresis would have kept it.
+    assert (np.isnan(run.loss_scale[0]), run.first_loss_scales()) == (True, (2.0**23, 2.0**24))
     assert (run.lines_read, run.lines_used, run.problems, run.loss[0], run.seconds[0]) == (32, 32, (), 4.155150, 4.705)
     run = read_log(LOGS / "megatron_gpt2_n4.log")
-    # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. In the first line, the
-    # loss scale falls from 2^32 to 2^23 by nine drops, but 10 steps are skipped. So the first skip caused no drop.
+    # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. The run started at 2^32
+    # and tolerated its first overflow, but the log does not state this.
     assert [int(run.overflow[start : start + 10].sum()) for start in range(0, 200, 10)] == [10, 8, 1] + [0] * 17
-    assert run.loss_scale[:10].tolist() == [2.0**k for k in (32, 32, 31, 30, 29, 28, 27, 26, 25, 24)]
+    assert (np.isnan(run.loss_scale[:10]).all(), run.first_loss_scales()) == (True, (2.0**23, 2.0**33))
     assert np.flatnonzero(~run.position_known).tolist() == list(range(10, 30))
     run = read_log(LOGS / "deepspeed_overflow.log")
     # The log says "step=10, skipped=6", but has lines for only four of the six skipped steps.
     assert (len(run), run.skipped_bounds(), run.position_known.any()) == (10, (6, 6), False)
-    assert run.loss_scale[run.overflow].tolist() == [65536, 65536, 32768, 16384, 8192, 4096]
-    assert (run.loss_scale[~run.overflow] == 2048).all()
+    assert run.loss_scale[:4].tolist() == [65536, 65536, 32768, 16384]
+    assert np.isnan(run.loss_scale[4:]).all()
 
 
 def test_lines_of_several_ranks_are_one_step(tmp_path):
@@ -315,8 +317,8 @@ def test_a_log_may_end_anywhere_in_a_line(tmp_path, name):
     whole = read(tmp_path, *lines, last)
     for length in range(1, len(last) - 1, 3):
         run = read(tmp_path, *lines, last[:length])
-        same = min(len(run), len(whole)) - 1 if name != "deepspeed" else 3
-        assert run.loss_scale[:same].tolist() == whole.loss_scale[:same].tolist(), length
+        same = min(len(run), len(whole)) - 1 if name != "deepspeed" else 2
+        np.testing.assert_array_equal(run.loss_scale[:same], whole.loss_scale[:same], str(length))
         assert run.overflow[:same].tolist() == whole.overflow[:same].tolist(), length
         assert any(re.search(rf"run\.log:{len(lines) + 1}: .* ends .*middle of a line", note) for note in run.notes)
 
@@ -377,7 +379,7 @@ def test_steps_that_are_missing_are_named(tmp_path):
 def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
     run = read(tmp_path, mindformers_line(1, False, 1024.0), mindformers_line(2, False, 64.0))
     assert run.loss_scale.tolist() == [1024.0, 64.0]
-    assert any(re.search(r"log:2: 1 step .*to 64\. ", note) for note in run.notes)
+    assert any(re.search(r"log:2: an applied step .*scale 1024 .*to 64\. ", note) for note in run.notes)
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
     # No rule raises a loss scale from 2^11 to 2^20 in four steps, so this rise does not show which of these steps were
     # skipped. The overflow flag of the last step shows that it was applied. So at most three of the steps were skipped.
@@ -439,7 +441,7 @@ def test_a_value_that_cannot_be_is_unknown(tmp_path):
     line = {"step": 1, "overflow": True, "loss_scale": 0, "next_loss_scale": 8.0, "loss": "nan", "seconds": -4}
     line |= {"largest_gradient": "many", "scale_window": 0}
     run = read(tmp_path, json.dumps(line) + "\n", record_line(2, True, 8.0, gradient_norm="inf"))
-    assert (run.skipped_bounds(), run.loss_scale.tolist(), run.loss[0]) == ((2, 2), [16.0, 8.0], np.inf)
+    assert (run.skipped_bounds(), run.loss_scale[1], run.loss[0]) == ((2, 2), 8.0, np.inf)
     assert (run.seconds, run.largest_gradient, run.scale_window, run.gradient_norm[1]) == (None, None, None, np.inf)
 
 
@@ -452,7 +454,7 @@ def test_a_flag_that_no_line_names_follows_from_the_counts(tmp_path):
             for step, (count, after) in enumerate(zip(counts, truth.after, strict=True), start=1)
         ]
         run = read(tmp_path, *(line.replace("false", "null") for line in lines))
-        assert (run.overflow.tolist(), run.skipped_bounds(), run.holds_if) == (truth.flags, (counts[-1],) * 2, "")
+        assert (run.overflow.tolist(), run.skipped_bounds()) == (truth.flags, (counts[-1],) * 2)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +486,7 @@ def test_no_number_fills_the_memory(tmp_path):
         gap = json.dumps({"missing_steps": step - 2, "first_step": 2, "last_step": step - 1}) + "\n"
         for gaps in ([gap], []):
             run = read(tmp_path, first, *gaps, record_line(step, True, skipped_steps=300))
-            assert len(run) in (length, 10_002)
+            assert len(run) in (length, 3)
             assert (run.skipped_bounds() == (300, 300)) == (step < 2**50)
 
 

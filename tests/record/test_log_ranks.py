@@ -1,0 +1,106 @@
+"""An overflow counts once however many ranks print it, and what no line states is a range."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.record.logs import read_log
+from tests.record.log_writers import megatron_line, mindformers_line, overflow_line, progress_line, record_line
+
+
+def read(folder, *lines):
+    (folder / "run.log").write_text("".join(lines), encoding="utf-8")
+    return read_log(folder / "run.log")
+
+
+def fused(scale, prefix="", time=None):
+    """Return what DeepSpeed's fused optimizer prints about an overflow, on each rank and without the rank's number."""
+    stamp = "" if time is None else f"[2022-07-05 16:{time // 60:02d}:{time % 60:02d},796] [INFO] "
+    source = "[fused_optimizer.py:383:_update_scale] " if stamp else ""
+    return f"{prefix}{stamp}{source}Reducing dynamic loss scale from {scale:.1f} to {scale / 2:.1f}\n"
+
+
+def interleaved(random, texts):
+    """Merge the lines of several ranks in a random order; each rank keeps its own order."""
+    left = [list(lines) for lines in texts]
+    result = []
+    while any(left):
+        lines = left[random.choice([number for number, lines in enumerate(left) if lines])]
+        result.append(lines.pop(0))
+    return result
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+@pytest.mark.parametrize("prefix", ["", "[default{}]:", "{}: "])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32), ranks=st.sampled_from([2, 4, 8]))
+def test_moves_that_several_ranks_print_count_once(tmp_path_factory, stamped, prefix, seed, ranks):
+    random = np.random.default_rng(seed)
+    scales, times = [2.0**23, 2.0**22, 2.0**21, 2.0**20], (1, 2, 3, 20)
+    texts = [
+        [
+            fused(scale, prefix.format(rank), time if stamped else None)
+            for scale, time in zip(scales, times, strict=True)
+        ]
+        for rank in range(ranks)
+    ]
+    run = read(tmp_path_factory.getbasetemp(), *interleaved(random, texts))
+    assert (run.skipped_bounds()[0], run.loss_scale.tolist()) == (4, scales)
+    assert run.final_loss_scale == 2.0**19
+
+
+def test_equal_moves_far_apart_are_several_overflows(tmp_path):
+    lines = [fused(2.0**16, time=time) for time in (1, 1, 300, 301, 600) for _ in range(2)]
+    assert read(tmp_path, *lines).skipped_bounds()[0] == 3
+    # Without times, the lines may be of ten ranks and one overflow. The steps between them tell overflows apart.
+    assert read(tmp_path, *[fused(2.0**16)] * 10).skipped_bounds()[0] == 1
+    steps = [megatron_line(step, 2.0**16) for step in range(1, 30)]
+    run = read(tmp_path, *[fused(2.0**16)] * 2, *steps, *[fused(2.0**16)] * 2)
+    assert run.skipped_bounds()[0] == 2
+
+
+def test_a_rank_that_says_its_number_outweighs_lines_without_one(tmp_path):
+    lines = [fused(2.0**16), fused(2.0**16), overflow_line(2**16, 2**15), overflow_line(2**16, 2**15)]
+    assert read(tmp_path, *lines).skipped_bounds()[0] == 2
+    assert read(tmp_path, *lines, progress_line(10, 2)).skipped_bounds() == (2, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32))
+def test_lines_of_a_step_count_once_for_all_ranks(tmp_path_factory, ranks, seed):
+    random = np.random.default_rng(seed)
+    for line in (mindformers_line, lambda step, flag, scale: megatron_line(step, scale, flag)):
+        steps = [(step, step < 5, 2.0 ** max(16 - step, 12)) for step in range(1, 40)]
+        lines = [text for values in steps for text in random.permutation([line(*values)] * ranks)]
+        run = read(tmp_path_factory.getbasetemp(), *lines)
+        assert (run.step.tolist(), run.skipped_bounds()) == (list(range(1, 40)), (4, 4))
+
+
+@pytest.mark.parametrize("name", ["megatron", "mindformers"])
+def test_a_first_scale_that_no_line_states_is_a_range(tmp_path, name):
+    scales = [2.0**16, *(2.0**k for k in (15, 14, 13, 12)), *[2.0**12] * 115]
+    lines = [
+        megatron_line(step, scale, step <= 5) if name == "megatron" else mindformers_line(step, step <= 5, scale)
+        for step, scale in enumerate(scales, start=1)
+    ]
+    run = read(tmp_path, *lines)
+    assert (run.first_loss_scales(), run.skipped_bounds()) == ((2.0**16, 2.0**17), (5, 5))
+    assert np.isnan(run.loss_scale[0])
+    text = analyze(run).text(details=True)
+    assert "was 2^16 to 2^17" in text
+    assert "2^16 to 2^17 at first" in text
+    # With a line for step 0, which states the scale before the first step, the start is known.
+    before = megatron_line(0, 2.0**16) if name == "megatron" else mindformers_line(0, False, 2.0**16)
+    assert read(tmp_path, before, *lines).first_loss_scales() == (2.0**16, 2.0**16)
+
+
+@pytest.mark.parametrize("missing", [3, 9_999, 10_001, 50_000, 3_000_000])
+def test_a_gap_has_the_length_that_its_line_states(tmp_path, missing):
+    gap = {"missing_steps": missing, "first_step": 3, "last_step": missing + 2}
+    run = read(tmp_path, record_line(1, True), record_line(2), json.dumps(gap) + "\n", record_line(missing + 3))
+    assert (len(run), run.skipped_bounds(), run.notes) == (missing + 3, (1, missing + 1), ())
