@@ -254,7 +254,7 @@ def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
     # A loss scale that is not a power of two would round FP16 gradients.
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
     is_lower = better <= first if math.isnan(run.loss_scale[0]) else better < first
-    if not (SMALLEST_LOSS_SCALE <= better and is_lower) or start_up.fewest <= _TOLERABLE:
+    if not (better >= SMALLEST_LOSS_SCALE and is_lower) or start_up.fewest <= _TOLERABLE:
         return []
     at_least = "" if start_up.fewest == start_up.most else "At least "
     start = " to ".join(as_power_of_two(scale) for scale in sorted(set(run.first_loss_scales() or ())))

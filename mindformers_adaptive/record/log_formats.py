@@ -201,8 +201,8 @@ class _DeepSpeed(LogFormat):
             # the loss scale, so ignore a new loss scale out of this range.
             if scale is None or (after is not None and not scale / 2 <= after <= scale):
                 after = None
-            found = [pattern.findall(line)[-1:] for pattern in (self.source, self.rank, self.moment)]
-            source, rank, moment = map("".join, found)
+            printed = [pattern.findall(line)[-1:] for pattern in (self.source, self.rank, self.moment)]
+            source, rank, moment = map("".join, printed)
             return LogLine(
                 overflow=True, loss_scale=scale, next_loss_scale=after, source=source, rank=rank, moment=moment
             )

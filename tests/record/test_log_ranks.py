@@ -63,7 +63,7 @@ def test_equal_moves_far_apart_are_several_overflows(tmp_path):
     assert run.skipped_bounds()[0] == 2
 
 
-def test_a_rank_that_says_its_number_outweighs_lines_without_one(tmp_path):
+def test_lines_that_name_their_rank_are_believed_first(tmp_path):
     lines = [fused(2.0**16), fused(2.0**16), overflow_line(2**16, 2**15), overflow_line(2**16, 2**15)]
     assert read(tmp_path, *lines).skipped_bounds()[0] == 2
     assert read(tmp_path, *lines, progress_line(10, 2)).skipped_bounds() == (2, 2)
