@@ -1,5 +1,8 @@
 """Read the floating-point arrays of a checkpoint, and write such arrays to a file."""
 
+from pathlib import Path
+from typing import Any
+
 import mindspore
 import numpy as np
 from mindspore import Tensor
@@ -12,7 +15,7 @@ from mindformers_adaptive.text.install_hint import install_hint
 __all__ = ["load_newest", "read_arrays", "save_arrays"]
 
 
-def read_arrays(path):
+def read_arrays(path: str) -> tuple[dict[str, Any], int | None]:
     """Return the floating-point arrays of a checkpoint, or of a file that :func:`save_arrays` wrote.
 
     Args:
@@ -30,7 +33,7 @@ def read_arrays(path):
     return {name: to_numpy(value) for name, value in arrays.items()}, newest.step
 
 
-def save_arrays(file, arrays):
+def save_arrays(file: str, arrays: dict[str, Any]) -> None:
     """Write arrays by name into a .safetensors file, which appears whole or not at all.
 
     Args:
@@ -44,7 +47,7 @@ def save_arrays(file, arrays):
         output.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 
-def load_newest(path):
+def load_newest(path: str) -> tuple[Any, dict[str, Any]]:
     """Load a checkpoint file, or the newest checkpoint of a folder, and return it with its Parameters by name.
 
     Args:
@@ -63,13 +66,13 @@ def load_newest(path):
         raise FileNotFoundError(f"There is no .ckpt or .safetensors file in the folder {str(path)!r}.")
     newest = checkpoints[-1]
     files = [newest.path] if newest.path.is_file() else sorted(newest.path.glob("*-model-*.safetensors"))
-    loaded = {}
+    loaded: dict[str, Any] = {}
     for file in files:
         loaded |= _load(file)
     return newest, loaded
 
 
-def _load(file):
+def _load(file: Path) -> Any:
     if file.suffix not in (".ckpt", ".safetensors"):
         raise ValueError(
             f"{str(file)!r} must be a checkpoint, but its name ends neither in .ckpt nor in .safetensors. Give a file "

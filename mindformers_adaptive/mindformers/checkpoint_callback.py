@@ -4,7 +4,9 @@ import functools
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mindformers.core.callback import callback as stock
 from mindspore import Tensor
@@ -37,9 +39,11 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     ``CheckpointMonitor`` gets this class.
     """
 
-    _complete_folders = None
+    _complete_folders: Any = None
+    # Set by the stock class.
+    meta_updated: bool
 
-    def _save_megatron_ckpt_file_format(self, cb_params):
+    def _save_megatron_ckpt_file_format(self, cb_params: Any) -> None:
         if cb_params.cur_step_num == self._last_triggered_step:
             return
         # LossScaleMonitor reads the last steps when _check_save_ckpt() is called. At the end of a training, MindFormers
@@ -61,10 +65,10 @@ class CheckpointMonitor(stock.CheckpointMonitor):
             self.async_save_manager.maybe_finalize(wait_finish=True)
             # Empty this list of checkpoint folders, or MindFormers would remove the oldest folder while the newest is
             # still being written.
-            self.current_ckpt_step_list = []
+            self.current_ckpt_step_list: list[str] = []
         super()._save_megatron_ckpt_file_format(cb_params)
 
-    def _finish_async_save(self, note_step):
+    def _finish_async_save(self, note_step: Callable[[], None]) -> None:
         # Rank 0 calls this method when all ranks have ended a save. If the save is complete, this method calls
         # `note_step`, so that a resume starts from the new checkpoint folder.
         for folder in self.current_ckpt_step_list:
@@ -82,7 +86,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
             shutil.rmtree(oldest, ignore_errors=True)
             self._complete_folders.remove(oldest)
 
-    def _missing_files(self, folder):
+    def _missing_files(self, folder: Any) -> Any:
         from mindformers.checkpoint.utils import FileType, get_checkpoint_name
 
         processes = stock.get_real_group_size()
@@ -98,14 +102,14 @@ class CheckpointMonitor(stock.CheckpointMonitor):
         ]
         return [name for name in names if not (folder / name).is_file()]
 
-    def record_last_ckpt_to_json(self, epoch, step, ckpt_file):
+    def record_last_ckpt_to_json(self, epoch: Any, step: Any, ckpt_file: Any) -> None:
         """Note in ``meta.json`` the file to resume from, unless an ``async_save`` failed to write this file."""
         if self._config.async_save and not _SAVES_ELSEWHERE and not Path(self._directory, ckpt_file).is_file():
             _warn_of_failed_save(f"{Path(self._directory, ckpt_file)} is not there")
             return
         super().record_last_ckpt_to_json(epoch, step, ckpt_file)
 
-    def end(self, run_context):
+    def end(self, run_context: Any) -> None:
         """Save the last checkpoint, and note it in ``meta.json`` when it is complete."""
         super().end(run_context)
         # MindFormers before 1.7 can only save checkpoints in the legacy format.
@@ -114,7 +118,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
             self.meta_updated = True
 
 
-def _warn_of_failed_save(problem):
+def _warn_of_failed_save(problem: object) -> None:
     warnings.warn(
         f"A checkpoint was not saved: {problem}. Look for the error in the log; the disk may be full. A resume starts "
         "from the last complete checkpoint.",
@@ -122,7 +126,7 @@ def _warn_of_failed_save(problem):
     )
 
 
-class CommonInfoWithLossScale(_CommonInfo):
+class CommonInfoWithLossScale(_CommonInfo):  # type: ignore[misc, valid-type]
     """The content of ``common.json``, which is saved together with a file for the loss-scaling state.
 
     MindFormers saves all attributes in ``__dict__``. The train step is in a slot, so it is not saved.
@@ -130,32 +134,32 @@ class CommonInfoWithLossScale(_CommonInfo):
 
     __slots__ = ("_train_step",)
 
-    def __init__(self, train_step):
+    def __init__(self, train_step: Any) -> None:
         super().__init__()
         self._train_step = train_step
 
-    def save_common(self, common_filename):
+    def save_common(self, common_filename: str) -> None:
         update_cell = self._train_step.loss_scaling_manager
         state = {**update_cell.state(), RUN: update_cell.run_number, FORM: update_cell.form}
         write_sidecar(Path(common_filename).parent, state.pop("loss_scale"), state)
         super().save_common(common_filename)
 
 
-class CommonInfo(_CommonInfo):
+class CommonInfo(_CommonInfo):  # type: ignore[misc, valid-type]
     """MindFormers' ``CommonInfo`` that restores the loss scale as a Tensor, as other checkpoint formats do.
 
     MindFormers takes a plain number for a loss scale that the user has set.
     """
 
     @classmethod
-    def load_common(cls, common_filename):
+    def load_common(cls, common_filename: str) -> Any:
         info = super().load_common(common_filename)
         if info.loss_scale is not None:
             info.loss_scale = Tensor(info.loss_scale, mstype.float32)
         return info
 
 
-def restores_sidecar(load_checkpoint):
+def restores_sidecar(load_checkpoint: Callable[..., None]) -> Callable[..., None]:
     """Wrap a function that loads MindFormers' ``checkpoint:`` format, so that it also restores ``loss_scale.json``.
 
     Args:
@@ -166,7 +170,9 @@ def restores_sidecar(load_checkpoint):
     """
 
     @functools.wraps(load_checkpoint)
-    def load_checkpoint_and_sidecar(checkpoint, network, optimizer=None, *args, **kwargs):
+    def load_checkpoint_and_sidecar(
+        checkpoint: Any, network: Any, optimizer: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         load_checkpoint(checkpoint, network, optimizer, *args, **kwargs)
         update_cell = getattr(optimizer, "loss_scaling_manager", None)
         if not isinstance(update_cell, RuleUpdateCell):
@@ -177,11 +183,11 @@ def restores_sidecar(load_checkpoint):
             if update_cell.state()["cur_iter"] == 1:
                 warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
 
-    load_checkpoint_and_sidecar.restores_sidecar = True
+    load_checkpoint_and_sidecar.restores_sidecar = True  # type: ignore[attr-defined]
     return load_checkpoint_and_sidecar
 
 
-def _load_sidecar(update_cell, folder):
+def _load_sidecar(update_cell: Any, folder: Any) -> None:
     if (sidecar := read_sidecar(folder)) is None:
         return
     try:

@@ -1,6 +1,7 @@
 """Connect the callbacks that monitor loss scaling to MindFormers' PyNative trainer."""
 
 import contextlib
+from typing import Any
 
 from mindspore.train import RunContext
 from mindspore.train.callback import _InternalCallbackParam
@@ -11,7 +12,7 @@ from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 __all__ = ["ConnectedMonitor", "connect", "release"]
 
 
-def connect(callbacks, train_step):
+def connect(callbacks: Any, train_step: Any) -> Any:
     """Return the callbacks of MindFormers' PyNative trainer, with loss-scaling monitors connected to the train step.
 
     Args:
@@ -32,7 +33,7 @@ def connect(callbacks, train_step):
     return [*without_monitors[:first_saver], *connected, *without_monitors[first_saver:]]
 
 
-def release(callbacks):
+def release(callbacks: Any) -> None:
     """Close the files of all connected monitors, even if the training failed."""
     for callback in callbacks:
         if isinstance(callback, ConnectedMonitor):
@@ -51,7 +52,7 @@ class ConnectedMonitor:
         ValueError: if the monitor is to explain a collapse, which needs a network of the graph-mode trainer.
     """
 
-    def __init__(self, monitor, train_step, monitors):
+    def __init__(self, monitor: Any, train_step: Any, monitors: Any) -> None:
         if getattr(monitor, "_explain", False):
             raise ValueError(
                 "'explain' of LossScaleMonitor must be False with the PyNative trainer, but is True: the passes that "
@@ -62,28 +63,28 @@ class ConnectedMonitor:
         params.update(train_network=train_step, network=None, list_callback=[*monitors], dataset_sink_mode=False)
         self._params, self._context, self._open = params, RunContext(params), contextlib.ExitStack()
 
-    def on_train_begin(self, args, state, **kwargs):
+    def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
         """Tell the monitor at which step the training begins."""
         self._params.update(cur_step_num=state.global_step, epoch_num=1, batch_num=state.max_steps)
         self._open.enter_context(self.monitor)
         self.monitor.on_train_begin(self._context)
 
-    def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
+    def on_step_end(self, args: Any, state: Any, loss: Any = None, grad_norm: Any = None, **kwargs: Any) -> None:
         """Tell the monitor that a step has ended, and end the training if the monitor requests that."""
         self._params.update(cur_step_num=state.global_step, net_outputs=(loss, None, None, None, grad_norm))
         self.monitor.on_train_step_end(self._context)
         if self._context.get_stop_requested():
             state.max_steps = state.global_step
 
-    def on_train_end(self, args, state, **kwargs):
+    def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
         """Tell the monitor that the training has ended."""
         self.monitor.on_train_end(self._context)
 
-    def close(self):
+    def close(self) -> None:
         """Close the files that the monitor has opened. Further calls do nothing."""
         self._open.close()
 
-    def on_begin(self, args, state, **kwargs):
+    def on_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
         """Do nothing: loss-scaling monitors do not use this event of the trainer."""
 
     on_end = on_epoch_begin = on_epoch_end = on_step_begin = on_begin

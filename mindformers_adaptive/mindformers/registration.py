@@ -1,5 +1,8 @@
 """Registration with MindFormers, so that class names in its YAML files mean the classes of this package."""
 
+from collections.abc import Callable
+from typing import Any
+
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
 
@@ -24,7 +27,7 @@ _ALIASES = {
 }
 
 
-def register():
+def register() -> None:
     """Put this package's classes into MindFormers' registry under the names of MindFormers' own classes.
 
     From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
@@ -62,12 +65,12 @@ def register():
         MindFormerRegister.auto_register = staticmethod(_leaves_out_own(auto_register))
 
 
-def _leaves_out_own(auto_register):
+def _leaves_out_own(auto_register: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``MindFormerRegister.auto_register`` so that it skips this package's already registered classes."""
 
-    def register_others(class_reference, *args, **kwargs):
+    def register_others(class_reference: object, *args: Any, **kwargs: Any) -> None:
         if not str(class_reference).startswith(OWN_AUTO_REGISTER):
             auto_register(class_reference, *args, **kwargs)
 
-    register_others.leaves_out_own = True
+    register_others.leaves_out_own = True  # type: ignore[attr-defined]
     return register_others

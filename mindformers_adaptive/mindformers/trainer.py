@@ -3,6 +3,7 @@
 import copy
 import inspect
 import warnings
+from typing import Any
 
 import mindformers
 import mindspore
@@ -64,7 +65,7 @@ class Trainer(mindformers.Trainer):
 
     _checks_config = True
 
-    def __init__(self, *args, wrapper=None, **kwargs):
+    def __init__(self, *args: Any, wrapper: nn.TrainOneStepCell | None = None, **kwargs: Any) -> None:
         register()
         arguments = inspect.signature(mindformers.Trainer).bind_partial(*args, **kwargs).arguments
         if wrapper is not None:
@@ -77,7 +78,7 @@ class Trainer(mindformers.Trainer):
                 # loss.
                 warnings.filterwarnings("ignore", message=".*the loss is not scaled")
             super().__init__(**arguments)
-        self.wrapper = wrapper
+        self.wrapper: Any = wrapper
         if wrapper is not None:
             # MindFormers calls create_model_wrapper() to build a train-step cell. Replace this method by a method that
             # returns the user's train-step cell, because MindFormers does not use the user's cell otherwise.
@@ -87,7 +88,7 @@ class Trainer(mindformers.Trainer):
                 loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
                 self.config.runner_wrapper.scale_sense = loss_scale
 
-    def _config_init(self, args=None, task_config=None):
+    def _config_init(self, args: Any = None, task_config: Any = None) -> Any:
         # When this method returns, the configuration is complete, and nothing has been built from it yet.
         config = mindformers.Trainer._config_init(args, task_config)
         if isinstance(args, TrainingArguments):
@@ -97,14 +98,14 @@ class Trainer(mindformers.Trainer):
         self._sections = as_text(config)
         return config
 
-    def _check_config_rules(self):
+    def _check_config_rules(self) -> None:
         # MindFormers calls this method when the arguments of train() are known, before it looks for a checkpoint.
         apply_workarounds(self.config)
         if self.wrapper is None:
             _keep_fixed_scale(self.trainer, self.config)
         super()._check_config_rules()
 
-    def _init_model(self, is_train=False):
+    def _init_model(self, is_train: bool = False) -> None:
         # Do not save the configuration if the user built the model or the data: the configuration need not describe
         # that model or data.
         built_by_user = isinstance(self.model, nn.Cell) or self.train_dataset is not None
@@ -117,13 +118,13 @@ class Trainer(mindformers.Trainer):
                 check_cpu(self.config, self.model.config if self.is_model_instance else None)
             self._accumulate()
 
-    def _watch_for_collapse(self, folder):
+    def _watch_for_collapse(self, folder: str | None) -> None:
         # Without the callback CollapseWatch, a training that skips all its steps ends as if it had gone well.
         watch = MindFormerConfig(type="CollapseWatch", run_folder=folder)
         if not any(callback.get("type") == watch.type for callback in self.config.callbacks or []):
             self.config.callbacks = [*(self.config.callbacks or []), watch]
 
-    def _accumulate(self):
+    def _accumulate(self) -> None:
         steps = take_accumulation_steps(self.config) if self.wrapper is None else 1
         if steps > 1:
             data = self.train_dataset
@@ -142,7 +143,7 @@ class Trainer(mindformers.Trainer):
                 stacklevel=4,
             )
 
-    def _give_wrapper(self, network, optimizer):
+    def _give_wrapper(self, network: Any, optimizer: Any) -> Any:
         if network is not self.model:
             cell = type(network).__name__
             warnings.warn(
@@ -164,7 +165,7 @@ class LaunchedTrainer(Trainer):
     _checks_config = False
 
 
-def _keep_fixed_scale(trainer, config):
+def _keep_fixed_scale(trainer: Any, config: Any) -> None:
     """Make a trainer build its train-step cell with the configured fixed loss scale, not the scale in a checkpoint."""
     scale_sense = config.runner_wrapper and config.runner_wrapper.get("scale_sense")
     if isinstance(scale_sense, dict):
@@ -175,7 +176,7 @@ def _keep_fixed_scale(trainer, config):
         return
     create_model_wrapper = trainer.create_model_wrapper
 
-    def create(*args, **kwargs):
+    def create(*args: Any, **kwargs: Any) -> Any:
         # MindFormers has replaced the configured fixed loss scale by the loss scale of the checkpoint. Put the
         # configured loss scale back.
         trainer.config.runner_wrapper.scale_sense = scale_sense
@@ -184,7 +185,7 @@ def _keep_fixed_scale(trainer, config):
     trainer.create_model_wrapper = create
 
 
-def _fit_window(args, scale_sense):
+def _fit_window(args: Any, scale_sense: Any) -> None:
     """Replace a default scale window by the smallest window. Remove the window if the update cell does not take one."""
     if (rule := rule_of_cell(args.scale_sense)) is None:
         return
@@ -203,7 +204,7 @@ def _fit_window(args, scale_sense):
         )
 
 
-def _check_train_step(wrapper):
+def _check_train_step(wrapper: Any) -> None:
     if not isinstance(wrapper, nn.TrainOneStepCell):
         got, scale_sense = repr(wrapper), "..."
         if hasattr(wrapper, "get_loss_scale"):
@@ -223,7 +224,7 @@ def _check_train_step(wrapper):
         )
 
 
-def _model_of(wrapper, reset_model):
+def _model_of(wrapper: Any, reset_model: Any) -> Any:
     # The model may be inside other cells, such as nn.GradAccumulationCell.
     models = [cell for _, cell in wrapper.network.cells_and_names() if isinstance(cell, PreTrainedModel)]
     if not models:
@@ -240,7 +241,7 @@ def _model_of(wrapper, reset_model):
     return models[0]
 
 
-def _set_or_compare(arguments, name, value):
+def _set_or_compare(arguments: dict[str, Any], name: str, value: object) -> None:
     argument = arguments.get(name)
     if argument is not None and argument is not value:
         raise ValueError(
@@ -272,18 +273,18 @@ class MeanOverMicroBatches(nn.Cell):
         5.0
     """
 
-    def __init__(self, network, micro_batches):
+    def __init__(self, network: nn.Cell, micro_batches: int) -> None:
         super().__init__(auto_prefix=False)
         # MindSpore's nn.GradAccumulationCell returns the sum of the micro-batches' losses. On Ascend the train-step
         # cell turns this sum into a mean, but on a CPU it does not, so the sum is divided below.
         self.network = nn.GradAccumulationCell(network, micro_batches)
         self.micro_batches = micro_batches
 
-    def construct(self, *inputs):
+    def construct(self, *inputs: Any) -> Any:
         return self.network(*inputs) / self.micro_batches
 
 
-def take_accumulation_steps(config):
+def take_accumulation_steps(config: Any) -> int:
     """Take ``runner_config.gradient_accumulation_steps`` out of a configuration, and return it.
 
     The batch size is multiplied by this number, as MindFormers does in semi-automatic parallel mode. In other modes
@@ -302,7 +303,7 @@ def take_accumulation_steps(config):
     return steps
 
 
-def accumulate(trainer, steps):
+def accumulate(trainer: Any, steps: int) -> None:
     """Make a trainer split each training batch into micro-batches, and add up their gradients.
 
     Args:
@@ -313,18 +314,18 @@ def accumulate(trainer, steps):
     check_batch_size = trainer._check_global_batch_size_for_auto_parallel
     reset_batch_size = trainer._reset_dataset_batch_size
 
-    def wrap(network):
+    def wrap(network: Any) -> Any:
         # With a per-token loss, MindFormers needs the sum of losses and the number of tokens, not a mean loss.
         per_token = given_to_train_step(trainer.config, PER_TOKEN)
         cell = GradAccumulationCellWithTwoOutput if per_token else MeanOverMicroBatches
         return cell(wrap_network(network), steps)
 
-    def check():
+    def check() -> None:
         check_batch_size()
         # The model sees the samples of one micro-batch at a time.
         trainer.config.runner_config.mini_batch_size //= steps
 
-    def reset():
+    def reset() -> None:
         reset_batch_size()
         # Evaluation does not accumulate gradients, so its batch size stays as configured.
         if trainer.config.eval_dataset is not None:

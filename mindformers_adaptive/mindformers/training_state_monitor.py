@@ -1,6 +1,7 @@
 """MindFormers' ``TrainingStateMonitor``, changed so that it does not report skipped steps as anomalies."""
 
 import math
+from typing import Any
 
 from mindformers.core.callback import callback
 
@@ -33,12 +34,15 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
         True
     """
 
-    def abnormal_global_norm_check(self, cb_params):
+    # Set by the stock class.
+    check_for_nan_in_loss_and_grad: bool
+
+    def abnormal_global_norm_check(self, cb_params: Any) -> None:
         """Check the gradient norm of a step as MindFormers' own class does, unless the step overflowed."""
         if not _overflowed(cb_params.net_outputs):
             super().abnormal_global_norm_check(cb_params)
 
-    def on_train_step_end(self, run_context):
+    def on_train_step_end(self, run_context: Any) -> None:
         """Check a step as MindFormers' own class does. If the step overflowed, check only its loss for inf and NaN."""
         checks = self.check_for_nan_in_loss_and_grad
         params = run_context.original_args()
@@ -48,7 +52,8 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
             super().on_train_step_end(run_context)
         finally:
             self.check_for_nan_in_loss_and_grad = checks
-        if checks and overflowed and not math.isfinite(loss := read_loss(params.net_outputs[0])):
+        loss = read_loss(params.net_outputs[0]) if checks and overflowed else None
+        if loss is not None and not math.isfinite(loss):
             raise ValueError(
                 f"The loss of step {params.cur_step_num} is {loss}. No loss scale causes this, so training ends here. "
                 "Check the data of this step and the weights. To skip such a step and go on, set "
@@ -56,7 +61,7 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
             )
 
 
-def _overflowed(outputs):
+def _overflowed(outputs: Any) -> bool:
     # With three or more outputs, the second output is the overflow flag. A user's network with only two outputs may
     # return something else beside its loss, so do not take its second output for the flag.
-    return isinstance(outputs, tuple | list) and len(outputs) > 2 and read_overflow(outputs)
+    return isinstance(outputs, tuple | list) and len(outputs) > 2 and bool(read_overflow(outputs))

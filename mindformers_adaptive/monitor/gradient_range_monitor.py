@@ -117,7 +117,7 @@ class GradientRangeMonitor(RecordingCallback):
         """
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
-        self._sweep = GradientSweep(self._train_step, self._layers, self._format)
+        self._sweep: Any = GradientSweep(self._train_step, self._layers, self._format)
         self._warned: set[str] = set()
         self._open(params, self._train_step)
 

@@ -1,6 +1,7 @@
 """Register all cells of this package when MindFormers' ``auto_register`` loads this file.
 
 MindFormers copies this file into ``./modules`` of the working folder and imports the copy, so every class is imported
+from typing import Any
 from the installed package. A class defined in this file would exist twice.
 """
 
@@ -9,6 +10,6 @@ import mindformers_adaptive
 mindformers_adaptive.register()
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     # MindFormers' auto_register asks this module for an update cell by the cell's name.
     return getattr(mindformers_adaptive, name)
