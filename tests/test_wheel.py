@@ -9,6 +9,7 @@ import sys
 import tarfile
 import venv
 import zipfile
+from pathlib import Path
 
 import pytest
 import yaml
@@ -115,6 +116,52 @@ def test_metadata_name_every_tested_python(unpacked):
 def test_wheel_holds_the_whole_package_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == PACKAGE_FILES
+
+
+def check_release(root, *arguments, expect_exit=0):
+    """Run ``scripts/release.sh`` for a checkout, and return what it prints."""
+    command = ["bash", ROOT / "scripts" / "release.sh", *arguments, "--root", root]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    finished = subprocess.run(map(str, command), env=environment, capture_output=True, text=True)
+    return (with_exit_code(expect_exit, finished).stdout + finished.stderr).strip()
+
+
+def test_the_checkout_can_be_released(wheel):
+    version = mindformers_adaptive.__version__
+    printed = check_release(ROOT, "--check", "--wheel", wheel)
+    assert printed == f"Version {version}: version, change log, wheel and docs agree."
+
+
+def test_what_keeps_a_checkout_from_a_release_is_named(clone, wheel, tmp_path):
+    root = shutil.copytree(clone, tmp_path / "checkout")
+    log = root / "CHANGELOG.md"
+    text = log.read_text()
+    log.write_text(text.replace("## Unreleased\n", "").replace("## 2.0.0 - ", "## 9.0.0 - ", 1))
+    (root / "docs" / "zh" / "rule.md").unlink()
+    (root / "mindformers_adaptive" / "new.py").touch()
+    (root / "README.md").write_text("Another description.")
+    printed = check_release(root, "--check", "--wheel", wheel, expect_exit=1)
+    for part in (
+        "must begin with '## Unreleased'",
+        "newest version in CHANGELOG.md is 9.0.0",
+        "only one has rule.md",
+        "the wheel lacks mindformers_adaptive/new.py",
+        "must be README.md",
+    ):
+        assert part in printed, part
+
+
+def test_a_release_moves_the_changes_below_its_version(clone, wheel, tmp_path):
+    root = shutil.copytree(clone, tmp_path / "checkout")
+    log = root / "CHANGELOG.md"
+    log.write_text(log.read_text().replace("## Unreleased\n", "## Unreleased\n\n- A change.\n", 1))
+    # The wheel has the former version, so the release is refused; version and change log are set.
+    printed = check_release(root, "9.8.7", "--wheel", wheel, expect_exit=1)
+    assert "must have version 9.8.7" in printed
+    assert "CHANGELOG" not in printed
+    assert re.search(r"## Unreleased\n\n## 9.8.7 - \d{4}-\d\d-\d\d\n\n- A change.", log.read_text())
+    assert '__version__ = "9.8.7"' in (root / "mindformers_adaptive" / "__init__.py").read_text()
+    assert "the form X.Y.Z" in check_release(root, "9.8", "--wheel", wheel, expect_exit=1)
 
 
 def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
