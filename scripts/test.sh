@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Run everything that is checked: lint, format, types, tests. Arguments go to pytest: scripts/test.sh -m "not slow"
+# Run everything that is checked: lint, format, types, tests. With --quick, leave out the tests marked slow. Other
+# arguments go to pytest: scripts/test.sh tests/rules
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+selection=()
+if [ "${1:-}" = --quick ]; then
+    selection=(-m "not slow")
+    shift
+fi
 source scripts/environment/make_venv.sh
 ruff check .
 ruff format --check .
 mypy
 if [ $# -gt 0 ]; then
-    exec python -m pytest "$@"
+    exec python -m pytest "${selection[@]}" "$@"
 fi
 # Two cores run three workers, because some tests wait for other processes. MindSpore's threads spin while they wait for
 # each other. The threads of a batch job do not push aside the thread that they wait for.
@@ -18,4 +24,4 @@ if command -v chrt > /dev/null; then
     as_batch_job=(chrt --batch 0)
 fi
 trap 'echo "Everything took $SECONDS seconds."' EXIT
-"${as_batch_job[@]}" python -m pytest --durations=10 --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+"${as_batch_job[@]}" python -m pytest --durations=10 --numprocesses 3 --dist loadgroup --no-loadscope-reorder "${selection[@]}"

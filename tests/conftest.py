@@ -38,6 +38,15 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=1, help="number of kills of each run that a test kills during a save")
 
 
+# Fixtures that take long. A test that uses one of them is slow.
+SLOW_FIXTURES = {"site", "browse"}
+
+
+def pytest_itemcollected(item):
+    if not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+        item.add_marker("slow")
+
+
 def pytest_ignore_collect(collection_path):
     """Let pytest collect only files of tests. Some other files are programs that change MindSpore on import."""
     is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")

@@ -87,7 +87,7 @@ def problems_of_change_log(root):
 
 
 def problems_of_docs(root):
-    """Yield pages that only one language has, and pages whose tables are not those of the data."""
+    """Yield pages that only one language has, and pages whose tables differ from the data."""
     english, chinese = ({file.name for file in (root / "docs" / name).iterdir()} for name in ("en", "zh"))
     for name in sorted(english ^ chinese):
         yield f"docs/en and docs/zh must have the same pages, but only one has {name}"
@@ -95,7 +95,7 @@ def problems_of_docs(root):
     for page in sorted(pages):
         text = page.read_text(encoding="utf-8")
         if rendered(text, page) != text:
-            yield f"{page.relative_to(root)} has old tables: python -m scripts.studies.figures --render"
+            yield f"{page.relative_to(root)} must show the present data: python -m scripts.studies.figures --render"
 
 
 def build(root, folder):

@@ -15,6 +15,7 @@ from tests.shared.pages import figure
 
 # Run these tests in one pytest worker, because they share the compiled cases.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(bool(stand_ins.missing()), reason=stand_ins.missing() or "nothing is missing"),
     pytest.mark.xdist_group("ascend dry run"),
 ]
