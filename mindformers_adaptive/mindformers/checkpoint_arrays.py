@@ -1,5 +1,7 @@
 """Read the floating-point arrays of a checkpoint, and write such arrays to a file."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """MindFormers' ``CheckpointMonitor`` with the state of loss scaling, and functions that restore that state."""
 
+from __future__ import annotations
+
 import functools
 import os
 import shutil

@@ -1,5 +1,7 @@
 """Connect the callbacks that monitor loss scaling to MindFormers' PyNative trainer."""
 
+from __future__ import annotations
+
 import contextlib
 from typing import Any
 

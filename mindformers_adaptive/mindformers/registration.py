@@ -1,5 +1,7 @@
 """Registration with MindFormers, so that class names in its YAML files mean the classes of this package."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """MindFormers' ``TrainingStateMonitor``, changed so that it does not report skipped steps as anomalies."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
