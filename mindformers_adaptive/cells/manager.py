@@ -245,7 +245,7 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
+        scale_factor, margin, min_loss_scale, max_loss_scale (float): as in
             :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
         gradient_format (Union[str, Mapping, Format]): as in the update cell.
 

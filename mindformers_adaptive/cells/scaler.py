@@ -230,7 +230,7 @@ class GradientGuidedLossScaler(RuleLossScaler):
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
+        scale_factor, margin, min_loss_scale, max_loss_scale (float): as in
             :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
         gradient_format (Union[str, Mapping, Format]): as in the update cell.
 

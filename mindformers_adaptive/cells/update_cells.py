@@ -137,9 +137,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
     =============================== ========================= ===================================================
     Parameter in a checkpoint       attribute                 what it is
     =============================== ========================= ===================================================
-    ``guided_counts``               ``counts``                int32 of shape (7,), the rule's integers
-    ``guided_levels``               ``levels``                float32 of shape (3,), weight, low and level
-    ``guided_overflow_rate``        ``overflow_rate``         float32 of shape (16,), the overflow histogram
+    ``guided_low_and_margin``       ``low_and_margin``        int32 of shape (5,), the state of the rule
     ``largest_gradient``            ``largest_gradient``      float32 of shape (), in the last step
     ``current_iterator_step``       ``cur_iter``              int32 of shape (), number of the next step, from 1
     ``last_overflow_iterator_step`` ``last_overflow_iter``    int32 of shape (), step of the last overflow or raise
@@ -152,8 +150,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
             element, as MindFormers passes on resume, is only read. One that is no power of two gives a warning, and
             the next power of two below is used.
         scale_factor (int): 2, and nothing else: the scale moves by whole bits. Default: 2.
-        exchange_rate (float): skipped steps in 1000 that a bit of headroom is worth, 0.001 to 1000. The larger, the
-            closer the scale is to the ceiling. Default: 1.0, what a fixed window of 1000 pays.
+        margin (int): how many bits the loss scale stays below the ceiling that gradients show, 0 to 100. Default: 6.
         min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
         max_loss_scale (float, optional): the upper bound of the loss scale. Default: None, the largest power of two in
             float32.
@@ -196,14 +193,14 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
         loss_scale_value: Any,
         scale_factor: float = 2,
         *,
-        exchange_rate: float = 1.0,
+        margin: int = 6,
         min_loss_scale: float = 1.0,
         max_loss_scale: float | None = None,
         gradient_format: str | Mapping[str, Any] | Format = "float16",
         history_size: int = 0,
     ) -> None:
         rule = GuidedRule(
-            exchange_rate,
+            margin,
             scale_factor=scale_factor,
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
@@ -237,9 +234,9 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
         ValueError: if an argument is out of its range, or there is no such rule.
 
     Examples:
-        >>> cell = RuleLossScaleUpdateCell(2**10, rule="guided", exchange_rate=5)
-        >>> cell.rule.patience
-        200
+        >>> cell = RuleLossScaleUpdateCell(2**10, rule="guided", margin=5)
+        >>> cell.rule.margin
+        5
     """
 
     def __init__(

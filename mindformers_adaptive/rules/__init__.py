@@ -67,7 +67,7 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
 
     Examples:
         >>> find_rule("guided").cell
-        'GradientGuidedLossScaleUpdateCell'
+        'GradientGuidedLossScale'
     """
     rule_class: Any = rule
     if isinstance(rule, str):
@@ -95,8 +95,8 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
         ValueError: if there is no such rule, or an argument is out of its range.
 
     Examples:
-        >>> make_rule("guided", exchange_rate=5).exchange_rate
-        5.0
+        >>> make_rule("guided", margin=5).margin
+        5
     """
     if isinstance(rule, Rule):
         if arguments:

@@ -148,7 +148,7 @@ KINDS = {
         GradientGuidedLossScaleUpdateCell,
         GradientGuidedLossScaleManager,
         GradientGuidedLossScaler,
-        {"exchange_rate": 25.0, "max_loss_scale": 2.0**40},
+        {"margin": 2, "max_loss_scale": 2.0**40},
     ),
     "log_max": Kind(
         LogMaxRule,
