@@ -2,7 +2,7 @@
 
 examples:
   adaptive-loss-scale tune output/log/rank_0/info.log
-  adaptive-loss-scale tune --policy both --grid exchange_rate=0.5,1,2 output/loss_scale_record.jsonl
+  adaptive-loss-scale tune --policy both --grid margin=4,6,8 output/loss_scale_record.jsonl
   adaptive-loss-scale tune my_logs/ --exchange-rate 0.2 --grid hysteresis=1,2,4 --grid max_scale_window=200,500,1000
 """
 

@@ -74,9 +74,9 @@ class GuidedRule(Rule):
           current_margin = max(current_margin, margin)
           e = first = floor(low) - current_margin, within the bounds
 
-    A largest gradient that is 0, not finite, below the normal float32 numbers or None shows nothing: ``low`` stays, and
-    overflows before that step are unexplained. Without gradients the loss scale rises by a bit after 1000 steps, as in
-    dynamic loss scaling.
+    A largest gradient that is 0, not finite, below the normal float32 numbers or None shows nothing. Then ``low`` takes
+    the place of ``shown``. So without any gradients the loss scale rises by a bit after 1000 steps, as in dynamic loss
+    scaling.
 
     Args:
         margin (int): how many bits the loss scale stays below the ceiling that gradients show, 0 to 100. A smaller

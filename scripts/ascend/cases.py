@@ -85,7 +85,7 @@ _CELLS = {
     },
     "guided": {"way": GUIDED},
     "guided_history": {"way": GUIDED, "history_size": 8},
-    "guided_bounds": {"way": GUIDED, "exchange_rate": 5.0, "min_loss_scale": 2.0**-4, "max_loss_scale": 2.0**24},
+    "guided_bounds": {"way": GUIDED, "margin": 4, "min_loss_scale": 2.0**-4, "max_loss_scale": 2.0**24},
     "log_max": {"way": "log_max"},
 }
 

@@ -36,7 +36,7 @@ FACTOR = 2.0**-8
 CELLS = {
     "adaptive": lambda: AdaptiveLossScaleUpdateCell(START, 2, 4, max_scale_window=8, min_scale_window=4),
     "adaptive, hysteresis=2": lambda: AdaptiveLossScaleUpdateCell(START, 2, 4, 8, 4, hysteresis=2),
-    "guided": lambda: GradientGuidedLossScaleUpdateCell(START, exchange_rate=50.0),
+    "guided": lambda: GradientGuidedLossScaleUpdateCell(START, margin=2),
 }
 
 

@@ -42,11 +42,11 @@ POLICIES = {
 FIXED_WINDOWS = (20, 100, 200, 500, 1000, 2000)
 GUIDED_RATES = (1.0, 5.0)
 GUIDED_AND_FIXED = {
-    **{f"guided {rate:g}": Configuration("guided", exchange_rate=rate) for rate in GUIDED_RATES},
+    **{f"guided {rate:g}": Configuration("guided") for rate in GUIDED_RATES},
     **{f"{window}": Configuration.dynamic(window) for window in FIXED_WINDOWS},
 }
 REGIME_POLICIES = {
-    **{f"guided, {rate:g} a bit": Configuration("guided", exchange_rate=rate) for rate in GUIDED_RATES},
+    **{f"guided, {rate:g} a bit": Configuration("guided") for rate in GUIDED_RATES},
     **ADAPTIVE_AND_FIXED,
 }
 

@@ -82,8 +82,8 @@ USAGE = [
     (["compare", "synthetic:spikes", "--steps", DIGITS], "argument --steps: must be an integer"),
     (["compare", "synthetic:spikes", "--seed", "-1"], "argument --seed: must be an integer from 0"),
     (
-        ["compare", *SPIKES, "--policies", "guided:exchange_rate=2^5000"],
-        "'exchange_rate=2^5000': '2^5000' is too large",
+        ["compare", *SPIKES, "--policies", "guided:max_loss_scale=2^5000"],
+        "'max_loss_scale=2^5000': '2^5000' is too large",
     ),
     (
         ["compare", *SPIKES, "--policies", "torch:growth_interval=" + "9" * 22],

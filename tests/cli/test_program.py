@@ -175,14 +175,14 @@ def test_tune_recommends_yaml_that_builds_the_cell(run_program):
     assert result["scale_sense"] in text
 
 
-def test_tune_tries_exchange_rates_of_the_guided_rule(run_program):
-    tried = ["--grid", "exchange_rate=0.5,5", "--grid", "loss_scale_value=2^10", "--grid", "hysteresis=2"]
+def test_tune_tries_margins_of_the_guided_rule(run_program):
+    tried = ["--grid", "margin=3,12", "--grid", "loss_scale_value=2^10", "--grid", "hysteresis=2"]
     arguments = ["tune", "--json", "synthetic:random walk", "--steps", "500", "--policy"]
     assert len(json.loads(run_program(*arguments, "guided", *tried[:4])[1])["rows"]) == 2
     both = [*tried, "--grid", "scale_factor=2", "--grid", "min_scale_window=20", "--grid", "max_scale_window=100,200"]
     labels = {row["configuration"] for row in json.loads(run_program(*arguments, "both", *both)[1])["rows"]}
     adaptive = {f"adaptive 20-{largest} loss_scale_value=1024 hysteresis=2" for largest in (100, 200)}
-    assert labels == adaptive | {f"guided loss_scale_value=1024 exchange_rate={rate}" for rate in ("0.5", "5")}
+    assert labels == adaptive | {f"guided loss_scale_value=1024 margin={margin}" for margin in ("3", "12")}
 
 
 @pytest.fixture
@@ -225,13 +225,13 @@ def test_policy_for_another_gradient_format_warns(run_program, guided_record):
     assert code == 0
     assert re.search(f"record.jsonl are in float8_e4m3fn.*'guided'.* Give .*{right}", error)
     assert run_program("compare", guided_record, "--policies", f"guided:{right}")[::2] == (0, "")
-    known = ("--grid", right, "--grid", "exchange_rate=1,2", "--", guided_record)
+    known = ("--grid", right, "--grid", "margin=5,6", "--", guided_record)
     code, tuned, _ = run_program("tune", "--policy", "guided", *known)
     assert (code, 'gradient_format: "float8_e4m3fn"' in tuned) == (0, True), tuned
 
 
 def test_the_guided_policy_without_gradients_is_a_warning(run_program):
-    for command, *policy in (["compare", "--policies", "guided:exchange_rate=5"], ["tune", "--policy", "guided"]):
+    for command, *policy in (["compare", "--policies", "guided:margin=5"], ["tune", "--policy", "guided"]):
         code, printed, error = run_program(command, MINDFORMERS_LOG, *policy)
         assert code == 0
         assert printed

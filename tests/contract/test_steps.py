@@ -9,10 +9,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 from mindspore.train import LambdaCallback, Model
 
-from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.rules.fields import STEP_LIMIT
-from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys, to_values
 from mindformers_adaptive.rules.state_dict import FORM, RUN
 from tests.conftest import mindspore_mode
@@ -61,44 +58,6 @@ def test_paths_move_all_that_the_rules_keep(kind):
     for name in ("skipped_steps", "consecutive_overflows", *kind.own_keys()):
         assert len({state[name] for state in states}) > 1, f"{name} never moved"
     assert len({step.state.loss_scale for step in kind.path(400)}) > 10
-
-
-# The lower limit of the guided rule's overflow rates. Without this limit, the rates would become subnormal: with
-# exchange_rate=500 after 111 steps, with exchange_rate=1 only after 68,000 steps. So the test with exchange_rate=1
-# starts from rates that are almost subnormal.
-SMALLEST_RATE = 2.0**-100
-
-
-@pytest.mark.filterwarnings("ignore:The rule 'guided' computed a subnormal number")
-@pytest.mark.parametrize(("exchange_rate", "first_rate"), [(500.0, None), (1.0, 2.0**-125.9)])
-def test_guided_cell_equals_numpy_at_the_smallest_rates(graph_mode, exchange_rate, first_rate):
-    arguments, steps = (
-        {"exchange_rate": exchange_rate, "gradient_format": "float8_e4m3fn"},
-        1000 if first_rate is None else 800,
-    )
-    numbers = np.random.default_rng(0)
-    level = np.repeat([20.0, 11.0, 14.0, 30.0, 5.0], steps // 5) + numbers.normal(0, 0.2, steps)
-    gradients = (448 / 2.0**level).astype(np.float32)
-    rule = GuidedRule(**arguments)
-    starts = [rule.start(2.0**20), rule.start(1.0)]
-    owned = Owned(GradientGuidedLossScaleUpdateCell(2.0**20, **arguments))
-    if first_rate is not None:
-        rates = (float(np.float32(first_rate)),) * 16
-        starts[0] = starts[0]._replace(weight=float(np.float32(0.001)), overflow_rate=rates)
-        owned.update_cell.write_rule_state(starts[0], 0)
-    lanes = Lanes([rule, rule], starts)
-    overflows = smallest_rates = 0
-    for number, (bits, gradient) in enumerate(zip(level, gradients, strict=True)):
-        overflow = lanes.loss_scale > 2.0**bits
-        lanes.step(overflow, np.array([gradient, gradient], np.float64))
-        owned.step(overflow[0], gradient)
-        assert float(owned.scale_sense) == lanes.loss_scale[0], number
-        if number % 50 == 49:
-            assert owned.update_cell.rule_state() == lanes.states()[0], number
-            smallest_rates += min(owned.update_cell.state()["overflow_rate"]) == SMALLEST_RATE
-        overflows += overflow[0]
-    assert overflows > (20 if first_rate is None else 1)
-    assert smallest_rates > (4 if first_rate is None else 2)
 
 
 def test_scaler_equals_the_rule(kind, mode):

@@ -187,7 +187,7 @@ ADAPTIVE = AdaptiveRule(max_scale_window=4, min_scale_window=2, hysteresis=2, mi
     ("policy", "rule", "start"),
     [
         ("adaptive", ADAPTIVE, {"scale_window": 3}),
-        ("guided", GuidedRule(5.0, max_loss_scale=2.0**30), {}),
+        ("guided", GuidedRule(5, max_loss_scale=2.0**30), {}),
         ("tests.shared.own_rules.Follow", Follow(margin=3, max_loss_scale=2.0**30), {}),
         (Follow, Follow(margin=3), {}),
     ],
@@ -207,7 +207,7 @@ def test_a_rule_is_a_policy_by_its_name_or_its_class(policy, rule, start):
 # Windows and tolerances are small, so that short sequences of overflows reach every branch.
 SMALL = {
     "adaptive": {"max_scale_window": 2, "min_scale_window": 1, "hysteresis": 2},
-    "guided": {"loss_scale_value": 4.0, "exchange_rate": 300},
+    "guided": {"loss_scale_value": 4.0, "margin": 1},
     "fixed": {},
     "deepspeed": {"init_scale": 4.0, "scale_window": 2, "delayed_shift": 2},
     "megatron": {"initial_scale": 4.0, "growth_interval": 2, "hysteresis": 2},

@@ -190,8 +190,8 @@ def test_grid_leaves_out_windows_that_do_not_fit():
         (lambda: grid("adaptive", hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
         (lambda: Configuration("adaptive", scale_window=25), ValueError, r"of the ladder .* give another value"),
         (lambda: Configuration("adaptive", max_scale_window=5), ValueError, r"'max_scale_window' must be .* value"),
-        (lambda: grid("guided", windows=[1]), TypeError, r"no parameter 'windows'. .* loss_scale_value, exchange_rate"),
-        (lambda: grid("guided", exchange_rate=[0]), ValueError, r"must be a number from 0.001 to 1000.* got 0"),
+        (lambda: grid("guided", windows=[1]), TypeError, r"no parameter 'windows'. .* loss_scale_value, margin"),
+        (lambda: grid("guided", margin=[-1]), ValueError, r"'margin' must be at least 0, but got -1"),
         (
             lambda: grid("guided", loss_scale_value=[1000]),
             ValueError,
@@ -209,23 +209,13 @@ def test_bad_arguments_are_refused(make, error, message):
         make()
 
 
-def test_exchange_rate_that_is_asked_for_is_near_the_best():
-    """If tuning weighs costs by an exchange rate (steps per lost bit), it recommends a guided rule with this rate."""
-    trace = with_gradients(synthetic_trace("random walk", 2500, seed=1))
-    costs = {}
-    for rate in (0.5, 20.0):
-        tuning = tune([trace], grid("guided", exchange_rate=[0.5, 20.0]), exchange_rate=rate)
-        costs[rate] = tuning.recommended.rule.exchange_rate
-    assert costs == {0.5: 0.5, 20.0: 20.0}
-
-
-GUIDED = Configuration("guided", loss_scale_value=2.0**10, exchange_rate=0.001, max_loss_scale=2.0**20)
+GUIDED = Configuration("guided", loss_scale_value=2.0**10, margin=3, max_loss_scale=2.0**20)
 
 
 @pytest.mark.parametrize(
     ("configuration", "label"),
     [
-        (GUIDED, "guided loss_scale_value=1024 exchange_rate=0.001 max_loss_scale=1.04858e+06"),
+        (GUIDED, "guided loss_scale_value=1024 margin=3 max_loss_scale=1.04858e+06"),
         (Configuration("tests.shared.own_rules.Follow", margin=1), "follow margin=1"),
         (Configuration(Follow), "follow"),
         (Configuration("adaptive", scale_window=20), "adaptive 20-1000"),
@@ -242,7 +232,7 @@ def test_label_tells_what_is_not_the_default(configuration, label):
     [
         (
             GUIDED,
-            {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 1024, "exchange_rate": 0.001}
+            {"type": "GradientGuidedLossScale", "loss_scale_value": 1024, "margin": 3}
             | {"max_loss_scale": 2**20},
         ),
         (

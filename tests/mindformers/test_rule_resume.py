@@ -31,9 +31,7 @@ from tests.shared.versions import NEEDS_SECTION
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
 
 SAVED_AT, LAST = 8, 20
-# With such a large ``exchange_rate``, the guided rule keeps the loss scale just below the first scale that overflows.
-# So the runs overflow both before and after the save.
-GUIDED = (GuidedRule(exchange_rate=200), "type: GradientGuidedLossScaleUpdateCell, exchange_rate: 200")
+GUIDED = (GuidedRule(margin=0), "type: GradientGuidedLossScale, margin: 0")
 RULES = {
     "guided": GUIDED,
     "guided, weights in FP16": GUIDED,

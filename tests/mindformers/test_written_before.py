@@ -179,7 +179,7 @@ def with_infinities(line):
 # The YAML options of the tiny model that the launched runs train, and a gradient-guided update cell that replaces the
 # update cell of the YAML file.
 TINY = {"model.model_config.hidden_size": 8, "model.model_config.num_heads": 2, "model.model_config.multiple_of": 8}
-GUIDED_CELL = "{type: GradientGuidedLossScaleUpdateCell, loss_scale_value: 1048576, exchange_rate: 200}"
+GUIDED_CELL = "{type: GradientGuidedLossScaleUpdateCell, loss_scale_value: 1048576}"
 LAST = 30
 
 

@@ -26,11 +26,11 @@ class ReadableGuided:
             )
         low, margin, first, clean, wait = state[1:6]
         known, shown = safe_exponents(largest_gradient, 65504.0)
-        if known:
-            is_first = low == 16 * 1024
-            low = min(16 * int(shown), low + (16 * int(shown) - low) // 10)
-            margin = min(low // 16 - first, self.margin + 10) if is_first else margin
-        if state.consecutive_overflows and not (known and shown < first):
+        shown = 16 * int(shown) if known else low
+        is_first = known and low == 16 * 1024
+        low = min(shown, low + (shown - low) // 10)
+        margin = min(low // 16 - first, self.margin + 10) if is_first else margin
+        if state.consecutive_overflows and shown >= 16 * first:
             if clean <= 1 or clean >= wait:
                 margin = max(margin, low // 16 - first + (1 if wait < 0 else 4))
                 wait = 8 * clean

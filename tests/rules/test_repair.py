@@ -16,7 +16,7 @@ COUNTERS = {"cur_iter": 700, "last_overflow_iter": 650, "skipped_steps": 40, "co
 GOOD = {"scale_window": 200, "window_index": 5, "growth_num": 2, "down_num": 1, **COUNTERS}
 SCALE = 1024.0
 
-GUIDED = GuidedRule(exchange_rate=10)
+GUIDED = GuidedRule()
 
 
 def guided_values(steps=30):
@@ -111,19 +111,15 @@ def test_a_hysteresis_budget_beyond_the_hysteresis_is_mended():
 @pytest.mark.parametrize(
     "damage",
     [
-        {"overflow_rate": (1.5, *(0.5,) * 15)},
-        {"weight": 0.0},
-        {"weight": 2.0},
-        {"low": -1025.0},
-        {"scale_window": 0},
-        {"scale_window": 2**25},
-        {"clean_steps": -1},
-        {"clean_steps": 2**30 + 1},
-        {"contradictions": 7},
-        {"base": 600},
-        {"limit": 600},
+        {"low": 2**20},
+        {"low": -(2**20)},
+        {"current_margin": -1},
+        {"current_margin": 5000},
         {"first_exponent": 600},
-        {"trial": 2},
+        {"clean_steps": -1},
+        {"clean_steps": 1000},
+        {"wait": -2},
+        {"wait": 8000},
     ],
 )
 def test_a_state_that_the_guided_rule_cannot_have_starts_afresh(damage):
@@ -135,41 +131,22 @@ def test_a_state_that_the_guided_rule_cannot_have_starts_afresh(damage):
     assert repaired == {**values, **fresh_values, "last_overflow_iter": 30}
 
 
-@pytest.mark.parametrize(
-    ("exchange_rate", "changes"),
-    [
-        (0.5, {"scale_window": (500, 1000)}),
-        (1.0, {}),
-        (2.0, {"weight": (0.001, 0.002)}),
-        (20.0, {"weight": (0.001, 0.02)}),
-        (1000.0, {"scale_window": (500, 64), "weight": (0.001, 1 / 3)}),
-    ],
-)
-def test_other_exchange_rate_keeps_the_guided_record(exchange_rate, changes):
-    before, state = GuidedRule(), GuidedRule().start(SCALE)
-    for _ in range(2000):
-        state = before.step(state, False, 2.0**-3)
-    values = to_values(before, state, 2000)
-    rule = GuidedRule(exchange_rate)
-    repaired, problems = repair(rule, values, state.loss_scale)
-    expected = {name: after for name, (_, after) in changes.items()}
-    assert repaired == {**values, **{name: type(values[name])(np.float32(new)) for name, new in expected.items()}}
-    changed = ", ".join(f"{name} {old:g} becomes {new:g}" for name, (old, new) in changes.items())
-    assert problems == [
-        f"The checkpoint has a state of gradient-guided scaling with another 'exchange_rate' than {exchange_rate:g}: "
-        f"{changed}, and the overflow histogram is kept."
-    ] * bool(changes)
-    # With the repaired state, the guided rule goes on from the statistics of gradients in the checkpoint: a step with
-    # the same gradient as before leaves the field ``base`` as it was.
-    assert rule.step(from_values(rule, state.loss_scale, repaired), False, 2.0**-3).base == state.base
+@pytest.mark.parametrize(("before", "margin"), [(3, 6), (6, 3), (6, 0)])
+def test_a_guided_state_goes_on_with_another_margin(before, margin):
+    former, state = GuidedRule(before), GuidedRule(before).start(SCALE)
+    for _ in range(100):
+        state = former.step(state, False, 2.0**-3)
+    rule, values = GuidedRule(margin), to_values(former, state, 100)
+    assert repair(rule, values, state.loss_scale) == (values, [])
+    after = rule.step(from_values(rule, state.loss_scale, values), False, 2.0**-3)
+    assert (after.low, after.current_margin) == (state.low, max(margin, state.current_margin))
 
 
 @pytest.mark.parametrize(
     ("restored", "message"),
     [
         ({"cur_iter"}, r"has 30 steps but no state of gradient-guided scaling: .* starts afresh"),
-        ({"cur_iter", "overflow_rate"}, r"has an older form of the state of gradient-guided scaling: .* starts afresh"),
-        ({"cur_iter", "overflow_rate", "counts", "levels"}, None),
+        ({"cur_iter", "low_and_margin"}, None),
         (set(), None),
         (None, None),
     ],

@@ -35,7 +35,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path):
     assert resumed.seen == whole.seen
     assert [look["step"] for look in resumed.seen["looks"]] == [0, 4, 8, 10]
     expected, values = parameters_of(whole), parameters_of(resumed)
-    assert {"scale_sense", "guided_counts", "global_step"} <= set(values)
+    assert {"scale_sense", "guided_low_and_margin", "global_step"} <= set(values)
     assert list(values) == list(expected)
     for name, value in expected.items():
         np.testing.assert_array_equal(values[name], value, err_msg=name)

@@ -114,7 +114,7 @@ def guided():
 
 def test_figures_of_the_guided_study_are_those_of_direct_calls(guided):
     traces = [with_gradients(synthetic_trace("spikes", 600, seed), 3.0, 0.4, seed) for seed in (0, 1)]
-    measures = [replay(make_policy("guided", exchange_rate=5.0), trace).measures for trace in traces]
+    measures = [replay(make_policy("guided"), trace).measures for trace in traces]
     skipped = np.mean([measured.skipped for measured in measures]) / 0.6
     bits = np.mean([measured.headroom_lost for measured in measures])
     compared = compare(
@@ -163,7 +163,7 @@ def test_guided_rule_costs_no_more_than_the_best_8_bit_window(guided_in_float16,
         for key, each in guided_in_float16[1].items()
     }
     guided = {
-        policy: Configuration("guided", exchange_rate=rate, gradient_format=name)
+        policy: Configuration("guided", gradient_format=name)
         for policy, rate in ((f"guided {rate:g}", rate) for rate in study.GUIDED_RATES)
     }
     [(group, of_format)] = study.study(guided, traces).items()
