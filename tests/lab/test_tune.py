@@ -232,8 +232,7 @@ def test_label_tells_what_is_not_the_default(configuration, label):
     [
         (
             GUIDED,
-            {"type": "GradientGuidedLossScale", "loss_scale_value": 1024, "margin": 3}
-            | {"max_loss_scale": 2**20},
+            {"type": "GradientGuidedLossScale", "loss_scale_value": 1024, "margin": 3} | {"max_loss_scale": 2**20},
         ),
         (
             Configuration(Follow, margin=1),
