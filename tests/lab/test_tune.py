@@ -10,11 +10,9 @@ import yaml
 
 from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
-from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.measures import cost
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
-from mindformers_adaptive.lab.synthetic import synthetic_trace
 from mindformers_adaptive.lab.tuning import tune
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
