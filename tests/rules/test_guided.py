@@ -133,7 +133,7 @@ def test_every_overflow_drops_ten_bits(overflows, expected):
     assert (state.skipped_steps, state.consecutive_overflows, state.first_exponent) == (overflows, overflows, 32)
 
 
-def test_scale_falls_with_the_ceiling_at_once_and_climbs_back_slowly():
+def test_scale_falls_at_once_and_climbs_back_slowly():
     state = settled()
     assert (bits_of(state), state.low, state.current_margin) == (12, 18 * 16, 6)
     fallen = run(RULE, state, [10])
@@ -166,7 +166,7 @@ def test_the_margin_grows_again_only_where_that_helped():
         assert run(RULE, state, [*[18] * steps, "!", 18]).current_margin == margin
 
 
-def test_the_margin_shrinks_after_a_thousand_clean_steps_and_makes_up_for_it():
+def test_the_margin_shrinks_after_a_thousand_clean_steps():
     state = run(RULE, settled(), ["!", 18])
     assert run(RULE, state, [18] * 998).current_margin == 10
     shrunk = run(RULE, state, [18] * 999)
@@ -176,7 +176,7 @@ def test_the_margin_shrinks_after_a_thousand_clean_steps_and_makes_up_for_it():
 
 
 @pytest.mark.parametrize("every", [8, 20, 90, 500, 1500])
-def test_an_inf_in_the_data_lowers_the_scale_only_by_some_bits(every):
+def test_an_inf_in_the_data_lowers_the_scale_by_few_bits(every):
     ceilings = np.full(8 * every, 18.0)
     ceilings[every - 1 :: every] = -300
     exponents, overflow = train(ceilings, np.full(len(ceilings), 18.0))
