@@ -10,7 +10,13 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.output import add_output_arguments, print_result, progress_bar, read_source
+from mindformers_adaptive.cli.output import (
+    add_output_arguments,
+    add_pattern_argument,
+    print_result,
+    progress_bar,
+    read_source,
+)
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
@@ -33,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=tuple(FORMATS), help="format of the log; default: the one that its lines match"
     )
+    add_pattern_argument(parser)
     parser.add_argument(
         "--details",
         action="store_true",
@@ -43,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Read the log, and print the analysis of the run; with ``--plot``, also draw the run."""
-    recorded = read_log([*map(record_in, options.logs)], options.format)
+    recorded = read_log([*map(record_in, options.logs)], options.format, options.pattern)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, progress=progress)
     print_result(options, analysis.to_dict, lambda: analysis.text(options.details))

@@ -14,6 +14,7 @@ import numpy as np
 
 from mindformers_adaptive.cli.output import (
     UsageError,
+    add_pattern_argument,
     integer,
     print_result,
     print_text,
@@ -26,7 +27,7 @@ from mindformers_adaptive.lab.measures import Measures, measure
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
-from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.logs import read_log, require_file
 from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.record.run_folder import RECORD, file_in
 from mindformers_adaptive.record.trace import Trace
@@ -111,6 +112,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "default), interpolated between neighbouring skips (else the default), or the lowest or highest that the "
         "bounds allow",
     )
+    add_pattern_argument(parser)
     parser.add_argument("--details", action="store_true", help="print more measures, and what was read of each log")
     steps = integer(1, MOST_STEPS)
     parser.add_argument("--steps", type=steps, default=10_000, help="length of a synthetic trace; default: 10000")
@@ -134,11 +136,11 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
         if word.partition(":")[0] == "synthetic":
             sources += _make(word, options.steps, options.seed)
         elif (record := Path(file_in(word, RECORD))).is_file():
-            sources.append(_read_file(record, options.ceilings))
+            sources.append(_read_file(record, options.ceilings, options.pattern))
         elif Path(word).is_dir():
-            sources += _read_folder(Path(word), options.ceilings)
+            sources += _read_folder(Path(word), options.ceilings, options.pattern)
         else:
-            sources.append(_read_file(Path(word), options.ceilings))
+            sources.append(_read_file(Path(word), options.ceilings, options.pattern))
     texts = {policy.partition(":")[0]: policy for policy in policies}
     for name in filter(is_rule_name, texts):
         rule = find_rule(name)
@@ -207,10 +209,11 @@ def _make(word: str, steps: int, seed: int) -> list[Source]:
     return [Source(trace, ceilings="known") for trace in traces.values()]
 
 
-def _read_file(path: Path, assume: str | None) -> Source:
+def _read_file(path: Path, assume: str | None, pattern: str | None) -> Source:
+    require_file(path)
     if path.suffix == ".jsonl" and _holds_sweeps(path):
         return Source(from_gradient_ranges(path), ceilings="known between the scales of a sweep")
-    run = read_log(path)
+    run = read_log(path, pattern=pattern)
     return Source(run.to_trace(assume), run)
 
 
@@ -219,11 +222,11 @@ def _holds_sweeps(path: Path) -> bool:
         return "batches" in json_object(lines.readline().strip())
 
 
-def _read_folder(folder: Path, assume: str | None) -> list[Source]:
+def _read_folder(folder: Path, assume: str | None, pattern: str | None) -> list[Source]:
     sources = []
     for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
         try:
-            sources.append(_read_file(path, assume))
+            sources.append(_read_file(path, assume, pattern))
         except ValueError as error:
             print_text(f"{path} is left out: {error}", file=sys.stderr)
     if not sources:

@@ -76,6 +76,24 @@ def read_source(text: str) -> str:
     return text
 
 
+def add_pattern_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--pattern``, which reads logs of any format."""
+    parser.add_argument(
+        "--pattern",
+        type=_read_pattern,
+        metavar="REGEX",
+        help="read a log of another format: a regular expression with the groups (?P<step>...) and at least one of "
+        "loss_scale, overflow and skipped; also loss and gradient_norm",
+    )
+
+
+def _read_pattern(text: str) -> str:
+    from mindformers_adaptive.record.pattern import Pattern
+
+    with wrong_usage():
+        return Pattern(text).example
+
+
 def read_picture(text: str) -> str:
     """Return the file name of a picture, or raise UsageError if it is invalid; the ``type`` of an argparse argument."""
     from mindformers_adaptive.plots.canvas import require_picture

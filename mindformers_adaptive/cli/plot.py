@@ -22,14 +22,21 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindformers_adaptive.cli.output import UsageError, print_text, read_picture, read_scale, read_source
+from mindformers_adaptive.cli.output import (
+    UsageError,
+    add_pattern_argument,
+    print_text,
+    read_picture,
+    read_scale,
+    read_source,
+)
 from mindformers_adaptive.gradients.selection import KINDS
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
 from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
 from mindformers_adaptive.plots.report_runs import GRADIENTS, gradients_beside
 from mindformers_adaptive.plots.runs import draw_runs
-from mindformers_adaptive.record.logs import read_log, run_of_record
+from mindformers_adaptive.record.logs import read_log, require_file, run_of_record
 from mindformers_adaptive.record.run_folder import RECORD, record_in
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import json_object
@@ -53,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"with their gradients, from records given in the same order or found beside the runs as {GRADIENTS}. Last "
         "comes the .png or .svg file to write; default: the name of the first file, with .png",
     )
+    add_pattern_argument(parser)
     parser.add_argument(
         "--loss-scales",
         nargs="+",
@@ -102,7 +110,7 @@ class _SourcesAndPicture(argparse.Action):
 
 def run(options: argparse.Namespace) -> None:
     """Draw what the files hold: runs, records of gradients, or sweeps over loss scales."""
-    read = {str(file): _read(str(file)) for file in map(record_in, options.sources)}
+    read = {str(file): _read(str(file), options.pattern) for file in map(record_in, options.sources)}
     sweeps = {file: content for file, content in read.items() if isinstance(content, dict)}
     if not sweeps and (options.loss_scales or options.underflow):
         raise UsageError("arguments --loss-scales and --underflow need a file that 'probe --output' wrote")
@@ -135,8 +143,11 @@ def run(options: argparse.Namespace) -> None:
     print_text(f"written: {options.picture}")
 
 
-def _read(file: str) -> Any:
+def _read(file: str, pattern: str | None) -> Any:
     """Return what a file holds: a sweep over loss scales, the lines of a record of gradients, or a run."""
+    require_file(file)
+    if pattern is not None:
+        return read_log(file, pattern=pattern)
     with open(file, encoding="utf-8-sig", errors="replace") as lines:
         start = lines.readline().strip()
     first = json_object(start)

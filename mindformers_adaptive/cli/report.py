@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.output import UsageError, print_text, read_source, require_file
+from mindformers_adaptive.cli.output import UsageError, add_pattern_argument, print_text, read_source, require_file
 from mindformers_adaptive.cli.plot import tell_apart
 from mindformers_adaptive.cli.versions import short
 from mindformers_adaptive.plots.report_runs import write_report
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="the output folder of a run, its loss_scale_record.jsonl, or its log",
     )
+    add_pattern_argument(parser)
     text = "the .html file to write; default: report.html"
     parser.add_argument("--output", type=_page, default="report.html", metavar="FILE", help=text)
 
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     files = list(dict.fromkeys(options.runs))
     names = tell_apart(files)
     records = {names[source]: record_in(source) for source in files}
-    write_report(records, options.output, short())
+    write_report(records, options.output, short(), options.pattern)
     print_text(f"written: {options.output}")
 
 

@@ -27,7 +27,12 @@ __all__ = ["GRADIENTS", "gradients_beside", "write_report"]
 GRADIENTS = "gradient_ranges.jsonl"
 
 
-def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os.PathLike[str], versions: str) -> Path:
+def write_report(
+    records: Mapping[str, str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    versions: str,
+    pattern: str | None = None,
+) -> Path:
     """Write an HTML page about the given runs. If writing fails, no partial file is left.
 
     Args:
@@ -35,6 +40,7 @@ def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os
             gradients in the same folders are drawn too.
         output (str): the file.
         versions (str): text about the versions of the packages.
+        pattern (str, optional): the pattern of the logs' lines; see :func:`mindformers_adaptive.record.logs.read_log`.
 
     Returns:
         Path, the file.
@@ -44,7 +50,7 @@ def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os
         OSError: if a file cannot be read or written.
         ValueError: if a file is no record or log, or has no step.
     """
-    runs = {name: read_log(path) for name, path in records.items()}
+    runs = {name: read_log(path, pattern=pattern) for name, path in records.items()}
     gradients = gradients_beside(records)
     drawn = dict(zip([""] if len(runs) == 1 else runs, runs.values(), strict=True))
     figures = [picture(lambda: draw_runs(drawn), "Loss and loss scale")]

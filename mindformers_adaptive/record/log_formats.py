@@ -240,7 +240,8 @@ def _as_number(text: str) -> float | None:
 def _half_digit(text: str) -> float:
     """Return the largest rounding error of a printed number: half a unit of the last digit."""
     exponent = Decimal(text).as_tuple().exponent
-    return 0.5 * 10.0**exponent if isinstance(exponent, int) else 0.0
+    # A number such as 1e400 is beyond float64: it is read as inf, which has no rounding error.
+    return 0.5 * 10.0**exponent if isinstance(exponent, int) and exponent < 300 else 0.0
 
 
 def _nearest_power(scale: float | None) -> float | None:

@@ -6,6 +6,8 @@ import codecs
 import errno
 import os
 import re
+import shlex
+import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +18,14 @@ import numpy as np
 
 from mindformers_adaptive.record.log_formats import FORMATS, LogFormat, missing_steps
 from mindformers_adaptive.record.log_lines import LogLines
+from mindformers_adaptive.record.pattern import Pattern, suggest_pattern
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_of_lines import run_of_lines
 from mindformers_adaptive.record.step import Step, step_of
 from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
 
-__all__ = ["read_log", "run_of_record"]
+__all__ = ["read_log", "require_file", "run_of_record"]
 
 LogPath = str | os.PathLike[str]
 
@@ -52,9 +55,8 @@ class _TextLines:
         for path in self.paths:
             self._starts.append(self.number)
             try:
+                require_file(path)
                 with open(path, "rb") as file:
-                    if not file.seekable():
-                        raise OSError(errno.ESPIPE, "it is a pipe, not a file. Save the log to a file first")
                     mark = file.read(2)
                 is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
                 # In text mode, a carriage return ends a line too, as in the output of a progress bar.
@@ -81,7 +83,14 @@ class _TextLines:
         return f"{self.paths[index]}:{number - self._starts[index]}"
 
 
-def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> RecordedRun:
+def require_file(path: LogPath) -> None:
+    """Raise OSError for a pipe or a device: waiting for a pipe's writer may take forever, and a device has no end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.ESPIPE, "it is a pipe or a device, not a file. Save the log to a file first", str(path))
+
+
+def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, pattern: str | None = None) -> RecordedRun:
     """Read the log of one run.
 
     Every line counts as used or as ignored. A line that looks like a step's and cannot be read is a problem; the steps
@@ -92,15 +101,18 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     Args:
         path (str, os.PathLike or an iterable of them): the log file, or files in the order in which they were written.
         format (str, optional): one of ``FORMATS``. Default: None, the first of them that a line matches.
+        pattern (str, optional): a regular expression for a log of another format, with the named groups ``step`` and at
+            least one of ``loss_scale`` (after the step), ``overflow`` and ``skipped`` (since the line before); also
+            ``loss`` and ``gradient_norm``. Default: None.
 
     Returns:
         RecordedRun, named after the first file.
 
     Raises:
-        TypeError: if ``path`` or ``format`` is not of its type.
-        ValueError: if there is no file, the format is unknown, no line states a step, or no such line names a loss
-            scale.
-        OSError: if a file cannot be read.
+        TypeError: if ``path``, ``format`` or ``pattern`` is not of its type.
+        ValueError: if there is no file, the format is unknown, the pattern is wrong or given with a format, no line
+            states a step, or no such line names a loss scale.
+        OSError: if a file cannot be read, or a line takes the pattern too long.
 
     Examples:
         >>> import pathlib, tempfile
@@ -112,7 +124,13 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
         ('jsonl', 1, [4.0, 2.0])
     """
     paths = _require_paths(path)
-    log_format = _find_format(paths) if format is None else FORMATS[_require_format(format)]
+    if pattern is not None and format is not None:
+        raise ValueError(f"'format' and 'pattern' exclude each other, but got {format!r} and {pattern!r}. Give one.")
+    log_format: LogFormat
+    if pattern is not None:
+        log_format = Pattern(pattern)
+    else:
+        log_format = _find_format(paths) if format is None else FORMATS[_require_format(format)]
     formats = [log_format, *(FORMATS[name] for name in log_format.printed_with)]
     texts, lines, used, problems, nearest = _TextLines(paths), LogLines(), 0, list[str](), ""
     for text in texts:
@@ -225,6 +243,10 @@ def _nothing_found(paths: tuple[Path, ...], formats: Iterable[LogFormat], count:
     looked_for = "; ".join(f"{log_format.name}: {log_format.example}" for log_format in formats)
     if nearest:
         nearest = f"The first line that nearly fits is {printable(nearest)[:400]}. It may have been cut or wrapped. "
+    else:
+        patterns = filter(None, map(suggest_pattern, _TextLines(paths)))
+        if suggested := next(patterns, ""):
+            nearest = f"Its lines may match this pattern: --pattern {shlex.quote(printable(suggested)[:400])} "
     return (
         f"The log must have lines of steps, but in {_names(paths)} ({counted(count, 'line')}) there is none. "
         f"{nearest}Looked for: {looked_for}. Give the log of a training, or another format."

@@ -1,0 +1,162 @@
+"""Read any log by a regular expression whose named groups say what a line states about a step."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from mindformers_adaptive.record.log_formats import LogFormat
+from mindformers_adaptive.record.step import LARGEST_STEP, LogLine, Step
+
+__all__ = ["GROUPS", "Pattern", "suggest_pattern"]
+
+GROUPS = ("step", "loss_scale", "overflow", "skipped", "loss", "gradient_norm")
+
+_TRUE = frozenset(
+    {"true", "1", "1.0", "yes", "y", "on", "inf", "+inf", "-inf", "infinity", "nan", "overflow", "skipped"}
+)
+_FALSE = frozenset({"false", "0", "0.0", "no", "n", "off", "none", "ok", "finite"})
+
+# A line that takes the pattern longer than this many seconds of CPU time has too many ways to match. Only the first
+# characters of a line are matched.
+_MOST_SECONDS, _LONGEST_LINE = 2.0, 10_000
+
+# How a line may name what a group states: the text before the value, and the value.
+_START = r"(?<![A-Za-z])"
+_VALUE_AFTER = r"""\w*["']?\s*(?:[:=|]\s*|\s+)\[?["']?"""
+_WORDS = {
+    "step": (_START + r"(?:global_?step|num_updates|updates?|steps?|iterations?|iters?|batch)", r"\d+"),
+    "loss_scale": (_START + r"(?:loss[ _-]?|grad[ _-]?)?scale", r"[-+.\w]+"),
+    "overflow": (_START + r"overflow", r"\w+"),
+}
+
+
+class Pattern(LogFormat):
+    """The format of a log whose lines a regular expression describes.
+
+    Args:
+        pattern (str): a regular expression with named groups: ``step`` and at least one of ``loss_scale``, ``overflow``
+            and ``skipped``.
+
+    Raises:
+        TypeError: if ``pattern`` is not text.
+        ValueError: if ``pattern`` is no regular expression or does not have these groups.
+    """
+
+    name = "pattern"
+
+    def __init__(self, pattern: str) -> None:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"'pattern' must be text, but got {pattern!r} of type {type(pattern).__name__}. Give a regular "
+                "expression."
+            )
+        try:
+            self._pattern = re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"'pattern' must be a regular expression of Python, but {pattern!r} is not: {error}. Correct it."
+            ) from error
+        groups = self._pattern.groupindex.keys()
+        if unknown := sorted(groups - set(GROUPS)):
+            raise ValueError(
+                f"'pattern' must use only the groups {', '.join(GROUPS)}, but has {', '.join(unknown)}. Rename or "
+                "remove them."
+            )
+        if "step" not in groups or not groups & {"loss_scale", "overflow", "skipped"}:
+            raise ValueError(
+                "'pattern' must have the group (?P<step>...) and at least one of (?P<loss_scale>...), "
+                f"(?P<overflow>...) and (?P<skipped>...), but {pattern!r} has {', '.join(groups) or 'no group'}. Add "
+                "what is missing."
+            )
+        self.example = pattern
+
+    def parse(self, line: str) -> Step | None:
+        with _time_limit(self.example):
+            match = self._pattern.search(line[:_LONGEST_LINE])
+        if match is None:
+            return None
+        texts = {name: text.strip() for name, text in match.groupdict().items() if text and text.strip()}
+        values: dict[str, Any] = {name: _value(name, text) for name, text in texts.items()}
+        if "step" not in values:
+            return LogLine(overflow=True) if values.get("overflow") else None
+        return LogLine(
+            step=values["step"],
+            next_loss_scale=values.get("loss_scale"),
+            overflow=values.get("overflow"),
+            skipped_since=values.get("skipped"),
+            loss=values.get("loss"),
+            gradient_norm=values.get("gradient_norm"),
+        )
+
+
+def suggest_pattern(line: str) -> str | None:
+    """Return a pattern for a line that names a step and a scale, or None if it does not name both.
+
+    Examples:
+        >>> suggest_pattern("step 7 | loss 2.5 | scale: 1024.0")
+        'step (?P<step>\\d+).*?scale: (?P<loss_scale>[-+.\\w]+)'
+    """
+    spans = []
+    for name, (word, value) in _WORDS.items():
+        match = re.search(f"({word}{_VALUE_AFTER})({value})", line[:_LONGEST_LINE], re.I)
+        if match is not None and (name != "loss_scale" or re.match(r"[-+]?\.?\d", match[2])):
+            spans.append((match.start(), match.end(), f"{_escaped(match[1])}(?P<{name}>{value})"))
+    spans.sort()
+    pattern = ".*?".join(text for _, _, text in spans)
+    overlap = any(first[1] > second[0] for first, second in pairwise(spans))
+    if overlap or not {"(?P<step>", "(?P<loss_scale>"} <= set(re.findall(r"\(\?P<\w+>", pattern)):
+        return None
+    return pattern
+
+
+def _escaped(text: str) -> str:
+    """Return text as a pattern that also matches if the number of spaces differs."""
+    parts = [re.escape(part).replace(r"\-", "-") for part in re.split(r"\s{2,}", text)]
+    return r"\s+".join(parts).replace(r"\ ", " ")
+
+
+def _value(name: str, text: str) -> Any:
+    """Return what a group states; raise ValueError if the text of the group cannot be read."""
+    if name == "overflow":
+        word = text.lower()
+        if word not in _TRUE | _FALSE:
+            raise ValueError(f"the group 'overflow' must be a word such as True, False, 1, 0, yes, no, but is {text!r}")
+        return word in _TRUE
+    number = re.sub(r"(?<=\d)[,_](?=\d{3}(?:\D|$))", "", text).rstrip(".,")
+    try:
+        if name not in ("step", "skipped"):
+            return float(number)
+        whole = int(float(number)) if re.fullmatch(r"\d+\.0*", number) else int(number)
+    except ValueError:
+        raise ValueError(f"the group {name!r} must be a number, but is {text[:80]!r}") from None
+    if not 0 <= whole <= LARGEST_STEP:
+        raise ValueError(f"the group {name!r} must be from 0 to 2^53, but is {whole}")
+    return whole
+
+
+@contextmanager
+def _time_limit(pattern: str) -> Iterator[None]:
+    """Raise TimeoutError in the ``with`` block when it takes too much CPU time; only the main thread can be stopped."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGVTALRM"):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(
+            f"'pattern' must match each line within {_MOST_SECONDS:g} seconds, but {pattern!r} takes longer. Leave out "
+            "repeats of repeats such as (a+)+, and use [^|]* instead of several .*"
+        )
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

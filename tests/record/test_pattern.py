@@ -1,0 +1,162 @@
+"""A regular expression with named groups reads the log of any program, and says what is wrong with it."""
+
+import re
+import shlex
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.pattern import suggest_pattern
+from tests.record.log_writers import random_run
+
+# For each program a pattern, and lines of steps 100, 200 and 300. The loss scale halves at step 200.
+PROGRAMS = {
+    "apex": (
+        r"iter (?P<step>\d+) .*scale (?P<loss_scale>[\d.]+)|Gradient (?P<overflow>overflow)",
+        "iter 100 loss 2.5 scale 65536.0\n"
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+        "iter 200 loss 2.4 scale 32768.0\niter 300 loss 2.3 scale 32768.0\n",
+    ),
+    "fairseq": (
+        r"epoch \d+: +(?P<step>\d+) / .*[ |]loss=(?P<loss>[\d.]+).*gnorm=(?P<gradient_norm>[\d.]+).*"
+        r"loss_scale=(?P<loss_scale>[\d.]+)",
+        "".join(
+            f"2020-08-01 12:39:39 | INFO | train_inner | epoch 001:   {step} / 6547 loss=2.5, ups=2.66, "
+            f"num_updates={step}, lr=9e-06, gnorm=3.9, loss_scale={scale}, wall=1353\n"
+            for step, scale in ((100, 65536), (200, 32768), (300, 32768))
+        ),
+    ),
+    "lightning": (
+        r"step=(?P<step>\d+).*loss=(?P<loss>[\d.]+), loss_scale=(?P<loss_scale>[\d.e+]+)",
+        "Epoch 0: 10%|#| step=100, loss=2.5, loss_scale=6.5536e+04\rEpoch 0: step=200, loss=2.4, "
+        "loss_scale=3.2768e+04\rEpoch 0: step=300, loss=2.3, loss_scale=3.2768e+04\n",
+    ),
+    "nemo": (
+        r"global_step: (?P<step>\d+) .*reduced_train_loss: (?P<loss>[\d.]+) .*loss_scale: (?P<loss_scale>[\d.]+)",
+        "".join(
+            f"Training epoch 0, global_step: {step} | lr: 1e-4 | reduced_train_loss: 2.5 | loss_scale: {scale}\n"
+            for step, scale in ((100, "65536.0"), (200, "32768.0"), (300, "32768.0"))
+        ),
+    ),
+    "hugging face": (
+        r"'loss': (?P<loss>[\d.]+), 'grad_norm': (?P<gradient_norm>[\d.]+).*'loss_scale': (?P<loss_scale>[\d.]+), "
+        r"'step': (?P<step>\d+)",
+        "".join(
+            f"{{'loss': 2.5, 'grad_norm': 1.5, 'epoch': 0.1, 'loss_scale': {scale}, 'step': {step}}}\n"
+            for step, scale in ((100, "65536.0"), (200, "32768.0"), (300, "32768.0"))
+        ),
+    ),
+    "yolox": (
+        r"step: \[(?P<step>\d+)/\d+\].*loss: (?P<loss>[\d.]+), overflow: (?P<overflow>\w+), scale: (?P<loss_scale>\d+)",
+        "".join(
+            f"epoch: 1 step: [{step}/460], total_loss: 2.5, overflow: {flag}, scale: {scale}, lr: 0.001\n"
+            for step, flag, scale in ((100, False, 65536), (200, True, 32768), (300, False, 32768))
+        ),
+    ),
+    "own script": (
+        r"^(?P<step>[\d,]+)\t(?P<loss_scale>[\d,]+)\t(?P<skipped>\d+)$",
+        "100\t65,536\t0\n200\t32,768\t1\n300\t32,768\t0\n",
+    ),
+}
+
+
+def read(folder, text, pattern):
+    (folder / "run.log").write_text(text, encoding="utf-8")
+    return read_log(folder / "run.log", pattern=pattern)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_is_read_by_its_pattern(tmp_path, name):
+    pattern, text = PROGRAMS[name]
+    run = read(tmp_path, text, pattern)
+    assert (run.log_format, run.step[-1], run.final_loss_scale) == ("pattern", 300, 32768.0)
+    bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 300)}.get(name, (0, 300))
+    assert run.skipped_bounds() == bounds
+    assert run.problems == ()
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("own script", "apex")])
+def test_a_refusal_prints_a_pattern_to_try(tmp_path, name):
+    text = "no number here: scale\n" + PROGRAMS[name][1]
+    (tmp_path / "run.log").write_text(text)
+    with pytest.raises(ValueError, match="may match this pattern") as error:
+        read_log(tmp_path / "run.log")
+    suggested = shlex.split(re.search(r"--pattern (.*?) Looked for", str(error.value))[1])[0]
+    run = read(tmp_path, text, suggested)
+    assert (run.step[-1], run.final_loss_scale) == (300, 32768.0)
+
+
+@given(text=st.text(max_size=60) | st.from_regex(r"(step|iter) ?[:=]? ?\d+.{0,9}(loss_)?scale ?[:=] ?[\d.]+"))
+def test_a_suggested_pattern_matches_its_line(text):
+    if (pattern := suggest_pattern(text)) is not None:
+        assert re.search(pattern, text) is not None
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), every=st.sampled_from([1, 5, 20]))
+def test_the_truth_lies_within_the_bounds(tmp_path_factory, seed, every):
+    random = np.random.default_rng(seed)
+    truth, parts = random_run(random, 100), random.permutation(["scale", "flag", "count"])[: random.integers(1, 4)]
+    parts = [*parts, *({"scale"} - {*parts})]
+    words = {True: ["True", "1", "yes", "inf"], False: ["False", "0", "no", "ok"]}
+    lines = []
+    for step in range(every, 101, every):
+        flag = truth.flags[step - 1]
+        stated = {"scale": f"scale {truth.after[step - 1]}", "flag": f"bad {random.choice(words[flag])}"}
+        stated["count"] = f"lost {sum(truth.flags[step - every : step])}"
+        lines.append(" ".join([f"at {step}", *(stated[part] for part in parts)]) + "\n")
+    groups = {
+        "scale": r"scale (?P<loss_scale>\S+)",
+        "flag": r"bad (?P<overflow>\w+)",
+        "count": r"lost (?P<skipped>\d+)",
+    }
+    pattern = " ".join([r"at (?P<step>\d+)", *(groups[part] for part in parts)])
+    run = read(tmp_path_factory.getbasetemp(), "".join(lines), pattern)
+    fewest, most = run.skipped_bounds()
+    assert fewest <= sum(truth.flags) <= most
+    assert fewest == most or ("count" not in parts and not ("flag" in parts and every == 1))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "message"),
+    [
+        ("(?P<step>", ValueError, r"must be a regular expression"),
+        (r"(?P<step>\d+)", ValueError, r"at least one of \(\?P<loss_scale>"),
+        (r"(?P<loss_scale>\d+)", ValueError, r"must have the group \(\?P<step>"),
+        (r"\d+", ValueError, r"has no group\. Add"),
+        (r"(?P<step>\d+)(?P<overflow>\d)(?P<lr>\d)", ValueError, r"only the groups .*but has lr"),
+        (7, TypeError, r"must be text, but got 7"),
+        (r"iter (?P<step>\d+) (?P<overflow>\d)", ValueError, r"must have lines of steps"),
+        (r"x(?P<step>(\d+)+)+y(?P<loss_scale>\d)", TimeoutError, r"must match each line within"),
+    ],
+)
+def test_a_wrong_pattern_is_refused_with_the_remedy(tmp_path, pattern, error, message):
+    with pytest.raises(error, match=message):
+        read(tmp_path, "x" + "1" * 60 + "\n", pattern)
+
+
+def test_a_word_that_is_no_flag_is_a_problem_of_its_line(tmp_path):
+    pattern = r"(?P<step>\d+) (?P<overflow>\w+) (?P<loss_scale>\S+)"
+    run = read(tmp_path, "1 True 8\n2 maybe 8\n3 no 1e400\n4 no 8\n", pattern)
+    assert (run.skipped_bounds(), len(run.problems)) == ((1, 2), 1)
+    assert "group 'overflow' must be a word" in run.problems[0]
+
+
+def test_format_and_pattern_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="exclude each other"):
+        read_log(tmp_path / "run.log", "jsonl", r"(?P<step>\d+) (?P<loss_scale>\d+)")
+
+
+def test_each_command_takes_a_pattern(run_program, tmp_path):
+    pattern, text = PROGRAMS["yolox"]
+    log = tmp_path / "train.log"
+    log.write_text(text)
+    commands = [["analyze", log], ["compare", log], ["tune", log], ["plot", log, tmp_path / "a.png"]]
+    for command in [*commands, ["report", log, "--output", tmp_path / "a.html"]]:
+        code, _, error = run_program(*map(str, command), "--pattern", pattern)
+        assert (code, "Error" in error) == (0, False), error
+    code, _, error = run_program("analyze", str(log), "--pattern", "(")
+    assert (code, "must be a regular expression" in error) == (2, True)
