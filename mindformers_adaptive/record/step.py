@@ -9,8 +9,21 @@ from collections.abc import Mapping
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
+import numpy as np
 
-__all__ = ["FIELDS", "LARGEST_STEP", "MARKS", "RARE_FIELDS", "LogLine", "Step", "field_descriptions", "step_of"]
+from mindformers_adaptive.text.files import json_text
+
+__all__ = [
+    "FIELDS",
+    "LARGEST_STEP",
+    "MARKS",
+    "RARE_FIELDS",
+    "LogLine",
+    "Step",
+    "entry_of",
+    "field_descriptions",
+    "step_of",
+]
 
 # The largest valid step number. Above 2^53, float64 does not represent every integer, and no training takes so many
 # steps, so a larger number comes from a damaged log line.
@@ -106,6 +119,33 @@ def field_descriptions() -> dict[str, str]:
     """
     hints = get_type_hints(Step, include_extras=True)
     return {name: hints[name].__metadata__[0].description for name in _BY_NAME}
+
+
+def entry_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a record line as Python values, where they are numbers of NumPy.
+
+    Raises:
+        TypeError: if a value cannot be written as JSON.
+        ValueError: if ``step`` is missing or is no whole number.
+
+    Examples:
+        >>> entry_of({"step": np.int64(3), "loss": np.float32(2.5)})
+        {'step': 3, 'loss': 2.5}
+    """
+    entry = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    if type(step := entry.get("step")) is not int:
+        raise ValueError(
+            f"'step' must be a whole number, but got {step!r} of type {type(step).__name__}. Give the step's number."
+        )
+    for name, value in entry.items():
+        try:
+            json_text(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{name!r} of step {step} must be a number, text, list, dict or None, but has the type "
+                f"{type(value).__name__}. Convert it, for example by float(...)."
+            ) from error
+    return entry
 
 
 def step_of(content: Mapping[str, Any]) -> Step | str:

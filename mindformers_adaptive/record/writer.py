@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 from filelock import FileLock, Timeout
 
-from mindformers_adaptive.record.step import MARKS
+from mindformers_adaptive.record.step import MARKS, entry_of
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 
 __all__ = ["RunRecord", "new_run", "read_record"]
@@ -187,7 +187,8 @@ class RunRecord:
         Raises:
             OSError: if a line cannot be written. The file ends with the last whole line, or where the disk does not
                 even allow that, the next line begins after what was written of this one.
-            ValueError: if a step does not follow the last one.
+            TypeError: if a value cannot be written as JSON.
+            ValueError: if a step is no whole number or does not follow the last one.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Look at the record on each call: the file may have been moved or deleted since the last call.
@@ -196,9 +197,8 @@ class RunRecord:
         try:
             if not _ends_in_line(file):
                 os.write(file, b"\n")
-            for entry in entries:
-                step = entry["step"]
-                if not isinstance(step, int) or step <= self.last_step:
+            for entry in map(entry_of, entries):
+                if (step := entry["step"]) <= self.last_step:
                     raise ValueError(
                         f"step {step} cannot follow step {self.last_step} in {self.path}. Append the steps in order."
                     )

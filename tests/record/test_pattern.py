@@ -1,5 +1,6 @@
 """A regular expression with named groups reads the log of any program, and says what is wrong with it."""
 
+import os
 import re
 import shlex
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.pattern import suggest_pattern
-from tests.record.log_writers import random_run
+from tests.record.log_writers import megatron_line, mindformers_line, random_run
 
 # For each program a pattern, and lines of steps 100, 200 and 300. The loss scale halves at step 200.
 PROGRAMS = {
@@ -160,3 +161,20 @@ def test_each_command_takes_a_pattern(run_program, tmp_path):
         assert (code, "Error" in error) == (0, False), error
     code, _, error = run_program("analyze", str(log), "--pattern", "(")
     assert (code, "must be a regular expression" in error) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["megatron", "mindformers"])
+def test_a_scale_beyond_float64_costs_no_more_than_its_line(tmp_path, name):
+    line = megatron_line if name == "megatron" else lambda step, scale: mindformers_line(step, False, scale)
+    texts = [line(step, 8.0) for step in range(1, 6)]
+    texts[2] = texts[2].replace("scale: 8.0", "scale: 1e400")
+    (tmp_path / "run.log").write_text("".join(texts))
+    assert read_log(tmp_path / "run.log").step.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_pipes_and_devices_are_refused_at_once(run_program, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for file in (str(tmp_path / "pipe"), "/dev/zero"):
+        for command in ("analyze", "compare", "plot", "report"):
+            code, _, error = run_program(command, file)
+            assert (code, "pipe or a device" in error, file in error) == (1, True, True)
