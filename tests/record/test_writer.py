@@ -464,7 +464,7 @@ def test_whole_numbers_of_numpy_are_steps(tmp_path, step):
         ({"loss": 1.0}, "'step' must be a whole number, but got None"),
     ],
 )
-def test_an_entry_that_cannot_be_written_is_refused_before_it_is(tmp_path, entry, message):
+def test_an_entry_that_cannot_be_written_is_refused(tmp_path, entry, message):
     record = RunRecord(tmp_path / "run.jsonl")
     with pytest.raises((TypeError, ValueError), match=message):
         record.append([entry])
