@@ -4,14 +4,13 @@ To use these cells, a user changes one import line. On Ascend the cells compute 
 device, checkpoints of these cells keep the state of loss scaling.
 """
 
-import warnings
-
 from mindformers_adaptive.text.install_hint import install_hint
 
 with install_hint(__name__):
     import mindformers.wrapper
     from mindspore import Tensor, nn
 
+from mindformers_adaptive.cells.constant_scale import load_into_constant_scale
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep, PerTokenTrainStep
 from mindformers_adaptive.cells.update_cells import (
     AdaptiveLossScaleUpdateCell,
@@ -203,6 +202,11 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
     def construct(self, loss_scale, overflow):
         return self.no_overflow
 
+    @property
+    def inv_scale(self):
+        """float: the reciprocal of the loss scale, 1.0."""
+        return 1.0
+
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Warn and ignore the saved state of a gradient scaler, as Megatron-LM does when it runs without a scaler.
 
@@ -215,12 +219,4 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         Returns:
             None, or what ``nn.Cell`` returns.
         """
-        if not isinstance(state_dict, dict) or not {"grad_scaler", "optimizer", "scale"}.intersection(state_dict):
-            return super().load_state_dict(state_dict, *args, **kwargs)
-        if "scale" in state_dict or state_dict.get("grad_scaler") is not None:
-            warnings.warn(
-                "The checkpoint has the state of a gradient scaler, but NoLossScaleUpdateCell scales nothing, so it "
-                "ignores this state. To continue with the saved loss scale, use AdaptiveLossScaleUpdateCell.",
-                stacklevel=2,
-            )
-        return None
+        return load_into_constant_scale(self, state_dict, *args, **kwargs)

@@ -57,6 +57,8 @@ class RuleLossScaler(amp.LossScaler):
         self.update_cell = self.cell_class._for_rule(rule, start)
         self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
         self.update_cell.bind_loss_scale(self.scale_value)
+        # A user's compiled function may use the Parameters, and does not tell so.
+        self.update_cell.keeps_memory = True
         self._measure_and_update: Any = None
         if rule.needs_gradients:
             self.update_cell.declare_signal()

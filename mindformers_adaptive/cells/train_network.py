@@ -9,8 +9,9 @@ import mindspore.train.amp
 from mindspore import Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells.loads import SeesLoads, observe_loads
 from mindformers_adaptive.cells.manager import AdaptiveLossScaleManager, RuleLossScaleManager, warn_of_window_as_factor
-from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
+from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer
 from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
@@ -79,7 +80,10 @@ def build_train_network(
             "network yourself."
         )
     if update_cell is None or option:
-        return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
+        train_step = _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
+        train_step.keeps_memory = True
+        observe_loads(train_step)
+        return train_step
     # MindSpore's build_train_network adds mixed precision and the loss function to the network, and wraps the network
     # in a train-step cell. Take only the network, with mixed precision and loss function, out of that cell.
     unscaled = {**kwargs, "loss_scale_manager": None}
@@ -163,7 +167,7 @@ _INFINITE_IN_FLOAT16 = 65520
 _map = ops.HyperMap()
 
 
-class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
+class FixedScaleTrainOneStepCell(SeesLoads, nn.TrainOneStepCell):
     """Train-step cell that uses a fixed loss scale, and itself divides the gradients by this scale.
 
     ``FixedLossScaleManager(loss_scale, drop_overflow_update=False)`` leaves that division to the optimizer, and some
@@ -211,6 +215,11 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
         refuse_dividing_optimizer(optimizer)
         super().__init__(network, optimizer, loss_scale)
         self.reciprocal = Tensor(1.0 / loss_scale, mstype.float32)
+        self._observe_loads()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._start_keeping()
+        return super().__call__(*args, **kwargs)
 
     def construct(self, *inputs: Any) -> Any:
         loss = self.network(*inputs)

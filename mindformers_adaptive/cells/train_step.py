@@ -9,24 +9,24 @@ from typing import Any
 
 import numpy as np
 from mindformers.tools.logger import logger
-from mindspore import Parameter, Tensor, amp, context, nn, ops
+from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells.constant_scale import ignore_scaler_state
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan, refuse_sparse_gradients
+from mindformers_adaptive.cells.loads import SeesLoads, write
+from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, require_update_cell
 from mindformers_adaptive.cells.unscaling import HALF_PRECISION, GradientReducer, MapInFloat32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
-__all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer"]
+__all__ = ["LossScaleTrainStep", "PerTokenTrainStep"]
 
 # If the largest gradient is still 0 after this many steps, warn that it is not measured: measured values exceed 0.
 _STEPS_BEFORE_CHECK = 5
 
-# For type checkers, the base class of the mixin is Any, so that they accept attributes that MindSpore's cell defines.
-_Base: Any = object
 
-
-class LossScaleTrainStep(_Base):
+class LossScaleTrainStep(SeesLoads):
     """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; list the mixin first among the base classes.
 
     It must come before the stock cell, because it overrides the stock cell's ``__init__``, ``__call__``,
@@ -78,7 +78,7 @@ class LossScaleTrainStep(_Base):
                 "use the type MFTrainOneStepCell under 'runner_wrapper': it takes the arguments of MindFormers' cell."
             ) from error
         if "scale_sense" in arguments:
-            _require_update_cell(arguments["scale_sense"])
+            require_update_cell(arguments["scale_sense"])
         refuse_dividing_optimizer(arguments.get("optimizer"))
         stock_init(*args, **kwargs)
         if getattr(self, "use_skip_data_by_global_norm", False) and not self.use_clip_grad:
@@ -95,9 +95,11 @@ class LossScaleTrainStep(_Base):
         self._is_running = False
         self._steps_before_check = _STEPS_BEFORE_CHECK if hasattr(self, "measure_largest_gradient") else 0
         self._reported_start = None
+        ignore_scaler_state(self.loss_scaling_manager)
         self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
         if _follows_a_rule(self):
             self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
+            self.loss_scaling_manager.is_in_observed_step = True
             if isinstance(self, PerTokenTrainStep):
                 self.loss_scaling_manager.accept_former_names()
             if isinstance(self.optimizer, nn.Cell):
@@ -106,6 +108,7 @@ class LossScaleTrainStep(_Base):
         # share a name, MindSpore renames all Parameters, and then a checkpoint does not fit the next run.
         if isinstance(learning_rate := getattr(self, "learning_rate", None), Parameter):
             learning_rate.name = "returned_learning_rate"
+        self._observe_loads()
 
     def _unscale_in_float32(self) -> None:
         """Divide FP16 and BF16 gradients in float32, unless a user's ``construct`` calls ``hyper_map`` itself."""
@@ -173,16 +176,22 @@ class LossScaleTrainStep(_Base):
         return self.own_overflow_status(status, compute_output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Check a restored state before the first step too: set_train() may have run before the restore, or not at all.
-        if not self._is_running:
-            _check_and_report(self, at_first_step=True)
+        # Check a restored state before the next step too: set_train() may have run before the restore, or not at all.
+        if not self._is_running or self._was_loaded():
+            _check_and_report(self)
         self._is_running = True
+        self._start_keeping()
         outputs = super().__call__(*args, **kwargs)
         if self._steps_before_check > 0:
             self._steps_before_check -= 1
             if self._steps_before_check == 0:
                 _warn_if_not_measured(self)
         return outputs
+
+    def _was_loaded(self) -> bool:
+        """Return whether a loss scale or a state of loss scaling was loaded since the last check."""
+        loaded = self.loss_scaling_manager.loaded if _follows_a_rule(self) else self.loaded
+        return bool(loaded) and (_follows_a_rule(self) or self.scale_sense.name in loaded)
 
     def set_sense_scale(self, sens: Any) -> None:
         """Set a new fixed loss scale, as MindSpore's own train-step cell does.
@@ -193,6 +202,7 @@ class LossScaleTrainStep(_Base):
         super().set_sense_scale(sens)
         if self._fixed_scale is not None:
             self._fixed_scale = self.scale_sense.asnumpy().item()
+            self.loaded.discard(self.scale_sense.name)
 
     def add_flags_recursive(self, **flags: bool) -> Any:
         super().add_flags_recursive(**flags)
@@ -294,52 +304,14 @@ def _has_fixed_scale(train_step: Any) -> bool:
     return update_cell is None or is_stock or getattr(update_cell, "has_fixed_scale", False)
 
 
-def refuse_dividing_optimizer(optimizer: object) -> None:
-    """Raise ValueError if an optimizer divides gradients by a loss scale: the train-step cell already divides them."""
-    divided_by = getattr(optimizer, "loss_scale", 1.0)
-    if divided_by != 1.0:
-        raise ValueError(
-            "'optimizer' must not divide the gradients, because the train-step cell divides them, but got "
-            f"{type(optimizer).__name__} with loss_scale={divided_by}. Create the optimizer without 'loss_scale'."
-        )
-
-
-def _require_update_cell(scale_sense: object) -> None:
-    if isinstance(scale_sense, amp.LossScaleManager):
-        remedy = "Give manager.get_update_cell(), or give the manager to Model(..., loss_scale_manager=manager)."
-    elif isinstance(scale_sense, amp.LossScaler):
-        own_cell = getattr(scale_sense, "update_cell", None)
-        name = "AdaptiveLossScaleUpdateCell" if own_cell is None else type(own_cell).__name__
-        remedy = f"A loss scaler is for functional training; give {name} with the same arguments."
-    elif scale_sense is None:
-        remedy = (
-            "FixedLossScaleManager(..., drop_overflow_update=False) has no update cell; for a fixed scale without "
-            "skipped steps use FixedScaleTrainOneStepCell."
-        )
-    elif isinstance(scale_sense, type):
-        remedy = f"Give an instance: {scale_sense.__name__}(...)."
-    elif isinstance(scale_sense, dict):
-        remedy = (
-            "In a YAML file, the section 'scale_sense' needs a 'type', such as AdaptiveLossScaleUpdateCell. In Python, "
-            "give an instance of that class with the other keys as arguments."
-        )
-    elif isinstance(scale_sense, (str, bool)):
-        remedy = "Give AdaptiveLossScaleUpdateCell(...), or a fixed scale as a Tensor, such as Tensor(1024.0)."
-    else:
-        return
-    raise TypeError(
-        f"'scale_sense' must be an update cell or a Tensor, but got {scale_sense!r} of type "
-        f"{type(scale_sense).__name__}. {remedy}"
-    )
-
-
-def _check_and_report(train_step: Any, at_first_step: bool = False) -> None:
+def _check_and_report(train_step: Any) -> None:
     """Check the restored state, and log once which update cell scales the loss and from which state it continues."""
     refuse_sparse_gradients(train_step)
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
-        update_cell.check_state(at_first_step=at_first_step)
+        update_cell.check_state()
     _keep_fixed_scale(train_step)
+    train_step.loaded.clear()
     loss_scale, state = train_step.scale_sense.asnumpy().item(), update_cell.state() if follows_a_rule else {}
     if train_step._reported_start == (loss_scale, state):
         return
@@ -384,7 +356,7 @@ def _keep_fixed_scale(train_step: Any) -> None:
         f"{wanted}. To go on at {restored}, give {restored} as 'scale_sense', or call set_sense_scale().",
         stacklevel=4,
     )
-    scale_sense.set_data(Tensor(np.full(scale_sense.shape, wanted), mstype.float32))
+    write(scale_sense, Tensor(np.full(scale_sense.shape, wanted), mstype.float32))
 
 
 def _report_cell(update_cell: Any, loss_scale: float, state: Mapping[str, Any]) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.compiled_update import CompiledUpdateCell, tensor_of
-from mindformers_adaptive.rules.checks import to_float32
+from mindformers_adaptive.cells.bound_loss_scale import CellWithLossScale
+from mindformers_adaptive.cells.compiled_update import tensor_of
+from mindformers_adaptive.cells.loads import write
 from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, form_of
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import (
-    Snapshot,
-    fields_from_outside,
     from_values,
     repair,
     repair_loss_scale,
+    restored_fields,
     to_values,
 )
 from mindformers_adaptive.rules.state_dict import (
@@ -34,7 +34,7 @@ from mindformers_adaptive.rules.state_dict import (
 __all__ = ["RuleUpdateCell"]
 
 
-class RuleUpdateCell(CompiledUpdateCell):
+class RuleUpdateCell(CellWithLossScale):
     """Update cell of any loss-scaling rule, with methods to read, save, restore and repair the state of the rule.
 
     Args:
@@ -43,9 +43,8 @@ class RuleUpdateCell(CompiledUpdateCell):
 
     # The only rule class that this update cell accepts, or None if it accepts any rule.
     rule_class: type[Rule] | None = None
-    bound_loss_scale: Any = None
-    # The id of this update cell when it was bound to a loss scale. A copy has another id, and can be bound again.
-    _bound_id: int | None = None
+    # Whether a train-step cell of this package calls this cell, and keeps the memory of all its Parameters on a load.
+    is_in_observed_step = False
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
@@ -54,11 +53,30 @@ class RuleUpdateCell(CompiledUpdateCell):
         # Parameters. Until training begins, both numbers are negative, unlike saved numbers.
         self.loss_scaling_run = _new_parameter(RUN, -1)
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
-        # The number of the training step whose loss scale is in loss_scale_value.
-        self._known_step = 1
-        # The cell's state when the host last set or checked it, and whether the cell has stepped since (None: unknown).
-        self._last_seen = self._snapshot()
-        self._has_stepped: bool | None = False
+        # The number of the next training step when the host last wrote or checked the state.
+        self._written_step = 1
+        self._observe_loads()
+
+    def _observed_parameters(self) -> dict[str, Any]:
+        """Return the Parameters whose loads this cell notes, by the names of the fields."""
+        parameters = {field.name: getattr(self, field.name) for field in self._fields}
+        parameters |= {RUN: self.loss_scaling_run, FORM: self.loss_scaling_form}
+        return parameters if self.bound_loss_scale is None else {**parameters, "loss_scale": self.bound_loss_scale}
+
+    def _note_load(self, name: str) -> None:
+        if not self.loaded:
+            self._warn_of_late_load()
+        super()._note_load(name)
+
+    def _warn_of_late_load(self) -> None:
+        if self.is_in_observed_step or int(self.cur_iter.asnumpy()) == self._written_step:
+            return
+        warnings.warn(
+            f"A state is loaded into {type(self).__name__} after it has taken steps, and its training step is not a "
+            "cell of mindformers_adaptive.wrapper. If weights or optimizer state were loaded too, the compiled step "
+            "may go on with their old values. Load these by parameter.copy_(value), or build a new training step.",
+            stacklevel=4,
+        )
 
     @classmethod
     def from_rule(cls, rule: Rule, state: Any, steps: int = 0) -> RuleUpdateCell:
@@ -134,26 +152,6 @@ class RuleUpdateCell(CompiledUpdateCell):
         """
         self._write(state.loss_scale, {**self._values(), **to_values(self.rule, state, steps, last_event)})
 
-    def known_loss_scale(self) -> float:
-        """Return the loss scale for the next step.
-
-        Returns:
-            float.
-
-        Raises:
-            RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know it.
-        """
-        if not self._knows_loss_scale:
-            raise RuntimeError(
-                "The update cell does not know its loss scale, because its train-step cell is not from "
-                "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
-            )
-        return self.present_loss_scale
-
-    @property
-    def _knows_loss_scale(self) -> bool:
-        return self.bound_loss_scale is not None or int(self.cur_iter.asnumpy()) == self._known_step
-
     @property
     def run_number(self) -> int:
         """int: the number of the run, by which a resumed run finds its records; 0 until a callback sets the number."""
@@ -161,41 +159,7 @@ class RuleUpdateCell(CompiledUpdateCell):
 
     @run_number.setter
     def run_number(self, number: int) -> None:
-        self.loss_scaling_run.set_data(Tensor(number, mstype.int32))
-        self._last_seen = self._last_seen._replace(run=number)
-
-    @property
-    def present_loss_scale(self) -> float:
-        """float: the loss scale of the next step, or the initial one until a train-step cell is bound."""
-        if self.bound_loss_scale is None:
-            return float(self.loss_scale_value)
-        return float(self.bound_loss_scale.asnumpy())
-
-    @property
-    def inv_scale(self) -> float:
-        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
-        return to_float32(1.0 / self.known_loss_scale())
-
-    def bind_loss_scale(self, parameter: Any) -> None:
-        """Tell this update cell which Parameter holds the loss scale, for ``state_dict()`` and ``load_state_dict()``.
-
-        The train-step cells of this package call this.
-
-        Args:
-            parameter (Parameter): the loss scale, float32 of shape ().
-
-        Raises:
-            ValueError: if another train step already uses the cell. A copy of the cell is not bound to any.
-        """
-        if self._bound_id == id(self) and parameter is not self.bound_loss_scale:
-            raise ValueError(
-                f"This {type(self).__name__} already scales the loss of another train step, and an update cell can "
-                "serve only one train step. Make an update cell for each train step. To continue from the state of the "
-                "old cell, call new_cell.load_state_dict(old_cell.state_dict())."
-            )
-        self._bound_id = id(self)
-        # Bypass nn.Cell.__setattr__, which would make the Parameter of the loss scale a child of this cell too.
-        object.__setattr__(self, "bound_loss_scale", parameter)
+        write(self.loss_scaling_run, Tensor(number, mstype.int32))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as a dict of numbers for ``mindspore.save_checkpoint(..., append_dict=)`` or for JSON.
@@ -273,6 +237,7 @@ class RuleUpdateCell(CompiledUpdateCell):
             (1024.0, 3)
         """
         restored = read_state(self.rule, state)
+        self._warn_of_late_load()
         loss_scale = self.present_loss_scale
         if restored.loss_scale is not None:
             loss_scale = repair_loss_scale(self.rule, restored.loss_scale, restored.scale_name)
@@ -291,15 +256,12 @@ class RuleUpdateCell(CompiledUpdateCell):
             for name in FORMER_NAMES:
                 setattr(self, f"former_{name}", _new_parameter(name, -1))
 
-    def check_state(self, *, at_first_step: bool = False) -> None:
+    def check_state(self) -> None:
         """Replace restored values that do not fit the rule of this update cell; keep values that training computed.
 
         A checkpoint may come from another cell, or from this one with other arguments. Each change gives a warning
         that names the Parameter, its value and the value used instead. The start of training calls this; call it
         yourself if you load a checkpoint without calling ``set_train()`` afterwards.
-
-        Args:
-            at_first_step (bool): whether it is known that no step was taken since training started. Default: False.
 
         Raises:
             ValueError: if the restored loss scale is not finite and above 0.
@@ -316,19 +278,15 @@ class RuleUpdateCell(CompiledUpdateCell):
             >>> cell.state()["window_index"], len(caught)
             (0, 1)
         """
-        now = self._snapshot()
-        now.values.update(self._take_former_counters())
-        may_have_stepped = self._has_stepped is True or (self._has_stepped is None and not at_first_step)
-        restored = fields_from_outside(self.rule, self._last_seen, now, may_have_stepped)
+        values = self._values()
+        former = self._take_former_counters()
+        values.update(former)
+        form = int(self.loss_scaling_form.asnumpy())
+        restored = restored_fields(self.rule, form, self.loaded | former.keys(), values)
         loss_scale = repair_loss_scale(self.rule, self.present_loss_scale, "scale_sense")
-        values, problems = repair(self.rule, now.values, loss_scale, restored)
-        self._write(None if now.loss_scale is None else loss_scale, values)
-        self._has_stepped = None
+        values, problems = repair(self.rule, values, loss_scale, restored)
+        self._write(loss_scale if self._knows_loss_scale else None, values)
         _warned(problems)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._has_stepped = True
-        return super().__call__(*args, **kwargs)
 
     def add_flags_recursive(self, **flags: bool) -> RuleUpdateCell:
         """Set flags as ``nn.Cell`` does. If ``training`` is True, also check a state restored from a checkpoint.
@@ -357,11 +315,6 @@ class RuleUpdateCell(CompiledUpdateCell):
             self.check_state()
         return self
 
-    def _snapshot(self) -> Snapshot:
-        loss_scale = self.present_loss_scale if self._knows_loss_scale else None
-        run, form = (int(parameter.asnumpy()) for parameter in (self.loss_scaling_run, self.loss_scaling_form))
-        return Snapshot(loss_scale, run, form, self._values())
-
     def _take_former_counters(self) -> dict[str, int]:
         counters = {}
         for name, key in FORMER_NAMES.items():
@@ -376,18 +329,18 @@ class RuleUpdateCell(CompiledUpdateCell):
         """Store the rule's state and the next loss scale in Parameters; a ``loss_scale`` of None keeps the scale."""
         if loss_scale is not None:
             if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
-                self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
+                write(self.bound_loss_scale, Tensor(loss_scale, mstype.float32))
             self.loss_scale_value, self._known_step = loss_scale, values["cur_iter"]
         present = self._values()
         for field in self._fields:
             if any(repr(values[key]) != repr(present[key]) for key in field.keys):
-                getattr(self, field.name).set_data(tensor_of(field, values))
+                write(getattr(self, field.name), tensor_of(field, values))
         if int(self.loss_scaling_form.asnumpy()) != self.form:
-            self.loss_scaling_form.set_data(Tensor(self.form, mstype.int32))
+            write(self.loss_scaling_form, Tensor(self.form, mstype.int32))
         if int(self.loss_scaling_run.asnumpy()) < 0:
             self.run_number = 0
-        self._last_seen = self._snapshot()
-        self._has_stepped = False
+        self._written_step = values["cur_iter"]
+        self.loaded.clear()
 
 
 def _warned(problems: list[str]) -> list[str]:

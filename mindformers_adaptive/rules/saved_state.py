@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,30 +15,12 @@ from mindformers_adaptive.rules.fields import (
     STEP_LIMIT,
     Field,
     form_of,
-    is_of_this_package,
     kept_fields,
 )
 from mindformers_adaptive.rules.tracing import told
 
-__all__ = ["Snapshot", "all_fields", "describe_fresh_start", "fields_from_outside", "from_values", "keep_within"]
+__all__ = ["all_fields", "describe_fresh_start", "from_values", "keep_within", "restored_fields"]
 __all__ += ["own_keys", "repair", "repair_loss_scale", "to_values"]
-
-
-class Snapshot(NamedTuple):
-    """The contents of a loss-scale update cell at one moment.
-
-    Attributes:
-        loss_scale (float, optional): the loss scale of the next step; None where the cell does not know it.
-        run (int): the number of the run, -1 before training begins.
-        form (int): the form of the state, as :func:`~mindformers_adaptive.rules.fields.form_of` returns it for the
-            rule; negative before training begins.
-        values (dict): the state, as ``state()`` of the cell returns it.
-    """
-
-    loss_scale: float | None
-    run: int
-    form: int
-    values: dict[str, Any]
 
 
 def all_fields(rule: Any) -> tuple[Field, ...]:
@@ -140,56 +122,31 @@ def repair_loss_scale(rule: Any, loss_scale: float, name: str) -> float:
     return usable
 
 
-def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_stepped: bool) -> set[str]:
-    """Return the fields of an update cell that were loaded from a checkpoint since the snapshot ``before``.
-
-    The result depends on values only, so all processes of a training get the same result.
+def restored_fields(rule: Any, form: int, loaded: Collection[str], values: Mapping[str, Any]) -> set[str]:
+    """Return the fields of an update cell whose values a checkpoint has restored, and which must fit the rule.
 
     Args:
         rule (Rule): the rule.
-        before (Snapshot): the contents of the cell when the host last wrote or checked them.
-        now (Snapshot): the present contents of the cell.
-        may_have_stepped (bool): whether training steps may have changed the cell since ``before``. In the graph of
-            another package's train-step cell, steps may change the cell even before training begins.
+        form (int): the present form of the state, as :func:`~mindformers_adaptive.rules.fields.form_of` returns it for
+            the rule that saved the state; negative if no state of this package was loaded.
+        loaded (Collection[str]): the names of the Parameters that were loaded, among them fields.
+        values (Mapping[str, Any]): the present state, as ``state()`` of the update cell returns it.
 
     Returns:
-        set[str], the names of the fields; empty if the present values come from training steps.
+        set[str], the names of the fields.
     """
-    rule_fields = {field.name for field in kept_fields(rule)}
-    steps = {field.name for field in STEP_FIELDS}
-    changed = {
-        field.name
-        for field in all_fields(rule)
-        if any(repr(before.values[key]) != repr(now.values[key]) for key in field.keys)
-    }
-    form, step = form_of(rule), now.values["cur_iter"]
-    if abs(now.form) != form:
-        # Another rule or another version saved the loaded state, so the step counters were loaded from it. Adaptive
-        # rules and MindFormers' own cell share Parameter names. So the changed fields of an adaptive rule were loaded
-        # from that state, too, unless training steps may have changed them.
-        return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
-    if now.form != before.form or step < before.values["cur_iter"]:
-        return rule_fields | steps
-    # The present values of the update cell come from steps of this rule, or from a checkpoint without the Parameter
-    # ``loss_scaling_form``. MindSpore, MindFormers and version 1.0 of this package save such checkpoints.
-    is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
-    if changed & rule_fields:
-        # A checkpoint without the Parameter ``loss_scaling_form`` has no Parameters of a user's rule. For a built-in
-        # rule, this function may mistake values that training steps computed for values from a checkpoint. This mistake
-        # is harmless: repair() never changes a state that the rule can reach by training steps.
-        has_begun = before.form == form
-        has_former_names = is_built_in or (rule.parameter_names and not may_have_stepped)
-        may_be_loaded = has_former_names or is_other_run or (has_begun and not may_have_stepped)
-        return rule_fields | steps if may_be_loaded else set()
-    if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
+    own_fields, counters = {field.name for field in kept_fields(rule)}, {field.name for field in STEP_FIELDS}
+    is_of_another_rule = abs(form) != form_of(rule)
+    if is_of_another_rule and rule.identifying_fields is None:
+        # Another rule or another version saved the state, so the rule's own fields may mean something else.
+        return counters.intersection(loaded)
+    has_only_counters = own_fields.isdisjoint(loaded) and not is_of_another_rule
+    clean_steps = values["cur_iter"] - 1 - values["last_overflow_iter"]
+    if has_only_counters and rule.counts_clean_steps and clean_steps < values["scale_window"]:
+        # MindFormers' own cell saves only counters while its scale window still is the initial window. The clean steps
+        # are fewer than this window, so the counters fit.
         return set()
-    if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:
-        # The checkpoint changed only step counters, no field of the rule. MindFormers' own cell may save such a
-        # checkpoint while its scale window still is the initial window. The number of clean steps is below this window,
-        # so the counters fit the window and need no repair.
-        return set()
-    has_moved = "last_overflow_iter" in changed or before.loss_scale != now.loss_scale
-    return steps if is_other_run or (has_moved and "skipped_steps" not in changed) else set()
+    return (own_fields | counters).intersection(loaded)
 
 
 def repair(

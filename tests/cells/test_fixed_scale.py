@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from mindspore import amp, nn
+from mindspore import Tensor, amp, nn
 
-from mindformers_adaptive import FixedScaleTrainOneStepCell
+from mindformers_adaptive import AdaptiveLossScaler, AdaptiveLossScaleUpdateCell, FixedScaleTrainOneStepCell
+from mindformers_adaptive.wrapper import NoLossScaleUpdateCell
 from tests.shared.networks import Dense
 
 
@@ -47,3 +48,27 @@ def test_optimizer_that_divides_too_is_refused():
     dense = Dense()
     with pytest.raises(ValueError, match=r"'optimizer' must not divide the gradients.*Momentum with loss_scale=1024"):
         FixedScaleTrainOneStepCell(dense.network, dense.optimizer(loss_scale=1024.0), 1024)
+
+
+SCALER_STATES = {
+    "scaler": lambda: AdaptiveLossScaler(2.0**10).state_dict(),
+    "update cell": lambda: AdaptiveLossScaleUpdateCell(2.0**10, 2, 20).state(),
+    "Megatron-LM": lambda: {"optimizer": {}, "grad_scaler": {"scale": Tensor([1024.0]), "growth_tracker": 3}},
+}
+
+
+@pytest.mark.parametrize("make", [lambda: nn.FixedLossScaleUpdateCell(256.0), NoLossScaleUpdateCell])
+@pytest.mark.parametrize("state", SCALER_STATES)
+def test_a_constant_scale_ignores_the_state_of_a_scaler(graph_mode, make, state):
+    step = Dense().train_step(make())
+    cell, before = step.loss_scaling_manager, float(step.scale_sense)
+    with pytest.warns(UserWarning, match=r"state of a gradient scaler.*ignores"):
+        assert cell.load_state_dict(SCALER_STATES[state]()) is None
+    # Megatron-LM saves None in a training without a scaler: there is nothing to say.
+    cell.load_state_dict({"optimizer": {}, "grad_scaler": None})
+    step(*Dense.batch())
+    assert float(step.scale_sense) == before == cell.get_loss_scale()
+
+
+def test_no_loss_scaling_has_a_reciprocal():
+    assert NoLossScaleUpdateCell().inv_scale == 1.0

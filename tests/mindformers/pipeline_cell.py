@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.communication import init
 
 from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
@@ -33,6 +33,7 @@ def main(folder):
     seen = {f"sharded {number}": sharded(number) for number in (1, 2, 4)}
     seen["plain"] = plain()
     seen["FP16 weights"] = with_fp16_weights()
+    seen["went back"] = going_back()
     (Path(folder) / "seen.json").write_text(json.dumps(seen))
 
 
@@ -82,6 +83,20 @@ def plain():
         step.accu_grads[0].set_data(Tensor(gradient))
         record.append(take(step, np.ones((BATCH, SIZE), np.float32)))
     return record
+
+
+def going_back():
+    """Return the values of all Parameters after five steps, and after going back to step 3 and taking two again."""
+    step, features = build_pipeline(True, 2), np.ones((BATCH, SIZE), np.float32)
+    states = []
+    for _ in range(5):
+        take(step, features)
+        states.append({parameter.name: parameter.asnumpy().tolist() for parameter in step.get_parameters()})
+    saved = {name: Parameter(Tensor(np.array(value)), name=name) for name, value in states[2].items()}
+    mindspore.load_param_into_net(step, saved)
+    for _ in range(2):
+        take(step, features)
+    return states[-1], {parameter.name: parameter.asnumpy().tolist() for parameter in step.get_parameters()}
 
 
 def with_fp16_weights():

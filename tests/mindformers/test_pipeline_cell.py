@@ -57,3 +57,8 @@ def test_weights_equal_accumulation_in_the_ordinary_train_step(seen, kind):
 
 def test_fp16_gradients_of_a_sharded_optimizer_are_divided(seen):
     np.testing.assert_allclose(seen["FP16 weights"]["weight"], seen["FP16 weights"]["expected"], atol=2.0**-9)
+
+
+def test_pipeline_training_goes_back_to_a_checkpoint(seen):
+    end, again = seen["went back"]
+    assert again == end

@@ -1,0 +1,336 @@
+"""A checkpoint that is loaded into a training that runs: the next steps go on from the checkpoint."""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import mindspore
+import numpy as np
+import pytest
+from log_max import LogMaxRule
+from mindspore import Parameter, Tensor, amp, nn, ops
+from mindspore.train import Callback, Model
+
+from mindformers_adaptive import (
+    AdaptiveLossScaleManager,
+    AdaptiveLossScaler,
+    AdaptiveLossScaleUpdateCell,
+    FixedScaleTrainOneStepCell,
+    GradientGuidedLossScaleManager,
+    GradientGuidedLossScaler,
+    GradientGuidedLossScaleUpdateCell,
+    RuleLossScaleUpdateCell,
+    build_train_network,
+)
+from mindformers_adaptive.wrapper import MFTrainOneStepCell, NoLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from tests.shared.networks import Dense
+
+
+class WithAverage(TrainOneStepWithLossScaleCell):
+    """A user's train step, which keeps a moving average of the weights and updates it in applied steps only."""
+
+    def __init__(self, network, optimizer, scale_sense):
+        super().__init__(network, optimizer, scale_sense)
+        self.average = self.weights.clone("average")
+        self.map = ops.HyperMap()
+        self.to_average = ops.partial(_average, Tensor(0.9, mindspore.float32))
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        status, scale = self.start_overflow_check(loss, self.scale_sense)
+        sens = ops.ones_like(loss) * ops.cast(scale, loss.dtype)
+        grads = self.grad(self.network, self.weights)(*inputs, sens)
+        grads = self.map(ops.partial(_divide, scale), grads)
+        overflow = self.process_loss_scale(self.get_overflow_status(status, grads))
+        if not overflow:
+            loss = ops.depend(loss, self.optimizer(grads))
+            loss = ops.depend(loss, self.map(self.to_average, self.average, self.weights))
+        return loss, overflow, scale
+
+
+def _divide(scale, gradient):
+    return gradient / scale
+
+
+def _average(decay, average, weight):
+    return ops.assign(average, average * decay + weight * (1 - decay))
+
+
+def adaptive():
+    return AdaptiveLossScaleUpdateCell(2.0**12, 2, 2, max_scale_window=4, min_scale_window=1)
+
+
+def of_cell(scale_sense, cell=TrainOneStepWithLossScaleCell, optimizer="Momentum", **options):
+    dense = Dense()
+    return cell(dense.network, dense.optimizer(optimizer), scale_sense=scale_sense(), **options)
+
+
+def of_manager(manager):
+    dense = Dense()
+    return build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, loss_scale_manager=manager)
+
+
+def fixed_without_skipping():
+    dense = Dense()
+    return FixedScaleTrainOneStepCell(dense.network, dense.optimizer(), 256.0)
+
+
+WAYS = {
+    "adaptive": lambda: of_cell(adaptive),
+    "guided": lambda: of_cell(lambda: GradientGuidedLossScaleUpdateCell(2.0**12), optimizer="Adam"),
+    "own rule": lambda: of_cell(lambda: RuleLossScaleUpdateCell(2.0**12, LogMaxRule())),
+    "fixed cell": lambda: of_cell(lambda: nn.FixedLossScaleUpdateCell(256.0)),
+    "fixed number": lambda: of_cell(lambda: Tensor(256.0, mindspore.float32)),
+    "dynamic": lambda: of_cell(lambda: nn.DynamicLossScaleUpdateCell(2.0**12, 2, 3)),
+    "none": lambda: of_cell(NoLossScaleUpdateCell),
+    "FixedScaleTrainOneStepCell": fixed_without_skipping,
+    "MFTrainOneStepCell": lambda: of_cell(adaptive, MFTrainOneStepCell, "AdamWeightDecay", use_clip_grad=True),
+    "own train step": lambda: of_cell(adaptive, WithAverage),
+    "manager": lambda: of_manager(AdaptiveLossScaleManager(2.0**12)),
+    "guided manager": lambda: of_manager(GradientGuidedLossScaleManager(2.0**12)),
+    "fixed manager": lambda: of_manager(amp.FixedLossScaleManager(1.0, drop_overflow_update=False)),
+}
+OVERFLOWS = [False, False, True, False, False, True, False]
+
+
+def values_of(cell):
+    return {parameter.name: parameter.asnumpy().copy() for parameter in cell.get_parameters()}
+
+
+def as_checkpoint(values):
+    return {name: Parameter(Tensor(value), name=name) for name, value in values.items()}
+
+
+def take(step, overflows):
+    for overflow in overflows:
+        step(*Dense.batch(overflow))
+
+
+def assert_same(values, expected):
+    assert values.keys() == expected.keys()
+    assert [name for name in values if not np.array_equal(values[name], expected[name], equal_nan=True)] == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_goes_back_to_a_checkpoint(mode, way, tmp_path):
+    step, file = WAYS[way]().set_train(), str(tmp_path / "saved.ckpt")
+    # An overflow that is not skipped leaves no number to compare.
+    skips = way not in ("none", "FixedScaleTrainOneStepCell", "fixed manager")
+    overflows = OVERFLOWS if skips else [False] * len(OVERFLOWS)
+    take(step, overflows[:3])
+    mindspore.save_checkpoint(step, file)
+    saved = values_of(step)
+    take(step, overflows[3:])
+    end = values_of(step)
+    assert not np.array_equal(saved["weight"], end["weight"])
+    for _ in range(2):
+        mindspore.load_param_into_net(step, mindspore.load_checkpoint(file))
+        assert_same(values_of(step), saved)
+        take(step, overflows[3:])
+        assert_same(values_of(step), end)
+
+
+@pytest.mark.parametrize("part", ["network", "optimizer"])
+def test_a_part_of_a_training_goes_back_to_a_checkpoint(mode, part):
+    def network_of(step):
+        return step.network if part == "network" else step.optimizer
+
+    step, new = WAYS["adaptive"](), WAYS["adaptive"]()
+    take(step, OVERFLOWS[:3])
+    saved = as_checkpoint(values_of(network_of(step)))
+    take(step, OVERFLOWS[3:])
+    mindspore.load_param_into_net(network_of(step), saved)
+    mindspore.load_param_into_net(new, as_checkpoint(values_of(step)))
+    for each in (step, new):
+        take(each, OVERFLOWS)
+    assert_same(values_of(step), values_of(new))
+
+
+class GoesBack(Callback):
+    """Saves the training after step 2 and goes back to it after step 4."""
+
+    def on_train_step_end(self, run_context):
+        arguments = run_context.original_args()
+        if arguments.cur_step_num == 2:
+            self.saved = values_of(arguments.train_network)
+        if arguments.cur_step_num == 4:
+            self.reached = values_of(arguments.train_network)
+            mindspore.load_param_into_net(arguments.train_network, as_checkpoint(self.saved))
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_callback_goes_back_to_a_checkpoint(graph_mode, scaling_on_cpu, sink):
+    dense, callback = Dense(), GoesBack()
+    model = Model(
+        dense.layer, dense.loss_fn, dense.optimizer(), loss_scale_manager=AdaptiveLossScaleManager(2.0**12, 2, 20)
+    )
+    same = Dense.batch()
+    data = mindspore.dataset.NumpySlicesDataset(
+        tuple(np.tile(tensor.asnumpy(), (6, 1)) for tensor in same), shuffle=False
+    ).batch(3)
+    model.train(1, data, callbacks=callback, dataset_sink_mode=sink, sink_size=1 if sink else -1)
+    assert_same(values_of(model.train_network), callback.reached)
+
+
+def test_a_training_with_a_copied_update_cell_goes_back(graph_mode):
+    first = WAYS["adaptive"]().set_train()
+    take(first, OVERFLOWS[:3])
+    step = of_cell(lambda: copy.deepcopy(first.loss_scaling_manager)).set_train()
+    take(step, OVERFLOWS[:3])
+    saved = as_checkpoint(values_of(step))
+    take(step, OVERFLOWS[3:])
+    end = values_of(step)
+    mindspore.load_param_into_net(step, saved)
+    take(step, OVERFLOWS[3:])
+    assert_same(values_of(step), end)
+
+
+def test_a_copy_of_an_update_cell_checks_what_is_loaded(graph_mode):
+    cell = copy.deepcopy(adaptive())
+    mindspore.load_param_into_net(cell, {"list_index": Parameter(Tensor(99, mindspore.int32), name="list_index")})
+    with pytest.warns(UserWarning, match="window"):
+        cell.check_state()
+    assert cell.state()["window_index"] == 1
+
+
+def test_a_state_loaded_in_mid_run_is_checked_at_the_next_step(graph_mode):
+    step = WAYS["adaptive"]().set_train()
+    take(step, OVERFLOWS)
+    mindspore.load_param_into_net(step, {"list_index": Parameter(Tensor(99, mindspore.int32), name="list_index")})
+    with pytest.warns(UserWarning, match="window"):
+        take(step, [False])
+    # The next steps check nothing: what training computed is no load.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take(step, OVERFLOWS)
+
+
+def test_a_fixed_scale_stays_after_a_load_in_mid_run(mode):
+    step = WAYS["fixed cell"]().set_train()
+    take(step, OVERFLOWS)
+    mindspore.load_param_into_net(step, {"scale_sense": Parameter(Tensor(64.0), name="scale_sense")})
+    with pytest.warns(UserWarning, match="fixed at 256"):
+        take(step, [False])
+    assert float(step.scale_sense) == 256
+
+
+def test_a_learning_rate_that_is_set_is_used_in_the_next_step(mode):
+    """Not only checkpoints are loaded by ``set_data``."""
+    step, new = WAYS["adaptive"]().set_train(), WAYS["adaptive"]().set_train()
+    take(step, OVERFLOWS)
+    step.optimizer.learning_rate.set_data(Tensor(0.5, mindspore.float32))
+    mindspore.load_param_into_net(new, as_checkpoint(values_of(step)))
+    take(step, [False])
+    take(new, [False])
+    assert_same(values_of(step), values_of(new))
+
+
+def test_a_load_that_changes_the_shape_is_said(graph_mode):
+    step = WAYS["adaptive"]().set_train()
+    take(step, [False])
+    with pytest.warns(UserWarning, match=r"'weight'.*old values.*new train-step cell"):
+        step.weights[0].set_data(Tensor(np.ones((2, 9), np.float32)), slice_shape=True)
+
+
+def own_step(scaler, layer, optimizer, loss_fn):
+    """Return a compiled train step of a user, with a loss scaler."""
+
+    def scaled(x, y):
+        return scaler.scale(loss_fn(layer(x), y))
+
+    value_and_grad = mindspore.value_and_grad(scaled, None, optimizer.parameters)
+
+    @mindspore.jit
+    def step(x, y):
+        loss, grads = value_and_grad(x, y)
+        grads = scaler.unscale(grads)
+        finite = amp.all_finite(grads)
+        if finite:
+            optimizer(grads)
+        scaler.adjust(finite, grads)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("make", [AdaptiveLossScaler, GradientGuidedLossScaler])
+def test_a_scaler_names_the_remedy_that_goes_back(mode, make):
+    dense, scaler = Dense(), make(2.0**12)
+    optimizer = dense.optimizer()
+    step = own_step(scaler, dense.layer, optimizer, dense.loss_fn)
+    take(step, OVERFLOWS[:3])
+    state, saved = scaler.state_dict(), values_of(optimizer)
+    take(step, OVERFLOWS[3:])
+    end = values_of(optimizer), scaler.state_dict()
+    with pytest.warns(UserWarning, match=r"after it has taken steps.*copy_"):
+        scaler.load_state_dict(state)
+    for parameter in optimizer.get_parameters():
+        parameter.copy_(Tensor(saved[parameter.name]))
+    take(step, OVERFLOWS[3:])
+    assert_same(values_of(optimizer), end[0])
+    assert scaler.state_dict() == end[1]
+
+
+def test_a_load_in_another_packages_train_step_is_said(graph_mode):
+    cell, dense = adaptive(), Dense()
+    step = nn.TrainOneStepWithLossScaleCell(dense.network, dense.optimizer(), cell)
+    step.ascend_910b_target, step.enable_allfinite = True, False
+    saved = as_checkpoint(values_of(step))
+    # Before the first step, a load needs no warning.
+    mindspore.load_param_into_net(step, saved)
+    step.set_train()
+    take(step, OVERFLOWS)
+    with pytest.warns(UserWarning, match=r"taken steps.*new training step") as caught:
+        mindspore.load_param_into_net(step, saved)
+    assert len(caught) == 1
+
+
+def test_parameters_keep_no_train_step_alive(graph_mode):
+    dense = Dense()
+    steps = [TrainOneStepWithLossScaleCell(dense.network, dense.optimizer(), adaptive()).set_train() for _ in range(3)]
+    cells = weakref.WeakSet(steps)
+    del steps
+    gc.collect()
+    assert not cells
+
+
+def doors(step):
+    """Return the loss scale of the next step from each name under which a train step has it."""
+    cell = step.loss_scaling_manager
+    state = cell.rule_state()
+    scales = [cell.get_loss_scale(), cell.loss_scale_value, cell.state()["loss_scale"], cell.known_loss_scale()]
+    return {*scales, cell.state_dict()["scale"], 1 / cell.inv_scale, state.loss_scale, float(step.scale_sense)}
+
+
+@pytest.mark.parametrize("moment", ["before set_train", "after set_train", "in mid-run"])
+@pytest.mark.parametrize("way", ["adaptive", "guided", "own rule", "MFTrainOneStepCell"])
+def test_every_door_has_the_same_loss_scale(graph_mode, way, moment):
+    step = WAYS[way]()
+    assert doors(step) == {2.0**12}
+    if moment != "before set_train":
+        step.set_train()
+    if moment == "in mid-run":
+        take(step, [True, False])
+    counters = {"current_iterator_step": 501, "last_overflow_iterator_step": 500}
+    checkpoint = {name: Parameter(Tensor(count, mindspore.int32), name=name) for name, count in counters.items()}
+    checkpoint["scale_sense"] = Parameter(Tensor(2.0**5, mindspore.float32), name="scale_sense")
+    mindspore.load_param_into_net(step, checkpoint)
+    assert doors(step) == {2.0**5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step.set_train()
+    assert doors(step) == {2.0**5}
+    take(step, [True])
+    assert doors(step) == {float(step.scale_sense)} != {2.0**5}
+    step.loss_scaling_manager.load_state({"loss_scale": 2.0**7})
+    assert doors(step) == {2.0**7}
+
+
+def test_a_manager_and_a_scaler_have_their_cells_scale(graph_mode):
+    manager, scaler = AdaptiveLossScaleManager(2.0**12), AdaptiveLossScaler(2.0**12)
+    step = of_manager(manager)
+    mindspore.load_param_into_net(step, {"scale_sense": Parameter(Tensor(2.0**5, mindspore.float32))})
+    assert {manager.get_loss_scale(), *doors(step)} == {2.0**5}
+    scaler.scale_value.set_data(Tensor(2.0**5, mindspore.float32))
+    assert {scaler.update_cell.get_loss_scale(), scaler.state()["loss_scale"], 1 / scaler.inv_scale} == {2.0**5}
