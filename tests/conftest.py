@@ -38,8 +38,8 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=1, help="number of kills of each run that a test kills during a save")
 
 
-# Fixtures that take long. A test that uses one of them is slow.
-SLOW_FIXTURES = {"site", "browse"}
+# Fixtures that build the site or an environment. A test that uses one of them is slow.
+SLOW_FIXTURES = {"site", "browse", "bare", "run_bare"}
 
 
 def pytest_itemcollected(item):

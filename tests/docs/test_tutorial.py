@@ -32,6 +32,7 @@ def shown(output):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="There is no pinned ipykernel for a Python before 3.11")
+@pytest.mark.slow
 def test_tutorial_runs_and_gives_what_it_shows(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     copy = Path(shutil.copy(TUTORIAL, tmp_path))

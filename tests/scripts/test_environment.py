@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import ROOT
 
 
+@pytest.mark.slow
 def test_pips_errors_are_shown_without_its_warnings(tmp_path):
     shutil.copytree(ROOT / "scripts" / "environment", tmp_path / "scripts" / "environment")
     (tmp_path / "requirements.txt").write_text("a-package-that-is-nowhere==1\n")

@@ -131,6 +131,7 @@ def surge(step):
     return 2.0**10 if 150 <= step < 200 else 1.0
 
 
+@pytest.mark.slow
 def test_a_surge_of_the_gradients_costs_a_few_steps(layers):
     records = {name: runs.train(2.0**32, batches(300, surge)) for name, runs in layers.items()}
     lost = {name: len(skipped(record)) for name, record in records.items()}
@@ -158,6 +159,7 @@ def test_planted_infs_cost_themselves_and_no_other_step(layers):
     assert skipped(record) == planted
 
 
+@pytest.mark.slow
 def test_adapters_of_frozen_layers_skip_hardly_more_steps():
     def make_dynamic(start):
         return nn.DynamicLossScaleUpdateCell(start, 2, 1000)
@@ -189,6 +191,7 @@ def small_llama():
 
 
 @pytest.mark.parametrize(("start", "before", "after"), [(2**32, 6, 1), (2**10, 0, 0)])
+@pytest.mark.slow
 def test_a_small_llama_loses_the_search_for_its_scale_only(small_llama, start, before, after):
     records = {name: training.run(start, seed=0) for name, training in small_llama.items()}
     lost = {name: summary(record) for name, record in records.items()}
@@ -213,6 +216,7 @@ def test_the_script_prints_what_its_records_hold():
     assert row == ["2^32", "guided", "2, 0", "1, 0", "2.000, 3.000", "2.500"]
 
 
+@pytest.mark.slow
 def test_the_figures_of_the_page_begin_as_a_training_does_now():
     """Repeat the first 20 steps of a documented training, from the same initial loss scale, which is far too high."""
     held = figure("guided_training")

@@ -45,6 +45,7 @@ def run_of_seed_0(trainings):
     return functools.cache(lambda name: trainings.run(METHOD[name], seed=0))
 
 
+@pytest.mark.slow
 def test_damped_output_is_learned_only_with_scaling(trainings, run_of_seed_0):
     runs = {name: run_of_seed_0(name) for name in (FP32, OURS, GUIDED)}
     scale_1 = trainings.run(fixed(1.0), seed=0)
@@ -178,6 +179,7 @@ def test_moving_ceiling_is_followed():
     assert mean(GUIDED, "quality") - mean(FP32, "quality") > -0.011
 
 
+@pytest.mark.slow
 def test_digits_are_learned_and_held_out_ones_are_the_same(trainings):
     task = Digits()
     data, other = task.data(0), task.data(1)
