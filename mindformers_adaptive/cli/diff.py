@@ -1,7 +1,9 @@
 """Compare two checkpoints, or the gradients that `probe --gradients` wrote on two devices: the error of each Parameter.
 
 The second file is the reference. The relative error is the norm of the difference, as a multiple of the norm of the
-reference; the worst Parameter comes first. In a folder the newest checkpoint is used.
+reference; the worst Parameter comes first. Of two folders, each step is compared that both have, with its worst
+Parameter, and the step from which the two drift apart: the first whose error is at least ten times the median of the
+steps before. If there are no two such steps, the newest checkpoint of a folder is used.
 
 examples:
   adaptive-loss-scale diff output/checkpoint/rank_0 other/checkpoint/rank_0
@@ -15,8 +17,17 @@ import contextlib
 import sys
 
 from mindformers_adaptive.cli.output import add_output_arguments, integer, print_result
-from mindformers_adaptive.gradients.difference import compare_arrays, difference_table
+from mindformers_adaptive.gradients.difference import (
+    DRIFT,
+    ArrayDifference,
+    compare_arrays,
+    difference_table,
+    drift_step,
+    median_error,
+    step_table,
+)
 from mindformers_adaptive.gradients.selection import group_of_modules
+from mindformers_adaptive.mindformers.checkpoint_reader import Checkpoint
 
 __all__ = ["add_arguments", "run"]
 
@@ -28,21 +39,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modules", nargs="+", default=[], metavar="MODULE", help="show only these modules or Parameters, or *"
     )
-    parser.add_argument("--worst", type=integer(1), metavar="N", help="show the N worst only; default: all")
+    parser.add_argument(
+        "--worst",
+        type=integer(1),
+        metavar="N",
+        help="show only the N worst; default: all, or 1 for each step of two folders",
+    )
     add_output_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read two checkpoints, and print for each Parameter how far the first differs from the reference."""
+    """Print for each Parameter how far the first checkpoint differs from the reference, or for each step of folders."""
+    with contextlib.redirect_stdout(sys.stderr):
+        from mindformers_adaptive.mindformers.checkpoint_arrays import find_checkpoints
+
+        first, reference = find_checkpoints(options.first), find_checkpoints(options.reference)
+    steps, reference_steps = _by_step(first), _by_step(reference)
+    shared = [step for step in steps if step in reference_steps]
+    if len(shared) > 1:
+        _print_steps(options, steps, reference_steps, shared)
+    elif shared:
+        _print_pair(options, steps[shared[0]], reference_steps[shared[0]])
+    else:
+        _print_pair(options, first[-1], reference[-1])
+
+
+def _by_step(checkpoints: list[Checkpoint]) -> dict[int, Checkpoint]:
+    """Return the checkpoints by step. If several ranks saved a step, take the lowest rank."""
+    known: dict[int, Checkpoint] = {}
+    for checkpoint in checkpoints:
+        if checkpoint.step is not None:
+            known.setdefault(checkpoint.step, checkpoint)
+    return known
+
+
+def _compare(
+    options: argparse.Namespace, first: Checkpoint, reference: Checkpoint
+) -> tuple[list[ArrayDifference], dict[str, list[str]]]:
+    """Return the differences of two checkpoints, and the names of the Parameters that only one of them has."""
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.mindformers.checkpoint_arrays import read_arrays
 
-        (first, step), (reference, reference_step) = read_arrays(options.first), read_arrays(options.reference)
+        pair = [read_arrays(checkpoint) for checkpoint in (first, reference)]
     if options.modules:
-        group = group_of_modules(options.modules, list(dict.fromkeys([*first, *reference])))
-        first, reference = ({name: arrays[name] for name in arrays if group(name)} for arrays in (first, reference))
-    differences = compare_arrays(first, reference)
-    only = {options.first: sorted(first.keys() - reference), options.reference: sorted(reference.keys() - first)}
+        group = group_of_modules(options.modules, list(dict.fromkeys([*pair[0], *pair[1]])))
+        pair = [{name: arrays[name] for name in arrays if group(name)} for arrays in pair]
+    names, others = (set(arrays) for arrays in pair)
+    only = {options.first: sorted(names - others), options.reference: sorted(others - names)}
+    return compare_arrays(*pair), only
+
+
+def _print_pair(options: argparse.Namespace, first: Checkpoint, reference: Checkpoint) -> None:
+    differences, only = _compare(options, first, reference)
 
     def text() -> str:
         same = sum(difference.relative_error == 0 for difference in differences)
@@ -51,13 +99,54 @@ def run(options: argparse.Namespace) -> None:
             "",
             f"{same} of {len(differences)} Parameters are equal.",
         ]
-        if step != reference_step and None not in (step, reference_step):
-            lines.append(f"The steps differ: {step} and {reference_step}.")
-        lines += [f"Only in {path}: {len(names)}, such as {names[0]}." for path, names in only.items() if names]
-        return "\n".join(lines)
+        if first.step != reference.step and None not in (first.step, reference.step):
+            lines.append(f"The steps differ: {first.step} and {reference.step}.")
+        return "\n".join([*lines, *_only_in(only)])
 
     def content() -> dict[str, object]:
-        steps = {"step": step, "reference_step": reference_step}
+        steps = {"step": first.step, "reference_step": reference.step}
         return {**steps, "parameters": [difference._asdict() for difference in differences], "only_in": only}
 
     print_result(options, content, text)
+
+
+def _print_steps(
+    options: argparse.Namespace, first: dict[int, Checkpoint], reference: dict[int, Checkpoint], shared: list[int]
+) -> None:
+    compared = {step: _compare(options, first[step], reference[step]) for step in shared}
+    steps = {step: differences for step, (differences, _) in compared.items()}
+    drift = drift_step({step: differences[0].relative_error for step, differences in steps.items()})
+    only = compared[shared[-1]][1]
+
+    def text() -> str:
+        lines = [_verdict(steps, drift), "", step_table(steps, options.worst or 1), ""]
+        for path, known in ((options.first, first), (options.reference, reference)):
+            if single := known.keys() - shared:
+                lines.append(f"Steps only in {path}: {', '.join(map(str, sorted(single)))}.")
+        return "\n".join([*lines, *_only_in(only)]).rstrip()
+
+    def content() -> dict[str, object]:
+        rows = [
+            {"step": step, "parameters": [difference._asdict() for difference in differences]}
+            for step, differences in steps.items()
+        ]
+        return {"drift_step": drift, "steps": rows, "only_in": only}
+
+    print_result(options, content, text)
+
+
+def _verdict(steps: dict[int, list[ArrayDifference]], drift: int | None) -> str:
+    if drift is not None:
+        worst = steps[drift][0]
+        usual = median_error([differences[0].relative_error for step, differences in steps.items() if step < drift])
+        return (
+            f"The two drift apart from step {drift:,}: the relative error of {worst.name} is "
+            f"{worst.relative_error:.2e}, the median of the steps before {usual:.2e}."
+        )
+    if not any(difference.relative_error for differences in steps.values() for difference in differences):
+        return f"The two are equal at all {len(steps)} steps."
+    return f"The two do not drift apart: no step of {len(steps)} has {DRIFT:g} times the error of the steps before."
+
+
+def _only_in(only: dict[str, list[str]]) -> list[str]:
+    return [f"Only in {path}: {len(names)}, such as {names[0]}." for path, names in only.items() if names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.text.table import align
 
-__all__ = ["ArrayDifference", "compare_arrays", "difference_table"]
+__all__ = ["DRIFT", "ArrayDifference", "compare_arrays", "difference_table", "drift_step", "median_error"]
+__all__ += ["step_table"]
+
+# Two trainings drift apart at the first step whose error is this many times the median error of the steps before.
+DRIFT = 10.0
 
 
 class ArrayDifference(NamedTuple):
@@ -85,6 +89,47 @@ def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.
     if not math.isfinite(norm + reference_norm):
         relative = largest = math.nan
     return ArrayDifference(name, array.size, norm, reference_norm, relative, largest, error)
+
+
+def drift_step(errors: Mapping[int, float]) -> int | None:
+    """Return the step from which two trainings drift apart.
+
+    It is the first step whose error is at least ten times the median of the steps before.
+
+    Args:
+        errors (Mapping[int, float]): the relative error of the worst Parameter by step, in the order of the steps; nan
+            if either training has an inf or a NaN.
+
+    Returns:
+        int, or None if there is no such step. The first step has no steps before it, so it is never returned.
+
+    Examples:
+        >>> drift_step({100: 1e-6, 200: 2e-6, 300: 1e-5, 400: 0.5}), drift_step({100: 0.0, 200: 0.0})
+        (400, None)
+    """
+    steps, known = list(errors), list(errors.values())
+    for number in range(1, len(steps)):
+        usual, error = median_error(known[:number]), median_error(known[number : number + 1])
+        # After equal steps, any error is a drift. After steps with an inf or a NaN, none is.
+        if error > usual and error >= DRIFT * usual:
+            return steps[number]
+    return None
+
+
+def median_error(errors: Sequence[float]) -> float:
+    """Return the median of relative errors; nan, from an inf or a NaN in a training, counts as inf."""
+    return float(np.median([math.inf if math.isnan(error) else error for error in errors]))
+
+
+def step_table(steps: Mapping[int, list[ArrayDifference]], worst: int = 1) -> str:
+    """Return a table to print with rows for the worst Parameters of each step."""
+    lines = [["step", "worst Parameter", "relative error", "largest error", "equal Parameters"]]
+    for step, differences in steps.items():
+        equal = f"{sum(difference.relative_error == 0 for difference in differences)} of {len(differences)}"
+        for difference in differences[:worst]:
+            errors = [f"{difference.relative_error:.2e}", f"{difference.largest_error:.2e}"]
+            lines.append([f"{step:,}", difference.name, *errors, equal])
+    return align(lines, to_the_left=[1])
 
 
 def difference_table(differences: list[ArrayDifference]) -> str:

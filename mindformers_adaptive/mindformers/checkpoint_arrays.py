@@ -14,25 +14,24 @@ from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
 from mindformers_adaptive.text.files import atomic_write
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = ["load_newest", "read_arrays", "save_arrays"]
+__all__ = ["find_checkpoints", "load_newest", "read_arrays", "save_arrays"]
 
 
-def read_arrays(path: str) -> tuple[dict[str, Any], int | None]:
+def read_arrays(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the floating-point arrays of a checkpoint, or of a file that :func:`save_arrays` wrote.
 
     Args:
-        path (str): a file or folder, as in :func:`load_newest`.
+        checkpoint (Checkpoint): one that :func:`find_checkpoints` returned.
 
     Returns:
-        tuple[dict[str, ndarray], int], the arrays by Parameter name, and the step, None if it is unknown.
+        dict[str, ndarray], the arrays by Parameter name.
 
     Raises:
-        FileNotFoundError: if there is no such path, or no checkpoint in the folder.
         ValueError: if a file cannot be read.
     """
-    newest, loaded = load_newest(path)
+    loaded = _load_all(checkpoint)
     arrays = {name: value for name, value in loaded.items() if isinstance(value, Tensor) and value.is_floating_point()}
-    return {name: to_numpy(value) for name, value in arrays.items()}, newest.step
+    return {name: to_numpy(value) for name, value in arrays.items()}
 
 
 def save_arrays(file: str, arrays: dict[str, Any]) -> None:
@@ -63,15 +62,34 @@ def load_newest(path: str) -> tuple[Any, dict[str, Any]]:
         FileNotFoundError: if there is no such path, or no checkpoint in the folder.
         ValueError: if a file is no checkpoint, or has no Parameters.
     """
+    newest = find_checkpoints(path)[-1]
+    return newest, _load_all(newest)
+
+
+def find_checkpoints(path: str) -> list[Checkpoint]:
+    """Return all checkpoints of a file or folder, the newest last.
+
+    Args:
+        path (str): as in :func:`load_newest`.
+
+    Returns:
+        list[Checkpoint], at least one.
+
+    Raises:
+        FileNotFoundError: if there is no such path, or no checkpoint in the folder.
+    """
     checkpoints = read_checkpoints(path)
     if not checkpoints:
         raise FileNotFoundError(f"There is no .ckpt or .safetensors file in the folder {str(path)!r}.")
-    newest = checkpoints[-1]
-    files = [newest.path] if newest.path.is_file() else sorted(newest.path.glob("*-model-*.safetensors"))
+    return checkpoints
+
+
+def _load_all(checkpoint: Checkpoint) -> dict[str, Any]:
+    path = checkpoint.path
     loaded: dict[str, Any] = {}
-    for file in files:
+    for file in [path] if path.is_file() else sorted(path.glob("*-model-*.safetensors")):
         loaded |= _load(file)
-    return newest, loaded
+    return loaded
 
 
 def _load(file: Path) -> Any:

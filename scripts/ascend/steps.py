@@ -347,49 +347,8 @@ def mcore_step(way, model, watched=False):
     from scripts.ascend import mcore as tiny
 
     MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}})).set_context(use_legacy=False)
-    network = tiny.build_qwen3() if model == "qwen3" else deepseek(tiny.SEQ_LENGTH)
+    network = tiny.build_qwen3() if model == "qwen3" else tiny.build_deepseek()
     optimizer = nn.Adam(network.trainable_params(), nn.CosineDecayLR(0.001, 0.02, 40))
     step = wrapper_of(way).MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=update_cell(way))
     tokens = Tensor(np.ones((tiny.BATCH, tiny.SEQ_LENGTH)), mindspore.int32)
     (compile_watched if watched else compile_step)(step, (tokens, tokens, ops.cast(tokens, mindspore.float32)))
-
-
-def deepseek(length):
-    """Return a DeepSeek-V3 of two layers: latent attention, experts, multi-token prediction, load-balancing loss."""
-    from mindformers.models.deepseek3.configuration_deepseek_v3 import DeepseekV3Config
-    from mindformers.models.deepseek3.modeling_deepseek_v3_train import TrainingDeepseekV3ForCausalLM
-    from mindformers.wrapper.wrapper import DataOrderWrapperCell
-
-    sizes = {
-        "vocab_size": 64,
-        "seq_length": length,
-        "max_position_embeddings": 2 * length,
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
-    latent = {"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 16, "q_lora_rank": 16}
-    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "use_flash_attention": True}
-    experts = {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-        "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": 1e-4,
-        "router_dense_type": "float32",
-        "use_pad_tokens": False,
-    }
-    layers = {"add_bias_linear": False, "gated_linear_unit": True, "hidden_dropout": 0.0}
-    second_token = {"num_nextn_predict_layers": 1, "mtp_loss_factor": 0.3}
-    fp32 = ("params_dtype", "layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype")
-    dtypes = {"compute_dtype": "fp16", **dict.fromkeys(fp32, "fp32")}
-    config = DeepseekV3Config(**sizes, **latent, **heads, **experts, **layers, **second_token, **dtypes)
-    return DataOrderWrapperCell(["input_ids", "labels", "loss_mask"], TrainingDeepseekV3ForCausalLM(config))

@@ -28,13 +28,23 @@ def make_scaler(rule):
     return AdaptiveLossScaler(scale_value=2**24, scale_window=5, max_scale_window=40, min_scale_window=5)
 
 
+def make_policy():
+    """Return the policy network, which computes in FP16."""
+    return nn.SequentialCell(nn.Dense(STATES, 32, activation="tanh"), nn.Dense(32, ACTIONS)).to_float(mstype.float16)
+
+
+def policy_loss(policy, states, actions, advantages):
+    """Return the loss of REINFORCE: minus the mean of the actions' log-probabilities, weighted by their advantages."""
+    log_probabilities = ops.log_softmax(policy(states).astype(mstype.float32), -1)
+    chosen = (log_probabilities * ops.one_hot(actions, ACTIONS, Tensor(1.0), Tensor(0.0))).sum(-1)
+    return -(chosen * advantages).mean()
+
+
 def make_train_step(policy, optimizer, scaler):
     """Return a function that trains a step with states, actions and advantages, and returns whether it was applied."""
 
     def scaled_loss(states, actions, advantages):
-        log_probabilities = ops.log_softmax(policy(states).astype(mstype.float32), -1)
-        chosen = (log_probabilities * ops.one_hot(actions, ACTIONS, Tensor(1.0), Tensor(0.0))).sum(-1)
-        return scaler.scale(-(chosen * advantages).mean())
+        return scaler.scale(policy_loss(policy, states, actions, advantages))
 
     value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
 
@@ -52,25 +62,34 @@ def make_train_step(policy, optimizer, scaler):
     return train_step
 
 
+def sampled(policy, random, spikes):
+    """Let the policy act in random states; return which actions are right, and the batch: states, actions, advantages.
+
+    If ``spikes``, the rewards are multiplied by ``SPIKE``.
+    """
+    state = random.integers(STATES, size=SAMPLES)
+    states = Tensor(np.eye(STATES, dtype=np.float32)[state])
+    # Draw an action by its softmax probability: add Gumbel noise to the logits and take the largest sum.
+    action = (policy(states).asnumpy().astype(np.float64) + random.gumbel(size=(SAMPLES, ACTIONS))).argmax(1)
+    right = action == state % ACTIONS
+    reward = (right + random.normal(0.0, 0.1, SAMPLES)) * (SPIKE if spikes else 1.0)
+    return right, states, Tensor(action.astype(np.int32)), Tensor((reward - reward.mean()).astype(np.float32))
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
     scaler = make_scaler(parser.parse_args().rule)
     mindspore.set_seed(0)
     random = np.random.default_rng(0)
-    policy = nn.SequentialCell(nn.Dense(STATES, 32, activation="tanh"), nn.Dense(32, ACTIONS)).to_float(mstype.float16)
+    policy = make_policy()
     optimizer = nn.Adam(policy.trainable_params(), learning_rate=1e-2)
     train_step = make_train_step(policy, optimizer, scaler)
     print("step    right  spike  overflow   next loss scale")
     for step in range(1, STEPS + 1):
-        state = random.integers(STATES, size=SAMPLES)
-        states = Tensor(np.eye(STATES, dtype=np.float32)[state])
-        # Draw an action by its softmax probability: add Gumbel noise to the logits and take the largest sum.
-        action = (policy(states).asnumpy().astype(np.float64) + random.gumbel(size=(SAMPLES, ACTIONS))).argmax(1)
-        right, spikes = action == state % ACTIONS, step % SPIKE_EVERY == 0
-        reward = (right + random.normal(0.0, 0.1, SAMPLES)) * (SPIKE if spikes else 1.0)
-        advantages = Tensor((reward - reward.mean()).astype(np.float32))
-        applied = train_step(states, Tensor(action.astype(np.int32)), advantages)
+        spikes = step % SPIKE_EVERY == 0
+        right, *batch = sampled(policy, random, spikes)
+        applied = train_step(*batch)
         scale = f"2^{math.log2(scaler.state()['loss_scale']):g}"
         print(f"{step:4} {right.mean():8.3f} {spikes!s:>6} {not bool(applied)!s:>9} {scale:>17}")
 

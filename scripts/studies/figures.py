@@ -55,6 +55,7 @@ FIGURES = {
     "study": Figure(f"python -m {STUDY}", STUDY),
     "worth": Figure("python -m scripts.studies.worth_it", "scripts.studies.worth_report"),
     "micro_batches": Figure(f"python -m {MICRO_BATCHES}", MICRO_BATCHES),
+    "harm": Figure("python -m scripts.studies.harm", "scripts.studies.harm"),
     "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
     # This command does not repeat a run that docs/figures/long_training/ already holds.
     "long_training": Figure(f"python -m {LONG}", LONG),

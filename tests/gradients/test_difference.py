@@ -9,7 +9,7 @@ import pytest
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.gradients.difference import compare_arrays
+from mindformers_adaptive.gradients.difference import compare_arrays, drift_step
 from mindformers_adaptive.mindformers.checkpoint_arrays import save_arrays
 
 REFERENCE = {
@@ -105,3 +105,79 @@ def test_a_file_is_equal_to_itself_also_in_bfloat16(files, run_program):
 def test_what_the_command_cannot_compare_is_said(files, run_program, arguments, message):
     code, _, errors = run_program("diff", *arguments)
     assert (code, message in errors) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("errors", "step"),
+    [
+        ([1e-6, 2e-6, 3e-6, 1e-5, 3e-5], 50),
+        ([1e-6, 9e-6], None),
+        ([1e-6, 1e-5], 20),
+        ([0.5], None),
+        ([0.5, 0.5, 0.5], None),
+        ([0.0, 0.0, 1e-9, 1.0], 30),
+        ([0.0, 0.0, 0.0], None),
+        # Of the steps before, the median counts, so one step far away does not hide the drift.
+        ([1e-6, 1e-6, 5e-6, 1e-6, 2e-4], 50),
+        ([1e-6, math.nan, 1e-6], 20),
+        ([math.nan, math.nan, 1.0], None),
+        ([1.0, math.inf], 20),
+    ],
+)
+def test_drift_begins_at_ten_times_the_median_of_the_steps_before(errors, step):
+    assert drift_step({10 * number: error for number, error in enumerate(errors, 1)}) == step
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Return two folders with checkpoints of the steps 10 to 50; the weights drift apart from step 40."""
+    monkeypatch.chdir(tmp_path)
+    for folder, steps in (("one", (10, 20, 30, 40)), ("other", (20, 30, 40, 50))):
+        for step in steps:
+            file = tmp_path / folder / f"rank_0/run-1_{step}.safetensors"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            error = 0.0 if folder == "one" else 1e-6 if step < 40 else 0.25
+            save_arrays(file, {"a.w": np.float32([4.0 + 4.0 * error, 0.0]), "b.w": np.float32([1.0 + error / 10])})
+    return "one", "other"
+
+
+def test_two_folders_are_compared_at_each_step(folders, run_program):
+    code, printed, _ = run_program("diff", *folders)
+    verdict, _, head, *rows = printed.splitlines()
+    assert code == 0
+    assert verdict.startswith("The two drift apart from step 40: the relative error of a.w is 2.00e-01")
+    assert head.split() == [
+        "step",
+        "worst",
+        "Parameter",
+        "relative",
+        "error",
+        "largest",
+        "error",
+        "equal",
+        "Parameters",
+    ]
+    assert [row.split()[:2] for row in rows[:3]] == [["20", "a.w"], ["30", "a.w"], ["40", "a.w"]]
+    assert rows[2].split()[2:] == ["2.00e-01", "1.00e+00", "0", "of", "2"]
+    assert rows[3:] == ["", "Steps only in one: 10.", "Steps only in other: 50."]
+    shown = run_program("diff", *folders, "--worst", 2)[1].splitlines()[3:9]
+    assert [row.split()[:2] for row in shown] == [
+        [step, name] for step in ("20", "30", "40") for name in ("a.w", "b.w")
+    ]
+    shown = run_program("diff", *folders, "--modules", "b")[1]
+    assert ("a.w" in shown, "drift apart from step 40: the" in shown) == (False, True)
+    content = json.loads(run_program("diff", *folders, "--json")[1])
+    assert (content["drift_step"], [step["step"] for step in content["steps"]]) == (40, [20, 30, 40])
+    assert [each["name"] for each in content["steps"][0]["parameters"]] == ["a.w", "b.w"]
+
+
+def test_folders_that_stay_together_and_folders_with_one_shared_step(folders, run_program, tmp_path):
+    assert run_program("diff", "one", "one")[1].startswith("The two are equal at all 4 steps.")
+    (tmp_path / "other/rank_0/run-1_40.safetensors").unlink()
+    assert run_program("diff", *folders)[1].startswith("The two do not drift apart: no step of 2 ")
+    (tmp_path / "other/rank_0/run-1_30.safetensors").unlink()
+    # Step 20 is the newest step of neither folder, but the only one that both have.
+    content = json.loads(run_program("diff", *folders, "--json")[1])
+    assert (content["step"], content["reference_step"]) == (20, 20)
+    (tmp_path / "other/rank_0/run-1_20.safetensors").unlink()
+    assert "The steps differ: 40 and 50." in run_program("diff", *folders)[1]

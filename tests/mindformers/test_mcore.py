@@ -40,7 +40,7 @@ def _mcore(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch, mindspore_mode("graph"):
         # MindFormers writes its logs to the current folder.
         monkeypatch.chdir(tmp_path_factory.mktemp("mcore"))
-        with mcore_on_cpu(monkeypatch):
+        with mcore_on_cpu():
             yield
 
 

@@ -506,7 +506,7 @@ ON_CPU = {
 def qwen3():
     from tests.mindformers import mcore_on_cpu
 
-    with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore_on_cpu.mcore_on_cpu(patch):
+    with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore_on_cpu.mcore_on_cpu():
         network = mcore_on_cpu.build_qwen3()
         for name, function in ON_CPU.items():
             patch.setattr(getattr(auto_generate, name), "__call__", function)

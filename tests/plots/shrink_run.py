@@ -42,9 +42,9 @@ def text(sweep):
 
 
 def shrink_checkpoint(file, out):
-    from mindformers_adaptive.mindformers.checkpoint_arrays import read_arrays, save_arrays
+    from mindformers_adaptive.mindformers.checkpoint_arrays import find_checkpoints, read_arrays, save_arrays
 
-    arrays, _ = read_arrays(str(file))
+    arrays = read_arrays(find_checkpoints(file)[-1])
     out.parent.mkdir(exist_ok=True)
     # Keep only the weights of normalization layers. The names of the optimizer's moments do not begin with "model.", so
     # the copy has no moments.
