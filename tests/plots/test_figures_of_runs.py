@@ -45,7 +45,9 @@ def test_figure_is_built_by_its_command(folder, monkeypatch, run_program, comman
     if command[0] == "plot":
         assert (folder / picture_of(command)).stat().st_size > 20_000
     else:
-        assert "norm" in printed
+        for language in PAGES:
+            page = (ROOT / "docs" / language / "monitoring.md").read_text(encoding="utf-8")
+            assert f"```text\n{printed}```" in page
 
 
 def test_every_figure_is_there_on_the_pages_of_both_languages():
