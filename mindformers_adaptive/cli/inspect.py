@@ -11,6 +11,8 @@ examples:
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from mindformers_adaptive.cli.output import add_output_arguments, print_result, read_source, wrong_usage
@@ -18,6 +20,25 @@ from mindformers_adaptive.mindformers.checkpoint_reader import newest_state
 from mindformers_adaptive.rules import find_rule
 
 __all__ = ["add_arguments", "run"]
+
+
+# What the numbers of every state count, and what the fields of the adaptive rule are.
+COUNTERS = {
+    "loss_scale": "of the next step",
+    "step_num": "the step at which the checkpoint was saved",
+    "global_step": "steps that the optimizer applied",
+    "cur_iter": "the number of the next step, from 1",
+    "last_overflow_iter": "the step that overflowed last; 0 is none",
+    "skipped_steps": "since the start of the training",
+    "consecutive_overflows": "skipped steps in a row, up to the last step",
+}
+MEANINGS = COUNTERS | {
+    "scale_window": "steps without overflow before a raise",
+    "window_index": "place of the window on the ladder of windows, from 0; -1 is a window of 1 step",
+    "growth_num": "raises that count toward the next larger window",
+    "down_num": "drops that count toward a window of 1 step",
+    "hysteresis_budget": "overflows until the next drop",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +59,30 @@ def run(options: argparse.Namespace) -> None:
     with wrong_usage("argument --policy: "):
         rules = [find_rule(name) for name in options.policy]
     state = newest_state(options.path, rules)
+    state["notes"] += _unsound(state)
     print_result(options, lambda: state, lambda: _text(state))
+
+
+def _unsound(state: dict[str, Any]) -> Iterator[str]:
+    """Yield a note for each number that no training can have saved."""
+    for name, value in state.items():
+        if name == "loss_scale" and value is not None and not 0 < value < math.inf:
+            yield f"loss_scale is {value:g}, but must be finite and above 0. Give another checkpoint, or a new scale"
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{name} is {value:g}, but must be finite. Give another checkpoint"
+        elif name in MEANINGS and isinstance(value, int) and value < (least := -(name == "window_index")):
+            yield f"{name} is {value}, but must not be below {least}. Give another checkpoint"
 
 
 def _text(state: dict[str, Any]) -> str:
     """Return a line for each number in the loss-scale state and for each note. Only ``--json`` prints vectors."""
     values = {name: value for name, value in state.items() if value is not None and not isinstance(value, list)}
-    lines = [f"{name}: {_number(value) if isinstance(value, float) else value}" for name, value in values.items()]
-    return "\n".join([*lines, *(f"note: {note}" for note in state["notes"])])
+    lines = {name: f"{name}: {_number(value) if isinstance(value, float) else value}" for name, value in values.items()}
+    # In the states of other rules, the fields of the adaptive rule have other meanings.
+    meanings = MEANINGS if "adaptive" in state["kind"] else COUNTERS
+    width = max((len(line) for name, line in lines.items() if name in meanings), default=0)
+    commented = [f"{line:<{width}}  # {meanings[name]}" if name in meanings else line for name, line in lines.items()]
+    return "\n".join([*commented, *(f"note: {note}" for note in state["notes"])])
 
 
 def _number(value: float) -> str:

@@ -372,23 +372,29 @@ def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:
         return None
     try:
         content = json.loads(text)
+        if not isinstance(content, dict) or {"format", "loss_scale", "state"} - content.keys():
+            raise ValueError("it must have the keys 'format', 'loss_scale' and 'state'. Give the file of another step")
         if content["format"] != _FORMAT:
             raise ValueError(
                 f"'format' in the file must be {_FORMAT}, but is {content['format']!r}. Use the version of "
                 "mindformers_adaptive that wrote the file"
             )
-        loss_scale, state = float(content["loss_scale"]), content["state"]
-        state = {name: _numbers(value) for name, value in state.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} cannot be used: {error or type(error).__name__}") from error
+        if not isinstance(content["state"], dict):
+            raise ValueError(f"'state' in the file must hold numbers by name, but holds {content['state']!r}")
+        loss_scale = float(_number(content["loss_scale"], "loss_scale"))
+        state = {name: _numbers(value) for name, value in content["state"].items()}
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be used: {error}") from error
     return loss_scale, state
 
 
 def _numbers(value: Any) -> Any:
-    if isinstance(value, list):
-        return list(map(_numbers, value))
+    return list(map(_numbers, value)) if isinstance(value, list) else _number(value, "state")
+
+
+def _number(value: Any, name: str) -> Any:
     if isinstance(value, str) and value in NOT_FINITE:
         return NOT_FINITE[value]
     if type(value) not in (int, float):
-        raise ValueError(f"'state' in the file must hold only numbers, but holds {value!r}")
+        raise ValueError(f"{name!r} in the file must hold only numbers, but holds {value!r}")
     return value

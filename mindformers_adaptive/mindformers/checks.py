@@ -8,9 +8,17 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mindformers_adaptive.mindformers.keys import FORMER_KEYS, PER_TOKEN, SCALE_SENSE, TrainingSettings, settings_of
+from mindformers_adaptive.mindformers.keys import (
+    FORMER_KEYS,
+    NO_SECTION,
+    PER_TOKEN,
+    SCALE_SENSE,
+    TrainingSettings,
+    settings_of,
+)
 from mindformers_adaptive.mindformers.scaling_checks import warn_of_scaling
 from mindformers_adaptive.rules import rule_of_cell
+from mindformers_adaptive.rules.checks import number_remedy
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import describe_wrong, did_you_mean
 from mindformers_adaptive.text.untrusted import with_powers
@@ -133,9 +141,8 @@ def _require_section_or_number(scale_sense: Any) -> None:
     if isinstance(scale_sense, str | list | bool | None):
         kind = "the text " if isinstance(scale_sense, str) else ""
         raise TypeError(
-            f"'{SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. Write a section with "
-            "the name of the update cell's class as its 'type', and with 'loss_scale_value' and the other arguments of "
-            "the class. Or leave the key out, so that the loss is not scaled."
+            f"'{SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. "
+            f"{number_remedy(scale_sense, NO_SECTION)} Or leave the key out, so that the loss is not scaled."
         )
     if isinstance(scale_sense, dict) and not scale_sense.get("type"):
         what = f"has only {', '.join(scale_sense)}" if scale_sense else "has no keys"

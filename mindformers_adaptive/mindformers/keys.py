@@ -6,10 +6,20 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["ACCUMULATION", "COMPILED_PARALLELISM", "FORMER_KEYS", "PER_TOKEN", "SCALE_SENSE", "WEIGHTS_DTYPE"]
-__all__ += ["TrainingSettings", "given_to_train_step", "micro_batches_of", "model_values", "settings_of", "value_at"]
+__all__ = ["ACCUMULATION", "COMPILED_PARALLELISM", "FORMER_KEYS", "NO_SECTION", "PER_TOKEN", "SCALE_SENSE"]
+__all__ += [
+    "WEIGHTS_DTYPE",
+    "TrainingSettings",
+    "given_to_train_step",
+    "micro_batches_of",
+    "model_values",
+    "settings_of",
+    "value_at",
+]
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
+# What to write in place of a loss-scaling section that is a text, a list or nothing.
+NO_SECTION = "Write 'type: AdaptiveLossScale' below it, with 'loss_scale_value' and the other arguments."
 WEIGHTS_DTYPE = "model.model_config.param_init_type"
 PER_TOKEN = "calculate_per_token_loss"
 ACCUMULATION = "runner_config.gradient_accumulation_steps"

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.mindformers.keys import value_at
+from mindformers_adaptive.mindformers.keys import NO_SECTION, value_at
 from mindformers_adaptive.mindformers.scaling_checks import warn_of_dtype
 from mindformers_adaptive.rules import RULES, find_rule, make_rule, rule_of_cell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
+from mindformers_adaptive.rules.checks import number_remedy, require_positive, warn_of_rounding
 from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import describe_wrong
@@ -112,8 +112,7 @@ def read_section(section: object) -> dict[str, Any]:
         return {"rule": AdaptiveRule} | dict.fromkeys(("loss_scale_value", "min_loss_scale", "max_loss_scale"), scale)
     if not isinstance(section, Mapping):
         raise TypeError(
-            f"'{SECTION}' must be a section or a number, but got {section!r}. Write 'type: AdaptiveLossScale' below "
-            "it, with 'loss_scale_value' and the other arguments."
+            f"'{SECTION}' must be a section or a number, but got {section!r}. {number_remedy(section, NO_SECTION)}"
         )
     arguments = {str(name): value for name, value in section.items()}
     rule = _rule_of(arguments)

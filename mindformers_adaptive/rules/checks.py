@@ -2,13 +2,14 @@
 
 import ctypes
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import SupportsFloat
 
-__all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "require_flag", "require_integer"]
-__all__ += ["require_names", "require_number", "require_positive", "to_float32", "warn_of_rounding"]
+__all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "number_remedy", "require_flag"]
+__all__ += ["require_integer", "require_names", "require_number", "require_positive", "to_float32", "warn_of_rounding"]
 
 # The largest int32 number. Step counters are int32 on a device.
 LARGEST_INT32 = 2**31 - 1
@@ -85,10 +86,7 @@ def require_positive(name: str, value: object) -> float:
         ValueError: if ``value`` is not finite and above 0 in float32.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"'{name}' must be a number, but got {_with_type(value)}. Write it as a plain number: YAML reads 2e16 as "
-            "text, and 65536 or 6.5536e+4 as numbers."
-        )
+        raise TypeError(f"'{name}' must be a number, but got {_with_type(value)}. {number_remedy(value)}")
     rounded = to_float32(value)
     if not SMALLEST_FLOAT32 <= rounded <= LARGEST_FLOAT32:
         raise ValueError(
@@ -96,6 +94,19 @@ def require_positive(name: str, value: object) -> float:
             "are usually powers of two from 1 to 4294967296."
         )
     return rounded
+
+
+def number_remedy(value: object, otherwise: str = "Give a number, such as 65536.") -> str:
+    """Return the sentence that says which number to give instead of a value that is no number.
+
+    Args:
+        value (object): the value.
+        otherwise (str): the sentence unless the value is a text that looks like a number.
+    """
+    number = r"\s*[-+]?\d[\d_.,]*(e[-+]?\d+)?\s*"
+    if isinstance(value, str) and re.fullmatch(number, value, re.IGNORECASE):
+        return f"Write it as a plain number: YAML reads {value.strip()} as text, and 65536 or 6.5536e+4 as numbers."
+    return otherwise
 
 
 def warn_of_rounding(name: str, loss_scale: object, stacklevel: int, least: float = 0.0) -> None:

@@ -65,6 +65,10 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         {'type': 'FixedLossScaleUpdateCell', 'loss_scale_value': 1024.0}
     """
     options = _parse(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
+    if options.fp16 and options.bf16:
+        raise ValueError("'--fp16' and '--bf16' must not be given together: Megatron-LM refuses that. Leave one out.")
+    # Check these arguments also where the training does not use them.
+    moving = _moving_scale(options)
     # As in Megatron-LM, a --loss-scale of 0 means no fixed scale, and FP32 training has no gradient scaler.
     fixed = require_positive("--loss-scale", options.loss_scale) if options.loss_scale else None
     warn_of_rounding("--loss-scale", fixed, stacklevel=2, least=1.0)
@@ -72,14 +76,20 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": fixed}
     if not options.fp16:
         return {"type": "NoLossScaleUpdateCell"}
-    initial = require_positive("--initial-loss-scale", options.initial_loss_scale)
-    warn_of_rounding("--initial-loss-scale", initial, stacklevel=2)
-    minimum = require_positive("--min-loss-scale", options.min_loss_scale)
+    initial, minimum = moving["loss_scale_value"], moving["min_loss_scale"]
     if minimum > initial:
         raise ValueError(
             f"'--min-loss-scale' must not be above '--initial-loss-scale', but got {minimum} and {initial}. Lower the "
             "first or raise the second."
         )
+    warn_of_rounding("--initial-loss-scale", initial, stacklevel=2)
+    return moving
+
+
+def _moving_scale(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the section for a scale that moves, or raise an error for an argument out of its range."""
+    initial = require_positive("--initial-loss-scale", options.initial_loss_scale)
+    minimum = require_positive("--min-loss-scale", options.min_loss_scale)
     window = options.loss_scale_window
     if not 1 <= window <= LARGEST_INT32 or not window.is_integer():
         raise ValueError(

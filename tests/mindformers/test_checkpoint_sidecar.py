@@ -45,9 +45,16 @@ def test_every_torn_file_is_refused(tmp_path):
             {"format": 1, "loss_scale": 1.0, "state": {"bound": True}},
             "'state' in the file must hold only numbers, but holds True",
         ),
-        ({"format": 1, "loss_scale": 1.0}, "'state'"),
-        ({"format": 1, "loss_scale": 1.0, "state": [1]}, "no attribute 'items'"),
-        ([], "list indices"),
+        ({"loss_scale": 1.0, "state": {}}, "must have the keys 'format', 'loss_scale' and 'state'. Give"),
+        ({"format": 1, "state": {}}, "must have the keys"),
+        ({"format": 1, "loss_scale": 1.0}, "must have the keys"),
+        ({"format": 1, "loss_scale": 1.0, "state": [1]}, "'state' in the file must hold numbers by name, but holds"),
+        (
+            {"format": 1, "loss_scale": "many", "state": {}},
+            "'loss_scale' in the file must hold only numbers, but holds 'many'",
+        ),
+        ({"format": 1, "loss_scale": [1], "state": {}}, "'loss_scale' in the file must hold only numbers"),
+        ([], "must have the keys"),
     ],
 )
 def test_other_content_is_refused_with_the_reason(tmp_path, content, message):

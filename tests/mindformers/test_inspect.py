@@ -84,7 +84,7 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
     assert {name: shown[name] for name in STATE} == {name: expected.get(name) for name in STATE}
     exit_code, printed, errors = inspect(file)
     assert (exit_code, errors) == (0, "")
-    lines = dict(line.split(": ") for line in printed.splitlines())
+    lines = dict(line.partition("  #")[0].rstrip().split(": ") for line in printed.splitlines())
     assert {name: lines.get(name) for name in STATE} == {
         name: f"{expected[name]:.0f}" if name in expected else None for name in STATE
     }
@@ -148,6 +148,42 @@ def test_sound_file_without_state_is_said_to_have_none(tmp_path, inspect, file_f
 def test_a_scale_that_is_not_finite_is_a_string_in_json(tmp_path, inspect_json, value):
     exit_code, shown = inspect_json(save({"scale_sense": value}, tmp_path / "x-1_5", "safetensors"))
     assert (exit_code, shown["loss_scale"]) == (0, str(value))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name", "value"),
+    [
+        ({"scale_sense": np.nan}, "loss_scale", "nan"),
+        ({"scale_sense": 0.0}, "loss_scale", "0"),
+        ({"scale_sense": -8.0}, "loss_scale", "-8"),
+        ({"scale_sense": np.inf}, "loss_scale", "inf"),
+        ({"scale_sense": 8.0, "current_iterator_step": -5}, "cur_iter", "-5"),
+        ({"scale_sense": 8.0, "step_num": -5}, "step_num", "-5"),
+        ({"scale_sense": 8.0, "skipped_steps": -1}, "skipped_steps", "-1"),
+        ({"scale_sense": 8.0, "list_index": -2}, "window_index", "-2"),
+        ({"scale_sense": 8.0, "largest_gradient": np.nan}, "largest_gradient", "nan"),
+    ],
+)
+def test_a_number_that_no_training_saves_is_named(tmp_path, inspect, inspect_json, parameters, name, value):
+    file = save(parameters, tmp_path / "x", "safetensors")
+    [note] = inspect_json(file)[1]["notes"]
+    assert note.startswith(f"{name} is {value}, but must ")
+    assert f"note: {note}" in inspect(file)[1]
+    # The index -1 is a window of 1 step.
+    assert inspect_json(save({"scale_sense": 8.0, "list_index": -1}, tmp_path / "y", "safetensors"))[1]["notes"] == []
+
+
+def test_a_line_says_what_its_number_is(tmp_path, inspect):
+    state = {"list_index": 1, "scale_window_up_count": 2, "current_iterator_step": 21}
+    adaptive = inspect(legacy(tmp_path / "x-1_20", 20, scale_window=20, **state))[1].splitlines()
+    assert {line.partition(":")[0] for line in adaptive if "  # " not in line} == {"file", "kind"}
+    assert "cur_iter: 21  " in "\n".join(adaptive)
+    # The fields of a rule may have names that mean other things in the adaptive rule.
+    iteration(tmp_path, 30, sidecar=GradientGuidedLossScaleUpdateCell(2.0**12).state())
+    guided = inspect(tmp_path)[1].splitlines()
+    assert [line for line in guided if line.startswith("scale_window")] != []
+    assert not any("  # " in line for line in guided if line.startswith("scale_window"))
+    assert any("  # " in line for line in guided if line.startswith("cur_iter"))
 
 
 def test_the_newest_is_known_by_its_step_and_not_by_its_name(tmp_path, inspect_json):

@@ -90,6 +90,40 @@ def test_constant_scale_becomes_a_fixed_scale(arguments, loss_scale):
     assert (type(cell), cell.get_loss_scale()) == (nn.FixedLossScaleUpdateCell, loss_scale)
 
 
+@pytest.mark.parametrize("mode", ["", "--bf16", "--fp16 --loss-scale 8", "--fp16"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--initial-loss-scale", "nan"),
+        ("--initial-loss-scale", "-1"),
+        ("--min-loss-scale", "nan"),
+        ("--loss-scale-window", "0.5"),
+        ("--loss-scale-window", "nan"),
+        ("--hysteresis", "0"),
+        ("--growth-factor", "nan"),
+        ("--backoff-factor", "2"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_also_where_it_is_not_used(mode, option, value):
+    with pytest.raises(
+        ValueError, match=f"'{option}' must be .* but got {float(value) if option != '--hysteresis' else 0}"
+    ):
+        scale_sense_from_megatron(f"{mode} {option} {value}")
+
+
+@pytest.mark.parametrize("arguments", ["--fp16 --bf16", "--bf16 --loss-scale 1024 --fp16"])
+def test_two_formats_at_once_are_refused(arguments, run_program):
+    with pytest.raises(ValueError, match=r"'--fp16' and '--bf16' must not .* Leave one out"):
+        scale_sense_from_megatron(arguments)
+    code, printed, errors = run_program("megatron", *arguments.split())
+    assert (code, printed, "'--fp16' and '--bf16'" in errors) == (2, "", True)
+
+
+def test_bounds_of_a_scale_that_does_not_move_are_ignored():
+    section = scale_sense_from_megatron("--fp16 --loss-scale 8 --min-loss-scale 64 --initial-loss-scale 16")
+    assert section == {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 8.0}
+
+
 @pytest.mark.parametrize(
     ("option", "value", "near"),
     [
