@@ -46,6 +46,8 @@ class Figure:
     begins: str = ""
 
 
+# A line of MindFormers' logger begins with the time, and a line of MindSpore with its level in brackets.
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - |\[(DEBUG|INFO|WARNING|ERROR|CRITICAL)\] ")
 FIND = "adaptive-loss-scale find --config configs/tiny_llama_cpu_fp16.yaml --train-dataset-dir output/corpus"
 COSTS, STUDY = "scripts.benchmarks.costs", "scripts.studies.study"
 LONG = "scripts.studies.long_training"
@@ -112,8 +114,9 @@ def measure(figure, file):
 
 
 def kept(printed, begins):
-    """Return the printed lines of a command from the first line that begins with ``begins``."""
-    lines = printed.rstrip().splitlines()
+    """Return the printed lines of a command from the first line that begins with ``begins``, without lines of a log."""
+    # MindFormers' logger writes to standard output too, between the lines of a script.
+    lines = [line for line in printed.rstrip().splitlines() if not LOG_LINE.match(line)]
     first = next(number for number, line in enumerate(lines) if line.startswith(begins))
     # The demo writes to demo_1, demo_2, ..., the first free folder. Always show demo_1, as at a user's first run.
     return [re.sub(r"\bdemo_\d+", "demo_1", line) for line in lines[first:]]

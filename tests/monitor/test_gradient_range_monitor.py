@@ -154,6 +154,50 @@ def test_each_micro_batch_has_its_histogram(graph_mode, tmp_path, micro_batches)
     assert ranges == [(part.min(), part.max(), part.size) for part in parts]
 
 
+class TwoParts(nn.Cell):
+    """Returns two Tensors as a tuple: the sum of the inputs of a sample, and 100 times this sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 1, "ones", has_bias=False)
+
+    def construct(self, x):
+        total = self.dense(x)
+        return total, 100.0 * total
+
+
+class SumOfParts(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.parts = TwoParts()
+
+    def construct(self, x):
+        small, large = self.parts(x)
+        return small.mean() + 8.0 * large.mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_parts_of_a_tuple_are_one_histogram(graph_mode, tmp_path, micro_batches):
+    network = SumOfParts()
+    cut = MeanOverMicroBatches(network, micro_batches) if micro_batches > 1 else network
+    step = TrainOneStepWithLossScaleCell(cut, nn.SGD(network.trainable_params(), 0.0), Tensor(4.0, mstype.float32))
+    inputs = np.repeat(np.arange(1, 9, dtype=np.float32), 4).reshape(8, 4)
+    data = dataset.NumpySlicesDataset((inputs,), shuffle=False).batch(8)
+    [line] = watch(tmp_path, step, data, tensorboard_dir=tmp_path, layers=["TwoParts"])
+    values = [np.concatenate([part.sum(1), 100.0 * part.sum(1)]) for part in np.split(inputs, micro_batches)]
+    [output] = line["outputs"].values()
+    exponents = np.frexp(np.concatenate(values))[1] - 1
+    assert output["histogram"] == {
+        str(exponent): int(np.sum(exponents == exponent)) for exponent in np.unique(exponents)
+    }
+    events = read_scalars(tmp_path)
+    histograms = [events[tag][1] for tag in events if re.search(r"/output(_mbs\d+)?$", tag)]
+    assert [(each.min, each.max, each.num) for each in histograms] == [(v.min(), v.max(), v.size) for v in values]
+    # The gradients of both parts are in one histogram too: 1/8 of the first part, 8/8 of the second.
+    gradients = events["parts/output/grad"][1]
+    assert (gradients.num, gradients.min, gradients.max) == (16, 1 / 8, 1)
+
+
 @pytest.mark.parametrize(("dtype", "large", "last"), [(mstype.float16, 6e4, 6e4), (mstype.float32, 5e19, 1e25)])
 def test_histograms_of_large_arrays_are_finite(graph_mode, tmp_path, caplog, dtype, large, last):
     """The histogram of a weight is finite, although its sum in FP16 or its sum of squares in FP32 would be inf.

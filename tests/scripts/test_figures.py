@@ -78,6 +78,48 @@ def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
     assert file.read_bytes() == before
 
 
+LOGGED = [
+    "2026-01-02 03:04:05,678 - mindformers/output/log[cells/train_step.py:400] - INFO - Loss scaling by a fixed scale",
+    "[WARNING] ME(10394:1400,MainProcess):2026-01-02-03:04:05.670.000 [mindspore/x.py:59] Module is deprecated",
+]
+
+
+def test_only_what_a_command_prints_is_kept():
+    printed = [
+        "MindFormers says hello",
+        "LeNet5  steps",
+        LOGGED[0],
+        "fixed  64",
+        *LOGGED,
+        "",
+        "adaptive  64",
+        LOGGED[1],
+        "",
+    ]
+    assert figures.kept("\n".join(printed), "LeNet5") == ["LeNet5  steps", "fixed  64", "", "adaptive  64"]
+    # A log line may come first, also where all lines are kept.
+    assert figures.kept("\n".join([*LOGGED, "| a |"]), "") == ["| a |"]
+
+
+@pytest.mark.parametrize("name", [name for name, measured in FIGURES.items() if not measured.module])
+def test_printed_figures_hold_no_log(name):
+    assert not [line for line in figure(name)["printed"] if figures.LOG_LINE.match(line)]
+
+
+@pytest.mark.slow
+def test_the_figure_of_lenet5_has_the_lines_of_its_page(tmp_path):
+    figures.measure(FIGURES["lenet5"], tmp_path / "lenet5.json")
+    printed = json.loads((tmp_path / "lenet5.json").read_text(encoding="utf-8"))["printed"]
+    assert [line[:34] for line in printed] == [line[:34] for line in figure("lenet5")["printed"]]
+
+
+def test_the_demo_skips_as_many_steps_as_the_page_of_choices_says():
+    skipped = re.search(r"and (\d+) of", figure("demo")["printed"][1])[1]
+    for language, said in (("en", "the demo skips {} steps in all"), ("zh", "演示共跳过{}步")):
+        page = (ROOT / "docs" / language / "choose.md").read_text(encoding="utf-8")
+        assert said.format(skipped) in " ".join(page.split())
+
+
 # Measurements that are quick to repeat
 
 
