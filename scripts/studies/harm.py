@@ -10,6 +10,8 @@ scikit-learn, which must be installed.
 """
 
 import argparse
+import functools
+import json
 import multiprocessing
 import os
 import sys
@@ -22,6 +24,7 @@ from mindformers_adaptive.plots import canvas
 from scripts.studies import reporting
 
 PICTURE = "docs/images/harm.svg"
+DATA = reporting.ROOT / "docs" / "figures" / "harm.json"
 BITS = range(0, 25, 2)
 # Steps after which the gradients are measured. In step 251, the task "moving ceiling" is in its burst.
 STEPS = (0, 50, 250)
@@ -169,6 +172,23 @@ def tables(result):
     ]
     of_all = [*(percent(lost[EVERY][place]) for place in places), percent(worst[EVERY][places[1]])]
     return {"lost": [head, *rows, [EVERY, *of_all, str(free_bits(bits, lost[EVERY]))]]}
+
+
+def lost_at(name, bits):
+    """Return the share of the gradient that a training loses at most at a number of bits below the ceiling, as text.
+
+    The measurements in docs/figures/harm.json are interpolated. ``-`` if they lack the training, or ``bits`` is None.
+    """
+    measured = _measured()
+    if bits is None or name not in measured["trainings"]:
+        return "-"
+    share = np.interp(bits, measured["bits"], most(measured["trainings"][name], "lost"))
+    return f"over {percent(share)}" if bits > measured["bits"][-1] else percent(share)
+
+
+@functools.cache
+def _measured():
+    return json.loads(DATA.read_text(encoding="utf-8"))
 
 
 def percent(share):

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, MUTED, SECOND, WARNING, headline, new_figure, style_axes
+from scripts.studies.harm import lost_at
 
 FP32, UNSCALED = "FP32", "FP16, no scaling"
 WINDOW_20, WINDOW_1000 = (f"MindSpore's dynamic, window {window}" for window in (20, 1000))
@@ -99,8 +100,8 @@ def tables(result):
 def task_table(task):
     """Return the table of a task: the measured values of each scaling method, as means over the seeds."""
     measure = f"{task['measure']} on data not trained on"
-    columns = ["way of scaling", "start", "skipped at the start", "skipped later", "headroom lost, bits"]
-    rows = [[*columns, "gradients that underflow", measure, "steps to FP32's result"]]
+    columns = ["way of scaling", "start", "skipped at the start", "skipped later", "bits below the ceiling"]
+    rows = [[*columns, "gradient lost, at most", measure, "steps to FP32's result"]]
     for name, runs in task["runs"].items():
         scaled = runs[0]["headroom_lost"] is not None
         starts = sorted({run["start"] for run in runs})
@@ -111,7 +112,7 @@ def task_table(task):
                 name,
                 "-" if not scaled else ", ".join(f"2^{np.log2(start):g}" for start in starts),
                 *(mean(runs, key, 1) for key in ("skipped_at_start", "skipped_later", "headroom_lost")),
-                mean(runs, "underflow", 2, 100.0, " %"),
+                lost_at(task["name"], mean_of(runs, "headroom_lost")),
                 mean(runs, "quality", 4),
                 until if len(steps) in (0, len(runs)) else f"{until} ({len(steps)} of {len(runs)} seeds)",
             ]
@@ -119,9 +120,15 @@ def task_table(task):
     return rows
 
 
-def mean(runs, key, digits, factor=1.0, unit=""):
+def mean(runs, key, digits):
+    value = mean_of(runs, key)
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def mean_of(runs, key):
+    """Return the mean of a measured value over the runs that have it, or None."""
     values = [run[key] for run in runs if run[key] is not None]
-    return f"{factor * np.mean(values):.{digits}f}{unit}" if values else "-"
+    return float(np.mean(values)) if values else None
 
 
 def mean_quality(runs):
