@@ -2,6 +2,7 @@
 
     python -m scripts.studies.figures                       # measure all: takes hours, and installs other versions
     python -m scripts.studies.figures guided_training step  # measure these two
+    python -m scripts.studies.figures worth --again guided  # train only what has this in its name
     python -m scripts.studies.figures --render              # measure nothing: only write the tables into the pages
 
 docs/figures/NAME.json holds the results of a script, with its command and the versions. A page has each table between
@@ -80,6 +81,9 @@ FIGURES = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)} (default: all)")
+    parser.add_argument(
+        "--again", metavar="NAME", help="passed on to the scripts: train only what has this in its name"
+    )
     parser.add_argument("--render", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(FIGURES):
@@ -87,7 +91,7 @@ def main():
     for name in [] if arguments.render else arguments.names or FIGURES:
         print(f"{name}: {FIGURES[name].command}", file=sys.stderr, flush=True)
         start = time.monotonic()
-        measure(FIGURES[name], DATA / f"{name}.json")
+        measure(FIGURES[name], DATA / f"{name}.json", arguments.again)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -97,11 +101,15 @@ def main():
             print(f"Written: {page.relative_to(ROOT)}")
 
 
-def measure(figure, file):
-    """Run a figure's command and write the results to the figure's file; a failed command leaves the file as it was."""
+def measure(figure, file, again=None):
+    """Run a figure's command and write the results to the figure's file; a failed command leaves the file as it was.
+
+    ``again`` is given to the command as ``--again``: the command then takes the other runs from the file.
+    """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     command = shlex.split(figure.command)
+    command += ["--again", again] if again else []
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command += ["--json", str(result)] if figure.module else []

@@ -9,6 +9,7 @@ docs/images/micro_batches.svg. Runs of the same seed have the same weights and d
 """
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, t
 from scripts.studies.worth_report import interval, mean_and_interval
 
 PICTURE = "docs/images/micro_batches.svg"
+DATA = ROOT / "docs" / "figures" / "micro_batches.json"
 TASKS = ("llama", "lora")
 MICRO_BATCHES = (1, 64, 256, 1024)
 WAYS = {
@@ -40,13 +42,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
     parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
+    parser.add_argument("--again", metavar="NAME", help="train only by ways that have this in their names")
     add_json_option(parser)
     arguments = parser.parse_args()
     with output_to_stderr():
         from scripts.studies.worth_training import use_one_thread
 
         use_one_thread()
-        result = {"tasks": {key: measure(key) for key in arguments.tasks}}
+        result = {"tasks": {key: measure(key, again=arguments.again) for key in arguments.tasks}}
     print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
     for name, rows in tables(result).items():
         print("\n".join(["", f"### {name}", "", *table(rows)]))
@@ -54,10 +57,11 @@ def main():
     write_json(arguments.json, {**versions(), **result})
 
 
-def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
+def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES, again=None):
     """Train a task, and return its runs as lists with a run for each seed.
 
-    FP32 has one list. FP16 has one list for each number of micro-batches and way of scaling.
+    FP32 has one list. FP16 has one list for each number of micro-batches and way of scaling. With ``again``, only ways
+    that have it in their names are trained; all other runs come from docs/figures/micro_batches.json.
     """
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import FP32, METHODS, Trainings, divided
@@ -70,8 +74,16 @@ def measure(key, steps=None, seeds=SEEDS, micro_batches=MICRO_BATCHES):
         print(f"{task.name}: {method.name} from {method.start:g}", file=sys.stderr, flush=True)
         return [figures(trainings.run(method, seed, steps)) for seed in range(seeds)]
 
-    divided_runs = {str(count): {way: runs(divided(way, START, count)) for way in WAYS} for count in micro_batches}
-    return {"name": task.name, "steps": steps or task.steps, "fp32": runs(fp32), "runs": divided_runs}
+    earlier = json.loads(DATA.read_text(encoding="utf-8"))["tasks"][key] if again else None
+    divided_runs = {
+        str(count): {
+            way: earlier["runs"][str(count)][way] if again and again not in way else runs(divided(way, START, count))
+            for way in WAYS
+        }
+        for count in micro_batches
+    }
+    of_fp32 = earlier["fp32"] if again else runs(fp32)
+    return {"name": task.name, "steps": steps or task.steps, "fp32": of_fp32, "runs": divided_runs}
 
 
 def figures(run):

@@ -9,6 +9,7 @@ from scikit-learn, which must be installed.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import sys
@@ -35,6 +36,8 @@ from scripts.studies.worth_report import (
 )
 
 PICTURE = "docs/images/quality_by_loss_scale.svg"
+# With --again, the results of all other methods come from this file.
+DATA = ROOT / "docs" / "figures" / "worth.json"
 PICTURE_SEEDS = 3
 QUICK_STEPS, QUICK_EXPONENTS = 30, (0, 9)
 # The Llama tasks take long, so these have fewer seeds than other tasks, and shorter samples than the demo.
@@ -46,6 +49,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=SEEDS, default=list(SEEDS), help="default: all")
     parser.add_argument("--processes", type=positive, default=os.cpu_count(), help="default: one for each core")
+    parser.add_argument("--again", metavar="NAME", help="train only FP32 and methods that have this in their names")
     parser.add_argument("--quick", action="store_true", help="a few methods, steps and one seed: a test of this script")
     add_json_option(parser)
     parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
@@ -58,6 +62,8 @@ def main():
         with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
             measured = list(pool.map(partial(measure, arguments=arguments), arguments.tasks))
     result = {**versions(), "tasks": {key: task for key, task, _ in measured}}
+    if arguments.again:
+        result["picture"] = json.loads(DATA.read_text(encoding="utf-8"))["picture"]
     print("\n".join(report(result)))
     for swept in (swept for *_, swept in measured if swept):
         result["picture"] = swept
@@ -75,15 +81,21 @@ def measure(name, arguments):
     seeds, steps = (1, QUICK_STEPS) if arguments.quick else (SEEDS[name], None)
     # With --quick, train only the methods that the picture shows.
     methods = [method for method in METHODS if not arguments.quick or method.name in (FP32, UNSCALED, OURS)]
+    if arguments.again:
+        # The FP32 runs say when a run has reached FP32's result.
+        methods = [method for method in methods if method.name == FP32 or arguments.again in method.name]
     trainings, runs = Trainings(task), {}
     for method in methods:
         for seed in range(seeds):
             print(f"{task.name}: {method.name}, seed {seed}", file=sys.stderr, flush=True)
             runs.setdefault(method.name, []).append(trainings.run(method, seed, steps))
-    swept = None
-    if name == "damped":
+    task_result, swept = about(task, runs, steps), None
+    if arguments.again:
+        earlier = json.loads(DATA.read_text(encoding="utf-8"))["tasks"][name]["runs"]
+        task_result["runs"] = earlier | task_result["runs"]
+    elif name == "damped":
         swept = sweep(trainings, runs, QUICK_EXPONENTS if arguments.quick else EXPONENTS, steps)
-    return name, about(task, runs, steps), swept
+    return name, task_result, swept
 
 
 def about(task, runs, steps):

@@ -78,6 +78,14 @@ def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
     assert file.read_bytes() == before
 
 
+def test_only_some_runs_are_measured_again(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(figures.subprocess, "run", lambda command, **_: commands.append(command))
+    with pytest.raises(FileNotFoundError):
+        figures.measure(FIGURES["worth"], tmp_path / "worth.json", "guided")
+    assert commands[0][3:5] == ["--again", "guided"]
+
+
 LOGGED = [
     "2026-01-02 03:04:05,678 - mindformers/output/log[cells/train_step.py:400] - INFO - Loss scaling by a fixed scale",
     "[WARNING] ME(10394:1400,MainProcess):2026-01-02-03:04:05.670.000 [mindspore/x.py:59] Module is deprecated",
