@@ -182,8 +182,9 @@ def test_tests_mirror_the_package():
 def test_only_tests_of_scripts_import_scripts():
     tests = (ROOT / "tests").rglob("*.py")
     importing = {file for file in tests if re.search(r"^ *(from|import) scripts\b", file.read_text(), re.MULTILINE)}
-    assert {str(file.relative_to(ROOT)) for file in importing if file.parent.name != "scripts"} == set()
-    assert importing
+    # The stand-ins for operators that a CPU lacks are shared with the study of what underflows below the ceiling.
+    shared = {"tests/mindformers/mcore_on_cpu.py"}
+    assert {str(file.relative_to(ROOT)) for file in importing if file.parent.name != "scripts"} == shared
 
 
 def test_no_file_is_long():
