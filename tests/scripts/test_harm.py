@@ -83,7 +83,8 @@ def test_the_pages_say_what_the_data_say(data):
     assert max(most(data, "lost", 18), key=most(data, "lost", 18).get).startswith("the demo's Llama")
     assert max(most(data, "lost", 2).values()) <= 4e-5
     worst = most(data, "worst", 16)
-    assert max(share for name, share in worst.items() if "Llama" in name) < 0.1
+    assert max(worst[name] for name in worst if name != "moving ceiling") == worst["DeepSeek-V3 with experts"]
+    assert round(worst["DeepSeek-V3 with experts"], 2) == 0.07
     assert most(data, "worst", 4)["moving ceiling"] > 0.2
     llama, divided = (data["trainings"][name][0] for name in list(harm.TRAININGS)[:2])
     assert divided["lost"] == llama["lost"]
