@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
+from mindformers_adaptive.mindformers.checkpoint_reader import Checkpoint, read_checkpoints
 from mindformers_adaptive.text.files import atomic_write
 from mindformers_adaptive.text.install_hint import install_hint
 
@@ -48,7 +48,7 @@ def save_arrays(file: str, arrays: dict[str, Any]) -> None:
         output.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 
-def load_newest(path: str) -> tuple[Any, dict[str, Any]]:
+def load_newest(path: str) -> tuple[Checkpoint, dict[str, Any]]:
     """Load a checkpoint file, or the newest checkpoint of a folder, and return it with its Parameters by name.
 
     Args:
