@@ -84,8 +84,8 @@ def _compare(
     if options.modules:
         group = group_of_modules(options.modules, list(dict.fromkeys([*pair[0], *pair[1]])))
         pair = [{name: arrays[name] for name in arrays if group(name)} for arrays in pair]
-    names, others = (set(arrays) for arrays in pair)
-    only = {options.first: sorted(names - others), options.reference: sorted(others - names)}
+    names, reference_names = (set(arrays) for arrays in pair)
+    only = {options.first: sorted(names - reference_names), options.reference: sorted(reference_names - names)}
     return compare_arrays(*pair), only
 
 

@@ -28,7 +28,7 @@ COUNTERS = {
     "step_num": "the step at which the checkpoint was saved",
     "global_step": "steps that the optimizer applied",
     "cur_iter": "the number of the next step, from 1",
-    "last_overflow_iter": "the step that overflowed last; 0 is none",
+    "last_overflow_iter": "the step that overflowed last, 0 without an overflow",
     "skipped_steps": "since the start of the training",
     "consecutive_overflows": "skipped steps in a row, up to the last step",
 }

@@ -160,17 +160,17 @@ def tables(result):
     lost = {name: most(rows, "lost") for name, rows in trainings.items()}
     worst = {name: most(rows, "worst") for name, rows in trainings.items()}
     lost[EVERY], worst[EVERY] = (np.max(list(each.values()), axis=0) for each in (lost, worst))
-    places = [bits.index(below) for below in SHOWN]
+    columns = [bits.index(below) for below in SHOWN]
     rows = [
         [
             name,
-            *(percent(lost[name][place]) for place in places),
-            percent(worst[name][places[1]]),
+            *(percent(lost[name][column]) for column in columns),
+            percent(worst[name][columns[1]]),
             str(free_bits(bits, lost[name])),
         ]
-        for name in sorted(trainings, key=lambda name: -lost[name][places[1]])
+        for name in sorted(trainings, key=lambda name: -lost[name][columns[1]])
     ]
-    of_all = [*(percent(lost[EVERY][place]) for place in places), percent(worst[EVERY][places[1]])]
+    of_all = [*(percent(lost[EVERY][column]) for column in columns), percent(worst[EVERY][columns[1]])]
     return {"lost": [head, *rows, [EVERY, *of_all, str(free_bits(bits, lost[EVERY]))]]}
 
 

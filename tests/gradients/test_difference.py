@@ -145,7 +145,7 @@ def test_two_folders_are_compared_at_each_step(folders, run_program):
     code, printed, _ = run_program("diff", *folders)
     verdict, _, head, *rows = printed.splitlines()
     assert code == 0
-    assert verdict.startswith("The two drift apart from step 40: the relative error of a.w is 2.00e-01")
+    assert ("drift apart from step 40: " in verdict, " a.w is 2.00e-01, " in verdict) == (True, True)
     assert head.split() == [
         "step",
         "worst",
@@ -172,9 +172,9 @@ def test_two_folders_are_compared_at_each_step(folders, run_program):
 
 
 def test_folders_that_stay_together_and_folders_with_one_shared_step(folders, run_program, tmp_path):
-    assert run_program("diff", "one", "one")[1].startswith("The two are equal at all 4 steps.")
+    assert "are equal at all 4 steps." in run_program("diff", "one", "one")[1]
     (tmp_path / "other/rank_0/run-1_40.safetensors").unlink()
-    assert run_program("diff", *folders)[1].startswith("The two do not drift apart: no step of 2 ")
+    assert "do not drift apart: " in run_program("diff", *folders)[1]
     (tmp_path / "other/rank_0/run-1_30.safetensors").unlink()
     # Step 20 is the newest step of neither folder, but the only one that both have.
     content = json.loads(run_program("diff", *folders, "--json")[1])

@@ -15,8 +15,8 @@ def data():
 
 
 def most(data, key, bits):
-    place = data["bits"].index(bits)
-    return {name: harm.most(rows, key)[place] for name, rows in data["trainings"].items()}
+    column = data["bits"].index(bits)
+    return {name: harm.most(rows, key)[column] for name, rows in data["trainings"].items()}
 
 
 class TwoWeights(nn.Cell):
