@@ -124,7 +124,7 @@ def test_what_the_command_cannot_compare_is_said(files, run_program, arguments, 
         ([1.0, math.inf], 20),
     ],
 )
-def test_drift_begins_at_ten_times_the_median_of_the_steps_before(errors, step):
+def test_drift_begins_at_ten_times_the_median_before(errors, step):
     assert drift_step({10 * number: error for number, error in enumerate(errors, 1)}) == step
 
 
@@ -171,7 +171,7 @@ def test_two_folders_are_compared_at_each_step(folders, run_program):
     assert [each["name"] for each in content["steps"][0]["parameters"]] == ["a.w", "b.w"]
 
 
-def test_folders_that_stay_together_and_folders_with_one_shared_step(folders, run_program, tmp_path):
+def test_folders_that_stay_together_or_share_one_step(folders, run_program, tmp_path):
     assert "are equal at all 4 steps." in run_program("diff", "one", "one")[1]
     (tmp_path / "other/rank_0/run-1_40.safetensors").unlink()
     assert "do not drift apart: " in run_program("diff", *folders)[1]

@@ -104,7 +104,7 @@ def test_constant_scale_becomes_a_fixed_scale(arguments, loss_scale):
         ("--backoff-factor", "2"),
     ],
 )
-def test_a_value_out_of_range_is_refused_also_where_it_is_not_used(mode, option, value):
+def test_a_value_out_of_range_is_refused_in_every_mode(mode, option, value):
     with pytest.raises(
         ValueError, match=f"'{option}' must be .* but got {float(value) if option != '--hysteresis' else 0}"
     ):

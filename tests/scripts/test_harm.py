@@ -34,7 +34,7 @@ class TwoWeights(nn.Cell):
         return (large + small).astype("float32").sum()
 
 
-def test_losses_are_those_of_a_network_with_known_gradients(graph_mode):
+def test_losses_of_a_network_with_known_gradients(graph_mode):
     network = TwoWeights()
     train_step = nn.TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.0))
     batch = (Tensor(np.float32([1.0, 3 * 2.0**-12])),)
@@ -50,13 +50,13 @@ def test_losses_are_those_of_a_network_with_known_gradients(graph_mode):
         assert lost == pytest.approx(error / np.hypot(2.0 ** (15 - bits), small), rel=1e-2)
 
 
-def test_free_bits_end_before_the_first_share_above_a_thousandth():
+def test_free_bits_end_before_the_first_share_above_0001():
     assert harm.free_bits([0, 2, 4, 6], [0.0, 0.0005, 0.001, 0.002]) == 4
     # A share that falls again makes no lower scale free.
     assert harm.free_bits([0, 2, 4, 6], [0.0, 0.002, 0.0005, 0.002]) == 0
 
 
-def test_what_is_lost_at_a_number_of_bits_is_interpolated(data, monkeypatch):
+def test_what_is_lost_at_some_bits_is_interpolated(data, monkeypatch):
     rows = [
         {"lost": [0.0, 0.01, 0.05], "worst": [0.0, 0.1, 0.2]},
         {"lost": [0.0, 0.02, 0.04], "worst": [0.0, 0.1, 0.2]},
