@@ -214,8 +214,9 @@ class Trainings:
             steps (int, optional): the number of steps. Default: None, the steps of the task.
 
         Returns:
-            dict: ``start``, ``skipped`` (the numbers of the skipped steps, from 0), ``steps``, ``looks`` (``step``,
-            ``quality`` and, in FP16, ``loss_scale``, ``ceiling``, ``underflow``) and ``quality`` at the end.
+            dict: ``start``, ``skipped`` (the numbers of the skipped steps, from 0), ``scales`` (the loss scale of each
+            step), ``steps``, ``looks`` (``step``, ``quality`` and, in FP16, ``loss_scale``, ``ceiling``, ``underflow``,
+            ``lost``) and ``quality`` at the end.
         """
         data, network, steps = self.task.data(seed), self._network(method.dtype), steps or self.task.steps
         training, looks = self.compiled(method.dtype, method.cell), []
@@ -234,7 +235,9 @@ class Trainings:
         skipped = [step for step, row in enumerate(record) if row["overflow"]]
         quality = self.task.quality(network, data)
         looks.append({"step": steps, "quality": quality})
-        return {"start": start, "steps": steps, "skipped": skipped, "looks": looks, "quality": quality}
+        scales = [row["loss_scale"] for row in record]
+        run = {"start": start, "steps": steps, "skipped": skipped, "scales": scales}
+        return run | {"looks": looks, "quality": quality}
 
     def _new_network(self, dtype):
         if self.formats is None or dtype != mstype.float16:

@@ -1,0 +1,125 @@
+"""Compare three rules of loss scaling in two trainings: one whose ceiling stays, and one whose ceiling moves.
+
+    python -m scripts.studies.three_rules [--seeds N] [--steps N] [--json FILE]
+
+The ceiling of a step is the largest loss scale at which nothing in it overflows. All rules start from 2^16, from the
+same weights and with the same data. Prints Markdown, and draws docs/images/three_rules.svg, the loss scales of the
+rules in the training whose ceiling moves: a small network whose loss weighs 2^12 times as much for 100 steps.
+
+The training whose ceiling stays is not repeated here. Its figures come from scripts/studies/long_training.py: 5,000
+steps of the demo's model as one of 256 micro-batches.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_adaptive.plots import canvas
+from scripts.benchmarks import costs
+from scripts.studies import long_training
+from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
+from scripts.studies.worth_report import over_looks
+
+PICTURE = "docs/images/three_rules.svg"
+# The extra time of a step by rule, in percent of a step with MindSpore's dynamic cell: see scripts/benchmarks/costs.py.
+STEP_TIMES = ROOT / "docs" / "figures" / "step.json"
+
+# For each rule, its name in the table, its name in STEP_TIMES, and its colour in the picture. MindFormers' adaptive
+# cell takes the same steps as ours from the same start: see scripts/studies/worth_it.py.
+RULES = {
+    "dynamic": ("dynamic (MindSpore), window 1000", "MindSpore's dynamic", canvas.WARNING),
+    "adaptive": ("adaptive (MindFormers' or this package's)", "adaptive", canvas.MAIN),
+    "guided": ("gradient-guided (this package)", "guided", canvas.SECOND),
+}
+START = 2.0**16
+SEEDS, STEPS, LOOK_EVERY = 10, 600, 10
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"of weights and data (default: {SEEDS})")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
+    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    with output_to_stderr():
+        from scripts.studies.worth_training import use_one_thread
+
+        use_one_thread()
+        moves = {rule: train(rule, arguments.seeds, arguments.steps) for rule in RULES}
+    runs = long_training.whole_runs(long_training.RESULTS, long_training.STEPS)
+    result = {**versions(), "stays": {rule: list(map(summary, runs[rule])) for rule in RULES}, "moves": moves}
+    print("\n".join(table(tables(result)["rules"])))
+    print(f"\nDrawn: {os.path.relpath(canvas.save(draw(moves), arguments.picture))}")
+    write_json(arguments.json, result)
+
+
+def train(rule, seeds, steps):
+    """Train the network whose ceiling moves by a rule; return a summary for each seed, with the path of the first."""
+    from scripts.studies.worth_tasks import task_of
+    from scripts.studies.worth_training import Trainings, divided
+
+    trainings, summaries = Trainings(task_of("moving", {}), LOOK_EVERY), []
+    for seed in range(seeds):
+        print(f"{rule}, seed {seed}", file=sys.stderr, flush=True)
+        run = trainings.run(divided(rule, START, 1), seed, steps)
+        summaries.append(summary(run))
+        if not seed:
+            looks = [look for look in run["looks"] if look.get("ceiling")]
+            ceilings = [[look["step"], float(np.log2(look["ceiling"]))] for look in looks]
+            path = {"exponents": np.log2(run["scales"]).tolist(), "skipped_steps": run["skipped"], "ceilings": ceilings}
+            summaries[-1] |= path
+    return summaries
+
+
+def summary(run):
+    """Return the steps, the skipped steps and the share of the gradient's norm that FP16 lost in a run."""
+    lost = over_looks(run, lambda look: look["lost"])
+    return {"steps": run["steps"], "skipped": len(run["skipped"]), "lost": lost}
+
+
+def tables(result):
+    """Return the only table of a result, as {name: rows}; the first row has the names of the columns."""
+    times = dict(costs.tables(json.loads(STEP_TIMES.read_text(encoding="utf-8")))["extra"][1:])
+    columns = [f"{name}: {what}" for name in ("steady", "moving") for what in ("skipped in 1,000", "gradient lost")]
+    rows = [["rule", *columns, "extra time of a step"]]
+    for rule, (name, timed, _) in RULES.items():
+        cells = [cell for training in ("stays", "moves") for cell in skipped_and_lost(result[training][rule])]
+        rows.append([name, *cells, f"{times[timed]} %"])
+    return {"rules": rows}
+
+
+def skipped_and_lost(runs):
+    """Return two cells of the table: skipped steps in 1,000, and the share of the gradient lost, as means over runs."""
+    skipped = 1000 * np.mean([run["skipped"] / run["steps"] for run in runs])
+    return f"{skipped:.1f}", f"{100 * np.mean([run['lost'] for run in runs]):.2f} %"
+
+
+def draw(by_rule):
+    """Draw the loss scale of each rule in the first run of the training whose ceiling moves."""
+    figure = canvas.new_figure(9, 5.6)
+    panels = figure.subplots(len(by_rule), 1, sharex=True, sharey=True)
+    for axes, (rule, runs) in zip(panels, by_rule.items(), strict=True):
+        run, (name, _, colour) = runs[0], RULES[rule]
+        exponents, numbers = np.array(run["exponents"]), np.array(run["skipped_steps"], int)
+        looked_at, ceilings = np.array(run["ceilings"]).T
+        top = ceilings.max() + 2
+        axes.fill_between(looked_at + 1, ceilings, top, color=canvas.CONTEXT, linewidth=0, label="overflows here")
+        axes.step(np.arange(1, len(exponents) + 1), exponents, where="post", color=colour, linewidth=1.6)
+        axes.plot(numbers + 1, exponents[numbers], "x", color="black", markersize=5, label="skipped step")
+        title = f"{name}: {run['skipped']} of {run['steps']} steps skipped"
+        canvas.style_axes(axes, title=title, y_label="loss scale, log2")
+        axes.set_ylim(min(exponents.min(), ceilings.min()) - 1, top)
+    panels[0].set_xlim(1, run["steps"])
+    panels[0].legend(loc="lower right", fontsize=9, framealpha=1)
+    panels[-1].set_xlabel("step")
+    canvas.headline(figure, "One training by three rules: the loss weighs 2^12 times as much in steps 201 to 300")
+    return figure
+
+
+if __name__ == "__main__":
+    main()
