@@ -124,8 +124,8 @@ class BadLossDetector:
         if not self._has_changed and is_applied_bad_loss(entry):
             self._has_changed = True
             changes = (
-                f" Step {entry['step']} was not skipped, because its gradients did not overflow: the weights have changed. "
-                f"Go back to a checkpoint before this step. {AGAINST_BAD_LOSS}"
+                f" Step {entry['step']} was not skipped, because its gradients did not overflow: the weights have "
+                f"changed. Go back to a checkpoint before this step. {AGAINST_BAD_LOSS}"
             )
             if first is not None:
                 return f"The loss of step {entry['step']} is {loss}.{changes}"

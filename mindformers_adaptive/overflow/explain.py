@@ -280,8 +280,8 @@ class _Passes:
     @property
     def limit(self):
         """float: the largest loss scale, a power of two, at which the recorded gradients should not overflow."""
-        # An operator without a gradient, such as Sign, hides an overflow in the gradient of its output from the weights.
-        # So leave out the gradients that overflowed in a pass without an overflow.
+        # An operator without a gradient, such as Sign, hides an overflow in the gradient of its output from the
+        # weights. So leave out the gradients that overflowed in a pass without an overflow.
         harmless = [each for scale, passes in self._by_scale.items() if not self.scales[scale] for each in passes]
         hidden = {_position(*pair) for each in harmless for pair in each.backward if not pair[1].reading.finite}
         recorded = [pair for each in self.closest for pair in each.backward if _position(*pair) not in hidden]

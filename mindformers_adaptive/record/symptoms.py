@@ -9,8 +9,8 @@ from typing import Any
 __all__ = ["AGAINST_BAD_LOSS", "is_applied_bad_loss"]
 
 AGAINST_BAD_LOSS = (
-    "To end a training at such a step, set check_for_nan_in_loss_and_grad: True in the YAML file; in a program, raise an "
-    "error in a callback."
+    "To end a training at such a step, set check_for_nan_in_loss_and_grad: True in the YAML file; in a program, raise "
+    "an error in a callback."
 )
 
 

@@ -83,7 +83,7 @@ def test_each_rule_has_a_short_name():
     for short, rule in (("AdaptiveLossScale", "adaptive"), ("GradientGuidedLossScale", "guided")):
         for name in (short, f"{short}UpdateCell"):
             assert read_section({"type": name, "loss_scale_value": 8})["rule"].name == rule
-    with pytest.raises(ValueError, match="'training.loss_scale.type' must be"):
+    with pytest.raises(ValueError, match=r"'training\.loss_scale\.type' must be"):
         read_section({"type": "RuleLossScale", "rule": "guided"})
 
 

@@ -1,4 +1,4 @@
-"""A step whose loss is inf or NaN, but whose gradients are finite, changes the weights: log, record, analysis say so."""
+"""A step with a bad loss, but finite gradients, changes the weights: the log, the record and the analysis say so."""
 
 import math
 
