@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step
 from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
 from mindformers_adaptive.record.symptoms import is_applied_bad_loss
-from mindformers_adaptive.rules.checks import require_flag, require_integer
+from mindformers_adaptive.rules.checks import imported, require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
 
@@ -77,10 +78,15 @@ class LossScaleMonitor(RecordingCallback):
             log has the text; beside the record, ``overflow_explanation.json`` has everything and
             ``overflow_batch.npz`` the batch. With ``every_n_steps`` above 1 only a collapse is explained. Default:
             False.
+        log (Union[Callable, str], optional): a function for another logger, called as ``log(numbers, step)`` with each
+            recorded step, such as ``wandb.log``, ``mlflow.log_metrics`` or ``swanlab.log``; in a YAML file its name,
+            ``module.function``. ``numbers`` is a dict of floats by ``loss_scaling/KEY``, without those that are unknown,
+            inf or NaN; ``overflow`` is 1.0 in a skipped step. If the function raises an error, ``on_write_error`` says
+            what happens. Default: None.
 
     Raises:
         TypeError: if an argument is not of its type.
-        ValueError: if an argument is out of its range.
+        ValueError: if an argument is out of its range, or ``log`` names a function that cannot be imported.
         RuntimeError: in training, for a collapse with ``on_collapse="raise"``.
         OSError: in training, for a record that cannot be written with ``on_write_error="raise"``.
 
@@ -115,8 +121,10 @@ class LossScaleMonitor(RecordingCallback):
         on_write_error: str = "warn",
         all_ranks: bool = False,
         explain: bool = False,
+        log: Callable[[dict[str, float], int], object] | str | None = None,
     ) -> None:
         super().__init__(record_path, tensorboard_dir, all_ranks, on_write_error)
+        self._log, self._log_failed = _require_logger(log), False
         self._explain = require_flag("explain", explain)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
@@ -251,8 +259,10 @@ class LossScaleMonitor(RecordingCallback):
             entry["applied_bad_loss"] = True
         self._append([{field: entry[field] for field in names if field in entry} for entry in entries])
         for entry in entries:
-            for field in fields[1:]:
-                self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])
+            numbers = {f"loss_scaling/{field}": float(entry[field]) for field in fields[1:] if _is_finite(entry[field])}
+            for tag, number in numbers.items():
+                self._add_scalar(tag, number, entry["step"])
+            self._hand_over(numbers, entry["step"])
             window = self._report_window(window, entry)
         # Warn only after the record is written, so that the record is complete when a user looks for the cause.
         self._longest = entries[-1]["consecutive_overflows"] or 0
@@ -264,6 +274,25 @@ class LossScaleMonitor(RecordingCallback):
             if message := self._collapse.check(entry):
                 self._explain_once(run_context.original_args(), entry)
                 self._react_to_collapse(message, run_context)
+
+    def _hand_over(self, numbers: dict[str, float], step: int) -> None:
+        """Call the function ``log`` with the numbers of a step. A logger that fails stops no training, unless asked."""
+        if self._log is None or not self._writes:
+            return
+        try:
+            self._log(numbers, step)
+            self._log_failed = False
+        except Exception as error:
+            if self._on_write_error == "raise":
+                raise
+            if not self._log_failed:
+                logger.warning(
+                    "The function 'log' of LossScaleMonitor failed at step %s: %r. Training goes on, and the function is "
+                    "called again at the next step. The record has all steps.",
+                    step,
+                    error,
+                )
+            self._log_failed = True
 
     def _read_entries(self, outputs: Any) -> list[dict[str, Any]]:
         """Return the steps since the last call, oldest first, with the losses and gradient norms that the host saw."""
@@ -325,3 +354,22 @@ def _look_if_due(is_due: Callable[..., bool], looks: Iterable[Callable[[], None]
     for look in looks if due else []:
         look()
     return due
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _require_logger(log: Any) -> Callable[[dict[str, float], int], object] | None:
+    """Return the function ``log``, imported if it was given by its name."""
+    function = (
+        imported(log, "'log' must be a function, in a YAML file 'module.function', but")
+        if isinstance(log, str)
+        else log
+    )
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"'log' must be a function, but got {log!r} of type {type(function).__name__}. Give a function that takes a "
+            "dict of numbers and a step, such as wandb.log, or leave 'log' out."
+        )
+    return function

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
-from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.checks import imported
 from mindformers_adaptive.rules.description import arguments_of
 from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.functions import (
@@ -117,24 +115,11 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
 
 
 def _import(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
     wanted = (
         f"'rule' must be {', '.join(map(repr, RULES))}, or 'module.Class' of a rule of your own in the current folder "
         "or in Python's search path for modules, but"
     )
-    if not all(part.isidentifier() for part in name.split(".")) or not module:
-        raise ValueError(f"{wanted} got {name!r}.")
-    here = str(Path.cwd())
-    # An installed command, such as adaptive-loss-scale, starts Python without the current folder in the search path for
-    # modules.
-    sys.path.append(here)
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    # The import of a user's module may raise any exception, even SystemExit.
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{wanted} {name!r} cannot be imported: {error!r}.") from error
-    finally:
-        sys.path.remove(here)
+    return imported(name, wanted)
 
 
 def __getattr__(name: str) -> Any:

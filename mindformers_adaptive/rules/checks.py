@@ -1,14 +1,17 @@
 """Round numbers to float32 as on a device, and check arguments. Error messages say which value to give instead."""
 
 import ctypes
+import importlib
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from typing import SupportsFloat
+from pathlib import Path
+from typing import Any, SupportsFloat
 
-__all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "number_remedy", "require_flag"]
+__all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "imported", "number_remedy", "require_flag"]
 __all__ += ["require_integer", "require_names", "require_number", "require_positive", "to_float32", "warn_of_rounding"]
 
 # The largest int32 number. Step counters are int32 on a device.
@@ -152,3 +155,29 @@ def require_names(name: str, value: object) -> tuple[str, ...]:
 
 def _with_type(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}"
+
+
+def imported(name: str, wanted: str) -> Any:
+    """Return what a name ``module.attribute`` stands for; a module may also be in the current folder.
+
+    Args:
+        name (str): the name.
+        wanted (str): the start of the message if the name is wrong, which ends in "but".
+
+    Raises:
+        ValueError: if ``name`` is no such name, or cannot be imported.
+    """
+    module, _, attribute = name.rpartition(".")
+    if not all(part.isidentifier() for part in name.split(".")) or not module:
+        raise ValueError(f"{wanted} got {name!r}.")
+    here = str(Path.cwd())
+    # An installed command, such as adaptive-loss-scale, starts Python without the current folder in the search path for
+    # modules.
+    sys.path.append(here)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    # The import of a user's module may raise any exception, even SystemExit.
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{wanted} {name!r} cannot be imported: {error!r}.") from error
+    finally:
+        sys.path.remove(here)

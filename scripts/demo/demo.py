@@ -30,22 +30,24 @@ PICTURE = "demo.png"
 STEPS, BATCH_SIZE = 240, 8
 
 # A training with 256 micro-batches divides the loss of each micro-batch by 256 before the backward pass, which makes
-# FP16 gradients underflow. Dividing the loss scale by 256 has the same effect as dividing the loss. So the demo trains
-# only one micro-batch a step, which a CPU can do, and has gradients as small as with 256 micro-batches.
+# FP16 gradients underflow. A fixed loss scale of 1/256 has the same effect as dividing the loss. So the demo trains only
+# one micro-batch a step, which a CPU can do, and FP16 alone has gradients as small as with 256 micro-batches.
 MICRO_BATCHES = 256
 
-# The loss scales in the YAML options: 1 (no scaling) and the usual start of 2^32, each divided by the number of
-# micro-batches.
+# The loss scales in the YAML options. The demo prints and draws each scale as the training applies it, because
+# `analyze` reads the same scales from the record.
 FP16_ALONE, ADAPTIVE = "FP16 alone", "adaptive scaling"
+START = 2**24
 SCALING = {
     FP16_ALONE: f"runner_wrapper.scale_sense={1 / MICRO_BATCHES}",
-    ADAPTIVE: f"runner_wrapper.scale_sense.loss_scale_value={2**32 // MICRO_BATCHES}",
+    ADAPTIVE: f"runner_wrapper.scale_sense.loss_scale_value={START}",
 }
 
 # Rules that the demo replays on the adaptive run's record, from the same initial loss scale.
 REPLAYED = {
-    "guided": lambda start: make_policy("guided", loss_scale_value=start),
-    "dynamic 1000": lambda start: make_policy("dynamic", loss_scale_value=start, scale_window=1000),
+    "adaptive": {"name": "adaptive", "scale_window": 20, "max_scale_window": 1000, "min_scale_window": 20},
+    "guided": {"name": "guided"},
+    "dynamic 1000": {"name": "dynamic", "scale_window": 1000},
 }
 
 # If the output is no terminal, each training prints up to this number of lines of progress.
@@ -64,8 +66,9 @@ def main():
     arguments = parser.parse_args()
     run_folder = make_run_folder(arguments.output_dir.resolve())
     print(
-        f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}, twice, each step as one of {MICRO_BATCHES} "
-        f"micro-batches: the loss scale is divided by {MICRO_BATCHES}, which is the same as dividing the loss."
+        f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}, twice. Each step trains one of {MICRO_BATCHES} "
+        f"micro-batches. Its loss is divided by {MICRO_BATCHES}, so FP16 alone has a loss scale of 1/{MICRO_BATCHES}; "
+        f"adaptive scaling starts at {as_power_of_two(START)}."
     )
     folders = {FP16_ALONE: run_folder / "fp16_alone", ADAPTIVE: run_folder}
     with ThreadPoolExecutor() as pool:
@@ -108,7 +111,7 @@ def train(name, folder, arguments):
             running = process.poll() is None
             record = read_record(folder / RECORD) if (folder / RECORD).exists() else []
             if record:
-                step, scale = record[-1]["step"], as_power_of_two(record[-1]["next_loss_scale"] * MICRO_BATCHES)
+                step, scale = record[-1]["step"], as_power_of_two(record[-1]["next_loss_scale"])
                 state = f"loss {record[-1]['loss']:.3f}, scale {scale}"
                 progress.set_postfix_str(state, refresh=False)
                 progress.update(step - progress.n)
@@ -127,17 +130,17 @@ def report(records, run_folder):
     """Return the report of five lines that the demo prints at its end."""
     alone, adaptive = (final_loss(records[name]) for name in (FP16_ALONE, ADAPTIVE))
     record = records[ADAPTIVE]
-    first, last = (as_power_of_two(entry["loss_scale"] * MICRO_BATCHES) for entry in (record[0], record[-1]))
+    first, last = (as_power_of_two(entry["loss_scale"]) for entry in (record[0], record[-1]))
     skipped = sum(entry["overflow"] for entry in record)
-    cost = ", ".join(f"{name} {count}" for name, count in replayed_skips(run_folder / RECORD).items())
     analyze = f"adaptive-loss-scale analyze {os.path.relpath(run_folder / RECORD)}"
     return [
         f"FP16 alone:       loss {alone:.2f} after {len(records[FP16_ALONE])} steps (mean of the last {AVERAGED})",
         f"Adaptive scaling: loss {adaptive:.2f}; the loss scale went from {first} to {last}, and {skipped} of "
         f"{len(record)} steps were skipped",
-        f"Replayed on the same steps, other rules would have skipped: {cost}",
+        f"Other rules:      {compared_rules(run_folder / RECORD)}. Trying a higher scale can cost a step; a lower scale "
+        "loses more small gradients",
         f"Picture:          {os.path.relpath(run_folder / PICTURE)}",
-        f"Next:             source .venv/bin/activate && {analyze}  # scales there are divided by {MICRO_BATCHES}",
+        f"Next:             source .venv/bin/activate && {analyze}",
     ]
 
 
@@ -147,25 +150,33 @@ def final_loss(record):
     return sum(losses) / len(losses) if losses else float("nan")
 
 
-def replayed_skips(record):
-    """Return, by name, how many steps each rule in ``REPLAYED`` would have skipped in the run with adaptive scaling.
+def compared_rules(record):
+    """Return how many steps each rule in ``REPLAYED`` skips on the steps of the adaptive run, and how low its scale is.
 
-    The record of adaptive scaling has no gradients, so the guided rule gets gradients that imply each step's ceiling.
+    The record of adaptive scaling has no gradients, so the guided rule gets gradients that imply the highest scale that
+    fits each step.
     """
     run = read_log(record)
     trace, start = with_gradients(run.to_trace()), float(run.loss_scale[0])
-    return {name: int(replay(make(start), trace).overflow.sum()) for name, make in REPLAYED.items()}
+    texts = []
+    for name, arguments in REPLAYED.items():
+        measures = replay(make_policy(**arguments, loss_scale_value=start), trace).measures
+        # The mean is None if no step is applied.
+        factor = "?" if measures.headroom_lost is None else f"{2**measures.headroom_lost:.1f}"
+        texts.append(f"{name} {measures.skipped} and {factor}")
+    return f"skipped steps, and how many times too low the scale was on average: {', '.join(texts)}"
 
 
 def draw(records):
-    """Draw the losses of the trainings in ``records`` and, below, each loss scale times the number of micro-batches."""
+    """Draw the losses of the trainings in ``records`` and, below, their loss scales."""
     figure = new_figure(6, 6)
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for (name, record), colour in zip(records.items(), (WARNING, MAIN), strict=True):
         steps = [entry["step"] for entry in record]
         losses.plot(steps, smoothed([entry["loss"] for entry in record]), color=colour, linewidth=2.5, label=name)
-        scale = [entry["loss_scale"] * MICRO_BATCHES for entry in record]
-        scales.plot(steps, scale, color=colour, linewidth=2.5, drawstyle="steps-post")
+        scales.plot(
+            steps, [entry["loss_scale"] for entry in record], color=colour, linewidth=2.5, drawstyle="steps-post"
+        )
     losses.set_title(f"The demo's Llama, as one of {MICRO_BATCHES} micro-batches", fontsize=15)
     losses.set_ylabel("loss", fontsize=14)
     losses.legend(fontsize=14, frameon=False)

@@ -53,6 +53,7 @@ FIND = "adaptive-loss-scale find --config configs/tiny_llama_cpu_fp16.yaml --tra
 COSTS, STUDY = "scripts.benchmarks.costs", "scripts.studies.study"
 LONG = "scripts.studies.long_training"
 MICRO_BATCHES = "scripts.studies.micro_batches"
+POLICY_RATIO = "scripts.studies.policy_ratio"
 GUIDED, FORMATS = "scripts.studies.guided_training", "scripts.studies.formats_training"
 FIGURES = {
     "study": Figure(f"python -m {STUDY}", STUDY),
@@ -60,6 +61,7 @@ FIGURES = {
     "micro_batches": Figure(f"python -m {MICRO_BATCHES}", MICRO_BATCHES),
     "harm": Figure("python -m scripts.studies.harm", "scripts.studies.harm"),
     "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
+    "policy_ratio": Figure(f"python -m {POLICY_RATIO}", POLICY_RATIO),
     # This command does not repeat a run that docs/figures/long_training/ already holds.
     "long_training": Figure(f"python -m {LONG}", LONG),
     "formats": Figure(f"python -m {FORMATS}", FORMATS),

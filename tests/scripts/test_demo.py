@@ -9,10 +9,13 @@ import pytest
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.text.table import as_power_of_two
 from scripts.demo import demo
 from tests.conftest import ROOT, write_corpus
 from tests.shared.records import assert_follows
 
+# A rule of the report, its skipped steps, and how many times too low its scale was.
+COMPARED = r"(adaptive|guided|dynamic 1000) (\d+) and ([\d.]+)"
 # Enough steps for the two losses to differ and for the loss scale to change.
 STEPS = 100
 
@@ -55,12 +58,22 @@ def test_demo_shows_what_scaling_is_worth(run_python, tmp_path):
     assert (saved["skipped_steps"], saved["global_step"]) == (skipped, STEPS - skipped)
     assert saved["scale_sense"] == records[demo.ADAPTIVE][-1]["next_loss_scale"]
     # Until a window of 20 steps has passed, dynamic scaling changes the loss scale as adaptive scaling does.
-    counts = dict(re.findall(r"(guided|dynamic 1000) (\d+)", replays))
-    assert int(counts["guided"]) <= int(counts["dynamic 1000"]) <= skipped
+    rules = {name: (int(count), float(factor)) for name, count, factor in re.findall(COMPARED, replays)}
+    assert rules["guided"][0] <= rules["dynamic 1000"][0] <= rules["adaptive"][0] == skipped
+    assert all(factor >= 1 for _, factor in rules.values())
     assert (tmp_path / picture.split()[-1]).read_bytes().startswith(b"\x89PNG")
-    command, comment = following.split("  # ")
-    assert command.endswith(f"adaptive-loss-scale analyze output/demo_1/{demo.RECORD}")
-    assert comment == f"scales there are divided by {demo.MICRO_BATCHES}"
+    assert following.endswith(f"adaptive-loss-scale analyze output/demo_1/{demo.RECORD}")
+    assert_scales_agree(records[demo.ADAPTIVE], adaptive, run)
+
+
+def assert_scales_agree(record, line, run):
+    """Check that the report, the picture and ``analyze`` have the scales of the record, in the same unit."""
+    first, last = (as_power_of_two(entry["loss_scale"]) for entry in (record[0], record[-1]))
+    assert f"went from {first} to {last}" in line
+    drawn = demo.draw({demo.ADAPTIVE: record}).axes[1].lines[0].get_ydata()
+    assert drawn.tolist() == [entry["loss_scale"] for entry in record]
+    analyzed = run_quietly(["analyze", str(run / demo.RECORD), "--details"])
+    assert f"{first} " in analyzed and last in analyzed
 
 
 def assert_record_is_what_the_rule_and_the_log_say(run):
@@ -69,7 +82,7 @@ def assert_record_is_what_the_rule_and_the_log_say(run):
     assert [entry["step"] for entry in record] == log.step.tolist() == list(range(1, STEPS + 1))
     assert log.log_format == "mindformers"
     rule = AdaptiveRule(2, 1000, 20)
-    assert_follows(rule, rule.start(2.0**32 / demo.MICRO_BATCHES, 20), record)
+    assert_follows(rule, rule.start(float(demo.START), 20), record)
     assert [entry["overflow"] for entry in record] == log.overflow.tolist()
     # MindFormers prints eight digits of the loss scale, and six decimals of the loss.
     np.testing.assert_allclose([entry["loss_scale"] for entry in record[1:]], log.loss_scale[1:], rtol=1e-6)

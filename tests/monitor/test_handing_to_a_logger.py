@@ -1,0 +1,95 @@
+"""``LossScaleMonitor`` hands each step to another logger, by a function of a dict and a step as loggers have it."""
+
+import math
+import re
+import sys
+
+import pytest
+
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.record.writer import read_record
+from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell
+from tests.monitor.test_loss_scale_monitor import OVERFLOWS, build, build_again, train
+
+pytestmark = pytest.mark.usefixtures("graph_mode")
+
+
+class Logger:
+    """Keeps what it is given; the parameters are those of wandb.log, mlflow.log_metrics and swanlab.log."""
+
+    def __init__(self, fails=lambda step: False):
+        self.fails, self.kept = fails, {}
+
+    def log(self, data, step=None):
+        if self.fails(step):
+            raise ConnectionError("the server is down")
+        self.kept[step] = data
+
+
+def numbers_of(line):
+    numbers = {key: value for key, value in line.items() if key != "step" and isinstance(value, int | float)}
+    return {f"loss_scaling/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)}
+
+
+def test_each_step_is_handed_over_as_finite_floats(path):
+    logger = Logger()
+    train(build_again(), [LossScaleMonitor(path, log=logger.log)])
+    record = read_record(path)
+    assert logger.kept == {line["step"]: numbers_of(line) for line in record}
+    assert [logger.kept[step]["loss_scaling/overflow"] for step in logger.kept] == [float(flag) for flag in OVERFLOWS]
+    assert {type(value) for data in logger.kept.values() for value in data.values()} == {float}
+    # The batches that overflow have a loss of inf, which a curve cannot show.
+    assert {"loss_scaling/loss_scale", "loss_scaling/skipped_steps"} <= set.intersection(
+        *map(set, logger.kept.values())
+    )
+
+
+def test_the_guided_cell_hands_over_the_largest_gradient(path):
+    logger = Logger()
+    train(build(GradientGuidedLossScaleUpdateCell(2.0**10)), [LossScaleMonitor(path, log=logger.log)], OVERFLOWS[:4])
+    expected = {line["step"]: line["largest_gradient"] for line in read_record(path)}
+    shown = {step: data.get("loss_scaling/largest_gradient", math.inf) for step, data in logger.kept.items()}
+    assert shown == expected
+    assert math.isfinite(shown[4])
+
+
+def test_with_every_n_steps_no_step_is_lost(path):
+    logger = Logger()
+    train(build_again(history_size=7), [LossScaleMonitor(path, every_n_steps=7, log=logger.log)])
+    assert [*logger.kept] == list(range(1, len(OVERFLOWS) + 1))
+
+
+def test_a_logger_that_fails_stops_no_training(path, caplog):
+    logger = Logger(fails=lambda step: step in (2, 3, 9))
+    train(build_again(), [LossScaleMonitor(path, log=logger.log)])
+    assert [line["step"] for line in read_record(path)] == list(range(1, len(OVERFLOWS) + 1))
+    assert set(range(1, len(OVERFLOWS) + 1)) - set(logger.kept) == {2, 3, 9}
+    warned = [record.getMessage() for record in caplog.records if "LossScaleMonitor failed" in record.getMessage()]
+    # Steps 2 and 3 fail in a row, so step 3 has no warning.
+    assert [re.search(r"at step (\d+)", message)[1] for message in warned] == ["2", "9"]
+
+
+def test_a_logger_that_fails_stops_a_training_if_asked(path):
+    logger = Logger(fails=lambda step: step == 3)
+    with pytest.raises(ConnectionError, match="the server is down"):
+        train(build_again(), [LossScaleMonitor(path, on_write_error="raise", log=logger.log)])
+    assert [*logger.kept] == [1, 2]
+
+
+def test_a_yaml_file_names_the_function(tmp_path, monkeypatch, path):
+    (tmp_path / "my_logger.py").write_text("kept = {}\n\ndef log(data, step):\n    kept[step] = data\n")
+    monkeypatch.chdir(tmp_path)
+    train(build_again(), [LossScaleMonitor(path, log="my_logger.log")], OVERFLOWS[:3])
+    assert [*sys.modules.pop("my_logger").kept] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["log", "no_such_module.log", "math.no_such_function", "a b.log", ""])
+def test_a_name_that_cannot_be_imported_is_refused(name):
+    with pytest.raises(ValueError, match="'log' must be a function"):
+        LossScaleMonitor(log=name)
+
+
+@pytest.mark.parametrize("value", [3, {"a": 1}, "math.pi"])
+def test_what_cannot_be_called_is_refused(value):
+    with pytest.raises(TypeError, match="takes a dict of numbers and a step"):
+        LossScaleMonitor(log=value)
