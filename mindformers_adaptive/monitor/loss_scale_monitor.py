@@ -80,9 +80,9 @@ class LossScaleMonitor(RecordingCallback):
             False.
         log (Union[Callable, str], optional): a function for another logger, called as ``log(numbers, step)`` with each
             recorded step, such as ``wandb.log``, ``mlflow.log_metrics`` or ``swanlab.log``; in a YAML file its name,
-            ``module.function``. ``numbers`` is a dict of floats by ``loss_scaling/KEY``, without those that are unknown,
-            inf or NaN; ``overflow`` is 1.0 in a skipped step. If the function raises an error, ``on_write_error`` says
-            what happens. Default: None.
+            ``module.function``. ``numbers`` is a dict of floats by ``loss_scaling/KEY``, without those that are
+            unknown, inf or NaN; ``overflow`` is 1.0 in a skipped step. If the function raises an error,
+            ``on_write_error`` says what happens. Default: None.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -287,8 +287,8 @@ class LossScaleMonitor(RecordingCallback):
                 raise
             if not self._log_failed:
                 logger.warning(
-                    "The function 'log' of LossScaleMonitor failed at step %s: %r. Training goes on, and the function is "
-                    "called again at the next step. The record has all steps.",
+                    "The function 'log' of LossScaleMonitor failed at step %s: %r. Training goes on, and the function "
+                    "is called again at the next step. The record has all steps.",
                     step,
                     error,
                 )
@@ -360,7 +360,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _require_logger(log: Any) -> Callable[[dict[str, float], int], object] | None:
+def _require_logger(log: Any) -> Any:
     """Return the function ``log``, imported if it was given by its name."""
     function = (
         imported(log, "'log' must be a function, in a YAML file 'module.function', but")
@@ -369,7 +369,7 @@ def _require_logger(log: Any) -> Callable[[dict[str, float], int], object] | Non
     )
     if function is not None and not callable(function):
         raise TypeError(
-            f"'log' must be a function, but got {log!r} of type {type(function).__name__}. Give a function that takes a "
-            "dict of numbers and a step, such as wandb.log, or leave 'log' out."
+            f"'log' must be a function, but got {log!r} of type {type(function).__name__}. Give a function that takes "
+            "a dict of numbers and a step, such as wandb.log, or leave 'log' out."
         )
     return function

@@ -30,8 +30,8 @@ PICTURE = "demo.png"
 STEPS, BATCH_SIZE = 240, 8
 
 # A training with 256 micro-batches divides the loss of each micro-batch by 256 before the backward pass, which makes
-# FP16 gradients underflow. A fixed loss scale of 1/256 has the same effect as dividing the loss. So the demo trains only
-# one micro-batch a step, which a CPU can do, and FP16 alone has gradients as small as with 256 micro-batches.
+# FP16 gradients underflow. A fixed loss scale of 1/256 has the same effect as dividing the loss. So the demo trains
+# only one micro-batch a step, which a CPU can do, and FP16 alone has gradients as small as with 256 micro-batches.
 MICRO_BATCHES = 256
 
 # The loss scales in the YAML options. The demo prints and draws each scale as the training applies it, because
@@ -66,9 +66,9 @@ def main():
     arguments = parser.parse_args()
     run_folder = make_run_folder(arguments.output_dir.resolve())
     print(
-        f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}, twice. Each step trains one of {MICRO_BATCHES} "
-        f"micro-batches. Its loss is divided by {MICRO_BATCHES}, so FP16 alone has a loss scale of 1/{MICRO_BATCHES}; "
-        f"adaptive scaling starts at {as_power_of_two(START)}."
+        f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}, twice. Each step trains one of "
+        f"{MICRO_BATCHES} micro-batches, whose loss is divided by {MICRO_BATCHES}: so FP16 alone has a loss scale of "
+        f"1/{MICRO_BATCHES}. Adaptive scaling starts at {as_power_of_two(START)}."
     )
     folders = {FP16_ALONE: run_folder / "fp16_alone", ADAPTIVE: run_folder}
     with ThreadPoolExecutor() as pool:
@@ -137,8 +137,8 @@ def report(records, run_folder):
         f"FP16 alone:       loss {alone:.2f} after {len(records[FP16_ALONE])} steps (mean of the last {AVERAGED})",
         f"Adaptive scaling: loss {adaptive:.2f}; the loss scale went from {first} to {last}, and {skipped} of "
         f"{len(record)} steps were skipped",
-        f"Other rules:      {compared_rules(run_folder / RECORD)}. Trying a higher scale can cost a step; a lower scale "
-        "loses more small gradients",
+        f"Skipped by rule:  {compared_rules(run_folder / RECORD)}. Trying a higher scale can cost a step; a lower "
+        "scale loses more small gradients",
         f"Picture:          {os.path.relpath(run_folder / PICTURE)}",
         f"Next:             source .venv/bin/activate && {analyze}",
     ]
@@ -163,8 +163,8 @@ def compared_rules(record):
         measures = replay(make_policy(**arguments, loss_scale_value=start), trace).measures
         # The mean is None if no step is applied.
         factor = "?" if measures.headroom_lost is None else f"{2**measures.headroom_lost:.1f}"
-        texts.append(f"{name} {measures.skipped} and {factor}")
-    return f"skipped steps, and how many times too low the scale was on average: {', '.join(texts)}"
+        texts.append(f"{name} would skip {measures.skipped}, with a scale {factor} times below the highest that fits")
+    return "; ".join(texts)
 
 
 def draw(records):

@@ -1,7 +1,7 @@
 """A policy gradient (REINFORCE) in FP16 with value_and_grad and a loss scaler; the rewards spike now and then.
 
     python scripts/examples/policy_gradient.py
-    python scripts/examples/policy_gradient.py --rule guided
+    python scripts/examples/policy_gradient.py --rule guided --record output/loss_scale_record.jsonl
 
 The policy sees one of eight states and has to choose the action that belongs to it. In one step of 50, the
 rewards are multiplied by 4096, and so are the gradients. They then overflow at a loss scale that fits all other steps.
@@ -16,6 +16,7 @@ from mindspore import Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive import AdaptiveLossScaler, GradientGuidedLossScaler
+from mindformers_adaptive.monitor import RunRecord
 
 STATES, ACTIONS, SAMPLES, STEPS = 8, 4, 64, 200
 SPIKE_EVERY, SPIKE = 50, 4096.0
@@ -41,7 +42,10 @@ def policy_loss(policy, states, actions, advantages):
 
 
 def make_train_step(policy, optimizer, scaler):
-    """Return a function that trains a step with states, actions and advantages, and returns whether it was applied."""
+    """Return a function that trains a step with states, actions and advantages.
+
+    The function returns the loss, and whether the step was applied.
+    """
 
     def scaled_loss(states, actions, advantages):
         return scaler.scale(policy_loss(policy, states, actions, advantages))
@@ -50,14 +54,15 @@ def make_train_step(policy, optimizer, scaler):
 
     @mindspore.jit
     def train_step(states, actions, advantages):
-        _, gradients = value_and_grad(states, actions, advantages)
+        scaled, gradients = value_and_grad(states, actions, advantages)
+        loss = scaler.unscale([scaled])[0]
         gradients = scaler.unscale(gradients)
         grads_finite = amp.all_finite(gradients)
         if grads_finite:
             # Clip the gradients: a reward spike without overflow must not change the policy network much.
             optimizer(ops.clip_by_global_norm(gradients, 1.0))
         scaler.adjust(grads_finite, gradients)
-        return grads_finite
+        return loss, grads_finite
 
     return train_step
 
@@ -79,7 +84,12 @@ def sampled(policy, random, spikes):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
-    scaler = make_scaler(parser.parse_args().rule)
+    parser.add_argument("--record", help="file for the record of the run, which analyze and plot read")
+    arguments = parser.parse_args()
+    scaler = make_scaler(arguments.rule)
+    record = RunRecord(arguments.record) if arguments.record else None
+    if record:
+        record.resume(last_step=0)
     mindspore.set_seed(0)
     random = np.random.default_rng(0)
     policy = make_policy()
@@ -87,11 +97,18 @@ def main():
     train_step = make_train_step(policy, optimizer, scaler)
     print("step    right  spike  overflow   next loss scale")
     for step in range(1, STEPS + 1):
-        spikes = step % SPIKE_EVERY == 0
+        spikes, used_scale = step % SPIKE_EVERY == 0, scaler.state()["loss_scale"]
         right, *batch = sampled(policy, random, spikes)
-        applied = train_step(*batch)
-        scale = f"2^{math.log2(scaler.state()['loss_scale']):g}"
+        loss, applied = train_step(*batch)
+        state = scaler.state()
+        if record:
+            line = {"step": step, "loss": float(loss), "overflow": not bool(applied), "loss_scale": used_scale}
+            names = {"next_loss_scale": "loss_scale", "skipped_steps": "skipped_steps"}
+            record.append([line | {field: state[name] for field, name in names.items()}])
+        scale = f"2^{math.log2(state['loss_scale']):g}"
         print(f"{step:4} {right.mean():8.3f} {spikes!s:>6} {not bool(applied)!s:>9} {scale:>17}")
+    if record:
+        record.close()
 
 
 if __name__ == "__main__":

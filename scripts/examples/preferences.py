@@ -1,7 +1,7 @@
 """Direct preference optimisation (DPO) of the demo's Llama in FP16, with MFTrainOneStepCell.
 
     python scripts/examples/preferences.py
-    python scripts/examples/preferences.py --rule guided
+    python scripts/examples/preferences.py --rule guided --record output/loss_scale_record.jsonl
 
 MindFormers builds the network that configs/tiny_llama_cpu_fp16.yaml describes. Each prompt has two answers: the
 answer that counts on is preferred to the answer that counts back. DPO compares with the log-probabilities of the model
@@ -21,6 +21,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
 from tiny_llama import StepTable, make_update_cell
 
+from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.wrapper import MFTrainOneStepCell
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_llama_cpu_fp16.yaml"
@@ -72,6 +73,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
     parser.add_argument("--layers", type=int, help="of the model (default: as in the YAML file)")
+    parser.add_argument("--record", help="file for the record of the run, which analyze and plot read")
     arguments = parser.parse_args()
     init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))
     model = MindFormerConfig(str(CONFIG)).model
@@ -91,7 +93,8 @@ def main():
     train_network = MFTrainOneStepCell(
         network, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=make_update_cell(arguments.rule)
     )
-    Model(train_network.set_train()).train(1, dataset, callbacks=[StepTable()], dataset_sink_mode=False)
+    callbacks = [StepTable(), *([LossScaleMonitor(arguments.record)] if arguments.record else [])]
+    Model(train_network.set_train()).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ TITLES = {
     "The lab": "策略实验室",
 }
 WORDS = {
-    "en": {"reference": "API reference", "modules": "All modules", "pages": "Guide", "changes": "Changes"},
-    "zh": {"reference": "API参考", "modules": "全部模块 (英文)", "pages": "指南", "changes": "更新记录 (英文)"},
+    "en": {"reference": "API reference", "modules": "All modules", "changes": "Changes"},
+    "zh": {"reference": "API参考", "modules": "全部模块 (英文)", "changes": "更新记录 (英文)"},
 }
 
 
@@ -85,14 +85,29 @@ def write_sources(language, folder):
         write(folder / pages[page], with_links(text, page, pages, shown))
     for file, name in shown.items():
         write(folder / name, page_of(file))
-    rows = "".join(_ROW.findall(first.read_text(encoding="utf-8")))
-    ordered = [pages[(ROOT / link).resolve()] for link in dict.fromkeys(_PAGE.findall(rows))]
-    # The first page does not link to the raw tables and the change log, so add them to the navigation.
-    unlisted = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
     words = WORDS[language]
-    ordered += [f"{words['changes']} <{page}>" if page == "changelog.md" else page for page in sorted(unlisted)[::-1]]
     with open(folder / "index.md", "a", encoding="utf-8") as index:
-        index.write(toctree(words["pages"], ordered) + toctree(words["reference"], ["reference/index"]))
+        for caption, names in groups(first, pages).items():
+            titles = {"changelog.md": f"{words['changes']} <changelog.md>"}
+            index.write(toctree(caption, [titles.get(name, name) for name in names]))
+        index.write(toctree(words["reference"], ["reference/index"]))
+
+
+def groups(first, pages):
+    """Return the groups of the side bar: as in the table of the last section of the first page, in the same order.
+
+    Args:
+        first (Path): the first page of a language.
+        pages (dict): the name on the site of each page.
+
+    Returns:
+        dict, from the caption of a group to the names of its pages.
+    """
+    rows = _ROW.findall(first.read_text(encoding="utf-8").rpartition("\n## ")[2])
+    return {
+        caption: [pages[(ROOT / link).resolve()] for link in dict.fromkeys(_PAGE.findall(text))]
+        for caption, text in rows
+    }
 
 
 def write(file, text):
@@ -106,9 +121,10 @@ def toctree(caption, names):
 
 
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
-# Patterns for a table row on the site's first page, and for a link in the row to a whole page, without #section.
-_ROW = re.compile(r"^\|.*$", re.MULTILINE)
-_PAGE = re.compile(r"\]\((docs/\w+/[^)#]+)\)")
+# Patterns for a row of the table of all pages, whose first cell is the name of a group, and for a link in the row to a
+# whole page, without #section.
+_ROW = re.compile(r"^\| *(\w[^|]*?) *\|(.*)$", re.MULTILINE)
+_PAGE = re.compile(r"\]\((docs/\w+/[^)#]+|CHANGELOG\.md)\)")
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 
 

@@ -173,6 +173,26 @@ def test_links_and_anchors_of_the_site_lead_somewhere(site):
     assert {link for page in pages.values() for link in page.loaded if ":" in link} == set()
 
 
+@pytest.mark.parametrize(("language", "first_page"), build_site.FIRST_PAGES.items())
+def test_side_bar_is_grouped_as_the_first_page_is(site, language, first_page):
+    shown = (site / language / "index.html").read_text(encoding="utf-8")
+    [tree] = re.findall(r'<div class="sidebar-tree">(.*?)\n</div>', shown, re.DOTALL)
+    captions = re.findall('<span class="caption-text">(.*?)</span>', tree)
+    pages = [re.findall('href="([^"]+)[.]html"', part) for part in tree.split('<p class="caption"')[1:]]
+    expected = {}
+    for row in re.findall(r"^\| (\w+) \| (.*)$", (ROOT / first_page).read_text(encoding="utf-8"), re.MULTILINE):
+        links = re.findall(r"\]\((?:docs/\w+/)?(\w+)[.](?:md|ipynb)\)", row[1])
+        expected[row[0]] = [link.lower() for link in links if link not in ("CONTRIBUTING", "SECURITY", "CITATION")]
+    groups = dict(zip(captions, pages, strict=True))
+    assert [*groups][:-1] == [*expected][-len(groups) + 1 :]
+    assert {name: groups[name] for name in [*groups][:-1]} == {name: expected[name] for name in [*groups][:-1]}
+    assert pages[0] == ["tutorial"]
+    listed = [page for names in pages for page in names]
+    every = {page.stem for page in (ROOT / "docs" / language).glob("*.*")} | {"changelog", "reference/index"}
+    assert set(listed) == every
+    assert len(listed) == len(every)
+
+
 def test_pages_of_the_reference_show_the_names(site):
     for language in LANGUAGES:
         for name in PUBLIC:
@@ -415,8 +435,13 @@ SEARCHES = [
     ("en", "resume checkpoint", "resuming.html"),
     ("en", "msrun several machines", "yaml.html"),
     ("en", "BF16", "choose.html"),
+    ("en", "loss nan", "overflows.html"),
+    ("en", "loss is NaN", "overflows.html"),
+    ("en", "nan loss", "overflows.html"),
     ("en", "initial loss scale", "gradients.html"),
     ("zh", "exchange_rate", "guided.html"),
+    ("zh", "loss nan", "overflows.html"),
+    ("zh", "loss为NaN", "overflows.html"),
     ("zh", "断点续训", "resuming.html"),
     ("zh", "梯度引导", "guided.html"),
 ]
@@ -427,6 +452,11 @@ SYMBOLS = ("history device", "GuidedRule")
 @pytest.mark.parametrize(("language", "words", "page"), SEARCHES)
 def test_search_finds_the_page(browse, language, words, page):
     assert page in found_pages(browse, language, words)
+
+
+@pytest.mark.parametrize(("language", "words"), [it[:2] for it in SEARCHES if it[2] == "overflows.html"])
+def test_search_for_a_nan_shows_first_how_to_find_its_cause(browse, language, words):
+    assert found_pages(browse, language, words)[0] == "overflows.html"
 
 
 def found_pages(browse, language, words):

@@ -15,15 +15,15 @@ pytestmark = pytest.mark.usefixtures("graph_mode")
 
 
 class Logger:
-    """Keeps what it is given; the parameters are those of wandb.log, mlflow.log_metrics and swanlab.log."""
+    """Stores its calls; it has the parameters of wandb.log, mlflow.log_metrics and swanlab.log."""
 
     def __init__(self, fails=lambda step: False):
-        self.fails, self.kept = fails, {}
+        self.fails, self.steps = fails, {}
 
     def log(self, data, step=None):
         if self.fails(step):
             raise ConnectionError("the server is down")
-        self.kept[step] = data
+        self.steps[step] = data
 
 
 def numbers_of(line):
@@ -35,12 +35,12 @@ def test_each_step_is_handed_over_as_finite_floats(path):
     logger = Logger()
     train(build_again(), [LossScaleMonitor(path, log=logger.log)])
     record = read_record(path)
-    assert logger.kept == {line["step"]: numbers_of(line) for line in record}
-    assert [logger.kept[step]["loss_scaling/overflow"] for step in logger.kept] == [float(flag) for flag in OVERFLOWS]
-    assert {type(value) for data in logger.kept.values() for value in data.values()} == {float}
+    assert logger.steps == {line["step"]: numbers_of(line) for line in record}
+    assert [logger.steps[step]["loss_scaling/overflow"] for step in logger.steps] == [float(flag) for flag in OVERFLOWS]
+    assert {type(value) for data in logger.steps.values() for value in data.values()} == {float}
     # The batches that overflow have a loss of inf, which a curve cannot show.
     assert {"loss_scaling/loss_scale", "loss_scaling/skipped_steps"} <= set.intersection(
-        *map(set, logger.kept.values())
+        *map(set, logger.steps.values())
     )
 
 
@@ -48,7 +48,7 @@ def test_the_guided_cell_hands_over_the_largest_gradient(path):
     logger = Logger()
     train(build(GradientGuidedLossScaleUpdateCell(2.0**10)), [LossScaleMonitor(path, log=logger.log)], OVERFLOWS[:4])
     expected = {line["step"]: line["largest_gradient"] for line in read_record(path)}
-    shown = {step: data.get("loss_scaling/largest_gradient", math.inf) for step, data in logger.kept.items()}
+    shown = {step: data.get("loss_scaling/largest_gradient", math.inf) for step, data in logger.steps.items()}
     assert shown == expected
     assert math.isfinite(shown[4])
 
@@ -56,14 +56,14 @@ def test_the_guided_cell_hands_over_the_largest_gradient(path):
 def test_with_every_n_steps_no_step_is_lost(path):
     logger = Logger()
     train(build_again(history_size=7), [LossScaleMonitor(path, every_n_steps=7, log=logger.log)])
-    assert [*logger.kept] == list(range(1, len(OVERFLOWS) + 1))
+    assert [*logger.steps] == list(range(1, len(OVERFLOWS) + 1))
 
 
 def test_a_logger_that_fails_stops_no_training(path, caplog):
     logger = Logger(fails=lambda step: step in (2, 3, 9))
     train(build_again(), [LossScaleMonitor(path, log=logger.log)])
     assert [line["step"] for line in read_record(path)] == list(range(1, len(OVERFLOWS) + 1))
-    assert set(range(1, len(OVERFLOWS) + 1)) - set(logger.kept) == {2, 3, 9}
+    assert set(range(1, len(OVERFLOWS) + 1)) - set(logger.steps) == {2, 3, 9}
     warned = [record.getMessage() for record in caplog.records if "LossScaleMonitor failed" in record.getMessage()]
     # Steps 2 and 3 fail in a row, so step 3 has no warning.
     assert [re.search(r"at step (\d+)", message)[1] for message in warned] == ["2", "9"]
@@ -73,14 +73,14 @@ def test_a_logger_that_fails_stops_a_training_if_asked(path):
     logger = Logger(fails=lambda step: step == 3)
     with pytest.raises(ConnectionError, match="the server is down"):
         train(build_again(), [LossScaleMonitor(path, on_write_error="raise", log=logger.log)])
-    assert [*logger.kept] == [1, 2]
+    assert [*logger.steps] == [1, 2]
 
 
 def test_a_yaml_file_names_the_function(tmp_path, monkeypatch, path):
-    (tmp_path / "my_logger.py").write_text("kept = {}\n\ndef log(data, step):\n    kept[step] = data\n")
+    (tmp_path / "my_logger.py").write_text("steps = {}\n\ndef log(data, step):\n    steps[step] = data\n")
     monkeypatch.chdir(tmp_path)
     train(build_again(), [LossScaleMonitor(path, log="my_logger.log")], OVERFLOWS[:3])
-    assert [*sys.modules.pop("my_logger").kept] == [1, 2, 3]
+    assert [*sys.modules.pop("my_logger").steps] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["log", "no_such_module.log", "math.no_such_function", "a b.log", ""])
@@ -91,5 +91,5 @@ def test_a_name_that_cannot_be_imported_is_refused(name):
 
 @pytest.mark.parametrize("value", [3, {"a": 1}, "math.pi"])
 def test_what_cannot_be_called_is_refused(value):
-    with pytest.raises(TypeError, match="takes a dict of numbers and a step"):
+    with pytest.raises(TypeError, match="takes a dict of numbers"):
         LossScaleMonitor(log=value)

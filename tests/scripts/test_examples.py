@@ -10,6 +10,7 @@ from mindspore import DynamicLossScaleManager, Model, nn
 from mindspore.train.callback import LossMonitor
 
 from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.table import as_power_of_two
 from scripts.examples import lenet5_managers
@@ -131,8 +132,9 @@ def test_all_weights_are_fine_tuned_with_a_masked_loss(run_forked):
     assert fine_tuning[0][2] == 2**24
 
 
-def test_preferences_are_learned_with_the_guided_rule(run_forked):
-    printed = run_forked(EXAMPLES / "preferences.py", "--rule", "guided", "--layers", 1).stdout
+def test_preferences_are_learned_with_the_guided_rule(run_forked, tmp_path):
+    options = ["--rule", "guided", "--layers", 1, "--record", "record.jsonl"]
+    printed = run_forked(EXAMPLES / "preferences.py", *options).stdout
     [rows] = rows_of_trainings(printed)
     assert len(rows) == 16
     # At the first step, the probability of the preferred and of the other answer has not changed, so the loss is log 2.
@@ -140,11 +142,12 @@ def test_preferences_are_learned_with_the_guided_rule(run_forked):
     assert mean_of_applied(rows[-5:]) < 0.05
     overflows = [overflow for _, overflow, *_ in rows]
     assert 0 < sum(overflows) == overflows.index(False) <= 3
+    assert [line["overflow"] for line in read_record(tmp_path / "record.jsonl")] == overflows
 
 
 @pytest.mark.parametrize("rule", ["adaptive", "guided"])
-def test_a_policy_is_learned_although_its_rewards_spike(run_forked, rule):
-    printed = run_forked(EXAMPLES / "policy_gradient.py", "--rule", rule).stdout
+def test_a_policy_is_learned_although_its_rewards_spike(run_forked, tmp_path, rule):
+    printed = run_forked(EXAMPLES / "policy_gradient.py", "--rule", rule, "--record", "record.jsonl").stdout
     rows = re.findall(r"^ *(\d+) +([\d.]+) +(True|False) +(True|False) +2\^(\d+)$", printed, re.MULTILINE)
     assert [int(step) for step, *_ in rows] == list(range(1, 201))
     overflows = {int(step): overflow == "True" for step, _, _, overflow, _ in rows}
@@ -154,6 +157,9 @@ def test_a_policy_is_learned_although_its_rewards_spike(run_forked, rule):
     assert spikes == [50, 100, 150, 200]
     assert all(overflows[step] for step in spikes)
     scales = [2.0 ** int(exponent) for *_, exponent in rows]
+    record = read_record(tmp_path / "record.jsonl")
+    assert [line["next_loss_scale"] for line in record] == scales
+    assert {line["step"]: line["overflow"] for line in record} == overflows
     if rule == "adaptive":
         expected = path_of(AdaptiveRule(2, 40, 5), 2.0**24, 5, overflows.values())
         assert scales == [scale for scale, _ in expected]
