@@ -1,8 +1,9 @@
-// Order of the search results: a symbol of just this name, then the guides, then all other symbols and files.
+// Order of the search results: a symbol of just this name, then the guides, then all other symbols and files. Somebody
+// who searches for NaN or inf looks for its cause first.
 var asked = new URLSearchParams(window.location.search).get("q") || "";
 var Scorer = {
   score: ([page, title, , , score]) =>
-    score + (title.split(".").pop() === asked.trim() ? 2000 : /^(reference|files|_modules)\//.test(page) ? 0 : 1000),
+    score + (/\b(nan|inf)\b/i.test(asked) && page === "overflows" ? 500 : 0) + (title.split(".").pop() === asked.trim() ? 2000 : /^(reference|files|_modules)\//.test(page) ? 0 : 1000),
   // Those of Sphinx.
   objNameMatch: 11,
   objPartialMatch: 6,
