@@ -20,7 +20,9 @@ from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, Measures, meas
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.replay import compare
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
+from mindformers_adaptive.record.explanation_file import explanation_of
 from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.symptoms import signs_of
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import as_power_of_two
@@ -79,7 +81,7 @@ class Analysis:
         run, facts = self.run, facts_of(self.run)
         facts["loss_scale"]["phases"] = [phase._asdict() for phase in self.phases]
         return {
-            "verdict": verdict(run, facts),
+            "verdict": [*explanation_of(run), *verdict(run, facts), *signs_of(run)],
             "log": {
                 "name": run.name,
                 "files": list(run.files),

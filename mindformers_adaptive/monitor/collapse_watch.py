@@ -11,6 +11,7 @@ from mindspore.train import Callback
 from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
+from mindformers_adaptive.record.symptoms import LossJump
 
 __all__ = ["CollapseWatch"]
 
@@ -51,6 +52,7 @@ class CollapseWatch(Callback):
             return
         self._way = reports.way_to_the_cause([self])
         self._collapse, self._bad_loss = reports.CollapseDetector(_LIMIT, self._way), reports.BadLossDetector(self._way)
+        self._jump = LossJump()
         self._every = _EVERY if self._reader.counts_overflows else 1
         self._first = self._last = params.cur_step_num
         self._longest = 0
@@ -87,6 +89,7 @@ class CollapseWatch(Callback):
         self._last = step
         last["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
         self._longest = last["consecutive_overflows"] or 0
-        for message in (self._bad_loss.check(last), self._collapse.check(last)):
+        jump = self._jump.check(step, last["loss"])
+        for message in (jump, self._bad_loss.check(last), self._collapse.check(last)):
             if message:
                 logger.warning("%s", message)

@@ -16,7 +16,7 @@ from mindformers_adaptive.monitor.recording_callback import RecordingCallback, r
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
-from mindformers_adaptive.record.symptoms import is_applied_bad_loss
+from mindformers_adaptive.record.symptoms import LossJump, is_applied_bad_loss
 from mindformers_adaptive.rules.checks import imported, require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
@@ -160,7 +160,7 @@ class LossScaleMonitor(RecordingCallback):
         batch = str(self._record.path.parent / BATCH_FILE) if self._has_batch else ""
         callbacks = getattr(params.list_callback, "_callbacks", params.list_callback)
         self._way = self._collapse.way = reports.way_to_the_cause(callbacks, batch)
-        self._bad_loss = reports.BadLossDetector(self._way, batch)
+        self._bad_loss, self._jump = reports.BadLossDetector(self._way, batch), LossJump()
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at = self._first_step = self._last_step
         self._longest, self._resumes = 0, is_first_training and self._last_step > 0
@@ -267,12 +267,18 @@ class LossScaleMonitor(RecordingCallback):
         # Warn only after the record is written, so that the record is complete when a user looks for the cause.
         self._longest = entries[-1]["consecutive_overflows"] or 0
         for entry in entries:
+            if (jump := self._jump.check(entry["step"], entry["loss"])) and self._writes:
+                logger.warning("%s", jump)
             if (line := self._bad_loss.check(entry)) and self._writes:
                 logger.warning("%s", line)
-                if self._has_batch:
-                    self._explain_once(run_context.original_args(), entry)
+                if self._has_batch and (result := self._explain_once(run_context.original_args(), entry)):
+                    logger.warning("Why it overflows:\n%s", result[1])
             if message := self._collapse.check(entry):
-                self._explain_once(run_context.original_args(), entry)
+                found, why = self._explain_once(run_context.original_args(), entry) or (False, "")
+                if found:
+                    message = f"{reports.collapse_headline(entry)}\n{why}"
+                elif why:
+                    message += f" {why}"
                 self._react_to_collapse(message, run_context)
 
     def _hand_over(self, numbers: dict[str, float], step: int) -> None:
@@ -327,16 +333,17 @@ class LossScaleMonitor(RecordingCallback):
             logger.info("Loss scaling: at step %s %s.", entry["step"], change)
         return after
 
-    def _explain_once(self, params: Any, entry: Mapping[str, Any]) -> None:
+    def _explain_once(self, params: Any, entry: Mapping[str, Any]) -> tuple[bool, str] | None:
+        """Explain the overflow of a step, and return the result for the log; None if there is nothing to explain."""
         if not self._explain or self._explained or not self._writes:
-            return
+            return None
         # Import explain_collapse only here, because most trainings never need it.
         from mindformers_adaptive.monitor.collapse_explanation import explain_collapse
 
         self._explained = True
         batch = None if params.dataset_sink_mode else params.get("train_dataset_element")
         scale = entry["next_loss_scale"] if entry["loss_scale"] is None else entry["loss_scale"]
-        logger.warning("%s", explain_collapse(self._train_step, batch, scale, self._record.path.parent))
+        return explain_collapse(self._train_step, batch, scale, entry["step"], self._record.path.parent)
 
     def _react_to_collapse(self, message: str, run_context: Any) -> None:
         # All processes detect the same overflows, so all of them stop at the same step.

@@ -10,7 +10,14 @@ from mindformers_adaptive.record.run_folder import why_command
 from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS, is_applied_bad_loss
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["BadLossDetector", "CollapseDetector", "none_applied", "too_short_for_window", "way_to_the_cause"]
+__all__ = [
+    "BadLossDetector",
+    "CollapseDetector",
+    "collapse_headline",
+    "none_applied",
+    "too_short_for_window",
+    "way_to_the_cause",
+]
 
 
 def way_to_the_cause(callbacks: Iterable[Any] = (), batch: str = "") -> str:
@@ -50,7 +57,7 @@ class CollapseDetector:
             remedy, unit = "Give 1 or more; null, in Python None, allows any number.", "number of steps"
             require_integer("max_consecutive_overflows", max_consecutive_overflows, 1, remedy, unit=unit)
         self._limit = max_consecutive_overflows or math.inf
-        self._reported = 0.0
+        self._reported, self._has_said = 0.0, False
         self.way = way
 
     def check(self, entry: Mapping[str, Any]) -> str | None:
@@ -61,7 +68,20 @@ class CollapseDetector:
                 ``consecutive_overflows``.
         """
         before, self._reported = self._reported, entry["consecutive_overflows"] // self._limit
-        return _collapse_message(entry, self.way) if self._reported > before else None
+        if self._reported <= before:
+            return None
+        # The whole message is long, so print it only once.
+        has_said, self._has_said = self._has_said, True
+        return collapse_headline(entry) if has_said else _collapse_message(entry, self.way)
+
+
+def collapse_headline(entry: Mapping[str, Any]) -> str:
+    """Return the line that says how many steps in a row have overflowed; see :meth:`CollapseDetector.check`."""
+    scale = entry["next_loss_scale"] if entry["loss_scale"] is None else entry["loss_scale"]
+    return (
+        f"Loss scaling has collapsed: {entry['consecutive_overflows']} steps in a row have overflowed up to step "
+        f"{entry['step']}, the last of them at loss scale {scale}. No weight has changed since."
+    )
 
 
 def _collapse_message(entry: Mapping[str, Any], way: str) -> str:
@@ -84,11 +104,9 @@ def _collapse_message(entry: Mapping[str, Any], way: str) -> str:
     else:
         cause = "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps."
     return (
-        f"Loss scaling has collapsed: {entry['consecutive_overflows']} steps in a row have overflowed up to step "
-        f"{entry['step']}, the last of them at loss scale {next_scale if scale is None else scale}. No weight has "
-        f"changed since. {cause} Usual remedies: a lower learning rate or a longer warm-up, gradient clipping, softmax "
-        "and normalization layers in float32 (softmax_compute_type, layernorm_compute_type), a min_loss_scale below 1, "
-        f"and going on from a checkpoint before the overflows began. {way}"
+        f"{collapse_headline(entry)} {cause} Usual remedies: a lower learning rate or a longer warm-up, gradient "
+        "clipping, softmax and normalization layers in float32 (softmax_compute_type, layernorm_compute_type), a "
+        f"min_loss_scale below 1, and going on from a checkpoint before the overflows began. {way}"
     )
 
 

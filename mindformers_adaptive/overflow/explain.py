@@ -17,10 +17,11 @@ from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.gradients.ranges import batches_of
 from mindformers_adaptive.gradients.temporary_changes import in_float32, unchanged
 from mindformers_adaptive.gradients.weights import weights_beyond
+from mindformers_adaptive.overflow.causes import growing_layers, large_weights, low_scale
 from mindformers_adaptive.overflow.explanation import Explanation, Tried
 from mindformers_adaptive.overflow.graph_watch import GraphWatch
 from mindformers_adaptive.overflow.headroom import layer_ranges
-from mindformers_adaptive.overflow.origin import find_origin
+from mindformers_adaptive.overflow.origin import find_origin, operator_of
 from mindformers_adaptive.overflow.passes import Pass
 from mindformers_adaptive.overflow.watch import Watch, read_tensor
 from mindformers_adaptive.rules.checks import require_flag, require_positive
@@ -133,7 +134,20 @@ def _explain(network, batches, loss_scale, remedies, settings, watched):
         tuple(tried),
         overflow_mode=_overflow_mode(),
         graph=not sees_operators,
+        causes=_causes(_inner(network), seen),
     )
+
+
+def _causes(network, seen):
+    """Return what stands out in the layers, in the weights and in the loss scale, as a tuple of Causes."""
+    # Measure at the largest loss scale without overflow, because small gradients may be 0 in FP16 at a lower one.
+    passes = seen.passes_at(seen.safe) if seen.safe else seen.closest
+    # Vectors that are not trained, such as the moving variances of a BatchNorm, may have any size.
+    weights = [each for each in network.get_parameters() if each.is_floating_point()]
+    weights = [each for each in weights if each.requires_grad or each.ndim > 1]
+    sizes = {each.name: (each.ndim, read_tensor(each).largest) for each in weights}
+    overflowing = min((scale for scale, bad in seen.scales.items() if bad), default=None)
+    return (*growing_layers(passes), *large_weights(sizes), *low_scale(None if seen.forward else overflowing))
 
 
 def _scale_of(network):
@@ -149,7 +163,7 @@ def _overflow_mode():
 
 
 @contextlib.contextmanager
-def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
+def watched_passes(network, done=lambda: None, graph=False, micro_batches=1, widened=None):
     """Yield a function that runs batches at a loss scale and returns the recorded passes.
 
     Weights, random states and MindSpore's mode are restored afterwards.
@@ -159,6 +173,8 @@ def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
         done (Callable): called after each backward pass.
         graph (bool): as in :func:`explain_overflow`.
         micro_batches (int): as in :func:`explain_overflow`.
+        widened (tuple[str, str], optional): a cell and an operator that computes in float32 in this cell, in PyNative
+            mode only. Default: None.
 
     Raises:
         PyNativeError: if the network cannot run in the requested mode.
@@ -174,7 +190,7 @@ def watched_passes(network, done=lambda: None, graph=False, micro_batches=1):
         restore_random_state = stack.enter_context(unchanged(network))
         stack.callback(mindspore.set_context, **before)
         mindspore.set_context(**modes)
-        watch = (GraphWatch if graph else Watch)(inner, named_cells(inner))
+        watch = GraphWatch(inner, named_cells(inner)) if graph else Watch(inner, named_cells(inner), widened)
         stack.enter_context(watch.watching(backward, network))
 
         def run(batch, scale):
@@ -254,6 +270,9 @@ class _Passes:
     def closest(self):
         """list[Pass]: the passes in which the distance of layers from overflow is measured, at ``closest_scale``."""
         return self._by_scale[self.closest_scale]
+
+    def passes_at(self, scale):
+        return self._by_scale[scale]
 
     @property
     def scales(self):
@@ -342,13 +361,23 @@ def _try_scale(seen):
 
 
 def _try_layer(network, seen, watched):
-    """Try the overflowing layer in float32. Return a list with the result; an empty list if nothing can be changed."""
+    """Try the overflowing layer or operator in float32. Return a list with the result; empty if there is neither."""
     layer = seen.origin.layer
     cell = named_cells(_inner(network)).get(layer or "")
-    if cell is None:
+    if cell is not None:
+        with in_float32(cell) as changed:
+            if changed:
+                return [_outcome(f"{layer} in float32 ({changed})", network, seen, watched)]
+    worst = seen.worst[0]
+    call = operator_of(worst, seen.origin)
+    if call is None:
         return []
-    with in_float32(cell) as changed:
-        return [_outcome(f"{layer} in float32 ({changed})", network, seen, watched)] if changed else []
+    where = f"{call.kind} of {call.layer or 'the network'}"
+    if worst.loss_source is not None and not any(not later.operator for later in worst.calls[call.index :]):
+        # No layer follows the operator, so the operator is a part of the loss.
+        where = f"the loss ({where})"
+    widened = functools.partial(watched, widened=(call.layer, call.kind))
+    return [_outcome(f"{where} in float32", network, seen, widened)]
 
 
 def _try_setting(name, build, seen, watched):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from mindformers_adaptive.gradients.reading import WeightsBeyond, as_plain
+from mindformers_adaptive.overflow.causes import Cause
 from mindformers_adaptive.overflow.headroom import LayerRange
 from mindformers_adaptive.overflow.origin import Origin
 from mindformers_adaptive.text.table import align, as_power_of_two
@@ -71,6 +72,7 @@ class Explanation:
         graph (bool): whether the passes were run in graph mode, which shows layers and no operators. Default: False.
         why_graph (str): why the network does not run in PyNative mode. Default: "", not tried.
         failure (str): which steps of the training had a loss that is inf or NaN, in words. Default: "", not known.
+        causes (tuple[Cause, ...]): what stands out in the layers, the weights and the loss scale. Default: nothing.
 
     Examples:
         >>> print(Explanation(65536.0, 2, (1.5, 1.4), {65536.0: False}).headline)
@@ -91,6 +93,7 @@ class Explanation:
     graph: bool = False
     why_graph: str = ""
     failure: str = ""
+    causes: tuple[Cause, ...] = ()
 
     @property
     def safe_scale(self) -> float | None:
@@ -151,12 +154,29 @@ class Explanation:
         lines = [self.headline]
         if not self.explains_failure:
             lines.append(_WHAT_TO_GIVE)
+        if self.causes:
+            lines += ["What stands out, and may be the cause:", *_indented(map(str, self.causes))]
         if helping := [str(each) for each in self.tried if each.helps]:
             lines += ["What helps, tried in the same passes:", *_indented(helping[:_MOST_TRIED])]
         elif self.tried:
-            lines.append("Nothing that was tried helps.")
+            lines += ["Nothing that was tried helps:", *_indented(map(str, self.tried[:_MOST_TRIED]))]
         weights = [] if self.weights is None else [str(self.weights)]
         return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *weights, self._how()])])
+
+    def summary(self) -> str:
+        """Return at most three lines: where it overflows, what stands out, and what helps.
+
+        Returns:
+            str, of one to three lines.
+        """
+        lines = [self.headline]
+        if self.causes:
+            lines.append(f"What stands out, and may be the cause: {'; '.join(map(str, self.causes))}")
+        if helping := [str(each) for each in self.tried if each.helps]:
+            lines.append(f"What helps, tried in the same passes: {'; '.join(helping)}")
+        elif self.tried:
+            lines.append(f"Nothing that was tried helps: {'; '.join(map(str, self.tried))}")
+        return "\n".join(lines)
 
     def details(self) -> str:
         """Return what the short text omits: the layers closest to overflow, and the changes that did not help.
@@ -224,11 +244,12 @@ class Explanation:
         """Return the explanation of the overflow as a dict of numbers, texts, lists and further dicts.
 
         Returns:
-            dict[str, object], by the names of the attributes, with ``headline``, ``overflow``, ``safe_scale`` and
-            ``overflowing_scale``.
+            dict[str, object], by the names of the attributes, with ``headline``, ``summary`` (a list of lines),
+            ``overflow``, ``safe_scale`` and ``overflowing_scale``.
         """
         names = ("headline", "overflow", "safe_scale", "overflowing_scale", *(each.name for each in fields(self)))
         content = {name: as_plain(getattr(self, name)) for name in names}
+        content["summary"] = self.summary().splitlines()
         content["scales"] = [{"loss_scale": scale, "overflow": bad} for scale, bad in sorted(self.scales.items())]
         return content
 

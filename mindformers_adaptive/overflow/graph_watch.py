@@ -219,10 +219,12 @@ class _Measure(nn.Cell):
         self.is_finite, self.logical_not, self.select = ops.IsFinite(), ops.LogicalNot(), ops.Select()
         self.reduce_max, self.reduce_sum, self.subtract = ops.ReduceMax(), ops.ReduceSum(), ops.Sub()
         self.stack, self.concat, self.reshape = ops.Stack(), ops.Concat(), ops.Reshape()
-        self.one = Tensor(1.0, mstype.float32)
+        self.one, self.passed = Tensor(1.0, mstype.float32), ops.StopGradient()
 
     def construct(self, value, sink):
-        return value
+        # Without this operator, which has no kernel, MindSpore would take the output for the input. Then the first of
+        # several layers that use a value would get the sum of the gradients of all these layers.
+        return self.passed(value)
 
     def bprop(self, value, sink, out, dout):
         dtype = 0.0 if value.dtype == mstype.float16 else 1.0 if value.dtype == mstype.bfloat16 else 2.0

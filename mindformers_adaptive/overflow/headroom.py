@@ -9,7 +9,7 @@ from mindformers_adaptive.gradients.reading import Reading
 from mindformers_adaptive.overflow.masks import Masks
 from mindformers_adaptive.overflow.passes import CASTS, Pass
 
-__all__ = ["LayerRange", "layer_ranges"]
+__all__ = ["LayerRange", "constants_and_masks", "layer_ranges"]
 
 # Prefixes of the names of operators that add or subtract.
 _ADDS = ("Add", "Sub", "Radd", "Rsub")
@@ -45,7 +45,7 @@ def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
     forward: dict[str, list[Reading]] = {}
     backward: dict[str, list[Reading]] = {}
     for seen in passes:
-        left_out = _constants_and_masks(seen)
+        left_out = constants_and_masks(seen)
         for call in seen.calls:
             if not call.operator:
                 classes.setdefault(call.layer, call.kind)
@@ -58,7 +58,7 @@ def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
     )
 
 
-def _constants_and_masks(seen: Pass) -> set[int]:
+def constants_and_masks(seen: Pass) -> set[int]:
     """Return the indexes of the calls whose outputs say nothing about how close a layer is to overflow.
 
     These outputs depend on no weight and no input, or they are large only because of an added constant such as a mask.

@@ -11,11 +11,14 @@ from mindformers_adaptive.gradients.reading import Reading, largest_of
 from mindformers_adaptive.overflow.masks import MULTIPLIES, Masks, fills, has_bad_output, multiplies
 from mindformers_adaptive.overflow.passes import BATCH, CASTS, Call, Gradient, Operand, Pass
 
-__all__ = ["Origin", "find_origin"]
+__all__ = ["Origin", "find_origin", "largest_weight", "operator_of"]
 
 # Prefixes of the names of operators that overflow at small inputs.
 _NEAR_ZERO = "Div RealDiv Truediv Rtruediv Itruediv Xdivy Log Rsqrt Sqrt Pow Reciprocal Inv"
 _OVERFLOWS_NEAR_ZERO = tuple(_NEAR_ZERO.split())
+
+# What overflows if a loss scale is too large for the dtype of the loss.
+_LOSS_SCALE = "the loss scale itself"
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,19 @@ def find_origin(seen: Pass, forward_is_harmless: bool = False) -> Origin | None:
         begin = max(seen.loss_source or 0, 0)
         return _followed_back(seen, Masks(seen), begin if has_bad_output(seen.calls[begin]) else 0)
     return _backward_origin(seen, forward_is_harmless) if seen.overflow else None
+
+
+def operator_of(seen: Pass, origin: Origin) -> Call | None:
+    """Return the call of the operator in which a pass overflowed, or None if no operator is known.
+
+    If the loss scale itself overflows in the dtype of the loss, this is the operator that computed the loss.
+    """
+    if origin.what.startswith(_LOSS_SCALE) and seen.loss_source is not None:
+        call = seen.calls[seen.loss_source]
+        return call if call.operator else None
+    kind = origin.operator.partition(" ")[0]
+    alike = [call for call in seen.calls if call.operator and (call.layer, call.kind) == (origin.layer, kind)]
+    return next((call for call in alike if has_bad_output(call)), next(iter(alike), None))
 
 
 def _followed_back(seen: Pass, masks: Masks, begin: int) -> Origin:
@@ -174,7 +190,7 @@ def _made_by(seen: Pass, call: Call) -> Origin:
 
 
 def _origin_at(phase: str, seen: Pass, call: Call, what: str, reading: Reading, largest_input: float | None) -> Origin:
-    weight, smallest = _largest_weight(seen, call), None
+    weight, smallest = largest_weight(seen, call), None
     if call.operator and call.kind.startswith(_OVERFLOWS_NEAR_ZERO):
         smallest = min((v.reading.smallest for v in call.inputs if v.reading.smallest is not None), default=None)
     return Origin(
@@ -235,7 +251,7 @@ def _backward_origin(seen: Pass, forward_is_harmless: bool) -> Origin:
 def _gradient_origin(seen: Pass, call: Call, gradient: Gradient) -> Origin:
     reading = gradient.reading
     if gradient.of_output and call.parent is None:
-        what = f"the loss scale itself, as the loss is in {reading.dtype}"
+        what = f"{_LOSS_SCALE}, as the loss is in {reading.dtype}"
         return Origin("backward", "", call.kind, "", what, reading)
     if gradient.of_output:
         # The gradients that flow back from all cells that use this output are finite. So the overflow is in the sum of
@@ -273,7 +289,7 @@ def _uses(seen: Pass, call: Call) -> Iterator[Reading]:
                 yield each.reading
 
 
-def _largest_weight(seen: Pass, call: Call) -> float | None:
+def largest_weight(seen: Pass, call: Call) -> float | None:
     """Return the largest magnitude in the Parameters that a call of a cell or operator uses; None if it uses none.
 
     An operator without a Parameter as input may use a cast Parameter. So take all Parameters of its layer instead.

@@ -9,6 +9,7 @@ from functools import partial
 from unittest import mock
 
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
 from mindspore._c_expression import TensorPy
 from mindspore.ops import Primitive, functional_overload
 from mindspore.ops.auto_generate import pyboost_inner_prim as inner
@@ -67,13 +68,15 @@ class Watch:
     Args:
         network (Cell): the network, without a train-step cell around it.
         names (Mapping[str, Cell]): the cells to record, by name.
+        widened (tuple[str, str], optional): the name of a cell, and the name of an operator that shall compute in
+            float32 where this cell calls it. Default: None.
     """
 
-    def __init__(self, network, names: Mapping[str, nn.Cell]):
+    def __init__(self, network, names: Mapping[str, nn.Cell], widened=None):
         names = {"": network, **names}
         hidden = (_cells_in(name, vars(cell)) for name, cell in list(names.items()))
         names |= itertools.chain.from_iterable(hidden)
-        self._network, self._cells = network, list(names.values())
+        self._network, self._cells, self._widened = network, list(names.values()), widened
         self._names = {id(cell): name for name, cell in reversed(names.items())}
         self._buffers, self._attributes = {}, {}
         for name, cell in names.items():
@@ -164,6 +167,8 @@ class Watch:
                     self._remember(tensor, self._look_up(moved))
             return output
         parent, cell = self._stack[-1]
+        if (parent.layer, kind) == self._widened:
+            args, kwargs = _replaced((args, kwargs), self._in_float32)
         begun = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
         # Do not put a hook on a Tensor that the operator writes to: the operator must get the caller's Tensor, not the
         # output of a hook.
@@ -180,6 +185,13 @@ class Watch:
             # A CPU leaves random memory in the other outputs, which are scratch space of the operator.
             return (*self._give_out(begun, output[:1]), *output[1:])
         return self._give_out(begun, output, hooked=hooked)
+
+    def _in_float32(self, tensor):
+        known = self._look_up(tensor)
+        with replaced_in(vars(self), "_in_operator", True):
+            tensor = tensor.astype(mstype.float32)
+        self._remember(tensor, known)
+        return tensor
 
     def _set_data(self, set_data, parameter, data, *args, **kwargs):
         if self._stack and isinstance(data, Tensor):

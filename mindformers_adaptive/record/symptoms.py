@@ -1,12 +1,22 @@
-"""Signs in the losses of a run that something is wrong: a bad loss in an applied step, or a sudden rise."""
+"""Signs in the steps of a run that something is wrong: bad losses, a sudden rise of the loss, a very low scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["AGAINST_BAD_LOSS", "is_applied_bad_loss"]
+from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.text.table import as_power_of_two
+
+__all__ = ["AGAINST_BAD_LOSS", "LossJump", "is_applied_bad_loss", "low_scale", "signs_of"]
+
+# A loss has jumped if it is at least this many times as large as every loss before, and at least this large.
+_JUMP, _LEAST = 10.0, 10.0
+# If every loss scale above this one overflows, the scale is unusually low. With a mean as the loss, 2^10 and more hold.
+_LOW_SCALE = 2.0**7
+# This many steps in a row without overflow show that a loss scale holds.
+_HELD = 20
 
 AGAINST_BAD_LOSS = (
     "To end a training at such a step, set check_for_nan_in_loss_and_grad: True in the YAML file; in a program, raise "
@@ -31,3 +41,72 @@ def is_applied_bad_loss(step: Mapping[str, Any]) -> bool:
     loss = step.get("loss")
     is_bad = loss is not None and not math.isfinite(loss)
     return is_bad and step.get("overflow") is False and not step.get("dropped_by_norm")
+
+
+class LossJump:
+    """Finds the first step of a run whose loss is far above all losses before.
+
+    Examples:
+        >>> jump = LossJump()
+        >>> jump.check(1, 4.2) is None
+        True
+        >>> jump.check(2, 10402.0).partition(",")[0]
+        'The loss rose to 1.04e+04 in step 2'
+    """
+
+    def __init__(self) -> None:
+        self._largest, self._is_over = 0.0, False
+
+    def check(self, step: int, loss: float | None) -> str | None:
+        """Return a message if the loss of a step has jumped, for the first such step only; else None.
+
+        Args:
+            step (int): the number of the step.
+            loss (float, optional): the loss of the step, None if unknown.
+        """
+        if self._is_over or loss is None or not math.isfinite(loss):
+            return None
+        largest, self._largest = self._largest, max(self._largest, abs(loss))
+        if not largest or loss < max(_JUMP * largest, _LEAST):
+            return None
+        self._is_over = True
+        return (
+            f"The loss rose to {loss:.3g} in step {step}, {loss / largest:.3g} times the largest loss before. Most "
+            "often the update before that step was too large: lower the learning rate, or warm it up over more steps. "
+            "If the loss falls back at once, look at the batch of that step."
+        )
+
+
+def low_scale(steps: Iterable[tuple[float, bool]]) -> str | None:
+    """Return a sentence if a run fell to an unusually low loss scale and stayed there; else None.
+
+    Args:
+        steps (Iterable): loss scale and overflow of each step.
+
+    Examples:
+        >>> low_scale([(256.0, True), *[(128.0, True)] * 2, *[(64.0, False)] * 20]).partition(",")[0]
+        'Every loss scale above 2^6 overflowed'
+    """
+    held, overflowed, clean = 0.0, math.inf, 0
+    for scale, overflow in steps:
+        clean = 0 if overflow else clean + 1
+        if overflow:
+            overflowed = min(overflowed, scale)
+        elif clean >= _HELD:
+            held = max(held, scale)
+    if not 1.0 < overflowed <= 2 * _LOW_SCALE or not 0.0 < held <= _LOW_SCALE:
+        return None
+    return (
+        f"Every loss scale above {as_power_of_two(held)} overflowed, which is unusually low: most trainings hold 2^10 "
+        "and more. Look for a layer whose weights or values are large, or a loss that is a sum instead of a mean."
+    )
+
+
+def signs_of(run: RecordedRun) -> list[str]:
+    """Return a sentence for each sign in a recorded run: a jump of the loss, and an unusually low loss scale."""
+    jump = LossJump()
+    losses = [] if run.loss is None else zip(run.step.tolist(), run.loss.tolist(), strict=True)
+    said = [message for step, loss in losses if (message := jump.check(step, loss))]
+    known = run.position_known
+    low = low_scale(zip(run.loss_scale[known].tolist(), run.overflow[known].tolist(), strict=True))
+    return [*said, *([low] if low else [])]

@@ -28,6 +28,16 @@ def test_a_row_is_told_at_each_multiple_of_the_limit(rows, told_at):
     assert [row for row in rows if detector.check(step(row))] == told_at
 
 
+def test_the_whole_message_is_printed_once():
+    detector = CollapseDetector(50, "Find the layer: ...")
+    first, *later = (detector.check(step(row, step=row)) for row in (50, 100, 150))
+    assert "Usual remedies" in first
+    for row, line in zip((100, 150), later, strict=True):
+        assert re.match(rf"Loss scaling has collapsed: {row} steps in a row", line)
+        assert "remedies" not in line
+        assert len(line) < 200
+
+
 def test_without_a_limit_nothing_is_told():
     assert CollapseDetector(None).check(step(10**6)) is None
 

@@ -268,6 +268,12 @@ class MaskedScores(nn.Cell):
         return (ops.matmul(weights, key) * self.after).astype(mstype.float32)
 
 
+def filled_mask(size):
+    """Return a function that masks attention scores with -inf above the diagonal."""
+    hidden = Tensor(np.triu(np.ones((size, size), bool), 1))
+    return lambda cell, scores: scores.masked_fill(hidden, float("-inf"))
+
+
 class MaskOfBatch(nn.Cell):
     """Attention scores to which a mask from the batch is added."""
 

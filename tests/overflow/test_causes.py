@@ -1,0 +1,196 @@
+"""The layer that grows, large weights and a low scale are named where they stand out, not in healthy networks."""
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.overflow.causes import large_weights, low_scale
+from mindformers_adaptive.overflow.explain import explain_overflow
+from tests.conftest import mindspore_mode
+from tests.overflow.overflowing import (
+    HALF,
+    Attention,
+    Convolutions,
+    MaskedScores,
+    Recurrent,
+    Residuals,
+    Stack,
+    WithOwnGradient,
+    filled_mask,
+    llama,
+    planted,
+    tokens,
+    values,
+)
+
+
+def causes_of(network, batch, loss_scale, graph=False):
+    with mindspore_mode("graph" if graph else "pynative"):
+        explanation = explain_overflow(network, [batch], loss_scale, remedies=False, graph=graph)
+    print(explanation)
+    return explanation
+
+
+def named(explanation, kind):
+    return {cause.layer: cause for cause in explanation.causes if cause.kind == kind}
+
+
+@pytest.fixture(scope="module")
+def model():
+    with mindspore_mode("pynative"):
+        yield llama()
+
+
+PLANTED = {
+    "head": ({"lm_head": 3000.0}, "lm_head", "lm_head.weight"),
+    "norm": ({"norm_out": 3000.0}, "model.norm_out", "model.norm_out.weight"),
+    "attention": (
+        {"layers.1.attention.wo": 3000.0},
+        "model.layers.1.attention.wo",
+        "model.layers.1.attention.wo.weight",
+    ),
+    "feed forward": (
+        {"0.feed_forward.w2": 1e3},
+        "model.layers.0.feed_forward.w2",
+        "model.layers.0.feed_forward.w2.weight",
+    ),
+    "query": ({"0.attention.wq": 1e3}, "model.layers.0.attention.wq", "model.layers.0.attention.wq.weight"),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_the_layer_that_grows_is_named_with_its_weight(model, case):
+    changes, layer, weight = PLANTED[case]
+    with planted(model, changes):
+        explanation = causes_of(model, tokens(), 2.0**16)
+        [largest] = [np.abs(each.asnumpy()).max() for each in model.get_parameters() if each.name == weight]
+    growth = named(explanation, "growth")
+    assert list(growth) == [layer]
+    assert growth[layer].factor >= 64
+    assert "gradients" in str(growth[layer])
+    assert f"weight is {largest:.4g}" in str(growth[layer])
+    assert list(named(explanation, "weights")) == [weight]
+    assert (case in ("head", "norm")) is bool(named(explanation, "scale"))
+
+
+@pytest.mark.slow
+def test_in_a_graph_the_same_layer_is_named():
+    network = llama()
+    with planted(network, {"lm_head": 3000.0}):
+        explanation = causes_of(network, tokens(), 2.0**16, graph=True)
+    assert list(named(explanation, "growth")) == ["lm_head"]
+    assert "values" in str(named(explanation, "growth")["lm_head"])
+    assert "gradients" in str(named(explanation, "growth")["lm_head"])
+    assert not causes_of(network, tokens(), 2.0**16, graph=True).causes
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_gradient_that_grows_without_weights_is_named(graph):
+    explanation = causes_of(WithOwnGradient(), (Tensor(np.ones((4, 4), np.float32)),), 1024.0, graph)
+    growth = named(explanation, "growth")
+    assert list(growth) == ["layer"]
+    assert "values" not in str(growth["layer"])
+
+
+class Norms(nn.Cell):
+    """Small values into a layer norm, then dense layers of very different sizes, the last of them 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(32, 16, embedding_table="normal"), nn.LayerNorm((16,))
+        self.up = nn.Dense(16, 64).to_float(HALF)
+        self.down = nn.Dense(64, 16, "zeros").to_float(HALF)
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, tokens):
+        hidden = self.embedding(tokens[:, 0])
+        hidden = hidden + self.down(ops.relu(self.up(self.norm(hidden)))).astype(mstype.float32)
+        return self.loss(hidden, tokens[:, 1])
+
+
+def trained(network, batch, steps=5):
+    train_step = nn.TrainOneStepCell(network, nn.Adam(network.trainable_params(), 1e-3))
+    train_step.set_train()
+    for _ in range(steps):
+        train_step(*batch)
+    return network
+
+
+HEALTHY = {
+    "convolutions": (Convolutions, values(2, 2, 6, 6)),
+    "residuals": (Residuals, values(2, 4)),
+    "attention": (lambda: Stack(Attention(), Attention()), values(1, 6, 4)),
+    "mask": (lambda: Stack(MaskedScores(filled_mask(6))), values(1, 6, 4)),
+    "recurrent": (lambda: Recurrent(1.0), values(2, 4, 4)),
+    "norms": (Norms, np.random.default_rng(0).integers(16, size=(4, 2)).astype(np.int32)),
+    "llama": (llama, tokens()[0].asnumpy()),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+@pytest.mark.parametrize("case", HEALTHY)
+def test_nothing_is_named_in_a_healthy_network(case, steps):
+    mindspore.set_seed(0)
+    make, batch = HEALTHY[case]
+    batch = (Tensor(batch),)
+    with mindspore_mode("pynative"):
+        network = trained(make(), batch, steps)
+    for scale in (1.0, 2.0**16):
+        explanation = causes_of(network, batch, scale)
+        assert not explanation.causes, str(explanation)
+
+
+def test_large_weights_are_large_among_their_kind():
+    matrices = {f"layer{index}.weight": (2, 0.1) for index in range(5)}
+    assert not large_weights(matrices)
+    assert not large_weights({**matrices, "table": (2, 5.0), "bias": (1, 300.0)})
+    [cause] = large_weights({**matrices, "layer5.weight": (2, 400.0), "layer6.weight": (2, 300.0)})
+    assert (cause.layer, cause.kind) == ("layer5.weight", "weights")
+    assert "1 more" in str(cause)
+
+
+def test_a_low_scale_is_one_that_overflows_at_2_to_the_8():
+    assert [bool(low_scale(scale)) for scale in (None, 2.0**9, 2.0**8, 1.0)] == [False, False, True, True]
+
+
+class SumOfSquares(nn.Cell):
+    """A layer in FP16, and a loss that is computed in FP16: a sum of squares, or another function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.dense, self.function = nn.Dense(4, 4, "ones", has_bias=False).to_float(HALF), function
+
+    def construct(self, x):
+        return self.function(self.dense(x))
+
+
+IN_HALF = {
+    "sum": (lambda x: x.sum(), 1e3, 1.0),
+    "squares": (lambda x: (x * x).mean(), 100.0, 1.0),
+    "reduced": (lambda x: ops.ReduceSum()(x, ()), 1e3, 1.0),
+    "loss scale": (lambda x: x.mean(), 1e-4, 2.0**18),
+    "mean of a power": (lambda x: ops.pow(x, 2.0).mean(), 100.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", IN_HALF)
+def test_a_loss_in_float32_is_tried(case):
+    function, size, scale = IN_HALF[case]
+    batch = (Tensor(np.full((8, 4), size, np.float32)),)
+    with mindspore_mode("pynative"):
+        explanation = explain_overflow(SumOfSquares(function), [batch], scale)
+    print(explanation)
+    [tried] = [each for each in explanation.tried if "the loss" in each.setting]
+    assert tried.helps
+    assert tried.setting.endswith("in float32")
+
+
+def test_nothing_helps_lists_what_was_tried():
+    batch = (Tensor(np.full((8, 4), np.inf, np.float32)),)
+    with mindspore_mode("pynative"):
+        text = str(explain_overflow(SumOfSquares(lambda x: x.sum()), [batch], 8.0, settings={"other": lambda: 1 / 0}))
+    tried = text[text.index("Nothing that was tried") : text.index("Evidence")]
+    assert "a lower loss_scale_value" in tried
+    assert "other -> could not be tried" in tried
