@@ -274,8 +274,8 @@ class LossScaleMonitor(RecordingCallback):
                 if self._has_batch and (result := self._explain_once(run_context.original_args(), entry)):
                     logger.warning("Why it overflows:\n%s", result[1])
             if message := self._collapse.check(entry):
-                found, why = self._explain_once(run_context.original_args(), entry) or (False, "")
-                if found:
+                explained, why = self._explain_once(run_context.original_args(), entry) or (False, "")
+                if explained:
                     message = f"{reports.collapse_headline(entry)}\n{why}"
                 elif why:
                     message += f" {why}"

@@ -58,22 +58,22 @@ def growing_layers(passes: Sequence[Pass]) -> list[Cause]:
     Args:
         passes (Sequence[Pass]): one pass for each batch.
     """
-    found: dict[str, list[tuple[str, _Growth, float]]] = {}
+    by_layer: dict[str, list[tuple[str, _Growth, float]]] = {}
     for seen in passes[:1]:
         for what, growths in (("values", _forward(seen)), ("gradients", _backward(seen))):
             if (largest := _outstanding(seen, growths)) is not None:
-                found.setdefault(largest[0].call.layer, []).append((what, *largest))
-    return [_growth_cause(passes[0], layer, entries) for layer, entries in found.items()]
+                by_layer.setdefault(largest[0].call.layer, []).append((what, *largest))
+    return [_growth_cause(passes[0], layer, entries) for layer, entries in by_layer.items()]
 
 
 def _growth_cause(seen: Pass, layer: str, entries: Sequence[tuple[str, _Growth, float]]) -> Cause:
     grown = [f"{what} {'at least ' if g.at_least else ''}{g.factor:.3g} times" for what, g, _ in entries]
-    others = [f"{other:.2g}" for _, _, other in entries]
+    limits = [f"{other:.2g}" for _, _, other in entries]
     call = entries[0][1].call
     weight = largest_weight(seen, call)
     text = (
         f"{layer} ({call.kind}) makes {' and '.join(grown)} as large, comparable layers at most "
-        f"{' and '.join(others)} times"
+        f"{' and '.join(limits)} times"
     )
     if weight is not None:
         text += f". Its largest weight is {weight:.4g}"
@@ -126,14 +126,14 @@ def _outstanding(seen: Pass, growths: Sequence[_Growth]) -> tuple[_Growth, float
         if growth.factor < _LEAST:
             continue
         around = _around(seen, growth.call)
-        others = [
+        comparable = [
             other
             for other in growths
             if other.call.layer != growth.call.layer
             and other.call.index not in around
             and growth.call.index not in _around(seen, other.call)
         ]
-        alike = [other for other in others if other.call.kind == growth.call.kind] or others
+        alike = [other for other in comparable if other.call.kind == growth.call.kind] or comparable
         # A layer without comparable layers must stand out from a layer that changes nothing.
         most = max((other.factor for other in alike), default=0.0) or 1.0
         if growth.factor >= _FACTOR * most:
@@ -153,7 +153,7 @@ def _around(seen: Pass, call: Call) -> set[int]:
 
 
 def large_weights(sizes: Mapping[str, tuple[int, float]]) -> list[Cause]:
-    """Return the Parameter whose largest weight is far above that of other Parameters, if there is one.
+    """Return the Parameter whose largest weight is far above the weights of other Parameters, if there is one.
 
     Matrices are compared with matrices, and vectors with vectors.
 

@@ -45,5 +45,5 @@ def explanation_of(run: RecordedRun) -> list[str]:
     is_bad = run.overflow if run.loss is None else run.overflow | np.isinf(run.loss)
     if step not in run.step[is_bad].tolist():
         return []
-    first, *others = (f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES])
-    return [f"Step {step} was explained. {first}", *others]
+    first, *later = (f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES])
+    return [f"Step {step} was explained. {first}", *later]
