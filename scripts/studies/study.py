@@ -2,13 +2,12 @@
 
     python -m scripts.studies.study
 
-Prints Markdown: the steps that each policy skips and the headroom that it loses, when the adaptive rule costs least,
-and how both rules use gradients and follow lasting changes of the ceiling (the largest loss scale without overflow).
-Also draws docs/images/policy_study.svg. The same arguments give the same text and picture.
+Prints Markdown: the steps that each policy skips, and how far its loss scale is below the ceiling (the largest loss
+scale without overflow); how the guided rule uses gradients; and the steps that lasting falls of the ceiling cost. Also
+draws docs/images/policy_study.svg. The same arguments give the same text and picture.
 """
 
 import argparse
-import math
 import os
 from pathlib import Path
 
@@ -16,8 +15,7 @@ import numpy as np
 
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.gradient_ceilings import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
-from mindformers_adaptive.lab.measures import entry_skips, overflow_flags, recovery_steps
-from mindformers_adaptive.lab.replay import replay_side_by_side
+from mindformers_adaptive.lab.measures import entry_skips, overflow_flags
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 from mindformers_adaptive.rules.lanes import Lanes
@@ -39,16 +37,10 @@ POLICIES = {
     "Megatron": Configuration.dynamic(1000, hysteresis=2),
     "PyTorch": Configuration.dynamic(2000),
 }
-FIXED_WINDOWS = (20, 100, 200, 500, 1000, 2000)
-GUIDED_RATES = (1.0, 5.0)
-GUIDED_AND_FIXED = {
-    **{f"guided {rate:g}": Configuration("guided") for rate in GUIDED_RATES},
-    **{f"{window}": Configuration.dynamic(window) for window in FIXED_WINDOWS},
-}
-REGIME_POLICIES = {
-    **{f"guided, {rate:g} a bit": Configuration("guided") for rate in GUIDED_RATES},
-    **ADAPTIVE_AND_FIXED,
-}
+GUIDED, DYNAMIC = "guided", "dynamic 1000"
+GUIDED_AND_FIXED = {GUIDED: Configuration("guided"), **ADAPTIVE_AND_FIXED}
+# Down to this number of bits below the ceiling, FP16 loses at most 0.1 % of the gradient in the trainings of harm.py.
+FREE_BITS = 16
 
 # Groups of traces. Each group has its kinds of traces, and the error of the ceilings that the gradients imply: by how
 # many bits these ceilings are too high, as mean and standard deviation.
@@ -70,16 +62,13 @@ CHANGES = {"at once": AT_ONCE, "over 20 steps": SLOWLY, "either way": AT_ONCE + 
 
 CAPTIONS = {
     "policies": "All from the initial scale 2^16 (the ceilings are about 2^18 in the middle):",
-    "prices": "At how many skipped steps in 1000 for a bit of headroom the adaptive rule costs least:",
     "guided": f"""\
-Gradient-guided scaling against fixed windows of {", ".join(map(str, FIXED_WINDOWS))}, where the gradients
-show the ceiling and where they do not: skipped steps in 1000 / headroom lost in bits. The best window costs
-least; the share is the guided rule's cost as a part of that. Means are against the one window that is best
-for all kinds together, and 'by kind' is the mean of the shares:""",
-    "worse": "Kinds of traces on which it costs more, at 1 a bit, than the best window of the kind:",
+Gradient-guided scaling, and dynamic scaling with a window of 1000, where the gradients show the ceiling and where
+they do not: skipped steps in 1000, bits below the ceiling in the mean, and the share of applied steps that are
+more than {FREE_BITS} bits below it:""",
+    "worse": "Kinds of traces on which it skips more steps than the window of 1000:",
     "regimes": """\
-Regimes without spikes: how many steps after a rise of the ceiling the scale is within 2 bits of the largest
-power of two below it, not in time where the ceiling falls before that; and how many steps a fall costs:""",
+Regimes without spikes: how many steps are skipped while the ceiling falls, and in the 20 steps after:""",
 }
 
 
@@ -127,33 +116,44 @@ def study(policies, traces):
 
     Returns:
         dict, by group, policy and kind of trace, with the mean over the kinds last. Each value has the ``skipped``
-        steps in 1000 and the ``headroom_lost`` in bits, as means over the seeds.
+        steps in 1000, the bits below the ceiling ``headroom_lost``, and the share ``far_below`` of applied steps that
+        are more than ``FREE_BITS`` below it, as means over the seeds.
     """
     flat = [trace for of_place in traces.values() for trace in of_place]
     results = {}
     for policy, configuration in policies.items():
         # Replay all traces side by side: a step of many traces takes hardly longer than a step of one trace.
-        each = iter(replay_side_by_side([configuration.rule] * len(flat), [configuration.start] * len(flat), flat))
+        each = map(figures_of, flat, *scales_on(configuration, flat))
         for (group, kind), of_place in traces.items():
-            measures = [next(each)[0] for _ in of_place]
-            results.setdefault(group, {}).setdefault(policy, {})[kind] = {
-                "skipped": float(np.mean([1000 * run.skipped / run.steps for run in measures])),
-                "headroom_lost": float(np.mean([run.headroom_lost for run in measures])),
-            }
+            rows = [next(each) for _ in of_place]
+            results.setdefault(group, {}).setdefault(policy, {})[kind] = means_of(rows)
     for by_policy in results.values():
         for on_kinds in by_policy.values():
-            rows = list(on_kinds.values())
-            on_kinds[MEAN] = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+            on_kinds[MEAN] = means_of(on_kinds.values())
     return results
 
 
+def figures_of(trace, scales, overflows):
+    """Return the results of a policy on a trace, from its loss scales and overflow flags, as :func:`study` does."""
+    below = np.log2(trace.ceiling / scales)[~overflows]
+    return {
+        "skipped": 1000 * float(overflows.mean()),
+        "headroom_lost": float(below.mean()),
+        "far_below": float((below > FREE_BITS).mean()),
+    }
+
+
+def means_of(rows):
+    rows = list(rows)
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
 def regime_study(steps, seeds):
-    """Measure how policies follow lasting falls of the ceiling and the rises after them, on traces without spikes.
+    """Measure how many steps policies skip when the ceiling falls for long, on traces without spikes.
 
     Returns:
-        dict, by change of the ceiling and policy. ``recovery`` has the median and the 90th percentile of the steps
-        until the loss scale is back, None if the next change comes before. ``skips`` has the mean and the largest
-        number of steps skipped when a regime begins.
+        dict, by change of the ceiling and policy: the mean and the largest number of steps skipped when a regime
+        begins.
     """
     results = {}
     for change, kinds in CHANGES.items():
@@ -161,15 +161,10 @@ def regime_study(steps, seeds):
         traces = [synthetic_trace(*key) for key in places]
         levels = [regime_levels(*key) for key in places]
         results[change] = {}
-        for policy, configuration in REGIME_POLICIES.items():
-            scales, overflows = scales_on(configuration, traces)
-            recovery = np.concatenate(list(map(recovery_steps, levels, scales)))
+        for policy, configuration in GUIDED_AND_FIXED.items():
+            _, overflows = scales_on(configuration, traces)
             skips = np.concatenate(list(map(entry_skips, levels, overflows)))
-            shares = np.percentile(recovery, (50, 90), method="inverted_cdf")
-            results[change][policy] = {
-                "recovery": [int(steps) if math.isfinite(steps) else None for steps in shares],
-                "skips": [float(skips.mean()), int(skips.max())],
-            }
+            results[change][policy] = [float(skips.mean()), int(skips.max())]
     return results
 
 
@@ -191,7 +186,7 @@ def report(result):
     """Yield the report as lines of Markdown."""
     steps, seeds = result["steps"], result["seeds"]
     yield f"Synthetic traces: {len(KINDS)} kinds, {seeds} seeds (0 to {seeds - 1}) of {steps} steps each. Means over"
-    yield "the seeds: skipped steps in 1000 / headroom lost in bits, log2(ceiling / scale) at the applied steps."
+    yield "the seeds: skipped steps in 1000 / bits below the ceiling, log2(ceiling / scale) at the applied steps."
     # The oracle would have to skip a step only if no loss scale were at or below the ceiling. That never happens on
     # synthetic traces, whose ceilings are normal float32 numbers.
     yield "The oracle, which knows the ceilings, skips and loses nothing: both numbers are the regret as well."
@@ -200,12 +195,10 @@ def report(result):
 
 def tables(result):
     """Return the tables of the page by name, as lists of rows; the first row has the names of the columns."""
-    columns, *by_kind = guided_rows(result["guided"])
     return {
         "policies": figures_table(result["same"]),
-        "prices": price_table(result["same"]),
-        "guided": guided_means(result["guided"]),
-        "worse": [columns, *(row for row in by_kind if float(row[4]) > 1)],
+        "guided": guided_table(result["guided"]),
+        "worse": worse_table(result["guided"]),
         "regimes": regime_table(result["regimes"]),
     }
 
@@ -215,78 +208,26 @@ def figures_table(results):
     return [["trace", *results], *rows]
 
 
-def price_table(results):
-    """Return a table of the prices per lost bit of headroom at which the adaptive rule is cheapest, by kind of trace.
-
-    The price is the number of skipped steps in 1000 that count as much as a lost bit of headroom.
-    """
-    rows = [["trace", "adaptive costs least from", "to"]]
-    for kind in results[ADAPTIVE]:
-        if rates := cheapest_rates({policy: row[kind] for policy, row in results.items()}):
-            rows.append([kind, *(f"{rate:.1f}" for rate in rates)])
-    return rows
-
-
-def cheapest_rates(on_kind):
-    """Return the lowest and the highest price of headroom at which the adaptive rule costs least of all policies.
-
-    The price is the number of skipped steps in 1000 that count as much as a lost bit of headroom. Return None if there
-    is no such price.
-    """
-    adaptive = on_kind[ADAPTIVE]
-    pairs = [
-        (adaptive["skipped"] - row["skipped"], row["headroom_lost"] - adaptive["headroom_lost"])
-        for row in on_kind.values()
-    ]
-    low = max([0.0, *(skipped / bits for skipped, bits in pairs if bits > 0)])
-    high = min([math.inf, *(skipped / bits for skipped, bits in pairs if bits < 0)])
-    always_dearer = any(skipped > 0 for skipped, bits in pairs if bits == 0)
-    return None if always_dearer or low > high else (low, high)
-
-
-def guided_rows(results):
-    """Return a table, header first, that compares the guided rule with the best scale window for each kind of trace."""
-    rows = [["gradients", "trace", *columns_of_rates("guided", "best", "share")]]
+def guided_table(results):
+    """Return a table of the means over all kinds of traces, for the guided rule and for a window of 1000."""
+    rows = [["gradients", "policy", "skipped in 1000", "bits below the ceiling", f"over {FREE_BITS} bits below"]]
     for group, by_policy in results.items():
-        for kind in by_policy["20"]:
-            if kind != MEAN:
-                rows.append([group, kind])
-                for rate in GUIDED_RATES:
-                    rows[-1] += against_best(by_policy, kind, rate)[0]
+        for policy in (GUIDED, DYNAMIC):
+            mean = by_policy[policy][MEAN]
+            figures = [f"{mean['skipped']:.2f}", f"{mean['headroom_lost']:.1f}", f"{100 * mean['far_below']:.1f} %"]
+            rows.append([group, policy, *figures])
     return rows
 
 
-def guided_means(results):
-    """Return a table, header first, that compares the guided rule with the best window for all kinds together."""
-    rows = [["gradients", *columns_of_rates("guided", "best", "share", "by kind")]]
+def worse_table(results):
+    """Return a table of the kinds of traces on which the guided rule skips more steps than a window of 1000."""
+    rows = [["gradients", "trace", f"{GUIDED}, skipped", f"{DYNAMIC}, skipped"]]
     for group, by_policy in results.items():
-        rows.append([group])
-        for rate in GUIDED_RATES:
-            shares = [against_best(by_policy, kind, rate)[1] for kind in by_policy["20"] if kind != MEAN]
-            rows[-1] += [*against_best(by_policy, MEAN, rate)[0], f"{np.mean(shares):.2f}"]
+        for kind in by_policy[GUIDED]:
+            guided, dynamic = (by_policy[policy][kind]["skipped"] for policy in (GUIDED, DYNAMIC))
+            if kind != MEAN and guided > dynamic:
+                rows.append([group, kind, f"{guided:.2f}", f"{dynamic:.2f}"])
     return rows
-
-
-def columns_of_rates(*names):
-    return [f"{name}, {rate:g} a bit" for rate in GUIDED_RATES for name in names]
-
-
-def against_best(by_policy, kind, rate):
-    """Return three table cells (guided rule, best scale window, ratio of their costs), and the ratio as a number."""
-    guided = by_policy[f"guided {rate:g}"][kind]
-    windows = {str(window): by_policy[str(window)][kind] for window in FIXED_WINDOWS}
-    best = cheapest(windows, rate)
-    share = cost(guided, rate) / cost(windows[best], rate)
-    return [point(guided), f"{best}: {point(windows[best])}", f"{share:.2f}"], share
-
-
-def cheapest(on_kind, rate):
-    return min(on_kind, key=lambda policy: cost(on_kind[policy], rate))
-
-
-def cost(row, rate):
-    """Return the cost of the mean skipped steps and the mean lost headroom, as the lab's measures define it."""
-    return row["skipped"] + rate * row["headroom_lost"]
 
 
 def point(row):
@@ -294,11 +235,9 @@ def point(row):
 
 
 def regime_table(results):
-    rows = [["the ceiling changes", "policy", "steps until back, median", "90 %", "skipped an entry, mean", "most"]]
+    rows = [["the ceiling changes", "policy", "skipped an entry, mean", "most"]]
     for change, by_policy in results.items():
-        for policy, row in by_policy.items():
-            recovery = ["not in time" if steps is None else str(steps) for steps in row["recovery"]]
-            rows.append([change, policy, *recovery, f"{row['skips'][0]:.1f}", str(row["skips"][1])])
+        rows += [[change, policy, f"{mean:.1f}", str(most)] for policy, (mean, most) in by_policy.items()]
     return rows
 
 
@@ -307,7 +246,7 @@ def draw(same):
     figure = new_figure(9, 8.4)
     fixed = [f"dynamic {window}" for window in WINDOWS]
     mean = same[ADAPTIVE][MEAN]
-    lost = f"{mean['skipped']:.1f} of 1000 steps skipped and {mean['headroom_lost']:.1f} bits of headroom lost"
+    lost = f"{mean['skipped']:.1f} of 1000 steps skipped and {mean['headroom_lost']:.1f} bits below the ceiling"
     headline(figure, f"Adaptive: {lost} in the mean")
     panels = figure.subplots(3, 3, sharex=True).flat
     for axes, kind in zip(panels, same[ADAPTIVE], strict=True):
@@ -326,7 +265,7 @@ def draw(same):
         if kind == "random walk":
             axes.set_xlabel("skipped steps in 1000, less is better")
         if kind == "sudden drop":
-            axes.set_ylabel("headroom lost in bits, less is better")
+            axes.set_ylabel("bits below the ceiling")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
