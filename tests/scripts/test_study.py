@@ -105,8 +105,8 @@ def test_tables_compare_the_guided_rule_with_a_window_of_1000(guided):
     mean = guided["hidden by 3 bits"][study.GUIDED][study.MEAN]
     assert row[2:4] == [f"{mean['skipped']:.2f}", f"{mean['headroom_lost']:.1f}"]
     for group, kind, *skipped in study.worse_table(guided)[1:]:
-        one, other = (guided[group][policy][kind]["skipped"] for policy in (study.GUIDED, study.DYNAMIC))
-        assert (one > other, skipped) == (True, [f"{one:.2f}", f"{other:.2f}"])
+        of_guided, of_dynamic = (guided[group][policy][kind]["skipped"] for policy in (study.GUIDED, study.DYNAMIC))
+        assert (of_guided > of_dynamic, skipped) == (True, [f"{of_guided:.2f}", f"{of_dynamic:.2f}"])
 
 
 def test_far_below_counts_applied_steps_beyond_16_bits():
