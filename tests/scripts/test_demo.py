@@ -64,15 +64,16 @@ def test_demo_shows_what_scaling_is_worth(run_python, run_program, tmp_path):
     assert (tmp_path / picture.split()[-1]).read_bytes().startswith(b"\x89PNG")
     assert following.endswith(f"adaptive-loss-scale analyze output/demo_1/{demo.RECORD}")
     analyzed = run_program("analyze", run / demo.RECORD, "--details")[1]
-    assert_scales_agree(records[demo.ADAPTIVE], adaptive, analyzed)
+    assert_scales_agree(records, adaptive, analyzed)
 
 
-def assert_scales_agree(record, line, analyzed):
+def assert_scales_agree(records, line, analyzed):
     """Check that the report, the picture and ``analyze`` have the scales of the record, in the same unit."""
-    first, last = (as_power_of_two(entry["loss_scale"]) for entry in (record[0], record[-1]))
+    adaptive = records[demo.ADAPTIVE]
+    first, last = (as_power_of_two(entry["loss_scale"]) for entry in (adaptive[0], adaptive[-1]))
     assert f"went from {first} to {last}" in line
-    drawn = demo.draw({demo.ADAPTIVE: record}).axes[1].lines[0].get_ydata()
-    assert drawn.tolist() == [entry["loss_scale"] for entry in record]
+    drawn = [line.get_ydata().tolist() for line in demo.draw(records).axes[1].lines]
+    assert drawn == [[entry["loss_scale"] for entry in record] for record in records.values()]
     assert {first, last} <= set(re.findall(r"\b2\^\d+", analyzed))
 
 
