@@ -9,9 +9,16 @@ examples:
 from __future__ import annotations
 
 import argparse
+import math
 from functools import partial
 
-from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, print_sources, read_sources
+from mindformers_adaptive.cli.lab_arguments import (
+    Source,
+    add_trace_arguments,
+    policy_maker,
+    print_sources,
+    read_sources,
+)
 from mindformers_adaptive.cli.output import add_output_arguments, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay import compare, replay
@@ -38,11 +45,18 @@ _DEFAULT_POLICIES = [
 _WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
 
 
+# The argument of each default policy that holds the loss scale to start from.
+_START_NAMES = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}
+_START_NAMES |= {"torch": "init_scale", **dict.fromkeys(_WITH_GRADIENTS, "loss_scale_value")}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``compare``."""
     add_trace_arguments(parser)
     parser.add_argument(
+        "--rules",
         "--policies",
+        dest="policies",
         nargs="+",
         metavar="NAME[:PARAMETER=VALUE,...]",
         help=f"default: {' '.join(_DEFAULT_POLICIES)}, and {', '.join(_WITH_GRADIENTS)} where all traces have largest "
@@ -60,6 +74,9 @@ def run(options: argparse.Namespace) -> None:
         formats = {source.trace.gradient_format for source in sources}
         if len(formats) == 1:
             makers |= {name: partial(make_policy, name, gradient_format=formats.pop()) for name in _WITH_GRADIENTS}
+    if not options.policies and (start := _start_of(sources)):
+        # Rules that start at different scales would differ first of all in what each start costs.
+        makers = {name: partial(make, **{_START_NAMES[name.partition(":")[0]]: start}) for name, make in makers.items()}
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
@@ -70,3 +87,13 @@ def run(options: argparse.Namespace) -> None:
         save(draw_replays(traces[0], replays), options.plot)
     elif options.plot:
         save(draw_comparison(comparison), options.plot)
+
+
+def _start_of(sources: list[Source]) -> float | None:
+    """Return the power of two at which the only recorded run started; None without a run, or with several traces."""
+    run = sources[0].run if len(sources) == 1 else None
+    if run is None:
+        return None
+    scale = run.filled_loss_scale
+    usable = scale[(scale >= 1.0) & (scale <= 2.0**64)]
+    return 2.0 ** math.floor(math.log2(float(usable[0]))) if len(usable) else None

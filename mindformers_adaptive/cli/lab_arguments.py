@@ -36,7 +36,7 @@ from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.text.files import json_object
 from mindformers_adaptive.text.table import counted
 
-__all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
+__all__ = ["Source", "add_trace_arguments", "bad_loss_lines", "policy_maker", "print_sources", "read_sources"]
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,24 @@ def print_sources(
 ) -> None:
     """Print the result of a subcommand and, with ``--details``, where the traces came from."""
     described = [source.describe() for source in sources]
-    lines = [text, *(["", *(source.text() for source in sources)] if options.details else [])]
+    bad = [line for source in sources for line in bad_loss_lines(source.run)]
+    lines = [*bad, text, *(["", *(source.text() for source in sources)] if options.details else [])]
     for source in sources:
         problems = 0 if source.run is None else len(source.run.problems)
         if problems and not options.details:
             lines.append(f"{counted(problems, 'line')} of {source.trace.name} could not be read: --details")
     print_result(options, lambda: {"sources": described, **content}, lambda: "\n".join(lines))
+
+
+def bad_loss_lines(run: RecordedRun | None) -> list[str]:
+    """Return a line that says that the loss of a run was inf or NaN; an empty list if the loss was finite."""
+    if run is None or run.loss is None or not np.isinf(run.loss).any():
+        return []
+    bad = np.isinf(run.loss)
+    return [
+        f"The loss was inf or NaN in {counted(int(bad.sum()), 'step')}, first in step {run.step[np.argmax(bad)]} of "
+        f"{run.name}. No loss scale helps there.\nFind the cause: adaptive-loss-scale analyze {run.files[0]}\n"
+    ]
 
 
 def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, grid
-from mindformers_adaptive.lab.facts import StartUp, start_up_of
+from mindformers_adaptive.lab.facts import HELD, StartUp, start_up_of
 from mindformers_adaptive.lab.measures import (
     DEFAULT_EXCHANGE_RATE,
     LARGEST_LOSS_SCALE,
@@ -46,6 +46,10 @@ _TOLERABLE = 2.0
 # the scale stays the same.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
 
+# At least this many overflows in a row, after a scale that had held, are a late streak if the loss or the norm of the
+# gradients is at least three times as large afterwards. A rise of the ceilings' noise costs one or two steps.
+_LATE_STREAK, _MUCH_WORSE = 5, 3.0
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -53,7 +57,7 @@ class Advice:
 
     Attributes:
         rule (str): the kind of advice: "start lower", "larger window" or "short run"; or, if the loss scaling is not
-            the cause of the problem, "bad loss", "bad gradients", "collapse" or "scale of 1".
+            the cause of the problem, "bad loss", "bad gradients", "collapse", "late streak" or "scale of 1".
         change (str): what to change.
         reason (str): why to change it, with figures.
         figures (dict): the figures of the reason by name, ready for JSON.
@@ -97,11 +101,11 @@ def advise(
         tuple of the advice (an empty list if the run gives no reason for advice) and the settings (None if no settings
         are known to be better than the run's).
     """
-    elsewhere = [*_bad_loss(run), *_collapse(run), *_bad_gradients(run), *_scale_of_one(run)]
+    elsewhere = [*_bad_loss(run), *_collapse(run), *_bad_gradients(run), *_scale_of_one(run), *_late_streak(run)]
     if elsewhere:
         return elsewhere[:1], None
     scale, start_up = run.filled_loss_scale, start_up_of(run)
-    start = _lower_start(run, start_up)
+    start = _lower_start(run, start_up, _TOLERABLE)
     first = float(start[0].figures["scale"] if start else scale[0])
     # A run that records largest gradients uses a rule that follows these gradients. Such a rule has no scale window, so
     # do not recommend settings of the adaptive rule.
@@ -120,6 +124,16 @@ def advise(
     window = []
     if larger is not None and raised_after and run.position_known.mean() >= DECIDED_FROM:
         window = _larger_window(raised_after, recorded[0], larger, start)
+    if window and larger is not None and not start and (lower := _lower_start(run, start_up, 0)):
+        kept, configuration = larger, larger.configuration
+        arguments |= {name: configuration.arguments[name] for name in ("min_scale_window", "max_scale_window")}
+        arguments |= {"scale_window": configuration.arguments["scale_window"]}
+        arguments["loss_scale_value"] = lower[0].figures["scale"]
+        larger = _accepted(Configuration("adaptive", **arguments), traces, recorded)
+        if larger is None or cost(larger.measures[0]) > cost(kept.measures[0]):
+            larger, start = kept, [_same_start(first, arguments["loss_scale_value"])]
+        else:
+            start = lower
     if window or not start:
         return [*start, *window], larger if window else None
     arguments["min_scale_window"] = max(DEFAULT_MIN_SCALE_WINDOW, min(raised_after, default=0))
@@ -180,7 +194,8 @@ def _to_the_layer(run: RecordedRun, what: str, values: NDArray[np.float64], bad:
     return Advice(
         f"bad {what}",
         f"Find the layer that makes the {what} inf or NaN, and a remedy:\n{why_command(run_folder_of(*run.files))}",
-        f"The {said} was inf or NaN in {steps} of {known}, first in step {first}. {why}",
+        f"The {said} was inf or NaN in {steps} of the {known} for which the log states it, first in "
+        f"step {first}. {why}",
         {"steps": steps, "first_step": first},
     )
 
@@ -234,6 +249,33 @@ def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
         )
 
 
+def _late_streak(run: RecordedRun) -> Iterator[Advice]:
+    """Advise looking at the model if overflows in a row, after a scale had held, left a much worse loss or norm."""
+    applied = run.position_known & ~run.overflow
+    for first, last in consecutive_runs(np.flatnonzero(run.overflow & run.position_known)).tolist():
+        before, after = slice(max(first - HELD, 0), first), slice(last + 1, last + 1 + HELD)
+        if last - first + 1 < _LATE_STREAK or first < HELD or not applied[before].all() or not applied[after].any():
+            continue
+        changes = []
+        for name, values in (("loss", run.loss), ("gradient norm", run.gradient_norm)):
+            if values is None or not (np.isfinite(values[before]).any() and np.isfinite(values[after]).any()):
+                continue
+            old, new = (float(np.median(part[np.isfinite(part)])) for part in (values[before], values[after]))
+            if new >= _MUCH_WORSE * old > 0:
+                changes.append(f"the {name} rose from {old:.3g} to {new:.3g}")
+        if changes:
+            steps = {"steps": last - first + 1, "first_step": int(run.step[first]), "last_step": int(run.step[last])}
+            yield Advice(
+                "late streak",
+                _look_at_the_model(run),
+                f"After {HELD} or more steps without overflow, {steps['steps']} steps in a row were skipped, from step "
+                f"{steps['first_step']} to {steps['last_step']}. Over these steps {' and '.join(changes)}. A loss "
+                "scale does not cause that: look at the updates and the data before these steps.",
+                steps,
+            )
+            return
+
+
 def _is_always_one(run: RecordedRun) -> bool:
     return bool((run.filled_loss_scale == 1.0).all())
 
@@ -248,13 +290,13 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
     return [Advice("short run", change, reason, {"steps": steps, "window": int(window)})]
 
 
-def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
-    """Return advice to start at a lower, safe loss scale, if more than two steps were skipped at the start."""
+def _lower_start(run: RecordedRun, start_up: StartUp, tolerable: float) -> list[Advice]:
+    """Return advice to start at a lower, safe loss scale, if more than ``tolerable`` first steps were skipped."""
     first = float(run.filled_loss_scale[0])
     # A loss scale that is not a power of two would round FP16 gradients.
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
     is_lower = better <= first if math.isnan(run.loss_scale[0]) else better < first
-    if not (better >= SMALLEST_LOSS_SCALE and is_lower) or start_up.fewest <= _TOLERABLE:
+    if not (better >= SMALLEST_LOSS_SCALE and is_lower) or start_up.fewest <= tolerable:
         return []
     at_least = "" if start_up.fewest == start_up.most else "At least "
     start = " to ".join(as_power_of_two(scale) for scale in sorted(set(run.first_loss_scales() or ())))
@@ -266,7 +308,8 @@ def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
         Advice(
             "start lower",
             f"Start at {as_power_of_two(better)} (loss_scale_value: {better:.15g}){instead}.",
-            f"{at_least}{start_up.fewest} steps were skipped before a scale held. {as_power_of_two(better)} is the "
+            f"{at_least}{counted(start_up.fewest, 'step')} {'was' if start_up.fewest == 1 else 'were'} skipped before "
+            f"a scale held. {as_power_of_two(better)} is the "
             f"highest power of two that held, from step {start_up.first_step} on.{resumed}",
             {
                 "scale": better,
@@ -278,6 +321,13 @@ def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
             f"was {start}; " * bool(start) + f"{as_power_of_two(better)} is the highest that held",
         )
     ]
+
+
+def _same_start(first: float, lower: float) -> Advice:
+    """Return advice to keep a start that overflowed, because the replay from a lower start costs more."""
+    kept, low = as_power_of_two(first), as_power_of_two(lower)
+    reason = f"{kept} overflowed in the first steps, but the replay from {low} costs more."
+    return Advice("start", f"Start at {kept} as before.", reason, {"scale": first}, "loss_scale_value", reason)
 
 
 def _power_of_two_up_to(scale: float) -> float:

@@ -22,7 +22,7 @@ from mindformers_adaptive.lab.replay import compare
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
 from mindformers_adaptive.record.explanation_file import explanation_of
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.symptoms import signs_of
+from mindformers_adaptive.record.symptoms import last_error, signs_of
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import as_power_of_two
@@ -73,8 +73,8 @@ class Analysis:
         of its steps.
 
         Returns:
-            dict with ``verdict`` (sentences), ``log`` (files, format, lines, notes and problems), ``steps``,
-            ``skipped``, ``dropped_by_norm``, ``start_up``, ``loss``, ``loss_scale`` (with ``phases``),
+            dict with ``verdict`` (sentences), ``log`` (files, format, lines, notes, problems, last_error),
+            ``steps``, ``skipped``, ``dropped_by_norm``, ``start_up``, ``loss``, ``loss_scale`` (with ``phases``),
             ``shown_by_gradients``, ``outcomes``, ``advice``, ``scale_sense`` (the YAML section as text) and
             ``certainty``, with ``known_share``: the share of the steps of the replayed settings that the log decides.
         """
@@ -89,6 +89,7 @@ class Analysis:
                 **{name: getattr(run, name) for name in _COUNTS_OF_LINES},
                 "notes": list(run.notes),
                 "problems": list(run.problems),
+                "last_error": last_error(run.files),
             },
             **facts,
             "outcomes": list(self.outcomes),

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mindformers_adaptive.lab.facts import HELD
 from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
 from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
@@ -33,7 +34,10 @@ _OUTCOMES = {
 def analysis_text(analysis: Mapping[str, Any], details: bool) -> str:
     """Return an analysis as text, given the dict of :meth:`~mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
     first, *sentences = analysis["verdict"]
-    parts = [[first, *_wrapped(" ".join(sentences))], *_advice(analysis)]
+    parts = [[first, *_wrapped(" ".join(sentences))]]
+    if error := analysis["log"]["last_error"]:
+        parts.append(_wrapped(f"The log ends in a traceback: {error}. Look there first for why the run stopped."))
+    parts += _advice(analysis)
     if details:
         parts += [_log(analysis["log"]), _steps(analysis)]
         parts += [_path(analysis["loss_scale"]["phases"]), _outcomes(analysis["outcomes"])]
@@ -54,15 +58,21 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
         return [
             [f"With these settings the same run would have skipped {skipped_then}. Paste them under runner_wrapper:"],
             [analysis["scale_sense"].rstrip()],
-            [f"The log decides {share:.0%} of this prediction; the rest is assumed."],
+            [f"The log shows for {share:.0%} of these steps whether they overflow; for the rest this is assumed."],
         ]
     if not advice:
-        lines = ["Nothing to change: the log gives no reason for it."]
-        if skipped["at_least"] and analysis["start_up"]["before_scale_held_at_most"] > 2:
-            lines = ["No scale has held for 20 steps yet. To measure one to start from: adaptive-loss-scale find"]
+        lines = ["The log shows nothing that should be changed."]
+        if skipped["at_least"] and analysis["steps"]["count"] < HELD:
+            lines = [
+                f"Too few steps to judge: a loss scale counts as held after {HELD} steps without overflow. Overflows "
+                "in the first steps are normal: each one halves the scale until a scale holds."
+            ]
+        elif skipped["at_least"] and analysis["start_up"]["before_scale_held_at_most"] > 2:
+            lines = [f"No loss scale has held yet: none had {HELD} consecutive steps without overflow."]
+            lines.append("Measure a scale to start from: adaptive-loss-scale find --config FILE")
         if skipped["count"] is None:
-            lines.append("The log does not show every step, so windows could not be judged.")
-        return [lines]
+            lines.append("The log does not show every step, so it gives no reason for other scale windows.")
+        return [[line for text in lines for line in _wrapped(text)]]
     return [[*_change(each["change"]), *_wrapped(each["reason"])] for each in advice]
 
 

@@ -17,6 +17,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.rules.ladder import window_ladder
 from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
 
@@ -228,7 +229,11 @@ def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]
 
 
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, Real) else str(value)
+    if isinstance(value, Real):
+        # A large power of two is unreadable in decimal digits, such as 4.29497e+09.
+        number = float(value)
+        return as_power_of_two(number) if number >= 1e6 else f"{number:g}"
+    return str(value)
 
 
 def yaml_value(value: Any) -> str:

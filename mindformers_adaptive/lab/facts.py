@@ -13,11 +13,11 @@ from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.rules.ladder import DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
-__all__ = ["StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"]
+__all__ = ["HELD", "StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"]
 
 # A loss scale has held if this many consecutive steps with this scale did not overflow. The number is the smallest
 # scale window that MindFormers uses by default.
-_HELD = DEFAULT_MIN_SCALE_WINDOW
+HELD = DEFAULT_MIN_SCALE_WINDOW
 
 # The number of first steps that count as a run's start-up. In published logs, 16 to 19 of the first 30 to 100 steps
 # were skipped.
@@ -70,10 +70,10 @@ def start_up_of(run: RecordedRun) -> StartUp:
     lowest_overflow = np.minimum.accumulate(np.where(run.overflow & ~np.isnan(run.loss_scale), scale, np.inf))
     best, first_step = 0.0, None
     for first, last in consecutive_runs(np.flatnonzero(clean)).tolist():
-        if last - first + 1 < _HELD:
+        if last - first + 1 < HELD:
             continue
         steps = first if steps is None else steps
-        held = np.lib.stride_tricks.sliding_window_view(scale[first : last + 1], _HELD).min(axis=1)
+        held = np.lib.stride_tricks.sliding_window_view(scale[first : last + 1], HELD).min(axis=1)
         held = np.where(held < lowest_overflow[first], held, 0.0)
         if held.max() > best:
             best, first_step = float(held.max()), int(run.step[first + int(np.argmax(held))])
@@ -84,10 +84,10 @@ def start_up_of(run: RecordedRun) -> StartUp:
 
 
 def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
-    """Return for each step whether its log line surely covers 20 (``_HELD``) consecutive steps without overflow."""
+    """Return for each step whether its log line surely covers 20 (``HELD``) consecutive steps without overflow."""
     ends, _, most = np.asarray(run.lines, np.int64).T
     steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
-    return np.repeat(steps - skipped >= _HELD * (skipped + 1), steps)
+    return np.repeat(steps - skipped >= HELD * (skipped + 1), steps)
 
 
 def facts_of(run: RecordedRun) -> dict[str, Any]:
@@ -121,7 +121,8 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
     steps, skipped, start, bad = facts["steps"]["count"], facts["skipped"], facts["start_up"], facts["loss"]
     fewest, most = skipped["at_least"], skipped["at_most"]
     if most is None:
-        said = f"At least {counted(fewest, 'step')} were skipped. The log does not number all of its steps, so it is "
+        were = "was" if fewest == 1 else "were"
+        said = f"At least {counted(fewest, 'step')} {were} skipped. The log does not number all of its steps, so it is "
         said += "not known how many there were."
     elif most == 0:
         said = f"No step of {steps:,} was skipped."
@@ -131,7 +132,8 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
         if at_start and run.overflow[0] and at_start < fewest and isinstance(first, float):
             where = f": {at_start} at the start, because {as_power_of_two(first)} was too high, and "
             where += f"{fewest - at_start} later"
-        said = f"{fewest:,} of {counted(steps, 'step')} were skipped ({fewest / steps:.1%}){where}."
+        were = "was" if fewest == 1 else "were"
+        said = f"{fewest:,} of {counted(steps, 'step')} {were} skipped ({fewest / steps:.1%}){where}."
     elif fewest == 0 and most == steps:
         said = f"The log does not show how many of its {counted(steps, 'step')} were skipped."
     else:
@@ -155,10 +157,12 @@ def _path(run: RecordedRun) -> list[str]:
         return []
     skipped_at_end = len(run) - (int(applied[-1]) + 1 if len(applied) else 0)
     first, last, half = float(known[0]), float(known[-1]), known[len(known) // 2 :]
-    if skipped_at_end >= _COLLAPSED_FROM and (known[-_COLLAPSED_FROM:] == known.min()).all():
-        went = f"collapsed to {as_power_of_two(last)}: the last {skipped_at_end:,} steps were all skipped"
-    elif known.min() == known.max():
-        went = f"stayed at {as_power_of_two(last)}"
+    all_at_end = f": the last {skipped_at_end:,} steps were all skipped" * (skipped_at_end >= _COLLAPSED_FROM)
+    if known.min() == known.max():
+        # A scale that no overflow moves is a fixed scale: it has not collapsed.
+        went = f"stayed at {as_power_of_two(last)}{all_at_end}"
+    elif all_at_end and (known[-_COLLAPSED_FROM:] == known.min()).all():
+        went = f"collapsed to {as_power_of_two(last)}{all_at_end}"
     else:
         recent, outside = np.sort(half), int(len(half) * (1 - _SETTLED_SHARE) / 2)
         low, high = float(recent[outside]), float(recent[-1 - outside])

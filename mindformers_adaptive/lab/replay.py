@@ -31,8 +31,7 @@ from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
 
-# How many loss scales to replay before counting their skipped steps and lost headroom: enough for NumPy to be fast, and
-# few enough for a CPU cache.
+# How many loss scales to replay before measuring them: enough for NumPy to be fast, few enough for a CPU cache.
 _SCALES_AT_ONCE = 2**16
 
 
@@ -90,11 +89,8 @@ def replay(policy: Policy, trace: Trace) -> Replay:
     )
 
 
-# Two arrays: the loss scales of each step and after the last step, and the scale windows if the policy has windows.
-_Path = tuple[NDArray[np.float64], NDArray[np.int64] | None]
-
-
-def _replay_lane(policy: Policy, trace: Trace) -> _Path:
+def _replay_lane(policy: Policy, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
+    """Return the loss scales and the windows of each step and after the last step, from a replay in lanes."""
     require_steps(trace)
     lanes = Lanes([policy.rule], [policy.current])
     scales, windows = [], []
@@ -111,7 +107,7 @@ def _joined(chunks: list[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate([*(chunk[:-1] for chunk in chunks), chunks[-1][-1:]])
 
 
-def _replay_step_by_step(policy: Policy, trace: Trace) -> _Path:
+def _replay_step_by_step(policy: Policy, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
     scales, windows = [float(policy.loss_scale)], [policy.scale_window]
     gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
     for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
@@ -245,9 +241,9 @@ class Comparison:
     def pareto_front(self) -> list[str]:
         """Return the policies on the Pareto front of mean skipped steps and mean lost headroom."""
         means = self.means()
-        # The mean of the lost headroom may be None. In this float array, None becomes nan.
         skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
-        front = pareto_front(skipped, headroom)
+        # Bits that look equal in the table, which shows a tenth of a bit, must not decide.
+        front = pareto_front(skipped, np.round(headroom, 1))
         return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -288,11 +284,17 @@ class Comparison:
         rows.sort(key=lambda row: (row["skipped"], math.inf if row["headroom_lost"] is None else row["headroom_lost"]))
         tables = [_table(_COLUMNS, rows), *([_table(_MORE_COLUMNS, rows)] if details else [])]
         share = sum(row["known_share"] for row in rows) / len(rows)
-        notes = [
-            "Sorted by skipped steps. No rule is better than those with * in both skipped steps and headroom.",
-            f"The log decides {share:.0%} of the replayed steps; for the rest the ceiling is assumed (--ceilings).",
-        ]
-        return "\n\n".join([*tables, "\n".join(notes[: 1 if share == 1 else 2])])
+        fewest = list(dict.fromkeys(row["policy"] for row in rows if row["skipped"] == rows[0]["skipped"]))
+        lines = [f"Fewest skipped steps: {', '.join(fewest[:3])}{' and others' * (len(fewest) > 3)}."]
+        if share < 1:
+            lines.append(
+                f"The log shows for {share:.0%} of the steps if they overflow; the rest is assumed (--ceilings)."
+            )
+        if len(set(self.starts.values())) == 1:
+            lines.append(f"All rules start at {rows[0]['start']}.")
+        notes = "Sorted by skipped steps. Headroom: how far the scale was below the largest one that does not overflow."
+        notes += "\n*: no other rule is better in one column and as good in the other." * ("*" in tables[0])
+        return "\n\n".join(["\n".join(lines), *tables, notes])
 
 
 _COLUMNS = {
@@ -344,11 +346,9 @@ def compare(
         ValueError: if there is no policy or no trace, or a trace has no steps.
 
     Examples:
-        >>> from functools import partial
         >>> from mindformers_adaptive.lab.policies import make_policy
-        >>> policies = {name: partial(make_policy, name) for name in ("adaptive", "torch")}
-        >>> comparison = compare(policies, [Trace.exact("calm", [2.0**16] * 3000)])
-        >>> print(comparison.text())  # doctest: +SKIP
+        >>> compare({"torch": lambda: make_policy("torch")}, [Trace.exact("calm", [2.0**16] * 3000)]).starts["torch"]
+        65536.0
     """
     for name, entries in (("policies", policies), ("traces", traces)):
         if len(entries) == 0:

@@ -42,8 +42,10 @@ _COLUMNS = {
 MOST_STEPS_SWEPT = 200_000
 
 _MORE_NEEDED = (
-    "No settings to paste: the log decides {:.0%} of the steps, and 90 % are needed. Give more logs, or records with "
-    f"largest gradients, as {_FOLLOWING} writes them; 'find' names a start for any training."
+    "No settings to paste: the log shows for {:.0%} of the steps whether they overflow, and 90 % are needed.\n"
+    "Give more logs, or records with "
+    f"largest gradients, as {_FOLLOWING} writes them.\n"
+    "A scale to start any training from: adaptive-loss-scale find --config FILE"
 )
 _NOT_BETTER = "No settings to paste: the run itself did at least as well as the best of them."
 
@@ -180,13 +182,17 @@ class Tuning:
         lines = [f"Best of {counted(len(self.configurations), 'setting')}: {best['configuration']} ({_lost(best)})."]
         if self.recorded:
             runs = [measures.as_dict() for measures in self.recorded]
-            lines[0] += f" The run itself: {_lost({name: _mean(runs, name) for name in ('skipped', 'headroom_lost')})}."
+            lines[0] += (
+                f"\nThe run itself: {_lost({name: _mean(runs, name) for name in ('skipped', 'headroom_lost')})}."
+            )
         lines += [*self.notes, "", self._without_settings() or self.recommended.scale_sense().rstrip(), ""]
         same = ("cost", "known_share")
         if equal := [row["configuration"] for row in equally_good if all(row[name] == best[name] for name in same)]:
-            lines.append(f"Equally good: {', '.join(equal[:3])}{f' and {len(equal) - 3} more' * (len(equal) > 3)}.")
+            more = f" and {len(equal) - 3} more" * (len(equal) > 3)
+            lines.append("Equally good:\n" + "\n".join(f"  {label}" for label in equal[:3]) + f"{more}")
         if best["known_share"] < 1:
-            lines.append(f"The log decides {best['known_share']:.0%} of the steps; the rest is assumed.")
+            share = f"{best['known_share']:.0%}"
+            lines.append(f"The log shows for {share} of the steps whether they overflow; for the rest this is assumed.")
         return "\n".join([*lines, *(self._details(count) if count else ["More settings: --rows 10"])])
 
     def _details(self, count: int) -> list[str]:

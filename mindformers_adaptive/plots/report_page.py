@@ -137,7 +137,7 @@ def _scale(value: object) -> str:
 
 def _advice(analysis: Mapping[str, Any]) -> str:
     if not analysis["advice"]:
-        return "<p>Nothing to change: the log gives no reason for it.</p>"
+        return "<p>The log shows nothing that should be changed.</p>"
     entries = "".join(
         f'<li>{_change(advice["change"])}<span class="muted">{_escaped(advice["reason"])}</span></li>'
         for advice in analysis["advice"]

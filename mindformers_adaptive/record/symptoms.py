@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["AGAINST_BAD_LOSS", "LossJump", "is_applied_bad_loss", "low_scale", "signs_of"]
+__all__ = ["AGAINST_BAD_LOSS", "LossJump", "is_applied_bad_loss", "last_error", "low_scale", "signs_of"]
 
 # A loss has jumped if it is at least this many times as large as every loss before, and at least this large.
 _JUMP, _LEAST = 10.0, 10.0
@@ -17,6 +18,8 @@ _JUMP, _LEAST = 10.0, 10.0
 _LOW_SCALE = 2.0**7
 # This many steps in a row without overflow show that a loss scale holds.
 _HELD = 20
+# Look for a traceback in this many bytes at the end of a log.
+_END_OF_LOG = 2**14
 
 AGAINST_BAD_LOSS = (
     "To end a training at such a step, set check_for_nan_in_loss_and_grad: True in the YAML file; in a program, raise "
@@ -110,3 +113,5 @@ def signs_of(run: RecordedRun) -> list[str]:
     known = run.position_known
     low = low_scale(zip(run.loss_scale[known].tolist(), run.overflow[known].tolist(), strict=True))
     return [*said, *([low] if low else [])]
+# Look for a traceback in this many bytes at the end of a log.
+_END_OF_LOG = 2**14

@@ -213,7 +213,7 @@ GUIDED = Configuration("guided", loss_scale_value=2.0**10, margin=3, max_loss_sc
 @pytest.mark.parametrize(
     ("configuration", "label"),
     [
-        (GUIDED, "guided loss_scale_value=1024 margin=3 max_loss_scale=1.04858e+06"),
+        (GUIDED, "guided loss_scale_value=1024 margin=3 max_loss_scale=2^20"),
         (Configuration("tests.shared.own_rules.Follow", margin=1), "follow margin=1"),
         (Configuration(Follow), "follow"),
         (Configuration("adaptive", scale_window=20), "adaptive 20-1000"),

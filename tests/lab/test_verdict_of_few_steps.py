@@ -1,0 +1,55 @@
+"""What analyze says of very short logs, of late streaks of overflows, and of a fixed scale at which all steps overflow."""
+
+import numpy as np
+import pytest
+
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.symptoms import last_error
+
+LINE = " iteration {:8d}/ 5000 | lm loss: {} | loss scale: {} | grad norm: {} | number of skipped iterations: {} |"
+
+
+def run_of(flags, scales, loss=None):
+    overflow = np.array(flags)
+    steps = np.arange(1, len(overflow) + 1)
+    return RecordedRun("run", (), "jsonl", steps, np.array(scales), overflow, np.full(len(steps), True), loss=loss)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 19])
+def test_few_steps_are_not_judged(steps):
+    text = analyze(run_of([True] * steps, 2.0 ** (32 - np.arange(steps)))).text()
+    assert "Too few steps to judge" in text
+    assert ("1 of 1 step was skipped" in text) == (steps == 1)
+
+
+@pytest.mark.parametrize("after", [3.0, 100.0])
+def test_late_streak_with_a_worse_loss_leads_to_the_cause(after):
+    flags = [False] * 40 + [True] * 8 + [False] * 12
+    scales = [512.0] * 40 + [2.0**k for k in range(8, 0, -1)] + [2.0] * 12
+    loss = np.array([1.0] * 40 + [np.nan] * 8 + [after] * 12)
+    analysis = analyze(run_of(flags, scales, loss))
+    assert [advice.rule for advice in analysis.advice] == ["late streak"]
+    assert "from step 41 to 48" in analysis.text()
+    assert "adaptive-loss-scale why" in analysis.text()
+
+
+def test_streak_without_a_worse_loss_is_no_cause():
+    flags = [False] * 40 + [True] * 8 + [False] * 12
+    scales = [512.0] * 40 + [2.0**k for k in range(8, 0, -1)] + [2.0] * 12
+    assert "late streak" not in [advice.rule for advice in analyze(run_of(flags, scales, np.ones(60))).advice]
+
+
+def test_fixed_scale_stays():
+    verdict = analyze(run_of([True] * 30, [1024.0] * 30)).to_dict()["verdict"]
+    assert "stayed at 2^10: the last 30 steps" in " ".join(verdict)
+
+
+@pytest.mark.parametrize(("end", "error"), [("", None), ("AssertionError", "AssertionError")])
+def test_traceback_at_the_end_of_a_log_is_said(tmp_path, end, error):
+    log = tmp_path / "run.log"
+    trace = f"Traceback (most recent call last):\n  File 'a.py', line 1\n{end}\n" if end else ""
+    log.write_text(LINE.format(1, 1.0, 2.0**32, 1.0, 1) + "\n" + trace)
+    assert last_error([str(log)]) == error
+    assert ("ends in a traceback" in analyze(read_log(log)).text()) == bool(error)
