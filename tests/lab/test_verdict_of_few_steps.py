@@ -1,4 +1,4 @@
-"""What analyze says of very short logs, of late streaks of overflows, and of a fixed scale at which all steps overflow."""
+"""What analyze says of short logs, of late streaks of overflows, and of a fixed scale that always overflows."""
 
 import numpy as np
 import pytest
