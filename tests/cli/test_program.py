@@ -208,7 +208,7 @@ def test_record_with_gradients_is_compared_with_the_guided_rule(run_program, gui
     assert (code, error) == (0, "")
     comparison = json.loads(printed)
     rows = {row["policy"]: row for row in comparison["rows"]}
-    assert rows["guided"]["skipped"] == 0 < rows["dynamic:scale_window=20"]["skipped"]
+    assert rows["guided"]["skipped"] < rows["dynamic:scale_window=20"]["skipped"]
     assert comparison["sources"][0]["gradients_known"] == 0.98
     assert (tmp_path / "policies.png").stat().st_size > 10_000
     text = run_program("compare", "--details", guided_record)[1]
