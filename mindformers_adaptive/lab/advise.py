@@ -125,13 +125,13 @@ def advise(
     if larger is not None and raised_after and run.position_known.mean() >= DECIDED_FROM:
         window = _larger_window(raised_after, recorded[0], larger, start)
     if window and larger is not None and not start and (lower := _lower_start(run, start_up, 0)):
-        kept, configuration = larger, larger.configuration
+        from_first, configuration = larger, larger.configuration
         arguments |= {name: configuration.arguments[name] for name in ("min_scale_window", "max_scale_window")}
         arguments |= {"scale_window": configuration.arguments["scale_window"]}
         arguments["loss_scale_value"] = lower[0].figures["scale"]
         larger = _accepted(Configuration("adaptive", **arguments), traces, recorded)
-        if larger is None or cost(larger.measures[0]) > cost(kept.measures[0]):
-            larger, start = kept, [_same_start(first, arguments["loss_scale_value"])]
+        if larger is None or cost(larger.measures[0]) > cost(from_first.measures[0]):
+            larger, start = from_first, [_same_start(first, arguments["loss_scale_value"])]
         else:
             start = lower
     if window or not start:
@@ -325,9 +325,9 @@ def _lower_start(run: RecordedRun, start_up: StartUp, tolerable: float) -> list[
 
 def _same_start(first: float, lower: float) -> Advice:
     """Return advice to keep a start that overflowed, because the replay from a lower start costs more."""
-    kept, low = as_power_of_two(first), as_power_of_two(lower)
-    reason = f"{kept} overflowed in the first steps, but the replay from {low} costs more."
-    return Advice("start", f"Start at {kept} as before.", reason, {"scale": first}, "loss_scale_value", reason)
+    same, low = as_power_of_two(first), as_power_of_two(lower)
+    reason = f"{same} overflowed in the first steps, but the replay from {low} costs more."
+    return Advice("start", f"Start at {same} as before.", reason, {"scale": first}, "loss_scale_value", reason)
 
 
 def _power_of_two_up_to(scale: float) -> float:
