@@ -41,6 +41,9 @@ _COLUMNS = {
 # best which settings suit the continuation of the run.
 MOST_STEPS_SWEPT = 200_000
 
+# With "Equally good: ... and 900 more." around them, labels of this many characters fit into a line of 100.
+_LABELS_WIDTH = 70
+
 _MORE_NEEDED = (
     "No settings to paste: the log shows for {:.0%} of the steps whether they overflow, and 90 % are needed.\n"
     "Give more logs, or records with "
@@ -188,8 +191,9 @@ class Tuning:
         lines += [*self.notes, "", self._without_settings() or self.recommended.scale_sense().rstrip(), ""]
         same = ("cost", "known_share")
         if equal := [row["configuration"] for row in equally_good if all(row[name] == best[name] for name in same)]:
-            more = f" and {len(equal) - 3} more" * (len(equal) > 3)
-            lines.append("Equally good:\n" + "\n".join(f"  {label}" for label in equal[:3]) + f"{more}")
+            shown = next(n for n in (3, 2, 1) if n == 1 or len(", ".join(equal[:n])) <= _LABELS_WIDTH)
+            more = f" and {len(equal) - shown} more" * (len(equal) > shown)
+            lines.append(f"Equally good: {', '.join(equal[:shown])}{more}.")
         if best["known_share"] < 1:
             share = f"{best['known_share']:.0%}"
             lines.append(f"The log shows for {share} of the steps whether they overflow; for the rest this is assumed.")

@@ -1,12 +1,15 @@
-"""What analyze says of short logs, of late streaks of overflows, and of a fixed scale that always overflows."""
+"""What analyze says of starts, of short logs, of late streaks of overflows, and of a fixed scale that always overflows."""
 
 import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.symptoms import last_error
+from mindformers_adaptive.record.trace import Trace
 
 LINE = " iteration {:8d}/ 5000 | lm loss: {} | loss scale: {} | grad norm: {} | number of skipped iterations: {} |"
 
@@ -53,3 +56,13 @@ def test_traceback_at_the_end_of_a_log_is_said(tmp_path, end, error):
     log.write_text(LINE.format(1, 1.0, 2.0**32, 1.0, 1) + "\n" + trace)
     assert last_error([str(log)]) == error
     assert ("ends in a traceback" in analyze(read_log(log)).text()) == bool(error)
+
+
+@pytest.mark.parametrize("window", [20, 30])
+def test_advised_start_is_not_one_that_overflowed(window):
+    trace = Trace.exact("constant", [2.0**15.5] * 600)
+    replayed = replay(make_policy("dynamic", init_loss_scale=2.0**16, scale_window=window), trace)
+    analysis = analyze(run_of(replayed.overflow, replayed.loss_scale))
+    assert "1 at the start, because 2^16 was too high" in analysis.text()
+    assert analysis.settings.start.loss_scale_value == 2.0**15
+    assert "# was 2^16" in analysis.scale_sense
