@@ -1,4 +1,4 @@
-"""What analyze says of starts, of short logs, of late streaks of overflows, and of a fixed scale that always overflows."""
+"""What analyze says of starts, short logs, late streaks, and a fixed scale that always overflows."""
 
 import numpy as np
 import pytest
