@@ -113,5 +113,25 @@ def signs_of(run: RecordedRun) -> list[str]:
     known = run.position_known
     low = low_scale(zip(run.loss_scale[known].tolist(), run.overflow[known].tolist(), strict=True))
     return [*said, *([low] if low else [])]
-# Look for a traceback in this many bytes at the end of a log.
-_END_OF_LOG = 2**14
+
+
+def last_error(files: Sequence[str]) -> str | None:
+    """Return the last line of the traceback in which the last log file ends; None if it does not end in a traceback.
+
+    Args:
+        files (Sequence[str]): the files of a run, in order of writing. A file that cannot be read has no traceback.
+    """
+    path = Path(files[-1]) if files else None
+    if path is None or not path.is_file():
+        return None
+    try:
+        with path.open("rb") as log:
+            log.seek(max(path.stat().st_size - _END_OF_LOG, 0))
+            text = log.read(_END_OF_LOG).decode("utf-8", "replace")
+    except OSError:
+        return None
+    _, traceback, after = text.rpartition("Traceback (most recent call last):")
+    lines = [line for line in after.splitlines() if line.strip()]
+    # After a traceback comes one line that is not indented: the error. More such lines show that the run went on.
+    errors = [line for line in lines if not line[0].isspace()]
+    return errors[0].rstrip(". ")[:200] if traceback and len(errors) == 1 else None
