@@ -64,5 +64,5 @@ def test_advised_start_is_not_one_that_overflowed(window):
     replayed = replay(make_policy("dynamic", init_loss_scale=2.0**16, scale_window=window), trace)
     analysis = analyze(run_of(replayed.overflow, replayed.loss_scale))
     assert "1 at the start, because 2^16 was too high" in analysis.text()
-    assert analysis.settings.start.loss_scale_value == 2.0**15
+    assert analysis.settings.arguments["loss_scale_value"] == 2.0**15
     assert "# was 2^16" in analysis.scale_sense
