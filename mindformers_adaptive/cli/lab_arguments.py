@@ -27,13 +27,13 @@ from mindformers_adaptive.lab.measures import Measures, measure
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
-from mindformers_adaptive.record.logs import read_log, require_file
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.record.run_folder import RECORD, file_in
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
-from mindformers_adaptive.text.files import json_object
+from mindformers_adaptive.text.files import json_object, refuse_pipe
 from mindformers_adaptive.text.table import counted
 
 __all__ = ["Source", "add_trace_arguments", "bad_loss_lines", "policy_maker", "print_sources", "read_sources"]
@@ -222,7 +222,7 @@ def _make(word: str, steps: int, seed: int) -> list[Source]:
 
 
 def _read_file(path: Path, assume: str | None, pattern: str | None) -> Source:
-    require_file(path)
+    refuse_pipe(path)
     if path.suffix == ".jsonl" and _holds_sweeps(path):
         return Source(from_gradient_ranges(path), ceilings="known between the scales of a sweep")
     run = read_log(path, pattern=pattern)

@@ -36,10 +36,10 @@ from mindformers_adaptive.plots.gradient_records import draw_gradient_records, i
 from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
 from mindformers_adaptive.plots.report_runs import GRADIENTS, gradients_beside
 from mindformers_adaptive.plots.runs import draw_runs
-from mindformers_adaptive.record.logs import read_log, require_file, run_of_record
+from mindformers_adaptive.record.logs import read_log, run_of_record
 from mindformers_adaptive.record.run_folder import RECORD, record_in
 from mindformers_adaptive.record.writer import read_record
-from mindformers_adaptive.text.files import json_object
+from mindformers_adaptive.text.files import json_object, refuse_pipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _read(file: str, pattern: str | None) -> Any:
     """Return what a file holds: a sweep over loss scales, the lines of a record of gradients, or a run."""
-    require_file(file)
+    refuse_pipe(file)
     if pattern is not None:
         return read_log(file, pattern=pattern)
     with open(file, encoding="utf-8-sig", errors="replace") as lines:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.text.files import atomic_write
+from mindformers_adaptive.text.files import atomic_write, refuse_pipe
 
 __all__ = ["read_batch", "save_batch"]
 
@@ -54,6 +54,7 @@ def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
         [[0, 1, 2], [1.0, 1.0]]
     """
     try:
+        refuse_pipe(path)
         with zipfile.ZipFile(path) as members:
             size = sum(member.file_size for member in members.infolist())
             if size > _MOST_BYTES:

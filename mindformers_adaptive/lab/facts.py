@@ -146,7 +146,11 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
             f"The loss was inf or NaN in {counted(bad['bad_steps'], 'step')}, first in step {bad['first_bad_step']}."
         )
     room = [] if bad["bad_steps"] else _room(run, facts["shown_by_gradients"])
-    return [*sentences, *_path(run), *room]
+    # Where no line counts the overflows, only the falls of the scale show how many there may have been.
+    falls = [phase for phase in facts["loss_scale"].get("phases", ()) if phase["kind"] in ("drop", "fall")]
+    halvings = math.floor(sum(math.log2(phase["scale_before"] / phase["scale_after"]) for phase in falls) + 1e-3)
+    fell = f"Its falls add up to at least {counted(halvings, 'halving')}."
+    return [*sentences, *_path(run), *[fell] * (fewest != most and halvings > fewest), *room]
 
 
 def _path(run: RecordedRun) -> list[str]:

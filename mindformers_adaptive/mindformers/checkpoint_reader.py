@@ -18,7 +18,7 @@ from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Fie
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields
 from mindformers_adaptive.rules.state_dict import FORM
-from mindformers_adaptive.text.files import NOT_FINITE, write_json
+from mindformers_adaptive.text.files import NOT_FINITE, refuse_pipe, write_json
 from mindformers_adaptive.text.install_hint import install_hint
 from mindformers_adaptive.text.table import counted
 
@@ -127,6 +127,7 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     except (RuntimeError, ValueError) as error:
         # The path is a link that leads to itself, or a name that no file can have.
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}: {error}.") from None
+    refuse_pipe(root)
     if root.is_file():
         return [_read(root, [root], all_rules)]
     if _is_iteration(root):

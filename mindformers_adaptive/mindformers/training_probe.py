@@ -17,6 +17,7 @@ from mindformers_adaptive.mindformers.checkpoint_arrays import load_newest
 from mindformers_adaptive.mindformers.keys import micro_batches_of, value_at
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.text.files import refuse_pipe
 
 __all__ = ["build_training", "build_training_at_start", "load_weights", "probe"]
 
@@ -136,6 +137,8 @@ def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None
 def _require_checkpoint(name, path, remedy=""):
     if path is not None and not (str(path) and Path(path).exists()):
         raise FileNotFoundError(f"{name} must name a file or folder, but there is no {str(path)!r}.{remedy}")
+    if path is not None:
+        refuse_pipe(path)
 
 
 def build_training(config_path, train_dataset_dir=None, overrides=None):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import os
 import re
 import shlex
-import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +20,11 @@ from mindformers_adaptive.record.pattern import Pattern, suggest_pattern
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_of_lines import run_of_lines
 from mindformers_adaptive.record.step import Step, step_of
+from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
 
-__all__ = ["read_log", "require_file", "run_of_record"]
+__all__ = ["read_log", "run_of_record"]
 
 LogPath = str | os.PathLike[str]
 
@@ -55,7 +54,7 @@ class _TextLines:
         for path in self.paths:
             self._starts.append(self.number)
             try:
-                require_file(path)
+                refuse_pipe(path)
                 with open(path, "rb") as file:
                     mark = file.read(2)
                 is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -81,13 +80,6 @@ class _TextLines:
         """Return the name of a log line, as ``file:number``."""
         index = bisect_right(self._starts, number - 1) - 1
         return f"{self.paths[index]}:{number - self._starts[index]}"
-
-
-def require_file(path: LogPath) -> None:
-    """Raise OSError for a pipe or a device: waiting for a pipe's writer may take forever, and a device has no end."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError(errno.ESPIPE, "it is a pipe or a device, not a file. Save the log to a file first", str(path))
 
 
 def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, pattern: str | None = None) -> RecordedRun:

@@ -84,7 +84,8 @@ class Pattern(LogFormat):
         texts = {name: text.strip() for name, text in match.groupdict().items() if text and text.strip()}
         values: dict[str, Any] = {name: _value(name, text) for name, text in texts.items()}
         if "step" not in values:
-            return LogLine(overflow=True) if values.get("overflow") else None
+            is_overflow = values.get("overflow")
+            return LogLine(overflow=True, next_loss_scale=values.get("loss_scale")) if is_overflow else None
         return LogLine(
             step=values["step"],
             next_loss_scale=values.get("loss_scale"),

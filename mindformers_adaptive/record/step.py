@@ -126,17 +126,19 @@ def entry_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: if a value cannot be written as JSON.
-        ValueError: if ``step`` is missing or is no whole number.
+        ValueError: if ``step`` is no whole number, or if ``step``, ``overflow`` or ``loss_scale`` is missing.
 
     Examples:
-        >>> entry_of({"step": np.int64(3), "loss": np.float32(2.5)})
-        {'step': 3, 'loss': 2.5}
+        >>> entry_of({"step": np.int64(3), "overflow": np.bool_(False), "loss_scale": np.float32(8)})
+        {'step': 3, 'overflow': False, 'loss_scale': 8.0}
     """
     entry = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     if type(step := entry.get("step")) is not int:
         raise ValueError(
             f"'step' must be a whole number, but got {step!r} of type {type(step).__name__}. Give the step's number."
         )
+    if missing := [name for name, field in _BY_NAME.items() if field.required and name not in entry]:
+        raise ValueError(f"Step {step} lacks {missing[0]!r}. Give it to append(), as None if it is unknown.")
     for name, value in entry.items():
         try:
             json_text(value)

@@ -44,9 +44,9 @@ _LINE = msgspec.json.Decoder(_Line)
 class RunRecord:
     """Writer of the record of one run: a file with one JSON line per step.
 
-    A line is a JSON object with an int ``step``. Missing steps leave one line for all of them:
-    ``{"missing_steps": 3, "first_step": 8, "last_step": 10}``. A number that is not finite is the string ``"nan"``,
-    ``"inf"`` or ``"-inf"``.
+    A line is a JSON object with at least ``step``, ``overflow`` and ``loss_scale``. Missing steps leave one line for
+    all of them: ``{"missing_steps": 3, "first_step": 8, "last_step": 10}``. A number that is not finite is the string
+    ``"nan"``, ``"inf"`` or ``"-inf"``.
 
     A killed process loses no line that :meth:`append` has written; a machine that fails may lose the last ones.
 
@@ -73,11 +73,11 @@ class RunRecord:
         >>> record = RunRecord(Path(tempfile.mkdtemp(), "record.jsonl"))
         >>> record.resume(last_step=0)
         []
-        >>> record.append([{"step": 1, "overflow": True}, {"step": 4, "overflow": False}])
+        >>> record.append([{"step": step, "overflow": step == 1, "loss_scale": 8.0} for step in (1, 4)])
         >>> print(record.path.read_text(), end="")
-        {"step": 1, "overflow": true}
+        {"step": 1, "overflow": true, "loss_scale": 8.0}
         {"missing_steps": 2, "first_step": 2, "last_step": 3}
-        {"step": 4, "overflow": false}
+        {"step": 4, "overflow": false, "loss_scale": 8.0}
     """
 
     def __init__(self, path: str | os.PathLike[str], every_step: bool = True) -> None:
@@ -182,13 +182,13 @@ class RunRecord:
         """Write each entry as a line of the record. If steps are missing before an entry, write a line for them first.
 
         Args:
-            entries (Iterable[Mapping]): by increasing step, each with an int ``step``.
+            entries (Iterable[Mapping]): by increasing step, each with ``step`` (int), ``overflow`` and ``loss_scale``.
 
         Raises:
             OSError: if a line cannot be written. The file ends with the last whole line, or where the disk does not
                 even allow that, the next line begins after what was written of this one.
             TypeError: if a value cannot be written as JSON.
-            ValueError: if a step is no whole number or does not follow the last one.
+            ValueError: if an entry lacks ``overflow`` or ``loss_scale``, or a ``step`` that follows the last one.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Look at the record on each call: the file may have been moved or deleted since the last call.

@@ -6,13 +6,14 @@ import errno
 import json
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text", "make_folder_of", "write_json"]
+__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text", "make_folder_of", "refuse_pipe", "write_json"]
 
 
 @contextmanager
@@ -77,6 +78,13 @@ def make_folder_of(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         reason = f"The folder of the output file cannot be created: {error.strerror}. Check the path"
         raise OSError(error.errno, reason, str(path)) from error
+
+
+def refuse_pipe(path: str | os.PathLike[str]) -> None:
+    """Raise OSError for a pipe or a device: waiting for a pipe's writer may take forever, and a device has no end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.ESPIPE, "it is a pipe or a device, not a file. Save its content to a file first", str(path))
 
 
 # The strings that stand for nan, inf and -inf, which JSON does not have.

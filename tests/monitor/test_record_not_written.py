@@ -75,7 +75,7 @@ def test_record_that_could_not_be_resumed_has_no_step_twice(path, limit_files):
     train(network, [LossScaleMonitor(path)], OVERFLOWS[:10])
     record = RunRecord(path)
     record.resume(10)
-    record.append([{"step": step, "overflow": True} for step in range(11, 15)])
+    record.append([{"step": step, "overflow": True, "loss_scale": 8.0} for step in range(11, 15)])
     record.close()
 
     def make_room(run_context):

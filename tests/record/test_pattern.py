@@ -9,51 +9,51 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.pattern import suggest_pattern
 from tests.record.log_writers import megatron_line, mindformers_line, random_run
 
-# For each program a pattern, and lines of steps 100, 200 and 300. The loss scale halves at step 200.
+# For each program a pattern, and lines of steps 100, 200 and 300. The loss scale halves between steps 100 and 200.
 PROGRAMS = {
     "apex": (
-        r"iter (?P<step>\d+) .*scale (?P<loss_scale>[\d.]+)|Gradient (?P<overflow>overflow)",
-        "iter 100 loss 2.5 scale 65536.0\n"
+        r"\[ *\d+\] +(?P<step>\d+) \|\||Gradient (?P<overflow>overflow).* (?P<loss_scale>[-+.\de]+)$",
+        "[  0]     100 || B: 5.4 | C: 3.5 | T: 17.6 || ETA: 19 days, 23:50:39 || timer: 0.298\n"
         "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
-        "iter 200 loss 2.4 scale 32768.0\niter 300 loss 2.3 scale 32768.0\n",
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+        "[  0]     200 || B: 5.3 | C: 3.4 | T: 17.5 || ETA: 19 days, 22:16:54 || timer: 1.842\n"
+        "[  0]     300 || B: 5.3 | C: 3.3 | T: 17.4 || ETA: 19 days, 22:15:54 || timer: 0.331\n",
     ),
     "fairseq": (
-        r"epoch \d+: +(?P<step>\d+) / .*[ |]loss=(?P<loss>[\d.]+).*gnorm=(?P<gradient_norm>[\d.]+).*"
-        r"loss_scale=(?P<loss_scale>[\d.]+)",
+        r"epoch \d+: +(?P<step>\d+) / .* loss=(?P<loss>[\d.]+).*gnorm=(?P<gradient_norm>[\d.]+)|"
+        r"(?P<overflow>overflow) detected.*loss scale to: (?P<loss_scale>\S+)",
         "".join(
-            f"2020-08-01 12:39:39 | INFO | train_inner | epoch 001:   {step} / 6547 loss=2.5, ups=2.66, "
-            f"num_updates={step}, lr=9e-06, gnorm=3.9, loss_scale={scale}, wall=1353\n"
+            f"2020-08-01 12:39:39 | INFO | train_inner | epoch 001:   {step} / 6547 loss=0.5, ppl=1.4, ups=2.66, "
+            f"bsz=64, num_updates={step - 1}, lr=9e-06, gnorm=3.9, loss_scale={scale}, train_wall=38, wall=1353\n{note}"
+            for step, scale, note in (
+                (
+                    100,
+                    65536,
+                    "2020-08-01 | INFO | fairseq.trainer | NOTE: overflow detected, setting loss scale to: 32768.0\n",
+                ),
+                (200, 44782, ""),
+                (300, 32768, ""),
+            )
+        ),
+    ),
+    "insightface": (
+        r"Loss (?P<loss>\S+) .*Global Step: (?P<step>\d+) +Fp16 Grad Scale: +(?P<loss_scale>\d+)",
+        "".join(
+            f"Training: 2023-03-14 09:08:43,293-Speed 2178.40 samples/sec   Loss 5.5000   LearningRate 0.001000   "
+            f"Epoch: 0   Global Step: {step}   Fp16 Grad Scale: {scale}   Required: 194 hours\n"
             for step, scale in ((100, 65536), (200, 32768), (300, 32768))
         ),
     ),
-    "lightning": (
-        r"step=(?P<step>\d+).*loss=(?P<loss>[\d.]+), loss_scale=(?P<loss_scale>[\d.e+]+)",
-        "Epoch 0: 10%|#| step=100, loss=2.5, loss_scale=6.5536e+04\rEpoch 0: step=200, loss=2.4, "
-        "loss_scale=3.2768e+04\rEpoch 0: step=300, loss=2.3, loss_scale=3.2768e+04\n",
-    ),
-    "nemo": (
-        r"global_step: (?P<step>\d+) .*reduced_train_loss: (?P<loss>[\d.]+) .*loss_scale: (?P<loss_scale>[\d.]+)",
-        "".join(
-            f"Training epoch 0, global_step: {step} | lr: 1e-4 | reduced_train_loss: 2.5 | loss_scale: {scale}\n"
-            for step, scale in ((100, "65536.0"), (200, "32768.0"), (300, "32768.0"))
-        ),
-    ),
-    "hugging face": (
-        r"'loss': (?P<loss>[\d.]+), 'grad_norm': (?P<gradient_norm>[\d.]+).*'loss_scale': (?P<loss_scale>[\d.]+), "
-        r"'step': (?P<step>\d+)",
-        "".join(
-            f"{{'loss': 2.5, 'grad_norm': 1.5, 'epoch': 0.1, 'loss_scale': {scale}, 'step': {step}}}\n"
-            for step, scale in ((100, "65536.0"), (200, "32768.0"), (300, "32768.0"))
-        ),
-    ),
     "yolox": (
-        r"step: \[(?P<step>\d+)/\d+\].*loss: (?P<loss>[\d.]+), overflow: (?P<overflow>\w+), scale: (?P<loss_scale>\d+)",
+        r"step: \[(?P<step>\d+)/\d+\], loss: (?P<loss>[\d.]+), overflow: (?P<overflow>\w+), scale: (?P<loss_scale>\d+)",
         "".join(
-            f"epoch: 1 step: [{step}/460], total_loss: 2.5, overflow: {flag}, scale: {scale}, lr: 0.001\n"
+            f"2021-12-24 16:16:14,099:INFO:epoch: 0 step: [{step}/1848], loss: 11.5, overflow: {flag}, scale: {scale}, "
+            "lr: 0.000044, time: 303.65\n"
             for step, flag, scale in ((100, False, 65536), (200, True, 32768), (300, False, 32768))
         ),
     ),
@@ -74,12 +74,12 @@ def test_each_program_is_read_by_its_pattern(tmp_path, name):
     pattern, text = PROGRAMS[name]
     run = read(tmp_path, text, pattern)
     assert (run.log_format, run.step[-1], run.final_loss_scale) == ("pattern", 300, 32768.0)
-    bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 300)}.get(name, (0, 300))
+    bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 300), "fairseq": (1, 300)}.get(name, (0, 300))
     assert run.skipped_bounds() == bounds
     assert run.problems == ()
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("own script", "apex")])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name in ("insightface", "yolox")])
 def test_a_refusal_prints_a_pattern_to_try(tmp_path, name):
     text = "no number here: scale\n" + PROGRAMS[name][1]
     (tmp_path / "run.log").write_text(text)
@@ -178,3 +178,8 @@ def test_pipes_and_devices_are_refused_at_once(run_program, tmp_path):
         for command in ("analyze", "compare", "plot", "report"):
             code, _, error = run_program(command, file)
             assert (code, "pipe or a device" in error, file in error) == (1, True, True)
+        for arguments in (["inspect", file], ["diff", file, file]):
+            code, _, error = run_program(*arguments)
+            assert (code, "pipe or a device" in error, file in error) == (1, True, True)
+        with pytest.raises(ValueError, match="pipe or a device"):
+            read_batch(file)

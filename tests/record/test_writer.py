@@ -25,8 +25,13 @@ from tests.shared.records import missing
 INF, NAN = float("inf"), float("nan")
 
 
+def line_of(step, **values):
+    """Return the line of a step with the fields that each line must have."""
+    return {"step": step, "overflow": False, "loss_scale": 8.0, **values}
+
+
 def entries(first, last):
-    return [{"step": step, "overflow": step % 3 == 0, "next_loss_scale": 2.0**step} for step in range(first, last + 1)]
+    return [line_of(step, overflow=step % 3 == 0, next_loss_scale=2.0**step) for step in range(first, last + 1)]
 
 
 def beside(path):
@@ -44,9 +49,9 @@ def write(path, *parts, last_step=0, run=0):
 
 
 def test_a_number_that_is_not_finite_is_text_in_strict_json(path):
-    write(path, [{"step": 1, "loss": NAN, "loss_scale": INF, "next_loss_scale": -INF, "window_index": None}])
+    write(path, [line_of(1, loss=NAN, loss_scale=INF, next_loss_scale=-INF, window_index=None)])
     line = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert line == {"step": 1, "loss": "nan", "loss_scale": "inf", "next_loss_scale": "-inf", "window_index": None}
+    assert line == line_of(1, loss="nan", loss_scale="inf", next_loss_scale="-inf", window_index=None)
     assert str(read_record(path)) == str([{**line, "loss": NAN, "loss_scale": INF, "next_loss_scale": -INF}])
 
 
@@ -61,16 +66,16 @@ def test_a_step_that_cannot_follow_is_refused(path, step):
     record = RunRecord(path)
     record.resume(2)
     with pytest.raises(ValueError, match=f"step {step} cannot follow step 2 in .*record.jsonl"):
-        record.append([{"step": step}])
+        record.append([line_of(step)])
     assert read_record(path) == entries(1, 2)
 
 
 @pytest.mark.parametrize("run", [0, 7])
 def test_steps_that_are_taken_again_are_replaced(path, run):
     write(path, entries(1, 27), run=run)
-    [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20, run=run)
+    [note] = write(path, [line_of(21, loss=0.5)], last_step=20, run=run)
     message = f"{path} went on to step 27: the steps after 20 were removed, because the resumed run takes them again."
-    assert read_record(path) == [*entries(1, 20), {"step": 21, "loss": 0.5}]
+    assert read_record(path) == [*entries(1, 20), line_of(21, loss=0.5)]
     # If the record has no run number, lines of steps 21 to 27 may belong to another run, so they move to another file.
     saved = beside(path)
     assert note == message + ("" if run else f" They were moved to {saved[0].name}.")
@@ -79,15 +84,15 @@ def test_steps_that_are_taken_again_are_replaced(path, run):
 
 def test_steps_put_aside_are_whole_however_many(path):
     # These record lines are longer than the block that the writer copies at once.
-    later = [{"step": step, "note": "w" * 2**20} for step in (2, 3)]
-    write(path, [{"step": 1}, *later])
+    later = [line_of(step, note="w" * 2**20) for step in (2, 3)]
+    write(path, [line_of(1), *later])
     write(path, last_step=1)
-    assert read_record(path) == [{"step": 1}]
+    assert read_record(path) == [line_of(1)]
     assert [*map(read_record, beside(path))] == [later]
 
 
 def test_first_line_has_the_number_of_the_run_after_a_cut(path):
-    write(path, [{"step": 3}], entries(4, 9), run=5)
+    write(path, [line_of(3)], entries(4, 9), run=5)
     lines = path.read_text().splitlines()
     assert json.loads(lines[0]) == {"run": 5, **missing(1, 2)}
     assert not any("run" in line for line in lines[1:])
@@ -128,7 +133,7 @@ def test_a_resumed_run_says_which_steps_the_record_had_not_seen(path):
 @pytest.mark.parametrize(("last_step", "known"), [(3, 2), (2, 1), (4, None), (0, None)])
 def test_skipped_steps_count_from_the_resumed_step(path, last_step, known):
     # Skipped steps are counted only up to the last step in the record, so the count after a later step is unknown.
-    write(path, [{"step": step, "skipped_steps": step - 1} for step in (1, 2, 3)])
+    write(path, [line_of(step, skipped_steps=step - 1) for step in (1, 2, 3)])
     record = RunRecord(path)
     record.resume(last_step)
     assert record.last_skipped_steps == known
@@ -242,15 +247,15 @@ def test_empty_lines_between_steps_are_no_steps(path):
 
 @pytest.mark.parametrize("last_step", range(10))
 def test_any_lines_are_continued(path, last_step):
-    lines = [*entries(1, 3), {"step": 4, "loss": 1e-7, "names": ["a", "b"], "of": {"a": [1]}, "text": 'a "word" \\'}]
-    lines += [missing(5, 7), {"step": 8, "loss": INF, "flag": None}, {"loss": 1, "step": 9}]
+    lines = [*entries(1, 3), line_of(4, names=["a", "b"], of={"a": [1]}, text='a "word" \\')]
+    lines += [missing(5, 7), line_of(8, loss=INF, flag=None), {"loss": 1, **line_of(9)}]
     path.write_text("".join(json_text(line) + "\n" for line in [{"run": 5, **lines[0]}, *lines[1:]]))
-    notes = write(path, [{"step": 10}], last_step=last_step, run=5)
+    notes = write(path, [line_of(10)], last_step=last_step, run=5)
     assert len(notes) == (last_step < 9)
     left = [line for line in lines if line.get("last_step", line.get("step")) <= last_step]
     first = (left[-1].get("last_step") or left[-1]["step"]) + 1 if left else 1 + last_step
     gap = [missing(first, 9)] if first < 10 else []
-    assert read_record(path) == [*left, *gap, {"step": 10}]
+    assert read_record(path) == [*left, *gap, line_of(10)]
 
 
 def test_a_last_line_of_zeros_is_taken_out(path):
@@ -302,7 +307,7 @@ record = RunRecord(sys.argv[1])
 record.resume(int(sys.argv[2]))
 while True:
     first = record.last_step + 1
-    record.append([{"step": step, "loss": 1 / step} for step in range(first, first + 3)])
+    record.append([{"step": step, "overflow": False, "loss_scale": 1 / step} for step in range(first, first + 3)])
 """
 
 
@@ -329,7 +334,7 @@ import sys
 from mindformers_adaptive.record.writer import RunRecord
 record = RunRecord(sys.argv[1])
 print(*record.resume(*map(int, sys.argv[2:])), flush=True)
-record.append([{"step": record.last_step + 1}])
+record.append([{"step": record.last_step + 1, "overflow": False, "loss_scale": 8.0}])
 print(record.path.name, flush=True)
 sys.stdin.read()
 """
@@ -354,7 +359,7 @@ def test_another_process_takes_another_file_and_says_so(path):
         assert (first.name, first.notes) == ("record.jsonl", "")
         assert {second.name, third.name} == {file.name for file in beside(path)}
         assert second.notes == f"{path} is being written by another run: this run is recorded in {second.name}."
-    assert [*map(read_record, [path, *beside(path)])] == [[{"step": 1}]] * 3
+    assert [*map(read_record, [path, *beside(path)])] == [[line_of(1)]] * 3
 
 
 def test_two_runs_from_one_checkpoint_have_a_record_each(path):
@@ -370,7 +375,7 @@ def test_two_runs_from_one_checkpoint_have_a_record_each(path):
     assert write(path, entries(8, 9), last_step=7, run=second.run) == [
         f"{of_second} went on to step 8: the steps after 7 were removed, because the resumed run takes them again."
     ]
-    assert (read_record(path), read_record(of_second)) == ([*entries(1, 5), {"step": 6}], entries(6, 9))
+    assert (read_record(path), read_record(of_second)) == ([*entries(1, 5), line_of(6)], entries(6, 9))
 
 
 def test_the_lock_of_a_killed_run_does_not_count(path):
@@ -380,13 +385,13 @@ def test_the_lock_of_a_killed_run_does_not_count(path):
     assert path.with_name(".record.jsonl.lock").exists()
     with holder(path, last_step=1) as resumed:
         assert resumed.name == "record.jsonl"
-    assert read_record(path) == [{"step": 1}, {"step": 2}]
+    assert read_record(path) == [line_of(1), line_of(2)]
 
 
 def test_a_lock_that_was_let_go_leaves_no_file(path):
     record = RunRecord(path)
     record.resume(0)
-    record.append([{"step": 1}])
+    record.append([line_of(1)])
     assert len(list(path.parent.iterdir())) == 2
     record.close()
     assert [file.name for file in path.parent.iterdir()] == ["record.jsonl"]
@@ -437,8 +442,8 @@ def test_a_folder_without_locks_is_written_all_the_same(tmp_path):
     (tmp_path / ".record.jsonl.lock").mkdir()
     record = RunRecord(tmp_path / "record.jsonl")
     assert record.resume(0) == []
-    record.append([{"step": 1}])
-    assert read_record(tmp_path / "record.jsonl") == [{"step": 1}]
+    record.append([line_of(1)])
+    assert read_record(tmp_path / "record.jsonl") == [line_of(1)]
 
 
 @pytest.mark.parametrize("step", [np.int64(1), np.int32(1), np.uint8(1)])
@@ -456,11 +461,13 @@ def test_whole_numbers_of_numpy_are_steps(tmp_path, step):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"step": 1, "loss": object()}, "'loss' of step 1 .*has the type object"),
-        ({"step": 1, "loss": np.zeros(2)}, "'loss' of step 1 .*has the type ndarray"),
-        ({"step": 1, "loss": 1j}, "'loss' of step 1 .*has the type complex"),
+        (line_of(1, loss=object()), "'loss' of step 1 .*has the type object"),
+        (line_of(1, loss=np.zeros(2)), "'loss' of step 1 .*has the type ndarray"),
+        (line_of(1, loss=1j), "'loss' of step 1 .*has the type complex"),
         ({"step": 1.0}, "'step' must be a whole number, but got 1.0 of type float"),
         ({"step": True}, "'step' must be a whole number, but got True"),
+        ({"step": 1, "loss_scale": 8.0}, "Step 1 lacks 'overflow'. Give"),
+        ({"step": np.int64(1), "overflow": None}, "Step 1 lacks 'loss_scale'. Give"),
         ({"loss": 1.0}, "'step' must be a whole number, but got None"),
     ],
 )
