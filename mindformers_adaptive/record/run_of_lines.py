@@ -175,6 +175,9 @@ def _listed_path(factor: float, listed: Sequence[LogLine], flags: Flags, before:
         path.append((True, scale))
         last = math.nan if line.next_loss_scale is None else line.next_loss_scale
     path += [(True, math.nan)] * (count - min(count, len(listed)))
+    if room and math.isnan(after) and count <= len(listed):
+        # No line states the scale at the end, but the step after an overflow uses the scale that the overflow set.
+        path, room = [*path, (False, last)], room - 1
     path += [(False, after)] * room
     flags[:], scales = map(np.array, zip(*path, strict=True))
     return np.asarray(scales, np.float64)

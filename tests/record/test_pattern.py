@@ -73,7 +73,7 @@ def read(folder, text, pattern):
 def test_each_program_is_read_by_its_pattern(tmp_path, name):
     pattern, text = PROGRAMS[name]
     run = read(tmp_path, text, pattern)
-    assert (run.log_format, run.step[-1], run.final_loss_scale) == ("pattern", 300, 32768.0)
+    assert (run.log_format, run.step[-1], run.filled_loss_scale[-1]) == ("pattern", 300, 32768.0)
     bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 300), "fairseq": (1, 300)}.get(name, (0, 300))
     assert run.skipped_bounds() == bounds
     assert run.problems == ()
