@@ -49,6 +49,8 @@ class RunSeries(NamedTuple):
         first_step (int), last_step (int): the first and the last step of the run, which may be missing in ``step``.
         skipped (int), counted (int): ``skipped`` of ``counted`` steps were skipped. These are the steps 1 to
             ``last_step``, missing ones included, if the record has their number; otherwise the steps in ``step``.
+        bounds (tuple[int, int], optional): the fewest and the most skipped steps of the run; None if ``skipped`` is
+            exact.
         ceiling (NDArray, optional): float64, the ceiling that the largest gradient of each step implies; nan where it
             is not known, None if it is never known.
         gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where the norm is unknown
@@ -66,6 +68,7 @@ class RunSeries(NamedTuple):
     last_step: int
     skipped: int
     counted: int
+    bounds: tuple[int, int] | None
     ceiling: Floats | None
     gradient_norm: Floats | None
     resumed: Floats
@@ -75,6 +78,14 @@ class RunSeries(NamedTuple):
     def span(self) -> int:
         """The number of steps from the first to the last step of the run, missing steps included."""
         return self.last_step - self.first_step + 1
+
+    @property
+    def skipped_as_text(self) -> str:
+        """The number of skipped steps, or its bounds; there is no upper bound if steps of the log have no number."""
+        if self.bounds is None:
+            return f"{self.skipped:,}"
+        fewest, most = self.bounds
+        return f"{fewest:,} to {most:,}" if most <= self.span else f"at least {fewest:,}"
 
     @property
     def skipped_at_start(self) -> int:
@@ -100,8 +111,10 @@ class RunSeries(NamedTuple):
     def finding(self) -> str:
         """Return a sentence that says how many steps were skipped and how the loss scale moved."""
         whole = counted(self.counted, "step" if self.counted == self.span else "recorded step")
-        number = "None of" if self.skipped == 0 else f"{self.skipped:,} of"
-        if self.skipped == self.counted > 1:
+        number = "None of" if self.skipped_as_text == "0" else f"{self.skipped_as_text.capitalize()} of"
+        if self.bounds is not None and self.bounds[1] > self.span:
+            number, whole = "At least", counted(self.bounds[0], "step")
+        elif self.bounds is None and self.skipped == self.counted > 1:
             number = "All"
         applied = np.flatnonzero(~self.overflow)
         path = _path(self.scales[~np.isnan(self.scales)], len(self.step) - (applied[-1] + 1 if len(applied) else 0))
@@ -171,6 +184,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         scales[-1] = scales[-2]
     # Also count steps that have no line in the record, if the number of skipped steps from step 1 on is known exactly.
     counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
+    is_exact = counts_all or bool(run.position_known[at].all())
     return RunSeries(
         step=run.step[at].astype(np.float64),
         loss=loss[at],
@@ -181,6 +195,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         last_step=int(run.step[-1]),
         skipped=fewest if counts_all else int(run.overflow[at].sum()),
         counted=len(run) if counts_all else int(at.sum()),
+        bounds=None if is_exact else (fewest, most),
         ceiling=ceiling if has_ceiling else None,
         gradient_norm=None if np.isnan(norm).all() else norm,
         resumed=np.array(run.resumed, np.float64),

@@ -335,7 +335,7 @@ def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientS
     what, shares = _lost(gradients)
     most = {name: share[np.isfinite(share)] for name, share in shares.items()}
     known = {name: canvas.percent(float(most[name].max())) for name in order if name in most and len(most[name])}
-    finding = f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{runs[name].skipped:,}' for name in order})}"
+    finding = f"Loss {end}: {ends}; skipped steps: {_listed({name: runs[name].skipped_as_text for name in order})}"
     if known:
         finding = f"Loss {end}: {ends}; {what} at most {_listed(known)}"
     bad = {name: counted(np.isinf(runs[name].loss).sum(), "step") for name in order if losses[name] < math.inf}

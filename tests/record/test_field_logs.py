@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
 
 LOGS = Path(__file__).parent / "samples" / "field_logs.zip"
@@ -67,6 +68,19 @@ def test_what_is_true_of_a_log_is_said(folder, name):
     text = " ".join(analyze(run).text(details=True).split())
     assert [part for part in says if part not in text] == []
     assert [part for part in never if part in text] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("modelzoo_bert.log", "0 to 2,440 of 2,442 steps skipped"),
+        ("glm6b_sink4.log", "2 to 17 of 20 recorded steps skipped"),
+        ("M2_hf_no_steps.log", "At least 23 steps skipped"),
+        ("skip_norm.log", "None of 2 steps skipped"),
+    ],
+)
+def test_a_picture_says_no_more_than_the_log(folder, name, says):
+    assert series_of(read_log(folder / name)).finding().startswith(says)
 
 
 def test_a_wrapped_log_is_refused_with_its_first_line(folder):
