@@ -115,8 +115,7 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
         rules (Sequence[type]): classes of your own rules whose states the checkpoints may hold. Default: none.
 
     Returns:
-        list[Checkpoint], the newest last, with checkpoints of unknown step after all others. Empty if the folder has no
-        checkpoints.
+        list[Checkpoint] by age, the newest last. Checkpoints of unknown step come after all others.
 
     Raises:
         OSError: if there is no such path, or the folder cannot be read.
