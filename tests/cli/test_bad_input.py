@@ -209,7 +209,7 @@ def test_a_pipe_is_no_log(run_program, tmp_path, command):
     code, said = answer(run_program, command, f"/dev/fd/{reading}", *arguments.get(command, []))
     os.close(reading)
     assert code == 1
-    assert has(said, "file that can be read, ... it is a pipe, ... Save the log")
+    assert has(said, "it is a pipe ... Save the log")
 
 
 @pytest.mark.parametrize("command", ["analyze", "plot"])
@@ -370,7 +370,7 @@ def test_an_output_that_takes_nothing_is_an_error(run_program, monkeypatch, comm
 
 @pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
 def test_an_empty_checkpoint_is_named_by_diff(run_program, tmp_path, kind):
-    other = ROOT / "tests" / "checkpoint" / "written_before" / "adaptive" / f"train_step.{kind}"
+    other = ROOT / "tests" / "mindformers" / "written_before" / "adaptive" / f"train_step.{kind}"
     (tmp_path / f"empty.{kind}").touch()
     code, said = answer(run_program, "diff", str(tmp_path / f"empty.{kind}"), str(other))
     assert code == 1
