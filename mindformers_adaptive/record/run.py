@@ -138,6 +138,9 @@ class RecordedRun:
 
         If the first steps are overflows and no line states their scale, each of them may have lowered the scale or left
         it as it was (hysteresis).
+
+        Returns:
+            tuple[float, float], optional: the lowest and the highest.
         """
         scales = np.append(self.loss_scale, self.final_loss_scale)
         known = np.flatnonzero(~np.isnan(scales))

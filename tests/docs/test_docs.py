@@ -54,6 +54,7 @@ MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train
 # Tests of the Python code blocks on the documentation's pages
 
 
+@pytest.mark.slow
 def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
     codes = list(blocks_in("python").values())
     assert len(codes) >= 8
@@ -329,7 +330,6 @@ def test_badges_say_what_the_project_says():
     assert re.search(r"Apache License\s+Version 2\.0", (ROOT / "LICENSE").read_text())
 
 
-@pytest.mark.slow
 def test_tree_of_the_package_names_every_room():
     [tree] = [text for _, text in blocks(DOCS / "contributing.md") if text.startswith("mindformers_adaptive/")]
     package = ROOT / "mindformers_adaptive"
@@ -338,8 +338,8 @@ def test_tree_of_the_package_names_every_room():
     assert set(re.findall(r"^  (\S+)", tree, re.MULTILINE)) == there
 
 
-def test_list_of_policies_is_complete():
+def test_list_of_rules_is_complete():
     text = prose(DOCS / "lab.md")
-    section = text[text.index("## Policies") : text.index("## The program")]
+    section = text[text.index("## Rules by name") : text.index("## The program")]
     assert set(POLICY_NAMES) <= set(re.findall(r"`(\w+)`", section))
-    assert f"has {len(POLICY_NAMES)} policies" in section
+    assert f"has {len(POLICY_NAMES)} rules" in section
