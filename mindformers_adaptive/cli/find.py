@@ -7,7 +7,10 @@ example:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -36,6 +39,7 @@ def run(options: argparse.Namespace) -> None:
     """
     ranges = sweep("find", options, recommendation.EVERY_POWER)
     start = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
+    start = replace(start, scale_sense=_moving_scale(options))
 
     def text() -> str:
         more = start.details()
@@ -44,6 +48,19 @@ def run(options: argparse.Namespace) -> None:
     print_result(options, start.to_dict, text)
     if start.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")
+
+
+def _moving_scale(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the section ``scale_sense`` with the values of ``--options``, or None for a fixed scale or no scale."""
+    key = "runner_wrapper.scale_sense"
+    section = value_at(yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), key)
+    if not isinstance(section, Mapping) or section.get("type") == "FixedLossScaleUpdateCell":
+        return None
+    overrides = read_options(options.options).items()
+    return {
+        **section,
+        **{name.removeprefix(f"{key}."): value for name, value in overrides if name.startswith(f"{key}.")},
+    }
 
 
 def read_learning_rate(options: argparse.Namespace) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -182,6 +183,8 @@ class LossScaleRecommendation:
             float16, or the learning rate is not known.
         is_in_format (bool): whether the backward pass can compute in the format of the sweep. False if its gradients
             exceed the format's largest number without overflow and lose nothing, as in float32. Default: True.
+        scale_sense (Mapping, optional): the section ``scale_sense`` of the training's YAML file. ``yaml`` keeps its
+            rule and its settings, and replaces only its loss scale. Default: None, adaptive scaling.
 
     Examples:
         >>> from mindformers_adaptive.gradients.report import ScaleRanges
@@ -205,6 +208,7 @@ class LossScaleRecommendation:
     verdicts: tuple[Verdict, ...] = ()
     lost_updates: LostUpdates | None = None
     is_in_format: bool = True
+    scale_sense: Mapping[str, object] | None = None
 
     @property
     def yaml(self) -> str:
@@ -213,15 +217,13 @@ class LossScaleRecommendation:
             return ""
         if not self.is_in_format:
             return f"runner_wrapper:\n  type: MFTrainOneStepCell\n  scale_sense: {self.loss_scale_value}\n"
-        return (
-            "runner_wrapper:\n"
-            "  type: MFTrainOneStepCell\n"
-            "  scale_sense:\n"
-            "    type: AdaptiveLossScale\n"
-            f"    loss_scale_value: {self.loss_scale_value:.17g}     # {as_power_of_two(self.loss_scale_value)}\n"
-            "    scale_factor: 2\n"
-            "    scale_window: 20\n"
-        )
+        usual = {"type": "AdaptiveLossScale", "loss_scale_value": None, "scale_factor": 2, "scale_window": 20}
+        section = {**(self.scale_sense or usual), "loss_scale_value": self.loss_scale_value}
+        # MindFormers' YAML reader takes JSON values too.
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in section.items()}
+        exact = f"{self.loss_scale_value:.17g}     # {as_power_of_two(self.loss_scale_value)}"
+        lines = [f"    {key}: {value}\n" for key, value in {**values, "loss_scale_value": exact}.items()]
+        return "".join(["runner_wrapper:\n  type: MFTrainOneStepCell\n  scale_sense:\n", *lines])
 
     def __str__(self) -> str:
         """Return the recommendation as text: a verdict, the YAML section to paste, and up to 3 lines of evidence."""

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -165,6 +166,13 @@ def test_sweep_that_cannot_see_underflow_does_not_deny_it(find, loss_scales):
     recommendation = find(ONES, loss_scales=loss_scales)
     assert recommendation.needs_scaling is None
     assert "without loss scaling" not in str(recommendation)
+
+
+def test_yaml_to_paste_keeps_the_rule_of_the_training(find):
+    of_training = {"type": "GradientGuidedLossScale", "loss_scale_value": 65536, "margin": 8, "scale_factor": 2}
+    recommendation = replace(find(ONES), scale_sense=of_training)
+    pasted = yaml.safe_load(recommendation.yaml)["runner_wrapper"]["scale_sense"]
+    assert pasted == {**of_training, "loss_scale_value": recommendation.loss_scale_value}
 
 
 def test_yaml_to_paste_makes_the_update_cell():
