@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
 from mindspore import amp, context
 
 from mindformers_adaptive.cells import update_cells
+from mindformers_adaptive.cells.refusals import warn_of_large_factor
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
-__all__ += ["warn_of_window_as_factor"]
-
-# A scale_factor of at least this value is probably meant as scale_window: no growth factor is so large, and few windows
-# are smaller.
-_LIKE_A_WINDOW = 100
 
 
 class RuleLossScaleManager(amp.LossScaleManager):
@@ -175,16 +170,6 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return float(self._present_cell.inv_scale)
 
 
-def warn_of_window_as_factor(name: str, scale_factor: float) -> None:
-    """Warn if ``scale_factor`` is so large that it was probably meant as ``scale_window``, the next argument."""
-    if scale_factor >= _LIKE_A_WINDOW:
-        warnings.warn(
-            f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by this number. "
-            f"The usual value is 2. If you mean the window, write scale_window={scale_factor:g}.",
-            stacklevel=3,
-        )
-
-
 class AdaptiveLossScaleManager(RuleLossScaleManager):
     """Loss-scale manager of adaptive loss scaling, for ``Model(..., loss_scale_manager=manager)``.
 
@@ -233,7 +218,7 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
         **arguments: Any,
     ) -> None:
         rule = AdaptiveRule(scale_factor, *windows, **arguments)
-        warn_of_window_as_factor(type(self).__name__, rule.scale_factor)
+        warn_of_large_factor(type(self).__name__, rule.scale_factor, init_loss_scale, "init_loss_scale")
         self._follow(rule, rule.start(init_loss_scale, scale_window, argument="init_loss_scale"))
 
 

@@ -1,10 +1,18 @@
-"""Refusals of arguments that train-step cells cannot use, each with a remedy."""
+"""Refusals of arguments that cannot work, and warnings of arguments that are probably mistaken, with a remedy."""
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from mindspore import amp
 
-__all__ = ["refuse_dividing_optimizer", "require_update_cell"]
+__all__ = ["refuse_dividing_optimizer", "require_update_cell", "warn_of_large_factor"]
+
+# A growth factor of at least this value is probably a scale window or a loss scale: no useful factor is so large.
+_LIKE_NO_FACTOR = 100
+# From this value on, it is rather a loss scale, if the loss scale in turn could be a growth factor.
+_LIKE_A_LOSS_SCALE = 4096
 
 
 def refuse_dividing_optimizer(optimizer: object) -> None:
@@ -44,4 +52,27 @@ def require_update_cell(scale_sense: object) -> None:
     raise TypeError(
         f"'scale_sense' must be an update cell or a Tensor, but got {scale_sense!r} of type "
         f"{type(scale_sense).__name__}. {remedy}"
+    )
+
+
+def warn_of_large_factor(name: str, scale_factor: float, loss_scale: Any, argument: str) -> None:
+    """Warn if ``scale_factor`` is so large that it was probably meant as another argument.
+
+    Args:
+        name (str): the class that takes the arguments.
+        scale_factor (float): the growth factor.
+        loss_scale (float): the initial loss scale.
+        argument (str): the name of ``loss_scale``.
+    """
+    if scale_factor < _LIKE_NO_FACTOR:
+        return
+    is_factor = isinstance(loss_scale, (int, float)) and 1 < loss_scale < _LIKE_NO_FACTOR
+    if is_factor and scale_factor >= _LIKE_A_LOSS_SCALE:
+        remedy = f"If the two numbers are swapped, write {argument}={scale_factor:g}, scale_factor={loss_scale:g}."
+    else:
+        remedy = f"If you mean the window, write scale_window={scale_factor:g}."
+    warnings.warn(
+        f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by this number. The usual "
+        f"value is 2. {remedy}",
+        stacklevel=3,
     )

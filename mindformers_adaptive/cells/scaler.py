@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from mindspore import Parameter, Tensor, amp, jit, ops
+from mindspore import Parameter, Tensor, amp, jit, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.cells.detection import LargestGradient
+from mindformers_adaptive.cells.refusals import warn_of_large_factor
 from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules import Rule, make_rule
@@ -19,6 +21,33 @@ from mindformers_adaptive.rules.guided import GuidedRule
 __all__ = ["SCALERS", "AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler"]
 
 _map = ops.HyperMap()
+
+
+class _CallOrder(nn.Cell):
+    """Warns of a second ``adjust`` after one ``unscale``. In a graph this cell does nothing: it has no operator."""
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self._adjusts_since_unscale = -1
+        self._is_warned = False
+
+    def construct(self, method: str) -> bool:
+        return True
+
+    def __call__(self, method: str) -> bool:
+        if method == "unscale":
+            self._adjusts_since_unscale = 0
+        elif self._adjusts_since_unscale >= 0:
+            self._adjusts_since_unscale += 1
+        if self._adjusts_since_unscale == 2 and not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                "adjust() was called twice after one unscale(), so one training step counts as two. Call adjust() once "
+                "per step. With two optimizers, combine both flags: "
+                "scaler.adjust(ops.logical_and(first_finite, second_finite)).",
+                stacklevel=3,
+            )
+        return True
 
 
 class RuleLossScaler(amp.LossScaler):
@@ -54,6 +83,7 @@ class RuleLossScaler(amp.LossScaler):
 
     def _follow(self, rule: Rule, start: Any) -> None:
         self.rule = rule
+        self._note_call = _CallOrder()
         self.update_cell = self.cell_class._for_rule(rule, start)
         self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
         self.update_cell.bind_loss_scale(self.scale_value)
@@ -82,7 +112,11 @@ class RuleLossScaler(amp.LossScaler):
 
         Returns:
             Union[Tensor, tuple[Tensor]], shapes and dtypes of `inputs`. A float16 loss can be scaled to 65504 only.
+
+        Raises:
+            TypeError: if an element of ``inputs`` is None.
         """
+        _refuse_none(inputs)
         return _map(ops.partial(multiply_in_float32, self.scale_value), inputs)
 
     def unscale(self, inputs: Any) -> Any:
@@ -93,11 +127,16 @@ class RuleLossScaler(amp.LossScaler):
 
         Returns:
             Union[Tensor, tuple[Tensor]], shapes and dtypes of `inputs`.
+
+        Raises:
+            TypeError: if an element of ``inputs`` is None.
         """
+        self._note_call("unscale")
+        _refuse_none(inputs)
         return _map(ops.partial(multiply_in_float32, ops.reciprocal(self.scale_value)), inputs)
 
     def adjust(self, grads_finite: Any, grads: Any = ()) -> bool:
-        """Update the loss scale and the state of the rule for the next training step.
+        """Update the loss scale and the state of the rule for the next training step. Call it once per step.
 
         Args:
             grads_finite (Tensor): bool of shape (), False where the step overflowed.
@@ -114,6 +153,7 @@ class RuleLossScaler(amp.LossScaler):
         """
         if not isinstance(grads_finite, Tensor):
             raise TypeError("'grads_finite' must be a Tensor of one flag, as mindspore.amp.all_finite() returns it.")
+        self._note_call("adjust")
         overflow = ops.logical_not(grads_finite)
         if self._measure_and_update is None:
             self.update_cell(self.scale_value, overflow)
@@ -159,6 +199,16 @@ class RuleLossScaler(amp.LossScaler):
     def inv_scale(self) -> float:
         """float: the reciprocal of the loss scale, by which gradients are multiplied."""
         return self.update_cell.inv_scale
+
+
+def _refuse_none(inputs: Any) -> None:
+    if isinstance(inputs, (tuple, list)):
+        empty = [position for position, tensor in enumerate(inputs) if tensor is None]
+        if len(empty) > 0:
+            raise TypeError(
+                f"'inputs' must be a Tensor or a tuple of Tensors, but inputs{empty} is None: a Parameter has no "
+                "gradient. Leave this Parameter out of the Parameters that are differentiated and optimized."
+            )
 
 
 class AdaptiveLossScaler(RuleLossScaler):
@@ -220,6 +270,7 @@ class AdaptiveLossScaler(RuleLossScaler):
         **arguments: Any,
     ) -> None:
         rule = AdaptiveRule(scale_factor, *windows, **arguments)
+        warn_of_large_factor(type(self).__name__, rule.scale_factor, scale_value, "scale_value")
         self._follow(rule, rule.start(scale_value, scale_window, argument="scale_value"))
 
 

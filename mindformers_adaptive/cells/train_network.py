@@ -10,8 +10,8 @@ from mindspore import Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.loads import SeesLoads, observe_loads
-from mindformers_adaptive.cells.manager import AdaptiveLossScaleManager, RuleLossScaleManager, warn_of_window_as_factor
-from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer
+from mindformers_adaptive.cells.manager import AdaptiveLossScaleManager, RuleLossScaleManager
+from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, warn_of_large_factor
 from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
@@ -68,7 +68,8 @@ def build_train_network(
     get_update_cell = getattr(manager, "get_update_cell", lambda: None)
     update_cell = get_update_cell()
     if isinstance(manager, amp.DynamicLossScaleManager):
-        warn_of_window_as_factor(type(manager).__name__, manager.scale_factor)
+        loss_scale = manager.get_loss_scale()
+        warn_of_large_factor(type(manager).__name__, manager.scale_factor, loss_scale, "init_loss_scale")
     if isinstance(manager, amp.LossScaleManager):
         _check_division(optimizer, manager.get_loss_scale(), update_cell)
     option = None if update_cell is None else _what_needs_a_stock_cell(network, boost_level)

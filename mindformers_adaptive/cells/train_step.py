@@ -14,6 +14,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.constant_scale import ignore_scaler_state
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan, refuse_sparse_gradients
+from mindformers_adaptive.cells.division_check import DivisionCheck
 from mindformers_adaptive.cells.loads import SeesLoads, write
 from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, require_update_cell
 from mindformers_adaptive.cells.unscaling import HALF_PRECISION, GradientReducer, MapInFloat32
@@ -24,6 +25,9 @@ __all__ = ["LossScaleTrainStep", "PerTokenTrainStep"]
 
 # If the largest gradient is still 0 after this many steps, warn that it is not measured: measured values exceed 0.
 _STEPS_BEFORE_CHECK = 5
+
+# Reading the largest gradient waits for the device. So watch only the first steps: they move the loss scale most.
+_WATCHED_STEPS = 100
 
 
 class LossScaleTrainStep(SeesLoads):
@@ -38,7 +42,8 @@ class LossScaleTrainStep(SeesLoads):
     - Gradients in FP16 and BF16 are divided by the loss scale in float32, and then cast back. If the
       ``construct`` of a subclass calls ``self.hyper_map`` itself, the division stays as the subclass does it.
     - If the update cell needs the largest gradient, ``get_overflow_status`` measures it. A warning is given if the
-      largest gradient is still 0 after five steps, because then ``construct`` does not call that method.
+      largest gradient is still 0 after five steps, because then ``construct`` does not call that method; and if a
+      ``construct`` of your own measures gradients that are not divided by the loss scale, in the first 100 steps.
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and optimizer from
       most checkpoint formats, so the update cell becomes a child of the optimizer; its Parameters keep their names.
     - A fixed loss scale stays as you set it. If a checkpoint has another loss scale, a warning says so.
@@ -94,6 +99,10 @@ class LossScaleTrainStep(SeesLoads):
             self._measure_largest_gradient()
         self._is_running = False
         self._steps_before_check = _STEPS_BEFORE_CHECK if hasattr(self, "measure_largest_gradient") else 0
+        # MindSpore's and MindFormers' own ``construct`` divides the gradients before it measures them.
+        is_stock = type(self).construct.__module__.startswith(("mindspore.", "mindformers."))
+        self._watched_steps = _WATCHED_STEPS if self._steps_before_check > 0 and not is_stock else 0
+        self._division_check, self._watched_scale = DivisionCheck(), 0.0
         self._reported_start = None
         ignore_scaler_state(self.loss_scaling_manager)
         self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
@@ -179,6 +188,8 @@ class LossScaleTrainStep(SeesLoads):
         # Check a restored state before the next step too: set_train() may have run before the restore, or not at all.
         if not self._is_running or self._was_loaded():
             _check_and_report(self)
+            self._division_check.interrupt()
+            self._watched_scale = self.scale_sense.asnumpy().item()
         self._is_running = True
         self._start_keeping()
         outputs = super().__call__(*args, **kwargs)
@@ -186,6 +197,9 @@ class LossScaleTrainStep(SeesLoads):
             self._steps_before_check -= 1
             if self._steps_before_check == 0:
                 _warn_if_not_measured(self)
+        if self._watched_steps > 0:
+            self._watched_steps -= 1
+            _warn_if_not_divided(self)
         return outputs
 
     def _was_loaded(self) -> bool:
@@ -341,6 +355,19 @@ def _warn_if_not_measured(train_step: Any) -> None:
             f"not know how large the gradients are. In 'construct' of {name}, first divide the gradients by the loss "
             "scale, then call self.get_overflow_status(status, gradients), which measures them, and clip them only "
             "after that. Or use AdaptiveLossScaleUpdateCell, which needs no measurement.",
+            stacklevel=3,
+        )
+
+
+def _warn_if_not_divided(train_step: Any) -> None:
+    loss_scale, train_step._watched_scale = train_step._watched_scale, train_step.scale_sense.asnumpy().item()
+    update_cell, name = train_step.loss_scaling_manager, type(train_step).__name__
+    if train_step._division_check.add(loss_scale, float(update_cell.largest_gradient.asnumpy())):
+        train_step._watched_steps = 0
+        warnings.warn(
+            f"The largest gradient in {name} follows the loss scale, so {type(update_cell).__name__} keeps the loss "
+            f"scale too low. In 'construct' of {name}, first divide the gradients by the loss scale, then call "
+            "self.get_overflow_status(status, gradients), which measures them.",
             stacklevel=3,
         )
 

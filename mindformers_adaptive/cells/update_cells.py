@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspore import Tensor
 
+from mindformers_adaptive.cells.refusals import warn_of_large_factor
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules import Format, Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -119,11 +120,16 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
                 f"smallest window, {rule.ladder[0]}.",
                 stacklevel=2,
             )
+        warn_of_large_factor(type(self).__name__, rule.scale_factor, loss_scale_value, "loss_scale_value")
         super().__init__(rule, rule.start(_restored_scale(rule, loss_scale_value), scale_window), history_size)
 
     @classmethod
     def _for_rule(cls, rule: Any, state: Any, **options: Any) -> RuleUpdateCell:
-        return cls(state.loss_scale, scale_window=rule.ladder[max(state.window_index, 0)], **rule.arguments, **options)
+        with warnings.catch_warnings():
+            # The user gave these arguments to another class, which has warned already.
+            warnings.filterwarnings("ignore", message="'scale_factor' of")
+            window = rule.ladder[max(state.window_index, 0)]
+            return cls(state.loss_scale, scale_window=window, **rule.arguments, **options)
 
 
 class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):

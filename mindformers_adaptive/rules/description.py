@@ -14,20 +14,20 @@ from typing import Any
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
 from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, is_of_this_package
 
-__all__ = ["DEFAULT_LOSS_SCALE", "OF_EVERY_RULE", "all_arguments", "arguments_of", "check_description"]
+__all__ = ["DEFAULT_LOSS_SCALE", "OF_EVERY_RULE", "RESERVED", "all_arguments", "arguments_of", "check_description"]
 __all__ += ["checked_value", "is_of_this_package"]
 
 # The default of the initial loss scale in MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16
 
 # Names that this package itself uses in states, records or steps. No field of a rule's state may have such a name.
-_TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
-_TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
-_TAKEN |= {"history", "recorded", "restored", "resumed", "run", "saved", "inv_scale"}
-_TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run", "loss_scaling_form"}
-_TAKEN |= {"form"}
-_TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", LARGEST_GRADIENT.name}
-_TAKEN |= {field.name for field in STEP_FIELDS}
+RESERVED = {"loss_scale", "exponent", "replace", "overflow", "step"}
+RESERVED |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
+RESERVED |= {"history", "recorded", "restored", "resumed", "run", "saved", "inv_scale"}
+RESERVED |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run", "loss_scaling_form"}
+RESERVED |= {"form"}
+RESERVED |= {"gradient_known", "max_safe_exponent", "since_event", LARGEST_GRADIENT.name}
+RESERVED |= {field.name for field in STEP_FIELDS}
 
 # Attributes that the class Rule gives to every rule. A user's rule may replace only one of these attributes, the method
 # start().
@@ -177,10 +177,15 @@ def _check_names(of: str, rule: Any) -> None:
                 raise ValueError(f"{of} has {key!r} in its state, which must be a name of letters, digits and '_'.")
             if key != unicodedata.normalize("NFKC", key):
                 raise ValueError(f"{of} has {key!r} in its state, a name that Unicode NFKC would change. Rename it.")
-            if key in seen or key in _TAKEN:
+            if key in RESERVED:
                 raise ValueError(
-                    f"{of} has {key!r} in its state, but this name is taken by another field or by this package. "
-                    "Choose another name."
+                    f"{of} has {key!r} in its state, but this package uses this name in states, records or steps. "
+                    f"Choose another name, none of {', '.join(sorted(RESERVED))}."
+                )
+            if key in seen:
+                raise ValueError(
+                    f"{of} has {key!r} in its state, but another field of this state has an element or a counter of "
+                    "this name. Rename one of them."
                 )
         seen |= {field.name, *field.keys}
     for key in rule.recorded:

@@ -131,6 +131,11 @@ class Rule(metaclass=_CheckedOnCreation):
             )
         self.gradient_format = find_format(gradient_format)
 
+    def __repr__(self) -> str:
+        # An error while the rule is created may show it, before it has all attributes.
+        names = [name for name in arguments_of(type(self)) if name in vars(self)]
+        return f"{type(self).__name__}({', '.join(f'{name}={vars(self)[name]!r}' for name in names)})"
+
     @property
     def min_exponent(self) -> int:
         """int: log2 of the smallest power of two within the bounds of the loss scale."""

@@ -1,5 +1,7 @@
 """The loss scaler in functional training, compiled or not: it follows the rule and keeps its state in checkpoints."""
 
+import warnings
+
 import mindspore
 import numpy as np
 import pytest
@@ -78,6 +80,45 @@ def test_adjust_refuses_what_it_cannot_measure(mode, grads_finite, grads, messag
     with pytest.raises(TypeError, match=message):
         scaler.adjust(grads_finite, grads)
     assert scaler.state() == before
+
+
+@pytest.mark.parametrize("method", ["scale", "unscale"])
+def test_missing_gradient_is_named_by_its_position(mode, method):
+    scaler = AdaptiveLossScaler(2**10)
+    for compiled in (False, True):
+        call = getattr(scaler, method)
+        call = mindspore.jit(call) if compiled else call
+        for inputs in ((Tensor([1.0]), None), [Tensor([1.0]), None]):
+            with pytest.raises(TypeError, match=r"\[1\] is None.*Leave this Parameter out"):
+                call(inputs)
+
+
+def warned_of_two_calls(caught):
+    return [warning for warning in caught if "adjust() was called twice" in str(warning.message)]
+
+
+def test_second_adjust_of_one_unscale_warns_once(mode):
+    scaler = AdaptiveLossScaler(2**10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            scaler.unscale((Tensor([1.0]), Tensor([2.0])))
+            scaler.adjust(Tensor(True))
+            scaler.adjust(Tensor(True))
+    assert len(warned_of_two_calls(caught)) == 1
+    assert "combine both flags" in str(warned_of_two_calls(caught)[0].message)
+
+
+def test_one_adjust_per_step_never_warns(mode):
+    unscaled, adjusted_only = AdaptiveLossScaler(2**10), AdaptiveLossScaler(2**10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            unscaled.unscale(Tensor([1.0]))
+            unscaled.unscale((Tensor([1.0]), Tensor([2.0])))
+            unscaled.adjust(Tensor(True))
+            adjusted_only.adjust(Tensor(True))
+    assert warned_of_two_calls(caught) == []
 
 
 def functional_step(dense, scaler, compiled):

@@ -1,5 +1,6 @@
 """Every rule rejects settings that cannot work, with a message that names settings that work."""
 
+import warnings
 from typing import ClassVar
 
 import mindspore
@@ -9,7 +10,15 @@ from log_max import LogMaxRule
 from mindspore import Parameter, Tensor, nn
 from mindspore.train import Model
 
-from mindformers_adaptive import RuleLossScaleUpdateCell, build_train_network
+from mindformers_adaptive import (
+    AdaptiveLossScaleManager,
+    AdaptiveLossScaler,
+    AdaptiveLossScaleUpdateCell,
+    RuleLossScaleManager,
+    RuleLossScaler,
+    RuleLossScaleUpdateCell,
+    build_train_network,
+)
 from mindformers_adaptive.rules import Rule, float32
 from tests.shared.every_rule import KINDS
 from tests.shared.networks import Dense
@@ -87,6 +96,32 @@ def test_a_bad_argument_is_named(kind, owner, name):
             make(**arguments)
     rule = make(max_loss_scale=4096, min_loss_scale=2).rule
     assert (rule.min_loss_scale, rule.max_loss_scale) == (2, 4096)
+
+
+@pytest.mark.parametrize(
+    ("scaling_class", "argument"),
+    [
+        (AdaptiveLossScaleUpdateCell, "loss_scale_value"),
+        (AdaptiveLossScaleManager, "init_loss_scale"),
+        (AdaptiveLossScaler, "scale_value"),
+    ],
+)
+def test_loss_scale_in_the_place_of_the_factor_is_named_once(scaling_class, argument):
+    for first, second, remedy in ((2, 65536, f"{argument}=65536, scale_factor=2"), (65536, 1000, "scale_window=1000")):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaling_class(first, second, 20)
+        messages = [str(warning.message) for warning in caught]
+        assert len(messages) == 1
+        assert f"'scale_factor' of {scaling_class.__name__} is" in messages[0]
+        assert remedy in messages[0]
+
+
+def test_rule_and_loss_scale_in_each_others_place_are_named():
+    calls = (lambda: RuleLossScaleUpdateCell("guided", 2**16), lambda: RuleLossScaleManager(2**16, "guided"))
+    for call in (*calls, lambda: RuleLossScaler(2**16, "guided")):
+        with pytest.raises(TypeError, match=r"'rule' must be .* got 65536.*are swapped"):
+            call()
 
 
 def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):

@@ -9,6 +9,7 @@ import itertools
 import math
 import pickle
 import random
+import re
 import sys
 import time
 import warnings
@@ -38,8 +39,10 @@ from mindformers_adaptive.rules import (
 )
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
+from mindformers_adaptive.rules.description import RESERVED
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
+from tests.conftest import ROOT
 from tests.shared.every_rule import SILENT, Owned, is_same
 from tests.shared.own_rules import Follow, Plain, Weigh
 
@@ -53,6 +56,19 @@ def rule_of(next_state, *, state=None, first=MappingProxyType({}), needs_gradien
     if first != {}:
         names["first_state"] = lambda self, loss_scale: first
     return type("Own", (Rule,), names)(**arguments)
+
+
+def test_rule_shows_its_arguments():
+    assert repr(Follow(margin=3)).startswith("Follow(margin=3, ")
+    assert "scale_factor=4" in repr(AdaptiveRule(4))
+    assert "margin=5" in repr(GuidedRule(5))
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_documents_list_the_names_that_a_state_cannot_have(language):
+    text = (ROOT / "docs" / language / "own_rule.md").read_text(encoding="utf-8")
+    paragraph = next(part for part in text.split("\n\n") if "`growth_tracker`" in part)
+    assert set(re.findall("`(\\w+)`", paragraph)) - {"state"} == RESERVED
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""A train step that measures gradients before it divides them is told so, and no other train step is."""
+
+import warnings
+
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.division_check import DivisionCheck
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
+STEPS = 60
+NUMBERS = np.arange(STEPS)
+NOISE = np.random.default_rng(0).normal(size=STEPS)
+# log2 of the largest gradient in each step.
+GRADIENTS = {
+    "constant": 0 * NUMBERS,
+    "noise": 0.3 * NOISE,
+    "growing": NUMBERS / 4,
+    "shrinking": -NUMBERS / 4,
+    "spikes of one bit": NUMBERS % 3 == 0,
+    "rare spikes": 5 * (NUMBERS % 11 == 0),
+    "two levels": 3 * (NUMBERS // 9 % 2),
+    "two levels in turn": 2 * (NUMBERS % 2),
+    "wave": 2 * np.sin(NUMBERS / 3),
+    "walk": np.cumsum(NOISE) / 2,
+    "settling": 8 * np.exp(-NUMBERS / 10),
+    "slowly shrinking": -NUMBERS / 20,
+    "small gradients": 0 * NUMBERS - 5,
+    "little noise": 0.05 * NOISE,
+    "heavy tails": NOISE**3,
+}
+
+
+def is_warned(logarithms, start, divided):
+    """Return whether the guided rule's training with these gradients is taken for one without division."""
+    rule, check = GuidedRule(), DivisionCheck()
+    state = rule.start(start)
+    for gradient in 2.0 ** np.asarray(logarithms, float):
+        scale, overflow = state.loss_scale, bool(gradient * state.loss_scale > 65504)
+        largest = np.inf if overflow else float(np.float32(gradient if divided else gradient * scale))
+        if check.add(scale, largest):
+            return True
+        state = rule.step(state, overflow=overflow, largest_gradient=largest)
+    return False
+
+
+@pytest.mark.parametrize("start", [2.0**2, 2.0**16])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_divided_gradients_are_never_warned_of(name, start):
+    assert not is_warned(GRADIENTS[name], start, divided=True)
+
+
+@pytest.mark.parametrize("name", ["constant", "slowly shrinking", "small gradients", "little noise"])
+def test_undivided_gradients_are_found(name):
+    assert is_warned(GRADIENTS[name], 2.0**16, divided=False)
+
+
+def test_spike_that_lowers_the_scale_and_is_gone_is_no_sign():
+    check = DivisionCheck()
+    for scale in (2.0**9, 2.0**7, 2.0**5, 2.0**3):
+        assert not any(check.add(scale, gradient) for gradient in (1.0, 1.0, 1.0, 1.0, 4.0))
+
+
+class Measured(TrainOneStepWithLossScaleCell):
+    """Measures the gradients before or after it divides them."""
+
+    def __init__(self, network, optimizer, scale_sense, divides_first):
+        super().__init__(network, optimizer, scale_sense)
+        self.divides_first = divides_first
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        status, scale = self.start_overflow_check(loss, self.scale_sense)
+        sens = ops.ones_like(loss) * ops.cast(scale, loss.dtype)
+        grads = self.grad_reducer(self.grad(self.network, self.weights)(*inputs, sens))
+        divided = self.hyper_map(ops.partial(divide, scale), grads)
+        measured = divided if self.divides_first else grads
+        overflow = self.process_loss_scale(self.get_overflow_status(status, measured))
+        if not overflow:
+            loss = ops.depend(loss, self.optimizer(divided))
+        return loss, overflow, scale
+
+
+def divide(scale, gradient):
+    return ops.cast(ops.cast(gradient, mstype.float32) / scale, gradient.dtype)
+
+
+@pytest.mark.parametrize("divides_first", [False, True])
+def test_train_step_that_divides_too_late_is_told_the_remedy(graph_mode, divides_first):
+    network = nn.WithLossCell(nn.Dense(3, 2, "ones").to_float(mstype.float16), nn.MSELoss())
+    optimizer = nn.SGD(network.trainable_params(), 0.01)
+    step = Measured(network, optimizer, GradientGuidedLossScaleUpdateCell(2**16), divides_first).set_train()
+    batch = Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(30):
+            step(*batch)
+    messages = [str(warning.message) for warning in caught if "follows the loss scale" in str(warning.message)]
+    assert len(messages) == (0 if divides_first else 1)
+    if messages:
+        assert "Measured" in messages[0]
+        assert "first divide the gradients" in messages[0]
