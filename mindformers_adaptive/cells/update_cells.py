@@ -12,7 +12,7 @@ from mindformers_adaptive.cells.refusals import warn_of_large_factor
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules import Format, Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule, refuses_exchange_rate
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.rules.saved_state import repair_loss_scale
 
@@ -194,6 +194,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
 
     rule_class = GuidedRule
 
+    @refuses_exchange_rate
     def __init__(
         self,
         loss_scale_value: Any,

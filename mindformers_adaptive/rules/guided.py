@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from mindformers_adaptive.rules.checks import require_integer, require_number
@@ -11,7 +12,7 @@ from mindformers_adaptive.rules.formats import Format
 from mindformers_adaptive.rules.functions import int32, maximum, minimum, where
 from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["GuidedRule"]
+__all__ = ["GuidedRule", "refuses_exchange_rate"]
 
 # An overflow lowers log2 of the loss scale by DROP bits, until the next applied step. That may be too much, but it is
 # harmless: the applied step shows how high the loss scale can be. At the start, the margin is at most DROP bits larger
@@ -43,6 +44,21 @@ _LARGEST_MARGIN = 100
 
 # Exponents of loss scales in a checkpoint are invalid beyond this bound, which is far above log2 of any float32 number.
 _LARGEST_EXPONENT = 512
+
+
+def refuses_exchange_rate(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that names ``margin`` in its error if it gets the former argument ``exchange_rate``."""
+
+    @functools.wraps(constructor)
+    def checked(*arguments: Any, **named: Any) -> None:
+        if "exchange_rate" in named:
+            raise TypeError(
+                "'exchange_rate' is no longer an argument of gradient-guided scaling. Use 'margin' instead: how many "
+                "bits the loss scale stays below the ceiling."
+            )
+        constructor(*arguments, **named)
+
+    return checked
 
 
 class GuidedRule(Rule):
@@ -121,6 +137,7 @@ class GuidedRule(Rule):
     tried: ClassVar[dict[str, Any]] = {"margin": (2, 3, 4, 5, 6, 7, 8, 10, 12)}
     keeps_bounds = True
 
+    @refuses_exchange_rate
     def __init__(
         self,
         margin: int = 6,

@@ -18,6 +18,10 @@ def nearest_names(word: str, known: Collection[str]) -> str:
     return ", ".join(difflib.get_close_matches(word, known, cutoff=0.0))
 
 
+# Former names of arguments, each with the name of the argument that replaced it.
+_RENAMED = {"exchange_rate": "margin"}
+
+
 def did_you_mean(word: str, known: Collection[str], most: int = 1, similarity: float = 0.6) -> str:
     """Return "Did you mean ...? " with the known names that are similar to a word; "" if no name is similar.
 
@@ -32,7 +36,11 @@ def did_you_mean(word: str, known: Collection[str], most: int = 1, similarity: f
         "Did you mean 'scale_window'? "
         >>> did_you_mean("seed", ["scale_window"])
         ''
+        >>> did_you_mean("exchange_rate", ["margin"])
+        "Use 'margin' instead. "
     """
+    if _RENAMED.get(word) in known:
+        return f"Use {_RENAMED[word]!r} instead. "
     similar = difflib.get_close_matches(word, known, n=most, cutoff=similarity)
     return f"Did you mean {' or '.join(map(repr, similar))}? " if similar else ""
 
@@ -50,4 +58,4 @@ def describe_wrong(words: Sequence[str], known: Collection[str]) -> str:
     hints = {word: did_you_mean(word, known, most=3, similarity=0.8) for word in words}
     if len(words) == 1:
         return listed + hints[words[0]]
-    return listed + "".join(f"{hint.rstrip('? ')} for {word!r}? " for word, hint in hints.items() if hint)
+    return listed + "".join(f"{hint.rstrip('?. ')} for {word!r}{hint.strip()[-1]} " for word, hint in hints.items() if hint)
