@@ -74,7 +74,8 @@ class Checkpoint:
             return "unreadable"
         counted = {field.parameter for field in STEP_FIELDS}
         for rule in self.rules:
-            rule_parameters = {field.parameter for field in all_fields(rule)} - counted - {LARGEST_GRADIENT.parameter}
+            fields = {field.parameter for field in (*all_fields(rule), *rule.former_fields)}
+            rule_parameters = fields - counted - {LARGEST_GRADIENT.parameter}
             if self.parameters & rule_parameters:
                 by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
                 return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
@@ -197,6 +198,7 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
     fields = {field.parameter: field for field in (*_FIELDS, *(field for rule in rules for field in all_fields(rule)))}
     checkpoint = Checkpoint(path, rules, dict.fromkeys(key for field in fields.values() for key in field.keys))
     fields[FORM] = Field(FORM, parameter=FORM)
+    fields |= {field.parameter: field for rule in rules for field in rule.former_fields}
     origin: dict[str, str] = {}
     any_is_torn = False
     for file in files:
@@ -223,7 +225,8 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
 
 def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -> _Fields:
     """Return the state fields to read. Leave out vectors if the saved rule could order their elements differently."""
-    readable = {name: field for name, field in fields.items() if name != FORM}
+    former = {field.parameter for rule in checkpoint.rules for field in rule.former_fields}
+    readable = {name: field for name, field in fields.items() if name not in (FORM, *former)}
     by_name = {_last_part(name): value for name, value in content.items()}
     for rule in checkpoint.rules if FORM in by_name else ():
         parts = [field.parameter for field in kept_fields(rule) if field.parts and field.parameter in by_name]

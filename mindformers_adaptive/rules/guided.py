@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from mindformers_adaptive.rules.checks import require_integer, require_number
+from mindformers_adaptive.rules.fields import Field
 from mindformers_adaptive.rules.formats import Format
 from mindformers_adaptive.rules.functions import int32, maximum, minimum, where
 from mindformers_adaptive.rules.rule import Rule
@@ -125,8 +126,9 @@ class GuidedRule(Rule):
     name = "guided"
     title = "gradient-guided scaling"
     cell = "GradientGuidedLossScale"
-    # Earlier versions of this rule kept other values in Parameters named guided_counters, guided_level, guided_counts,
-    # guided_levels and guided_overflow_rate. The name of the field below differs from all of these.
+    # Earlier versions had the Parameters guided_counters, guided_level, guided_counts and guided_levels, too. The field
+    # below has another name, because its values mean something else.
+    former_fields = (Field("overflow_rate", "float32", (16,), (), "guided_overflow_rate"),)
     state: Mapping[str, Any] = {
         "low_and_margin": dict.fromkeys(("low", "current_margin", "first_exponent", "clean_steps", "wait"), int32)
     }

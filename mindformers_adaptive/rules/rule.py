@@ -106,6 +106,8 @@ class Rule(metaclass=_CheckedOnCreation):
     start_arguments: ClassVar[tuple[str, ...]] = ()
     # Arguments that a YAML section for this rule always shows, even with default values.
     usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
+    # Fields that earlier versions of the rule had, and by which a checkpoint of these versions is recognized.
+    former_fields: ClassVar[tuple[Field, ...]] = ()
     # Whether the state has clean_steps, the number of steps since the last overflow or raise. The update cell stores
     # this number as the difference of two step counters.
     counts_clean_steps: ClassVar[bool] = False

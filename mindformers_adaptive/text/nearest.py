@@ -58,4 +58,6 @@ def describe_wrong(words: Sequence[str], known: Collection[str]) -> str:
     hints = {word: did_you_mean(word, known, most=3, similarity=0.8) for word in words}
     if len(words) == 1:
         return listed + hints[words[0]]
-    return listed + "".join(f"{hint.rstrip('?. ')} for {word!r}{hint.strip()[-1]} " for word, hint in hints.items() if hint)
+    return listed + "".join(
+        f"{hint.rstrip('?. ')} for {word!r}{hint.strip()[-1]} " for word, hint in hints.items() if hint
+    )

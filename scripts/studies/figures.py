@@ -57,6 +57,7 @@ POLICY_RATIO = "scripts.studies.policy_ratio"
 GUIDED, FORMATS = "scripts.studies.guided_training", "scripts.studies.formats_training"
 FIGURES = {
     "study": Figure(f"python -m {STUDY}", STUDY),
+    "guided_rule": Figure("python -m scripts.studies.guided_rule", "scripts.studies.guided_rule"),
     "worth": Figure("python -m scripts.studies.worth_it", "scripts.studies.worth_report"),
     "micro_batches": Figure(f"python -m {MICRO_BATCHES}", MICRO_BATCHES),
     "harm": Figure("python -m scripts.studies.harm", "scripts.studies.harm"),

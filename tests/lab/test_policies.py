@@ -38,7 +38,7 @@ def replay(policy, steps):
     ("name", "scale", "window", "scale_after_a_drop"),
     [
         ("adaptive", 2.0**16, 20, 2.0**15),
-        ("guided", 2.0**16, 500, 2.0**6),
+        ("guided", 2.0**16, None, 2.0**6),
         ("fixed", 128.0, None, 128.0),
         ("dynamic", 2.0**24, 2000, 2.0**23),
         ("dynamic_scaler", 2.0**24, 2000, 2.0**23),

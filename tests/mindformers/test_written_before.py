@@ -1,4 +1,4 @@
-"""Files of version 0.1.0 are still read, and trainings continue from these files as they did in version 0.1.0.
+"""Files of earlier versions are still read, and trainings continue from these files as they did then.
 
 The files are in ``written_before``; its README says how they were made.
 """
@@ -23,12 +23,12 @@ from tests.mindformers.training_runs import CheckpointSection, TrainingRun
 from tests.shared.every_rule import KINDS
 from tests.shared.versions import NEEDS_SECTION
 
-# A pattern for the warning when a gradient-guided update cell loads a state of version 0.1.0, whose form is older.
-OLDER_FORM_WARNING = "(older form of the|a) state of gradient-guided scaling.*: the rule starts afresh at loss scale"
+# A pattern for the warning when a gradient-guided update cell loads a state of an earlier version.
+OLDER_FORM_WARNING = "(older form of the|a|no) state of gradient-guided scaling.*: the rule starts afresh at loss scale"
 
 WRITTEN = Path(__file__).parent / "written_before"
 EXPECTED = json.loads((WRITTEN / "expected.json").read_text())
-ADAPTIVE, GUIDED = ["adaptive", "adaptive_hysteresis_2"], ["guided"]
+ADAPTIVE, GUIDED = ["adaptive", "adaptive_hysteresis_2"], ["guided", "guided_exchange_rate"]
 LAUNCHED = ["adaptive_launched", "guided_launched"]
 CHECKPOINTS = ["train_step.ckpt", "train_step.safetensors"]
 SIDECAR = "iteration_00000060"

@@ -55,24 +55,9 @@ def test_record_is_the_rule_with_the_gradients(path, tmp_path, every_n_steps):
     rule = GuidedRule()
     assert_follows(rule, rule.start(2.0**10), lines)
     for line in lines:
-        assert list(line) == [*FIELDS, "gradient_format"]
+        assert list(line) == [*FIELDS, "gradient_format", "current_margin"]
         assert line["gradient_format"] == "float16"
         assert line["largest_gradient"] == (math.inf if line["overflow"] else LARGEST)
         unknown = [name for name, value in line.items() if value is None]
-        assert unknown == ["window_index", "growth_num", "down_num", "gradient_norm"]
+        assert unknown == ["scale_window", "window_index", "growth_num", "down_num", "gradient_norm"]
         assert line["dropped_by_norm"] is False
-
-
-def test_the_window_of_the_rule_is_recorded_and_told(path, messages):
-    network = build()
-    # With this state, an overflow that the gradients do not explain shortens the scale window.
-    cell = network.loss_scaling_manager
-    cell.load_state_dict({**cell.state_dict(), "scale_window": 4000, "cur_iter": 2, "clean_steps": 1})
-    monitor = LossScaleMonitor(path)
-    train(network, [monitor], [True, False])
-    lines = read_record(path)
-    assert [(line["step"], line["scale_window"]) for line in lines] == [(2, 4000), (3, 500)]
-    # Leave out the message about step 2, whose loss is inf.
-    assert [message for message in messages()[1:] if "step 2" not in message] == [
-        f"Loss scaling: at step 3 the window goes from 4000 to 500, at loss scale {lines[1]['next_loss_scale']}."
-    ]

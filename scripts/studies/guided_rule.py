@@ -1,0 +1,321 @@
+"""Compare gradient-guided loss scaling with other rules, and with other constants, on synthetic traces.
+
+    python -m scripts.studies.guided_rule
+
+Prints Markdown: of each rule the skipped steps in 1000, and the share of applied steps with a loss scale more than
+16 bits below the ceiling (the largest loss scale without overflow). The same arguments give the same text.
+"""
+
+import argparse
+from contextlib import contextmanager
+from typing import ClassVar
+
+import numpy as np
+
+from mindformers_adaptive.lab.configuration import Configuration
+from mindformers_adaptive.lab.gradient_ceilings import (
+    INDEPENDENT_CEILINGS,
+    independent_ceiling,
+    random_of,
+    with_gradients,
+)
+from mindformers_adaptive.lab.measures import overflow_flags
+from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
+from mindformers_adaptive.record.trace import Trace
+from mindformers_adaptive.rules import Rule, argmin, float32, floor, int32, maximum, stack, take, where
+from mindformers_adaptive.rules import guided as guided_module
+from mindformers_adaptive.rules.lanes import Lanes
+from scripts.examples.log_max import LogMaxRule
+from scripts.studies.reporting import add_json_option, positive, with_captions, write_json
+
+# More than FAR bits below the ceiling, FP16 can lose a part of the gradient that matters.
+FAR = 16
+FIRST_SEED = 1000
+
+
+class RecentMaxima(Rule):
+    """Delayed scaling, as Transformer Engine has it: a margin below the lowest of the ceilings of the last steps."""
+
+    name = "recent_maxima"
+    needs_gradients = True
+
+    def __init__(self, margin=6, length=16, **bounds):
+        super().__init__(**bounds)
+        self.margin, self.length = margin, length
+        self.state = {"ceilings": float32[length]}
+
+    def first_state(self, loss_scale):
+        return {"ceilings": [float(np.log2(loss_scale)) + self.margin] * self.length}
+
+    def next_state(self, state, seen):
+        # After an overflow, remember a ceiling that is one bit lower than the loss scale.
+        shown = where(seen.gradient_known, seen.max_safe_exponent, state.exponent + self.margin)
+        newest = float32(where(seen.overflow, state.exponent - 1, shown))
+        ceilings = stack([*[state.ceilings[index] for index in range(1, self.length)], newest])
+        return state.replace(ceilings=ceilings, exponent=int32(take(ceilings, argmin(ceilings))) - self.margin)
+
+
+class GrowingMargin(Rule):
+    """A simpler guided rule: each unexplained overflow enlarges the margin, which begins with 6 bits."""
+
+    name = "growing_margin"
+    needs_gradients = True
+    state: ClassVar = {"low": float32, **dict.fromkeys(("margin", "clean", "first", "has_begun"), int32)}
+
+    def first_state(self, loss_scale):
+        return {"margin": 6, "first": int(np.log2(loss_scale))}
+
+    def next_state(self, state, seen):
+        known, first = seen.gradient_known, state.first
+        shown = float32(seen.max_safe_exponent)
+        climbed = state.low + (shown - state.low) * 0.05 + 0.05
+        climbed = where(shown < climbed, shown, climbed)
+        low = where(known, where(state.has_begun > 0, climbed, shown), state.low)
+        lowest = int32(floor(low))
+        unexplained = (state.consecutive_overflows > 0) & known & (seen.max_safe_exponent >= first)
+        margin = where(unexplained, maximum(state.margin, lowest - first + 3), state.margin)
+        clean = where(unexplained, 1, state.clean + 1)
+        is_calm = clean >= 1000
+        margin = where(is_calm, maximum(margin - 1, 6), margin)
+        begun = maximum(state.has_begun, int32(known))
+        following = where(begun > 0, lowest - margin, state.exponent)
+        following = where(following < self.min_exponent, self.min_exponent, following)
+        applied = state.replace(
+            low=low, margin=margin, clean=where(is_calm, 0, clean), first=following, has_begun=begun, exponent=following
+        )
+        return where(seen.overflow, state.replace(exponent=maximum(state.exponent - 10, self.min_exponent)), applied)
+
+
+GUIDED, DYNAMIC, GROWING = "guided", "dynamic 1000", "a margin that always grows"
+RULES = {
+    GUIDED: Configuration("guided"),
+    DYNAMIC: Configuration.dynamic(1000),
+    "dynamic 400 (verl)": Configuration.dynamic(400),
+    "dynamic 1000, hysteresis 2 (DeepSpeed)": Configuration.dynamic(1000, hysteresis=2),
+    "recent maxima (TransformerEngine)": Configuration(RecentMaxima),
+    "LogMax (OpenSeq2Seq)": Configuration(LogMaxRule),
+    GROWING: Configuration(GrowingMargin),
+}
+# The rules in the table of hard traces.
+ON_HARD = (GUIDED, GROWING, DYNAMIC, "recent maxima (TransformerEngine)")
+# Constants of the guided rule, each with the values to try. The first value of each is the present one.
+CONSTANTS = {
+    "margin": (6, 3, 12),
+    "DROP": (10, 5, 20),
+    "CLIMB": (10, 5, 20),
+    "BELOW": (4, 2, 8),
+    "PATIENCE": (1000, 500, 2000),
+    "HELPS": (8, 4, 16),
+}
+# Groups of traces for the tables with a column for each group.
+MAIN = ("gradients show the ceiling", "regimes", "hidden by 3 bits", "hidden by 8 bits", "a ceiling of its own")
+FOR_CONSTANTS = (*MAIN[:2], "hidden by 8 bits", "hidden by 14 bits", "an inf every 50 steps")
+
+CAPTIONS = {
+    "rules": "Skipped steps in 1000 / share of applied steps more than 16 bits below the ceiling:",
+    "hard": "The same on traces that are hard for the guided rule:",
+    "worse": "Runs in which the guided rule skipped more steps than a window of 1000:",
+    "constants": "The same for the guided rule with half and double of each constant:",
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=positive, default=1500, help="steps of each trace (default: 1500)")
+    parser.add_argument("--seeds", type=positive, default=10, help="traces of each kind (default: 5)")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    groups = groups_of_traces(arguments.steps, range(FIRST_SEED, FIRST_SEED + arguments.seeds))
+    result = {
+        "steps": arguments.steps,
+        "seeds": arguments.seeds,
+        "rules": {name: measure(configuration, groups) for name, configuration in RULES.items()},
+        "constants": study_of_constants({name: groups[name] for name in FOR_CONSTANTS}),
+    }
+    print(f"{arguments.seeds} seeds from {FIRST_SEED} on, {arguments.steps} steps each, from 2^16.")
+    print("\n".join(with_captions(tables(result), CAPTIONS)))
+    write_json(arguments.json, result)
+
+
+def groups_of_traces(steps, seeds):
+    """Return lists of traces, by the name of their group."""
+    kinds = {
+        "gradients show the ceiling": (KINDS, 0.0, 0.0),
+        "regimes": (REGIMES, 0.0, 0.0),
+        "hidden by 3 bits": (KINDS, 3.0, 0.4),
+        "regimes, hidden by 3 bits": (REGIMES, 3.0, 0.4),
+        "hidden by 8 bits": (KINDS, 8.0, 0.4),
+        "2 bits too little": (KINDS, -2.0, 0.0),
+    }
+    groups = {
+        name: [
+            with_gradients(synthetic_trace(kind, steps, seed), offset, spread, seed)
+            for kind in of_group
+            for seed in seeds
+        ]
+        for name, (of_group, offset, spread) in kinds.items()
+    }
+    groups["a ceiling of its own"] = [
+        independent_ceiling(steps, seed, *numbers) for numbers in INDEPENDENT_CEILINGS for seed in seeds
+    ]
+    return groups | {name: [make(steps, random_of(seed, name)) for seed in seeds] for name, make in HARD.items()}
+
+
+def made(ceiling, shown):
+    """Return a trace from log2 of its ceilings, and log2 of the ceilings that its gradients show."""
+    return with_gradients(Trace.exact("hard", np.exp2(ceiling)), shown - ceiling)
+
+
+def noise(steps, random, spread=0.25):
+    return 18 + spread * random.standard_normal(steps)
+
+
+def hidden(bits):
+    return lambda steps, random: made(ceiling := noise(steps, random, 0.7), ceiling + bits)
+
+
+def infs(every):
+    def make(steps, random):
+        shown = noise(steps, random)
+        return made(np.where(np.arange(steps) % every == every - 1, -120.0, shown), shown)
+
+    return make
+
+
+def random_infs(steps, random):
+    shown = noise(steps, random)
+    return made(np.where(random.random(steps) < 0.01, -120.0, shown), shown)
+
+
+def silent(steps, random):
+    return Trace.exact("silent", np.exp2(noise(steps, random)))
+
+
+def pairs_of_spikes(steps, random):
+    ceiling = noise(steps, random)
+    for step in np.flatnonzero(random.random(steps) < 0.005):
+        ceiling[step] -= 9
+        ceiling[min(step + random.integers(1, 4), steps - 1)] -= 12
+    return made(ceiling, ceiling)
+
+
+def rare_spikes(steps, random):
+    shown = noise(steps, random)
+    return made(shown - 11.0 * (random.random(steps) < 0.002), shown)
+
+
+def deep_regimes(steps, random):
+    ceiling, begin = noise(steps, random), 0
+    while begin < steps:
+        end = begin + random.integers(20, 200)
+        ceiling[end : end + 100] -= 14
+        begin = end + 100
+    return made(ceiling, ceiling)
+
+
+def falling(steps, random):
+    ceiling = noise(steps, random) - np.arange(steps) / 100
+    return made(ceiling, ceiling)
+
+
+# Traces that are hard for the guided rule, by group.
+HARD = {
+    "no gradients": silent,
+    "hidden by 14 bits": hidden(14),
+    "hidden by 20 bits": hidden(20),
+    "an inf every 20 steps": infs(20),
+    "an inf every 50 steps": infs(50),
+    "an inf every 200 steps": infs(200),
+    "an inf every 1000 steps": infs(1000),
+    "an inf in 1 % of the steps": random_infs,
+    "pairs of spikes": pairs_of_spikes,
+    "spikes in 1 of 500 steps": rare_spikes,
+    "regimes 14 bits deep": deep_regimes,
+    "a ceiling that falls for ever": falling,
+}
+
+
+def measure(configuration, groups):
+    """Replay a configuration on groups of traces.
+
+    Returns:
+        dict by group, with ``skipped``, the skipped steps of each trace, and ``far``, the mean share of applied steps
+        whose loss scale is more than ``FAR`` bits below the ceiling.
+    """
+    traces = [trace for of_group in groups.values() for trace in of_group]
+    lanes = Lanes([configuration.rule] * len(traces), [configuration.start] * len(traces))
+    ceilings = np.stack([trace.ceiling for trace in traces], 1)
+    gradients = np.stack([gradients_of(trace) for trace in traces], 1)
+    overflows, far = (np.zeros(ceilings.shape, bool) for _ in range(2))
+    for step, (ceiling, gradient) in enumerate(zip(ceilings, gradients, strict=True)):
+        overflows[step] = overflow_flags(lanes.loss_scale, ceiling)
+        far[step] = ~overflows[step] & (lanes.loss_scale * 2.0**FAR < ceiling)
+        lanes.step(overflows[step], gradient)
+    skipped = overflows.sum(0)
+    shares = far.sum(0) / np.maximum(len(far) - skipped, 1)
+    ends = np.cumsum([len(of_group) for of_group in groups.values()])[:-1]
+    return {
+        name: {"skipped": counts.tolist(), "far": float(of_group.mean())}
+        for name, counts, of_group in zip(groups, np.split(skipped, ends), np.split(shares, ends), strict=True)
+    }
+
+
+def gradients_of(trace):
+    return np.full(len(trace), np.nan) if trace.largest_gradient is None else trace.largest_gradient
+
+
+@contextmanager
+def changed(name, value):
+    """Change a constant of the guided rule while rules are made."""
+    present = getattr(guided_module, name)
+    setattr(guided_module, name, value)
+    try:
+        yield
+    finally:
+        setattr(guided_module, name, present)
+
+
+def study_of_constants(groups):
+    results = {}
+    for name, values in CONSTANTS.items():
+        for value in values:
+            if name == "margin":
+                results[f"{name} {value}"] = measure(Configuration("guided", margin=value), groups)
+            else:
+                with changed(name, value):
+                    results[f"{name} {value}"] = measure(Configuration("guided"), groups)
+    return results
+
+
+def tables(result):
+    """Return the tables by name, as lists of rows; the first row has the names of the columns."""
+    steps, rules = result["steps"], result["rules"]
+    hard = [group for group in rules[GUIDED] if group not in MAIN]
+    shown = {
+        "rules": [
+            ["rule", *MAIN],
+            *([name, *(point(row[group], steps) for group in MAIN)] for name, row in rules.items()),
+        ],
+        "hard": [
+            ["traces", *ON_HARD],
+            *([group, *(point(rules[name][group], steps) for name in ON_HARD)] for group in hard),
+        ],
+    }
+    shown["worse"] = [["traces", "worse runs", "of"]]
+    for group, row in rules[GUIDED].items():
+        pairs = list(zip(row["skipped"], rules[DYNAMIC][group]["skipped"], strict=True))
+        if worse := sum(guided > dynamic for guided, dynamic in pairs):
+            shown["worse"].append([group, str(worse), str(len(pairs))])
+    shown["constants"] = [
+        ["constant", *FOR_CONSTANTS],
+        *([name, *(point(row[group], steps) for group in FOR_CONSTANTS)] for name, row in result["constants"].items()),
+    ]
+    return shown
+
+
+def point(row, steps):
+    return f"{1000 * np.mean(row['skipped']) / steps:.2f} / {100 * row['far']:.1f} %"
+
+
+if __name__ == "__main__":
+    main()

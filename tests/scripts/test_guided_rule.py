@@ -1,0 +1,50 @@
+"""The study of the guided rule takes its numbers from replays, and the rule loses as few steps as the pages say."""
+
+import numpy as np
+
+from mindformers_adaptive.lab.configuration import Configuration
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.rules import guided
+from scripts.studies import guided_rule as study
+from tests.shared.pages import figure
+
+
+def test_figures_of_a_short_study_are_those_of_direct_calls():
+    groups = {name: traces[:2] for name, traces in study.groups_of_traces(300, range(2)).items()}
+    measured = study.measure(Configuration("guided", margin=3), groups)
+    for name, traces in groups.items():
+        runs = [replay(make_policy("guided", margin=3), trace) for trace in traces]
+        assert measured[name]["skipped"] == [int(run.overflow.sum()) for run in runs]
+        far = [
+            (run.loss_scale * 2.0**16 < trace.ceiling)[~run.overflow].mean()
+            for run, trace in zip(runs, traces, strict=True)
+        ]
+        assert np.isclose(measured[name]["far"], np.mean(far))
+
+
+def test_a_changed_constant_is_back_afterwards():
+    with study.changed("DROP", 5):
+        assert Configuration("guided").rule.step(guided.GuidedRule().start(2.0**16), True).loss_scale == 2.0**11
+    assert guided.DROP == study.CONSTANTS["DROP"][0] == 10
+    assert all(getattr(guided, name) == values[0] for name, values in study.CONSTANTS.items() if name != "margin")
+
+
+def test_the_guided_rule_loses_few_steps():
+    data = figure("guided_rule")
+    of_guided, of_dynamic = (data["rules"][name] for name in (study.GUIDED, study.DYNAMIC))
+
+    def of_1000(row):
+        return 1000 * np.mean(row["skipped"]) / data["steps"]
+
+    aimed_at = {
+        "gradients show the ceiling": (0.5, 0.015),
+        "regimes": (1.6, 0.015),
+        "hidden by 3 bits": (2.6, 0.005),
+        "a ceiling of its own": (1.12, 0.001),
+    }
+    for group, (skipped, far) in aimed_at.items():
+        assert of_1000(of_guided[group]) <= skipped
+        assert of_guided[group]["far"] <= far
+    lost = {group for group in of_guided if of_1000(of_guided[group]) > of_1000(of_dynamic[group])}
+    assert lost == {"hidden by 20 bits"}
