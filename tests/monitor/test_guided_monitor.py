@@ -55,7 +55,7 @@ def test_record_is_the_rule_with_the_gradients(path, tmp_path, every_n_steps):
     rule = GuidedRule()
     assert_follows(rule, rule.start(2.0**10), lines)
     for line in lines:
-        assert list(line) == [*FIELDS, "gradient_format", "current_margin"]
+        assert list(line) == [*FIELDS, "current_margin", "gradient_format"]
         assert line["gradient_format"] == "float16"
         assert line["largest_gradient"] == (math.inf if line["overflow"] else LARGEST)
         unknown = [name for name, value in line.items() if value is None]
