@@ -14,7 +14,7 @@ from typing import Any
 
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Field, form_of, kept_fields
+from mindformers_adaptive.rules.fields import Field, form_of, kept_fields
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields
 from mindformers_adaptive.rules.state_dict import FORM
@@ -72,11 +72,8 @@ class Checkpoint:
         """The kind of loss-scaling state: "none" without such a state, "unreadable" if a damaged file may hide it."""
         if self.unreadable:
             return "unreadable"
-        counted = {field.parameter for field in STEP_FIELDS}
         for rule in self.rules:
-            fields = {field.parameter for field in (*all_fields(rule), *rule.former_fields)}
-            rule_parameters = fields - counted - {LARGEST_GRADIENT.parameter}
-            if self.parameters & rule_parameters:
+            if self.parameters & {field.parameter for field in (*kept_fields(rule), *rule.former_fields)}:
                 by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
                 return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
         if any(self.values[name] is not None for name in ("cur_iter", "last_overflow_iter")):
@@ -197,8 +194,7 @@ def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
 def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> Checkpoint:
     fields = {field.parameter: field for field in (*_FIELDS, *(field for rule in rules for field in all_fields(rule)))}
     checkpoint = Checkpoint(path, rules, dict.fromkeys(key for field in fields.values() for key in field.keys))
-    fields[FORM] = Field(FORM, parameter=FORM)
-    fields |= {field.parameter: field for rule in rules for field in rule.former_fields}
+    fields |= {field.parameter: field for rule in rules for field in (*rule.former_fields, Field(FORM, parameter=FORM))}
     origin: dict[str, str] = {}
     any_is_torn = False
     for file in files:
