@@ -1,4 +1,4 @@
-"""Replay policies on traces, and compare their skipped steps and headroom.
+"""Replay policies on traces, and compare their skipped steps and bits below the ceiling.
 
 examples:
   adaptive-loss-scale compare output/log/rank_0/info.log
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"gradients; all names: {', '.join(POLICY_NAMES)}, or module.Class, a rule of your own",
     )
     parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
-    add_output_arguments(parser, "draw ceiling, scales and skips, or the Pareto front, to a file")
+    add_output_arguments(parser, "draw ceiling, scales and skips, or skips and bits below the ceiling, to a file")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 examples:
   adaptive-loss-scale tune output/log/rank_0/info.log
   adaptive-loss-scale tune --policy both --grid margin=4,6,8 output/loss_scale_record.jsonl
-  adaptive-loss-scale tune my_logs/ --exchange-rate 0.2 --grid hysteresis=1,2,4 --grid max_scale_window=200,500,1000
+  adaptive-loss-scale tune my_logs/ --rows 10 --grid hysteresis=1,2,4 --grid max_scale_window=200,500,1000
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindformers_adaptive.cli.output import (
     wrong_usage,
 )
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
-from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE
+from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.tuning import tune
 from mindformers_adaptive.record.run import ASSUMPTIONS
 from mindformers_adaptive.rules import RULES, find_rule
@@ -40,13 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"whose settings to try: {', '.join(map(repr, RULES))}, 'both' in one table, or 'module.Class', a rule of "
         "your own; default: adaptive",
     )
-    parser.add_argument(
-        "--exchange-rate",
-        type=float,
-        default=DEFAULT_EXCHANGE_RATE,
-        help="how many skipped steps in 1000 a bit of headroom over the run is worth; default: "
-        f"{DEFAULT_EXCHANGE_RATE:g}, what a window of 1000 pays to try the next bit",
-    )
+    parser.add_argument("--exchange-rate", type=_refused_rate, help=argparse.SUPPRESS)
     parser.add_argument(
         "--grid",
         action="append",
@@ -82,7 +76,6 @@ def run(options: argparse.Namespace) -> None:
         tuning = tune(
             [source.trace for source in sources],
             configurations,
-            exchange_rate=options.exchange_rate,
             assumptions=assumptions,
             recorded=recorded if len(recorded) == len(sources) else (),
             progress=progress,
@@ -103,6 +96,13 @@ def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list
             tried_arguments = {key: values for key, values in tried.items() if key in arguments or key in common}
             configurations += grid(name, **{**default_grid(name), **tried_arguments})
     return configurations
+
+
+def _refused_rate(_: str) -> None:
+    raise argparse.ArgumentTypeError(
+        f"bits have no price any more: they are free down to {FREE_BITS} below the ceiling, and a step that is lower "
+        "counts as skipped. Leave the option out"
+    )
 
 
 def _read_tried(text: str) -> tuple[str, list[object]]:

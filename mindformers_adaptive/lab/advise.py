@@ -1,9 +1,8 @@
 """Advice after a recorded run: a loss scale to start from, scale windows to use, or a cause outside loss scaling.
 
 Settings are recommended only if the log decides for at least 90 % of the replayed steps whether they are skipped. The
-replay must also save more than two skipped steps, whatever is assumed about the other steps. Costs are counted in
-skipped steps: 1000 steps that each lose a bit of headroom count as one skipped step, see
-:func:`~mindformers_adaptive.lab.measures.cost`.
+replay must also save more than two skipped steps, whatever is assumed about the other steps. A step whose scale is more
+than 16 bits below the ceiling counts as a skipped one, see :func:`~mindformers_adaptive.lab.measures.cost`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from mindformers_adaptive.lab.configuration import Configuration, grid
 from mindformers_adaptive.lab.facts import HELD, StartUp, start_up_of
 from mindformers_adaptive.lab.measures import (
-    DEFAULT_EXCHANGE_RATE,
     LARGEST_LOSS_SCALE,
     SMALLEST_LOSS_SCALE,
     Measures,
@@ -146,7 +144,7 @@ def advise(
 def _accepted(
     configuration: Configuration | None, traces: Sequence[Trace], recorded: Sequence[Measures]
 ) -> Settings | None:
-    """Return settings and replay if the replay costs clearly less than the run (skipped steps, headroom), else None.
+    """Return settings and replay if the replay costs clearly less than the run, else None.
 
     The log must also show, for most steps of the replay with the settings, whether the step overflows.
     """
@@ -359,11 +357,11 @@ def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Co
 def _larger_window(
     raised_after: Sequence[int], recorded: Measures, settings: Settings, start: Sequence[Advice]
 ) -> list[Advice]:
-    """Return advice to use larger scale windows if they save more skipped steps than their lost headroom costs."""
+    """Return advice to use larger scale windows if they save skipped steps, and not at the cost of steps too low."""
     rule, after = settings.configuration.rule, settings.measures[0]
     # Do not count the steps skipped at the start of the run: the advice to start lower already avoids these skips.
     before = recorded.skipped - sum(advice.figures["saves_skipped_steps"] for advice in start)
-    if before - after.skipped <= max(_TOLERABLE, DEFAULT_EXCHANGE_RATE / 1000 * recorded.steps):
+    if before - after.skipped <= max(_TOLERABLE, after.too_low - recorded.too_low):
         return []
     used, better = (
         f"{low} steps" if low == high else f"{low} to {high} steps"

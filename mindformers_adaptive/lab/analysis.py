@@ -44,9 +44,9 @@ class Analysis:
         run (RecordedRun): the analyzed run.
         phases (tuple[Phase, ...]): the path of the loss scale.
         outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
-            JSON. ``policy`` is the name of the row. ``skipped``, ``headroom_lost`` (bits) and ``known_share`` hold for
-            the ceilings that the gradients show or, without known gradients, for interpolated ceilings raised by
-            :func:`raise_ceilings`.
+            JSON. ``policy`` is the name of the row. ``skipped``, ``too_low``, ``headroom_lost`` (bits) and
+            ``known_share`` hold for the ceilings that the gradients show or, without known gradients, for interpolated
+            ceilings raised by :func:`raise_ceilings`.
             ``fewest_skipped`` and ``most_skipped`` also cover the ceilings of each of ``run.assumptions``.
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for a change.
         settings (Configuration, optional): the settings that follow from the advice; None if no settings are known to
@@ -190,14 +190,14 @@ def _outcome_rows(
     rows: list[dict[str, Any]] = []
     for name, measures in outcomes.items():
         numbers = measures[0].as_dict()
-        row = {"policy": name, **{key: numbers[key] for key in ("skipped", "headroom_lost", "known_share")}}
+        row = {"policy": name, **{key: numbers[key] for key in ("skipped", "too_low", "headroom_lost", "known_share")}}
         skipped = [each.skipped for each in measures]
         rows.append({**row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
     # Take the skipped steps of the run itself from the log. They are exact unless a log line stands for several steps.
     fewest, most = run.skipped_bounds()
     rows[0] |= {"fewest_skipped": fewest, "most_skipped": most if run.is_numbered else None}
     if fewest != most:
-        rows[0] |= {"skipped": None, "headroom_lost": None}
+        rows[0] |= {"skipped": None, "too_low": None, "headroom_lost": None}
     return rows
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindformers_adaptive.lab.facts import HELD
+from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
 from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
@@ -26,7 +27,7 @@ _OUTCOMES = {
     "skipped": "skipped",
     "fewest_skipped": "fewest",
     "most_skipped": "most",
-    "headroom_lost": "headroom lost (bits)",
+    "too_low": f"over {FREE_BITS} bits too low",
     "known": "decided by the log (%)",
 }
 

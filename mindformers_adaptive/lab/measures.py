@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 
-__all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "MeasureAccumulator", "Measures"]
+__all__ = ["FREE_BITS", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "MeasureAccumulator", "Measures"]
 __all__ += ["cost", "entry_skips", "measure", "overflow_flags", "overflows", "recovery_steps", "require_steps"]
 __all__ += ["rows_of"]
 
@@ -30,17 +30,26 @@ _RECOVERED_BITS, _ENTRY_STEPS = 2, 20
 # the memory.
 _STEPS_AT_ONCE = 2**18
 
-# How many skipped steps per 1000 steps one bit of headroom is worth. cost() explains this value.
-DEFAULT_EXCHANGE_RATE = 1.0
+# Down to this many bits below the ceiling, FP16 loses at most 0.1 % of the gradient in each of the trainings that
+# `python -m scripts.studies.harm` measures.
+FREE_BITS = 16
 
 # The names of the measures that count steps.
-_COUNTED = ["skipped", "unavoidable", "skipped_regret", "unbounded", "longest_skip_run", "steps_to_first_applied"]
+_COUNTED = [
+    "skipped",
+    "too_low",
+    "unavoidable",
+    "skipped_regret",
+    "unbounded",
+    "longest_skip_run",
+    "steps_to_first_applied",
+]
 _COUNTED += ["scale_changes", "window_changes"]
 
 
 @dataclass(frozen=True)
 class Measures:
-    r"""The measures of a policy that was replayed on a trace, such as skipped steps and lost headroom.
+    r"""The measures of a policy that was replayed on a trace, such as skipped steps and bits below the ceiling.
 
     Step t has the ceiling :math:`c_t`, and the policy used the loss scale :math:`s_t`. The step was *skipped* if it
     overflowed (:math:`s_t > c_t`), otherwise *applied*:
@@ -48,6 +57,7 @@ class Measures:
     .. code-block:: text
 
         skipped                 number of t with s_t > c_t
+        too_low                 number of applied t with log2(c_t / s_t) > 16 bits and c_t <= the largest float32
         unavoidable             number of t with c_t below the smallest float32: every loss scale overflows there
         skipped_regret          number of skipped t that are not unavoidable: the oracle applies these
         seconds_lost            sum of seconds_t over the skipped t
@@ -59,6 +69,9 @@ class Measures:
         scale_changes           number of t with s_(t+1) != s_t, the scale after the last step included
         window_changes          number of t after which the window changes; 0 for a policy without a window
         known_share             share of t where the trace knows, and does not assume, what happens at s_t
+
+    Down to 16 bits (``FREE_BITS``) below the ceiling, FP16 loses next to nothing of the gradient, so ``headroom_lost``
+    is no loss in itself: steps that are ``too_low`` are.
 
     The smallest and the largest float32 mean normal numbers. The oracle knows the ceiling of each step and uses exactly
     the ceiling as the loss scale, or the largest float32 if the ceiling is above it. So the oracle skips only the
@@ -84,6 +97,7 @@ class Measures:
 
     steps: int
     skipped: int
+    too_low: int
     unavoidable: int
     skipped_regret: int
     seconds_lost: float | None
@@ -201,7 +215,9 @@ class MeasureAccumulator:
         measured = ~overflow & (ceiling <= LARGEST_LOSS_SCALE)
         ratio = np.divide(ceiling, used, out=np.ones(used.shape), where=measured)
         self._measured += np.count_nonzero(measured, axis=0)
-        self._headroom += np.log2(ratio).sum(axis=0)
+        bits = np.log2(ratio)
+        counts["too_low"] += np.count_nonzero(bits > FREE_BITS, axis=0)
+        self._headroom += bits.sum(axis=0)
         seconds_lost = np.zeros(overflow.shape)
         np.copyto(seconds_lost, seconds, where=overflow)
         self._seconds += seconds_lost.sum(axis=0)
@@ -232,37 +248,24 @@ def rows_of(traces: Sequence[Trace], name: str, start: int, stop: int) -> NDArra
     return np.stack([missing if column is None else column[start:stop] for column in columns], axis=1)
 
 
-def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> float:
-    r"""Return the cost of a configuration, in skipped steps per 1000 steps of the run.
+def cost(measures: Measures) -> float:
+    """Return the cost of a configuration: of 1000 steps, how many are skipped or more than 16 bits too low.
 
     .. code-block:: text
 
-        cost = 1000 * skipped / steps + exchange_rate * headroom_lost
+        cost = 1000 * (skipped + too_low) / steps
 
-    ``exchange_rate`` is the price of a bit: how many skipped steps per 1000 steps weigh as much as one bit of headroom
-    that is missing at every applied step. The two losses are of different kinds. A skipped step costs the time of a
-    step. A missing bit of headroom costs no time but may cost accuracy, because the gradients are half as large as they
-    could be. Gradients whose scaled values fall below FP16's normal numbers (2**-14) lose one of their 11 bits. Scaled
-    values between 2**-25 and 2**-24, the smallest that do not round to 0, become 0. How many gradients are affected
-    depends on the model, and a trace does not show it. FP16 spans 40 powers of two from its smallest subnormal to its
-    largest number. So a bit is worth nothing if all gradients that matter lie close below the largest number, and may
-    decide whether the training converges if they already reach into the subnormal numbers. If you can, measure the
-    range of the gradients and set the rate by it.
-
-    The default, 1 step in 1000 for a bit, is what usual settings pay. With a window of 1000 (the default of
-    ``loss_scale_window`` in MindFormers' ``TrainingArguments`` and of Megatron-LM), even a scale that is as high as
-    possible is raised after 1000 steps, and one skipped step is the price for learning that no further bit fits. This
-    price is a habit and not a measurement.
+    A skipped step costs the time of a step. A loss scale below the ceiling costs nothing down to ``FREE_BITS`` bits,
+    because FP16 loses next to nothing of the gradient there. Further below, a step loses a part of the gradient that
+    depends on the model, and a trace does not show it. Such a step counts as much as a skipped step.
 
     Args:
-        measures (Measures): the measures of a replay. If no step has a headroom, no headroom counts as lost.
-        exchange_rate (float): how many skipped steps in 1000 a bit of headroom is worth. Default: 1.0.
+        measures (Measures): the measures of a replay.
 
     Returns:
         float.
     """
-    headroom = 0.0 if math.isnan(measures.headroom_lost) else measures.headroom_lost
-    return 1000.0 * measures.skipped / measures.steps + exchange_rate * headroom
+    return 1000.0 * (measures.skipped + measures.too_low) / measures.steps
 
 
 def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.measures import (
+    FREE_BITS,
     LARGEST_LOSS_SCALE,
     MeasureAccumulator,
     Measures,
@@ -239,11 +240,9 @@ class Comparison:
         return means
 
     def pareto_front(self) -> list[str]:
-        """Return the policies on the Pareto front of mean skipped steps and mean lost headroom."""
+        """Return the policies on the Pareto front of mean skipped steps and mean steps that were too low."""
         means = self.means()
-        skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
-        # Bits that look equal in the table, which shows a tenth of a bit, must not decide.
-        front = pareto_front(skipped, np.round(headroom, 1))
+        front = pareto_front(*np.array([(mean["skipped"], mean["too_low"]) for mean in means.values()], float).T)
         return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -264,7 +263,7 @@ class Comparison:
         return rows
 
     def text(self, each_trace: bool = False, details: bool = False) -> str:
-        """Return a text table of skipped steps, lost headroom and more for each policy, sorted by skipped steps.
+        """Return a text table of skipped steps, steps too low and more for each policy, sorted by skipped steps.
 
         Args:
             each_trace (bool): whether to add a row for each trace; with several traces, rows of means are always shown.
@@ -281,7 +280,7 @@ class Comparison:
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
         ]
-        rows.sort(key=lambda row: (row["skipped"], math.inf if row["headroom_lost"] is None else row["headroom_lost"]))
+        rows.sort(key=lambda row: (row["skipped"], row["too_low"], row["headroom_lost"] or 0.0))
         tables = [_table(_COLUMNS, rows), *([_table(_MORE_COLUMNS, rows)] if details else [])]
         share = sum(row["known_share"] for row in rows) / len(rows)
         fewest = list(dict.fromkeys(row["policy"] for row in rows if row["skipped"] == rows[0]["skipped"]))
@@ -292,7 +291,7 @@ class Comparison:
             )
         if len(set(self.starts.values())) == 1:
             lines.append(f"All rules start at {rows[0]['start']}.")
-        notes = "Sorted by skipped steps. Headroom: how far the scale was below the largest one that does not overflow."
+        notes = f"Sorted by skipped steps. Down to {FREE_BITS} bits below the ceiling, FP16 loses next to nothing."
         notes += "\n*: no other rule is better in one column and as good in the other." * ("*" in tables[0])
         return "\n\n".join(["\n".join(lines), *tables, notes])
 
@@ -303,7 +302,8 @@ _COLUMNS = {
     "start": "start",
     "skipped": "skipped",
     "steps_to_first_applied": "of them at the start",
-    "headroom_lost": "headroom lost (bits)",
+    "too_low": f"over {FREE_BITS} bits too low",
+    "headroom_lost": "bits below the ceiling",
     "front": "best",
 }
 _MORE_COLUMNS = {
@@ -319,7 +319,7 @@ _MORE_COLUMNS = {
 
 def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a text table without columns whose values are all equal. The columns in ``always`` are never left out."""
-    always = {"policy", "skipped", "headroom_lost", "known"}
+    always = {"policy", "skipped", "too_low", "headroom_lost", "known"}
     differing = {key for key in columns if len({row[key] for row in rows}) > 1}
     return text_table({key: columns[key] for key in columns if key in always | differing}, rows)
 
@@ -374,14 +374,14 @@ def compare(
     return Comparison(names, {name: tuple(measured(make)) for name, make in policies.items()}, starts)
 
 
-def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
-    """Return which results are on the Pareto front of skipped steps and lost headroom.
+def pareto_front(skipped: ArrayLike, lost: ArrayLike) -> NDArray[np.bool_]:
+    """Return which results are on the Pareto front of two numbers, such as skipped steps and steps that were too low.
 
     A result is on the front if no other result is better in one of these numbers and at least as good in the other.
 
     Args:
         skipped (ArrayLike): skipped steps, shape (results,).
-        headroom (ArrayLike): lost headroom, shape (results,); nan (no headroom) counts as worse than any number.
+        lost (ArrayLike): the other number, shape (results,); nan counts as worse than any number.
 
     Returns:
         NDArray, bool of shape (results,).
@@ -390,11 +390,10 @@ def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
         >>> pareto_front([1, 2, 3, 1], [5.0, 1.0, 2.0, 5.0]).tolist()
         [True, True, False, True]
     """
-    # Sort the results by skipped steps, then by lost headroom; NaN (no headroom) comes last. Earlier results do not
-    # skip more steps. So a result is on the Pareto front only if it loses less headroom than each earlier result.
-    points, places = np.unique(
-        np.column_stack([skipped, np.nan_to_num(headroom, nan=np.inf, posinf=np.inf)]), axis=0, return_inverse=True
-    )
+    # Sort the results by skipped steps, then by the other number; nan comes last. Earlier results do not skip more
+    # steps. So a result is on the Pareto front only if each earlier result has a larger other number.
+    columns = np.column_stack([skipped, np.nan_to_num(lost, nan=np.inf, posinf=np.inf)])
+    points, places = np.unique(columns, axis=0, return_inverse=True)
     lowest = np.minimum.accumulate(points[:, 1])
     front: NDArray[np.bool_] = np.append(True, lowest[1:] < lowest[:-1])[places.ravel()]
     return front

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
-from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE, Measures, cost
+from mindformers_adaptive.lab.measures import FREE_BITS, Measures, cost
 from mindformers_adaptive.lab.replay import SweepResult, pareto_front, sweep
 from mindformers_adaptive.record.trace import Trace, just_below
 from mindformers_adaptive.rules import RULES
-from mindformers_adaptive.rules.checks import require_number
 from mindformers_adaptive.text.table import counted, text_table
 
 __all__ = ["DECIDED_FROM", "MOST_STEPS_SWEPT", "Tuning", "tune"]
@@ -31,11 +30,14 @@ _FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gra
 _COLUMNS = {
     "configuration": "setting",
     "cost": "cost (per 1000)",
-    "largest_cost": "of the worst trace",
     "skipped": "skipped",
-    "headroom_lost": "headroom lost (bits)",
+    "too_low": f"over {FREE_BITS} bits too low",
+    "headroom_lost": "bits below the ceiling",
     "known": "decided by the log (%)",
 }
+
+# The measures in the line about the best setting and the run itself.
+_SHOWN = ("skipped", "too_low", "headroom_lost")
 
 # Try settings only on this many steps at the end of a trace. More steps would take minutes, and the last steps show
 # best which settings suit the continuation of the run.
@@ -61,7 +63,6 @@ class Tuning:
         traces (tuple[Trace, ...]): the traces of the search.
         configurations (tuple[Configuration, ...]): the configurations that were tried.
         sweeps (tuple[SweepResult, ...]): the results of all configurations on each trace.
-        exchange_rate (float): see :func:`~mindformers_adaptive.lab.measures.cost`.
         costs (NDArray): the cost of each configuration on each trace, float64 of shape (configurations, traces), see
             :func:`~mindformers_adaptive.lab.measures.cost`.
         assumed (dict[str, NDArray]): the costs under other assumptions about the ceilings, by the assumption's name.
@@ -72,7 +73,6 @@ class Tuning:
     traces: tuple[Trace, ...]
     configurations: tuple[Configuration, ...]
     sweeps: tuple[SweepResult, ...]
-    exchange_rate: float
     costs: NDArray[np.float64]
     assumed: dict[str, NDArray[np.float64]]
     notes: tuple[str, ...] = ()
@@ -83,18 +83,26 @@ class Tuning:
         """int: the index of the recommended configuration.
 
         It has the smallest mean cost of the configurations for which the traces decide at least 90 % of the steps. If
-        there is no such configuration, it is the cheapest of all. Of equally cheap configurations the first is taken.
+        there is no such configuration, it is the cheapest of all. Of equally cheap configurations the one nearest to
+        the ceiling is taken, and of equally near ones the first.
         """
         return int(self._order()[0])
 
     def _order(self) -> NDArray[np.int64]:
-        """Return the indices of the configurations, best first: by mean cost, but uncertain configurations come last.
+        """Return the indices of the configurations, best first: by mean cost, then by bits below the ceiling.
 
-        A configuration is uncertain if the traces show for less than 90 % of its steps whether they overflow.
+        Uncertain configurations come last: those for less than 90 % of whose steps the traces show whether they
+        overflow.
         """
         undecided = [self.known_share(index) < DECIDED_FROM for index in range(len(self.configurations))]
-        order: NDArray[np.int64] = np.lexsort((self.costs.mean(axis=1), undecided))
+        order: NDArray[np.int64] = np.lexsort([self._below(), self.costs.mean(axis=1), undecided])
         return order
+
+    def _below(self) -> NDArray[np.float64]:
+        """Return the mean bits of each configuration below the ceiling, over the traces where they can be measured."""
+        bits = np.array([result.column("headroom_lost") for result in self.sweeps])
+        below: NDArray[np.float64] = np.ma.masked_invalid(bits).mean(axis=0).filled(np.nan)  # type: ignore[no-untyped-call]
+        return below
 
     @property
     def recommended(self) -> Configuration:
@@ -113,7 +121,7 @@ class Tuning:
         """Return why there are no settings to paste into a YAML file; "" if there are settings."""
         if (known := self.known_share(self.best)) < DECIDED_FROM:
             return _MORE_NEEDED.format(known)
-        of_runs = [cost(measures, self.exchange_rate) for measures in self.recorded]
+        of_runs = [cost(measures) for measures in self.recorded]
         return _NOT_BETTER if of_runs and float(np.mean(of_runs)) <= self.costs[self.best].mean() else ""
 
     def known_share(self, index: int) -> float:
@@ -153,22 +161,22 @@ class Tuning:
 
         Returns:
             list[dict] with ``configuration`` (its label), ``cost``, ``largest_cost`` (of any trace), the means over
-            the traces of ``skipped``, ``headroom_lost`` (None where no trace has it) and ``known_share``, and
-            ``on_front``: whether no other configuration is better in both skipped steps and headroom.
+            the traces of ``skipped``, ``too_low``, ``headroom_lost`` (None where no trace has it) and ``known_share``,
+            and ``on_front``: whether no other configuration is better in both skipped steps and steps that were too
+            low.
         """
-        skipped = np.mean([result.column("skipped") for result in self.sweeps], axis=0)
-        # Take the mean of the lost headroom over the traces on which it could be measured.
-        headroom = np.array([result.column("headroom_lost") for result in self.sweeps])
-        headroom = np.ma.masked_invalid(headroom).mean(axis=0).filled(np.nan)  # type: ignore[no-untyped-call]
-        front = pareto_front(skipped, headroom)
-        means = self.costs.mean(axis=1)
+        skipped, too_low = (
+            np.mean([result.column(name) for result in self.sweeps], axis=0) for name in ("skipped", "too_low")
+        )
+        front, means, below = pareto_front(skipped, too_low), self.costs.mean(axis=1), self._below()
         return [
             {
                 "configuration": self.configurations[index].label,
                 "cost": float(means[index]),
                 "largest_cost": float(self.costs[index].max()),
                 "skipped": float(skipped[index]),
-                "headroom_lost": None if np.isnan(headroom[index]) else float(headroom[index]),
+                "too_low": float(too_low[index]),
+                "headroom_lost": None if np.isnan(below[index]) else float(below[index]),
                 "known_share": self.known_share(index),
                 "on_front": bool(front[index]),
             }
@@ -185,9 +193,7 @@ class Tuning:
         lines = [f"Best of {counted(len(self.configurations), 'setting')}: {best['configuration']} ({_lost(best)})."]
         if self.recorded:
             runs = [measures.as_dict() for measures in self.recorded]
-            lines[0] += (
-                f"\nThe run itself: {_lost({name: _mean(runs, name) for name in ('skipped', 'headroom_lost')})}."
-            )
+            lines[0] += f"\nThe run itself: {_lost({name: _mean(runs, name) for name in _SHOWN})}."
         lines += [*self.notes, "", self._without_settings() or self.recommended.scale_sense().rstrip(), ""]
         same = ("cost", "known_share")
         if equal := [row["configuration"] for row in equally_good if all(row[name] == best[name] for name in same)]:
@@ -203,7 +209,7 @@ class Tuning:
         """Return a table of the best settings, and lines that tell how other ceilings or traces change the choice."""
         rows = [{**row, "known": 100 * row["known_share"]} for row in self.rows(count)]
         lines = ["", text_table(_COLUMNS, rows), ""]
-        lines.append(f"The cost is in skipped steps of 1000; a bit of headroom counts as {self.exchange_rate:g}.")
+        lines.append(f"Cost: the steps of 1000 that are skipped or more than {FREE_BITS} bits too low.")
         certainty = self.certainty()
         for name, under in certainty["assumed"].items():
             if not np.array_equal(self.assumed[name], self.costs):
@@ -239,7 +245,6 @@ def tune(
     traces: Sequence[Trace],
     configurations: Sequence[Configuration] | None = None,
     *,
-    exchange_rate: float = DEFAULT_EXCHANGE_RATE,
     assumptions: Mapping[str, Sequence[Trace]] | None = None,
     recorded: Sequence[Measures] = (),
     progress: Callable[[int], None] | None = None,
@@ -253,7 +258,6 @@ def tune(
         configurations (Sequence[Configuration], optional): what to try, of any rules, see
             :func:`~mindformers_adaptive.lab.configuration.grid`. Default: None, the default grid of the
             adaptive rule.
-        exchange_rate (float): see :func:`~mindformers_adaptive.lab.measures.cost`. Default: 1.0.
         assumptions (Mapping, optional): by name, the same traces with ceilings assumed in another way. Their costs show
             how much the assumption matters. Default: None, the lowest and the highest ceilings that each trace's bounds
             allow. Where nothing bounds a ceiling from above, the highest is infinity, and then only skipped steps cost.
@@ -266,9 +270,7 @@ def tune(
         Tuning, with the recommended configuration, how sure it is, and the costs of all.
 
     Raises:
-        TypeError: if ``exchange_rate`` is not a number.
-        ValueError: if there is no trace or no configuration, a trace has no steps, or ``exchange_rate`` is negative
-            or not finite.
+        ValueError: if there is no trace or no configuration, or a trace has no steps.
 
     Examples:
         >>> trace = Trace.exact("calm", [2.0**20] * 5000)
@@ -276,13 +278,6 @@ def tune(
         >>> tuning.recommended.label
         'dynamic 2000'
     """
-    rate = require_number(
-        "exchange_rate",
-        exchange_rate,
-        "a finite number of at least 0",
-        lambda number: number >= 0,
-        "Give the skipped steps in 1000 that a bit of headroom is worth.",
-    )
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. Give the trace of a run.")
     tuning_grid = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
@@ -312,23 +307,22 @@ def tune(
             yield result if np.array_equal(trace.ceiling, other.ceiling) else sweep(tuning_grid, other)
             done(next(numbers))
 
-    assumed = {name: _costs(swept(traces_assumed), rate) for name, traces_assumed in assumptions.items()}
-    return Tuning(
-        tuple(traces), tuple(tuning_grid), tuple(sweeps), rate, _costs(sweeps, rate), assumed, notes, tuple(recorded)
-    )
+    assumed = {name: _costs(swept(traces_assumed)) for name, traces_assumed in assumptions.items()}
+    return Tuning(tuple(traces), tuple(tuning_grid), tuple(sweeps), _costs(sweeps), assumed, notes, tuple(recorded))
 
 
-def _costs(sweeps: Iterable[SweepResult], exchange_rate: float) -> NDArray[np.float64]:
+def _costs(sweeps: Iterable[SweepResult]) -> NDArray[np.float64]:
     """Return the cost of each configuration on each trace, float64 of shape (configurations, traces)."""
-    return np.array([[cost(measures, exchange_rate) for measures in result.measures] for result in sweeps]).T
+    return np.array([[cost(measures) for measures in result.measures] for result in sweeps]).T
 
 
 def _lost(row: Mapping[str, Any]) -> str:
-    """Return a text that says how many steps were skipped and how many bits of headroom were lost."""
-    headroom = (
-        "no step applied" if row["headroom_lost"] is None else f"{row['headroom_lost']:.1f} bits of headroom lost"
-    )
-    return f"{row['skipped']:g} skipped, {headroom}"
+    """Return a text that says how many steps were skipped, how many too low, and the bits below the ceiling."""
+    skipped, too_low, bits = (row[name] for name in _SHOWN)
+    if bits is None:
+        return f"{skipped:g} skipped, no step applied"
+    low = f"{too_low:g} more than {FREE_BITS} bits too low, " * bool(too_low)
+    return f"{skipped:g} skipped, {low}{bits:.1f} bits below the ceiling"
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Pictures of the lab: replays on a trace, and policies by skipped steps and headroom lost."""
+"""Pictures of the lab: replays on a trace, and policies by skipped steps and bits below the ceiling."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
-from mindformers_adaptive.lab.replay import Comparison, Replay, pareto_front
+from mindformers_adaptive.lab.measures import FREE_BITS, LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
+from mindformers_adaptive.lab.replay import Comparison, Replay
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.points import one_per_column
 from mindformers_adaptive.record.trace import Trace, implied_ceilings
 from mindformers_adaptive.text.table import counted
 
-__all__ = ["draw_comparison", "draw_pareto_front", "draw_replays"]
+__all__ = ["draw_comparison", "draw_replays", "draw_skips"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,8 +105,8 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
 # The axis of skipped steps is logarithmic if a result has more than this many times the median number of skipped steps.
 _LOG_SKIPPED_FROM = 50.0
 
-# If there are at most this many results, each has its own colour and a legend entry; otherwise only the results on the
-# Pareto front do.
+# If there are at most this many results, each has its own colour and a legend entry; otherwise only the best
+# results do.
 _NAMED = 12
 
 # The text of a legend entry is wrapped after at most this many letters.
@@ -114,48 +114,54 @@ _LETTERS = 34
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw skipped steps against headroom lost for the policies of a comparison, as means over its traces.
+    """Draw skipped steps against bits below the ceiling for the policies of a comparison, as means over its traces.
+
+    The policies on the Pareto front of skipped steps and steps that were too low are filled. Below the ceiling, 16 bits
+    are free, see :func:`~mindformers_adaptive.lab.measures.cost`.
 
     Args:
         comparison (Comparison): what :func:`mindformers_adaptive.lab.replay.compare` returned.
 
     Returns:
-        Figure, see :func:`draw_pareto_front`.
+        Figure; the legend names all policies if they are at most 12, else up to 12 policies on the front. Policies
+        without headroom are not drawn; the picture gives their number.
 
     Raises:
         ImportError: if matplotlib is missing.
+        ValueError: if no policy has headroom.
     """
-    means = comparison.means()
+    means, front = comparison.means(), comparison.pareto_front()
     # An unknown mean is None in ``means``; the conversion to a float array turns it into nan.
-    skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
+    skipped, below = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
     where = comparison.traces[0] if len(comparison.traces) == 1 else f"mean of {len(comparison.traces)} traces"
-    return draw_pareto_front(skipped, headroom, list(means), where)
+    return draw_skips(skipped, below, [name in front for name in means], list(means), where)
 
 
-def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Sequence[str], where: str) -> Figure:
-    """Draw skipped steps against headroom lost. A line joins the policies on the Pareto front.
-
-    A policy is on the front if no other policy is better in one of the two measures without being worse in the other.
+def draw_skips(
+    skipped: ArrayLike, bits_below: ArrayLike, best: Sequence[bool], names: Sequence[str], where: str
+) -> Figure:
+    """Draw skipped steps against bits below the ceiling.
 
     Args:
         skipped (ArrayLike): skipped steps of each policy, shape (policies,).
-        headroom_lost (ArrayLike): the headroom lost by each policy in bits, shape (policies,). Policies with nan are
+        bits_below (ArrayLike): the mean bits of each policy below the ceiling, shape (policies,). Policies with nan are
             not drawn; the picture gives their number.
+        best (Sequence[bool]): whether to fill the policy's point.
         names (Sequence[str]): the name of each policy.
         where (str): the trace or traces, for the title.
 
     Returns:
-        Figure; the legend names all policies if they are at most 12, else up to 12 policies on the front.
+        Figure; the legend names all policies if they are at most 12, else up to 12 of the best.
 
     Raises:
         ImportError: if matplotlib is missing.
         ValueError: if no policy has headroom.
 
     Examples:
-        >>> draw_pareto_front([1, 5, 9], [3.0, 1.0, 2.0], ["torch", "adaptive", "fixed"], "drop").get_suptitle()
-        'drop: skipped steps and headroom lost'
+        >>> draw_skips([1, 5], [3.0, 1.0], [True, False], ["torch", "adaptive"], "drop").get_suptitle()
+        'drop: skipped steps and bits below the ceiling'
     """
-    x, y = np.asarray(skipped, np.float64), np.asarray(headroom_lost, np.float64)
+    x, y = np.asarray(skipped, np.float64), np.asarray(bits_below, np.float64)
     measured = np.isfinite(x) & np.isfinite(y)
     if not measured.any():
         raise ValueError(
@@ -163,36 +169,35 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
             "or had no ceiling. Compare on another trace."
         )
     x, y, shown = x[measured], y[measured], np.array(names, object)[measured].tolist()
-    front = pareto_front(x, y)
     figure = canvas.new_figure(10, 6.2)
     axes = figure.subplots()
     x_label = "skipped steps"
     if len(x) < len(measured):
         x_label += f"; {counted(len(measured) - len(x), 'result')} without headroom not shown"
-    canvas.style_axes(axes, x_label=x_label, y_label="headroom lost, bits in the mean of applied steps")
-    _draw_points(axes, x, y, front, shown)
+    y_label = f"bits below the ceiling, mean of applied steps ({FREE_BITS} are free)"
+    canvas.style_axes(axes, x_label=x_label, y_label=y_label)
+    if y.max() > FREE_BITS:
+        axes.axhline(FREE_BITS, color=canvas.MUTED, linewidth=1.2, label=f"free up to {FREE_BITS} bits", gid="free")
+    _draw_points(axes, x, y, np.asarray(best, np.bool_)[measured], shown)
     figure.legend(loc="outside right upper", frameon=False, fontsize=10)
-    canvas.headline(figure, f"{canvas.as_text(where)}: skipped steps and headroom lost")
+    canvas.headline(figure, f"{canvas.as_text(where)}: skipped steps and bits below the ceiling")
     return figure
 
 
-def _draw_points(axes: Axes, x: Floats, y: Floats, front: NDArray[np.bool_], names: Sequence[str]) -> None:
-    """Draw the results and the Pareto front; results with the same coordinates share one entry of the legend."""
-    order = np.lexsort((y[front], x[front]))
-    corners_x, corners_y = np.repeat(x[front][order], 2)[1:], np.repeat(y[front][order], 2)[:-1]
-    axes.plot(corners_x, corners_y, color=canvas.MUTED, linewidth=1.2, label="Pareto front", gid="front line")
+def _draw_points(axes: Axes, x: Floats, y: Floats, best: NDArray[np.bool_], names: Sequence[str]) -> None:
+    """Draw the results; results with the same coordinates share one entry of the legend."""
     together: dict[tuple[float, float, bool], list[str]] = {}
-    for point, name in sorted(zip(zip(x.tolist(), y.tolist(), front.tolist(), strict=True), names, strict=True)):
+    for point, name in sorted(zip(zip(x.tolist(), y.tolist(), best.tolist(), strict=True), names, strict=True)):
         together.setdefault(point, []).append(name)
     named = [point for point in together if len(together) <= _NAMED or point[-1]][:_NAMED]
     unnamed = np.array([point[:2] for point in together if point not in named]).reshape(-1, 2).T
     if unnamed.size:
         axes.plot(*unnamed, "o", color=canvas.MUTED, alpha=0.55, markersize=6, label="not named", gid="not named")
-    for (x_of_point, y_of_point, on_front), (colour, dashes) in zip(named, canvas.LINE_STYLES, strict=False):
-        called = canvas.as_text(textwrap.fill(", ".join(together[x_of_point, y_of_point, on_front]), _LETTERS))
+    for (x_of_point, y_of_point, is_best), (colour, dashes) in zip(named, canvas.LINE_STYLES, strict=False):
+        called = canvas.as_text(textwrap.fill(", ".join(together[x_of_point, y_of_point, is_best]), _LETTERS))
         style: dict[str, Any] = {"color": colour, "marker": "o" if dashes == "solid" else "D", "linestyle": "none"}
-        style |= {"markersize": 8, "fillstyle": "full" if on_front else "none", "zorder": 3}
-        axes.plot([x_of_point], [y_of_point], label=called, gid="front" if on_front else "beaten", **style)
+        style |= {"markersize": 8, "fillstyle": "full" if is_best else "none", "zorder": 3}
+        axes.plot([x_of_point], [y_of_point], label=called, gid="best" if is_best else "beaten", **style)
     if x.max() > _LOG_SKIPPED_FROM * max(float(np.median(x)), 1.0):
         axes.set_xscale("symlog", linthresh=1.0)
     axes.margins(x=0.12, y=0.14)

@@ -17,9 +17,9 @@ def text_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) ->
         rows (Sequence[Mapping]): each row by key; None and nan become ``-``, and a float has 1 decimal.
 
     Examples:
-        >>> print(text_table({"rule": "rule", "lost": "headroom lost (bits)"}, [{"rule": "fixed", "lost": 1.5}]))
-        rule   headroom lost (bits)
-        fixed                   1.5
+        >>> print(text_table({"rule": "rule", "lost": "bits below the ceiling"}, [{"rule": "fixed", "lost": 1.5}]))
+        rule   bits below the ceiling
+        fixed                     1.5
     """
     cells = [[_cell(row[column]) for column in columns] for row in rows]
     texts = [index for index, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]

@@ -79,7 +79,7 @@ def draw_guided(figure, trace):
     for axes, rule in zip(panels, ("adaptive", "guided"), strict=True):
         replayed = draw_scale(axes, trace, rule)
         skipped.append(replayed.overflow.sum())
-        style_axes(axes, title=f"{rule}: {replayed.measures.headroom_lost:.1f} bits of headroom lost", y_label="log2")
+        style_axes(axes, title=f"{rule}: {replayed.measures.headroom_lost:.1f} bits below the ceiling", y_label="log2")
     panels[0].set(xlim=(0, STEPS), ylim=(3, 30))
     panels[0].legend(loc="upper right", framealpha=1)
     panels[1].set_xlabel("step")

@@ -15,7 +15,7 @@ import numpy as np
 
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.gradient_ceilings import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
-from mindformers_adaptive.lab.measures import entry_skips, overflow_flags
+from mindformers_adaptive.lab.measures import FREE_BITS, entry_skips, overflow_flags
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 from mindformers_adaptive.rules.lanes import Lanes
@@ -39,8 +39,6 @@ POLICIES = {
 }
 GUIDED, DYNAMIC = "guided", "dynamic 1000"
 GUIDED_AND_FIXED = {GUIDED: Configuration("guided"), **ADAPTIVE_AND_FIXED}
-# Down to this number of bits below the ceiling, FP16 loses at most 0.1 % of the gradient in the trainings of harm.py.
-FREE_BITS = 16
 
 # Groups of traces. Each group has its kinds of traces, and the error of the ceilings that the gradients imply: by how
 # many bits these ceilings are too high, as mean and standard deviation.

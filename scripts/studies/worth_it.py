@@ -137,7 +137,7 @@ def sweep(trainings, runs, exponents, steps=None):
 def report(result):
     """Yield the report as lines of Markdown."""
     yield "MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode; means over the seeds.".format(**result)
-    yield f"Skipped at the start: before {SETTLED} steps in a row were applied. Headroom lost: log2(ceiling / loss"
+    yield f"Skipped at the start: before {SETTLED} steps in a row were applied. Bits below: log2(ceiling / loss"
     yield "scale), the ceiling found by bisection on the real backward pass. Underflow: gradients that are 0, but not"
     yield "at the ceiling. Both are means over applied steps. Steps to FP32's result: until that which FP32 has after"
     yield f"{REACHED_AT:.0%} of its steps. Differences: between runs of one seed, mean ± half of the interval of 95 %"

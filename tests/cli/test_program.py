@@ -71,8 +71,8 @@ def test_the_tested_pairs_are_those_of_the_readme():
 
 
 def test_options_may_have_underscores_or_hyphens(run_program):
-    for option in ("--exchange_rate=0.5", "--exchange-rate=0.5"):
-        assert run_program("tune", "synthetic:spikes", "--steps=99", option, "--grid=hysteresis=1")[0] == 0
+    for option in ("--each_trace", "--each-trace"):
+        assert run_program("compare", "synthetic:spikes", "--steps=99", option, "--policies", "torch")[0] == 0
     assert run_program("find", "--train_dataset_dir", "x", "--nonsense_")[2].endswith("required: --config\n")
 
 

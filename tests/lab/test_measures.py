@@ -1,4 +1,4 @@
-"""The measures of a replayed policy, such as skipped steps and lost headroom, in hand-made tables and edge cases."""
+"""The measures of a replayed policy, such as skipped and too low steps, in hand-made tables and edge cases."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ INF = math.inf
     ("ceiling", "loss_scale", "expected"),
     [
         ([8, 8, 8], [8, 8, 8, 8], {"skipped": 0, "headroom_lost": 0.0, "steps_to_first_applied": 0}),
-        ([8, 8, 8], [4, 2, 1, 1], {"headroom_lost": 2.0, "headroom_regret": 2.0, "scale_changes": 2}),
+        ([8, 8, 8], [4, 2, 1, 1], {"too_low": 0, "headroom_lost": 2.0, "headroom_regret": 2.0, "scale_changes": 2}),
         # A change of the loss scale after the last step is included in ``scale_changes``.
         ([8, 8], [8, 8, 16], {"skipped": 0, "scale_changes": 1}),
         # Skipped steps lose no headroom; the mean headroom is taken over the applied steps only.
@@ -90,10 +90,10 @@ def test_no_scales_do_better_than_the_oracle(pairs):
     assert measures.skipped == sum(overflows(scale, limit) for limit, scale in pairs)
 
 
-def test_cost_is_skipped_steps_and_bits_at_their_rate():
-    measures = measure(Trace.exact("made", [8] * 4), [16, 4, 2, 4, 4])
-    assert cost(measures, exchange_rate=0.0) == 250.0
-    assert cost(measures, exchange_rate=3.0) == pytest.approx(250.0 + 3.0 * 4 / 3)
+def test_cost_is_skipped_steps_and_steps_that_are_too_low():
+    scales = 2.0 ** np.array([21, 20, 4, 3.9, -100, 0])
+    measures = measure(Trace.exact("made", [2.0**20] * 4 + [np.inf]), scales)
+    assert (measures.skipped, measures.too_low, cost(measures)) == (1, 1, 400.0)
     nothing_applied = measure(Trace.exact("made", [8]), [16, 16])
     assert cost(nothing_applied) == 1000.0
 

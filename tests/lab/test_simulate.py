@@ -70,12 +70,12 @@ def test_comparison_side_by_side_equals_single_replays(lengths):
 
 
 def test_pareto_front_leaves_out_what_another_beats_in_both():
-    trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
-    comparison = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
-    # Policy "four" loses less headroom than "one" and skips as many steps. "sixteen" loses less headroom than "five"
-    # and skips as many steps. So the Pareto front has only "four" and "sixteen".
-    assert comparison.pareto_front() == ["four", "sixteen"]
-    assert [row["policy"] for row in comparison.rows() if row["on_front"]] == ["four", "sixteen"]
+    trace = Trace.exact("made", [4.0, 4.0, 2.0**20, 2.0**20])
+    scales = {"low": 1.0, "four": 4.0, "lower": 0.5, "five": 5.0, "sixteen": 16.0}
+    comparison = compare({name: fixed(scale) for name, scale in scales.items()}, [trace])
+    # At scales below 16, two steps are more than 16 bits too low. "five" and "sixteen" skip two steps.
+    assert comparison.pareto_front() == ["low", "four", "lower", "sixteen"]
+    assert [row["policy"] for row in comparison.rows() if row["on_front"]] == comparison.pareto_front()
 
 
 def test_comparison_as_text_is_sorted_and_marks_the_front():
@@ -86,7 +86,7 @@ def test_comparison_as_text_is_sorted_and_marks_the_front():
     assert [line.split()[:2] for line in lines[1:10]] == [
         [name, trace] for name in ("sixteen", "one", "thirty-two") for trace in ("a", "b", "(mean)")
     ]
-    assert [line.endswith("*") for line in lines[1:10]] == [True] * 3 + [False] * 6
+    assert [line.endswith("*") for line in lines[1:10]] == [True] * 6 + [False] * 3
     assert {row["policy"]: row["start"] for row in comparison.rows()} == {
         "one": 1.0,
         "sixteen": 16.0,

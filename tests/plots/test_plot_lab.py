@@ -10,7 +10,7 @@ from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
-from mindformers_adaptive.plots.lab import draw_comparison, draw_pareto_front, draw_replays
+from mindformers_adaptive.plots.lab import draw_comparison, draw_replays, draw_skips
 from mindformers_adaptive.record.trace import Trace
 from tests.plots.drawn import artists, legend, overlap, points, title
 
@@ -92,30 +92,28 @@ def test_replays_of_another_trace_are_refused(steps):
 
 
 def test_front_and_beaten_results_are_told_apart():
-    figure = draw_pareto_front([1, 5, 9, 5], [3.0, 1.0, 2.0, 1.0], ["a", "b", "c", "d"], "x")
+    best = [True, True, False, True]
+    figure = draw_skips([1, 5, 9, 5], [3.0, 1.0, 2.0, 1.0], best, ["a", "b", "c", "d"], "x")
     [axes] = figure.axes
-    assert [(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(axes, "front")] == [(1, 3.0), (5, 1.0)]
+    assert [(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(axes, "best")] == [(1, 3.0), (5, 1.0)]
     assert points(axes, "beaten") == ([9], [2.0])
-    # The line of the Pareto front is a staircase: between two neighbouring results, it has a corner at the x of the
-    # second result and the y of the first.
-    assert points(axes, "front line") == ([1, 5, 5, 5, 5], [3.0, 3.0, 1.0, 1.0, 1.0])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Pareto front", "a", "b, d", "c"]
-    assert title(figure) == "x: skipped steps and headroom lost"
-    assert axes.get_ylabel() == "headroom lost, bits in the mean of applied steps"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b, d", "c"]
+    assert title(figure) == "x: skipped steps and bits below the ceiling"
+    assert axes.get_ylabel() == "bits below the ceiling, mean of applied steps (16 are free)"
     assert axes.get_xlabel() == "skipped steps"
 
 
 def test_results_without_headroom_are_left_out_and_counted():
-    figure = draw_pareto_front([0, 1], [math.nan, 2.0], ["never applied", "a"], "x")
-    assert points(figure.axes[0], "front") == ([1], [2.0])
+    figure = draw_skips([0, 1], [math.nan, 2.0], [False, True], ["never applied", "a"], "x")
+    assert points(figure.axes[0], "best") == ([1], [2.0])
     assert figure.axes[0].get_xlabel() == "skipped steps; 1 result without headroom not shown"
 
 
 def test_of_many_results_the_legend_names_those_on_the_front():
     x = np.arange(40.0)
-    figure = draw_pareto_front(x, np.where(x < 20, 20 - x, 30.0), [f"policy {number}" for number in range(40)], "x")
+    figure = draw_skips(x, 40 - x, x < 20, [f"policy {number}" for number in range(40)], "x")
     named = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert named == ["Pareto front", "not named", *(f"policy {number}" for number in range(12))]
+    assert named == ["free up to 16 bits", "not named", *(f"policy {number}" for number in range(12))]
     assert len(points(figure.axes[0], "not named")[0]) == 28
 
 
@@ -124,21 +122,21 @@ def test_comparison_is_drawn_by_its_means():
     comparison = compare(policies, list(synthetic_traces(300, seed=0).values()))
     figure = draw_comparison(comparison)
     means = comparison.means()
-    drawn = {(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(figure.axes[0], "front")}
+    drawn = {(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(figure.axes[0], "best")}
     assert drawn == {(means[name]["skipped"], means[name]["headroom_lost"]) for name in comparison.pareto_front()}
     assert title(figure).startswith("mean of 8 traces: ")
 
 
 def test_far_outlier_in_skipped_steps_gets_a_logarithmic_axis():
     for most, scale in ((3, "linear"), (3000, "symlog")):
-        assert draw_pareto_front([1, 2, most], [3, 2, 1], list("abc"), "x").axes[0].get_xscale() == scale
+        assert draw_skips([1, 2, most], [3, 2, 1], [True] * 3, list("abc"), "x").axes[0].get_xscale() == scale
 
 
 @pytest.mark.parametrize("skipped", [[1, 2], []])
 def test_results_without_any_headroom_are_refused(skipped):
     message = f"{len(skipped)} results must have a headroom.*another trace"
     with pytest.raises(ValueError, match=message):
-        draw_pareto_front(skipped, [math.nan for _ in skipped], ["a" for _ in skipped], "x")
+        draw_skips(skipped, [math.nan for _ in skipped], [True for _ in skipped], ["a" for _ in skipped], "x")
 
 
 def test_what_the_gradients_show_has_its_own_line():

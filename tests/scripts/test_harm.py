@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
+from mindformers_adaptive.lab.measures import FREE_BITS
 from scripts.studies import harm, harm_trainings
 from scripts.studies.reporting import ROOT
 from tests.shared.pages import figure
@@ -78,7 +79,7 @@ def test_data_are_of_all_trainings_of_the_script(data):
 def test_the_pages_say_what_the_data_say(data):
     _, *rows, every = harm.tables(data)["lost"]
     free = int(every[-1])
-    assert free == min(int(row[-1]) for row in rows) == 16
+    assert free == min(int(row[-1]) for row in rows) == FREE_BITS
     assert max(most(data, "lost", 18).values()) > harm.FREE
     assert max(most(data, "lost", 18), key=most(data, "lost", 18).get).startswith("the demo's Llama")
     assert max(most(data, "lost", 2).values()) <= 4e-5
