@@ -1,7 +1,6 @@
 """Register all cells of this package when MindFormers' ``auto_register`` loads this file.
 
 MindFormers copies this file into ``./modules`` of the working folder and imports the copy, so every class is imported
-from typing import Any
 from the installed package. A class defined in this file would exist twice.
 """
 

@@ -6,8 +6,8 @@ The ceiling of a step is the largest loss scale at which nothing in it overflows
 same weights and with the same data. Prints Markdown, and draws docs/images/three_rules.svg, the loss scales of the
 rules in the training whose ceiling moves: a small network whose loss weighs 2^12 times as much for 100 steps.
 
-The training whose ceiling stays is not repeated here. Its figures come from scripts/studies/long_training.py: 5,000
-steps of the demo's model as one of 256 micro-batches.
+The steady training is not repeated here. Its runs are those of scripts/studies/long_training.py: 5,000 steps of the
+demo's model as one of 256 micro-batches.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, p
 from scripts.studies.worth_report import over_looks
 
 PICTURE = "docs/images/three_rules.svg"
+DATA = ROOT / "docs" / "figures" / "three_rules.json"
 # The extra time of a step by rule, in percent of a step with MindSpore's dynamic cell: see scripts/benchmarks/costs.py.
 STEP_TIMES = ROOT / "docs" / "figures" / "step.json"
 
@@ -43,16 +44,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"of weights and data (default: {SEEDS})")
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
+    parser.add_argument("--again", metavar="NAME", help="train only by rules that have this in their names")
     parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     add_json_option(parser)
     arguments = parser.parse_args()
+    again = arguments.again or ""
+    moves = {} if not again else json.loads(DATA.read_text(encoding="utf-8"))["moves"]
     with output_to_stderr():
         from scripts.studies.worth_training import use_one_thread
 
         use_one_thread()
-        moves = {rule: train(rule, arguments.seeds, arguments.steps) for rule in RULES}
-    runs = long_training.whole_runs(long_training.RESULTS, long_training.STEPS)
-    result = {**versions(), "stays": {rule: list(map(summary, runs[rule])) for rule in RULES}, "moves": moves}
+        for rule in [rule for rule in RULES if again in rule]:
+            moves[rule] = train(rule, arguments.seeds, arguments.steps)
+    result = {**versions(), "moves": moves}
     print("\n".join(table(tables(result)["rules"])))
     print(f"\nDrawn: {os.path.relpath(canvas.save(draw(moves), arguments.picture))}")
     write_json(arguments.json, result)
@@ -87,14 +91,16 @@ def tables(result):
     times = dict(costs.tables(json.loads(STEP_TIMES.read_text(encoding="utf-8")))["extra"][1:])
     columns = [f"{name}: {what}" for name in ("steady", "moving") for what in ("skipped in 1,000", "gradient lost")]
     rows = [["rule", *columns, "extra time of a step"]]
+    steady = long_training.whole_runs(long_training.RESULTS, long_training.STEPS)
     for rule, (name, timed, _) in RULES.items():
-        cells = [cell for training in ("stays", "moves") for cell in skipped_and_lost(result[training][rule])]
+        cells = (*skipped_and_lost(map(summary, steady[rule])), *skipped_and_lost(result["moves"][rule]))
         rows.append([name, *cells, f"{times[timed]} %"])
     return {"rules": rows}
 
 
 def skipped_and_lost(runs):
     """Return two cells of the table: skipped steps in 1,000, and the share of the gradient lost, as means over runs."""
+    runs = list(runs)
     skipped = 1000 * np.mean([run["skipped"] / run["steps"] for run in runs])
     return f"{skipped:.1f}", f"{100 * np.mean([run['lost'] for run in runs]):.2f} %"
 
