@@ -6,7 +6,7 @@ The ceiling of a step is the largest loss scale at which nothing in it overflows
 same weights and with the same data. Prints Markdown, and draws docs/images/three_rules.svg, the loss scales of the
 rules in the training whose ceiling moves: a small network whose loss weighs 2^12 times as much for 100 steps.
 
-The steady training is not repeated here. Its runs are those of scripts/studies/long_training.py: 5,000 steps of the
+This script does not repeat the steady training. scripts/studies/long_training.py has its runs: 5,000 steps of the
 demo's model as one of 256 micro-batches.
 """
 

@@ -199,7 +199,7 @@ SAID = {
                 page,
                 "Take gradient-guided scaling, unless your log shows no skipped steps after the first ones: then keep "
                 "dynamic scaling.",
-                "日志显示除开头外没有跳过的步时，继续用动态缩放",
+                "日志显示除开头外没有跳过的步时",
             )
             for page in ("choose", "guided")
         ],
