@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -172,7 +173,17 @@ def print_sources(
         problems = 0 if source.run is None else len(source.run.problems)
         if problems and not options.details:
             lines.append(f"{counted(problems, 'line')} of {source.trace.name} could not be read: --details")
-    print_result(options, lambda: {"sources": described, **content}, lambda: "\n".join(lines))
+    print_result(
+        options,
+        lambda: {"sources": described, **content},
+        lambda: "\n".join(map(_wrapped, "\n".join(lines).split("\n"))),
+    )
+
+
+def _wrapped(line: str) -> str:
+    """Wrap a line that ends a sentence at 100 columns; leave tables, YAML and commands as they are."""
+    sentence = line.endswith((".", ":")) and not line.startswith(" ")
+    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) if sentence else line
 
 
 def bad_loss_lines(run: RecordedRun | None) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, grid
-from mindformers_adaptive.lab.facts import HELD, StartUp, start_up_of
+from mindformers_adaptive.lab.facts import StartUp, start_up_of
 from mindformers_adaptive.lab.measures import (
     LARGEST_LOSS_SCALE,
     SMALLEST_LOSS_SCALE,
@@ -25,7 +25,8 @@ from mindformers_adaptive.lab.measures import (
 )
 from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.scale_path import Change
-from mindformers_adaptive.lab.tuning import DECIDED_FROM, MOST_STEPS_SWEPT
+from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
+from mindformers_adaptive.record.definitions import DECIDED_FROM, HELD
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import run_folder_of, why_command
 from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS
@@ -308,7 +309,8 @@ def _lower_start(run: RecordedRun, start_up: StartUp, tolerable: float) -> list[
             f"Start at {as_power_of_two(better)} (loss_scale_value: {better:.15g}){instead}.",
             f"{at_least}{counted(start_up.fewest, 'step')} {'was' if start_up.fewest == 1 else 'were'} skipped before "
             f"a scale held. {as_power_of_two(better)} is the "
-            f"highest power of two that held, from step {start_up.first_step} on.{resumed}",
+            f"highest power of two that held below every scale that had overflowed, from step {start_up.first_step} on."
+            f"{resumed}",
             {
                 "scale": better,
                 "reached_at": start_up.first_step,

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindformers_adaptive.lab.facts import HELD
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
+from mindformers_adaptive.record.definitions import HELD
 from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
 __all__ = ["analysis_text"]

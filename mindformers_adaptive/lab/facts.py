@@ -8,28 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.record.definitions import COLLAPSED_FROM, HELD, held_at, settled
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
-from mindformers_adaptive.rules.ladder import DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
-__all__ = ["HELD", "StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"]
-
-# A loss scale has held if this many consecutive steps with this scale did not overflow. The number is the smallest
-# scale window that MindFormers uses by default.
-HELD = DEFAULT_MIN_SCALE_WINDOW
+__all__ = ["StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"]
 
 # The number of first steps that count as a run's start-up. In published logs, 16 to 19 of the first 30 to 100 steps
 # were skipped.
 _START_UP = 100
-
-# The loss scale of a run with at least 40 steps has settled if two conditions hold in the second half of the run: 95 %
-# of the loss scales lie within a factor of 4, and the loss scale either both rises and falls or stays constant. Even a
-# settled loss scale rises to the next power of two now and then, overflows, and falls back.
-_SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
-
-# The loss scale has collapsed if at least this many steps at the end of a run were all skipped at the lowest scale.
-_COLLAPSED_FROM = 10
 
 # The loss scale could have been higher if the gradients allow at least this many times the scale. The number is 2^3: a
 # factor of 2^2 is the margin that the command 'find' leaves, and a factor of 2 is left on top.
@@ -66,12 +54,9 @@ def start_up_of(run: RecordedRun) -> StartUp:
         StartUp(steps=16, scale=65536.0, first_step=17, fewest=16, most=16)
     """
     scale, steps = run.filled_loss_scale, None
-    clean = ~run.overflow & (run.position_known | _in_roomy_line(run))
     lowest_overflow = np.minimum.accumulate(np.where(run.overflow & ~np.isnan(run.loss_scale), scale, np.inf))
     best, first_step = 0.0, None
-    for first, last in consecutive_runs(np.flatnonzero(clean)).tolist():
-        if last - first + 1 < HELD:
-            continue
+    for first, last in held_at(run):
         steps = first if steps is None else steps
         held = np.lib.stride_tricks.sliding_window_view(scale[first : last + 1], HELD).min(axis=1)
         held = np.where(held < lowest_overflow[first], held, 0.0)
@@ -81,13 +66,6 @@ def start_up_of(run: RecordedRun) -> StartUp:
     # If a log line stands for several steps, the number of skipped steps is known only after the last of these steps.
     end = steps if steps == 0 or steps in ends else int(ends[np.searchsorted(ends, steps)])
     return StartUp(steps, best or None, first_step, *run.skipped_bounds(end))
-
-
-def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
-    """Return for each step whether its log line surely covers 20 (``HELD``) consecutive steps without overflow."""
-    ends, _, most = np.asarray(run.lines, np.int64).T
-    steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
-    return np.repeat(steps - skipped >= HELD * (skipped + 1), steps)
 
 
 def facts_of(run: RecordedRun) -> dict[str, Any]:
@@ -160,25 +138,20 @@ def _path(run: RecordedRun) -> list[str]:
     if not len(known):
         return []
     skipped_at_end = len(run) - (int(applied[-1]) + 1 if len(applied) else 0)
-    first, last, half = float(known[0]), float(known[-1]), known[len(known) // 2 :]
-    all_at_end = f": the last {skipped_at_end:,} steps were all skipped" * (skipped_at_end >= _COLLAPSED_FROM)
+    first, last, within = float(known[0]), float(known[-1]), settled(run, known)
+    all_at_end = f": the last {skipped_at_end:,} steps were all skipped" * (skipped_at_end >= COLLAPSED_FROM)
     if known.min() == known.max():
         # A scale that no overflow moves is a fixed scale: it has not collapsed.
         went = f"stayed at {as_power_of_two(last)}{all_at_end}"
-    elif all_at_end and (known[-_COLLAPSED_FROM:] == known.min()).all():
+    elif all_at_end and (known[-COLLAPSED_FROM:] == known.min()).all():
         went = f"collapsed to {as_power_of_two(last)}{all_at_end}"
+    elif within is not None:
+        low, high = map(as_power_of_two, within)
+        went = f"settled {f'at {low}' if low == high else f'between {low} and {high}'}"
+    elif first == last:
+        went = f"ended where it began, at {as_power_of_two(last)}"
     else:
-        recent, outside = np.sort(half), int(len(half) * (1 - _SETTLED_SHARE) / 2)
-        low, high = float(recent[outside]), float(recent[-1 - outside])
-        drifts = (np.diff(half) > 0).any() != (np.diff(half) < 0).any()
-        if len(known) >= _SETTLED_FROM and high <= _SETTLED_WITHIN * low and not drifts:
-            between = f"between {as_power_of_two(low)} and {as_power_of_two(high)}"
-            went = f"settled {between if low < high else f'at {as_power_of_two(low)}'}"
-        elif first == last:
-            went = f"ended where it began, at {as_power_of_two(last)}"
-        else:
-            moved = "rose" if last > first else "fell"
-            went = f"{moved} from {as_power_of_two(first)} to {as_power_of_two(last)}"
+        went = f"{'rose' if last > first else 'fell'} from {as_power_of_two(first)} to {as_power_of_two(last)}"
     return [f"The loss scale {went}."]
 
 

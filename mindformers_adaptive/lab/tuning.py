@@ -13,15 +13,12 @@ from numpy.typing import NDArray
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.measures import FREE_BITS, Measures, cost
 from mindformers_adaptive.lab.replay import SweepResult, pareto_front, sweep
+from mindformers_adaptive.record.definitions import DECIDED_FROM
 from mindformers_adaptive.record.trace import Trace, just_below
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import counted, text_table
 
-__all__ = ["DECIDED_FROM", "MOST_STEPS_SWEPT", "Tuning", "tune"]
-
-# Recommend settings only if the log shows for at least this share of the replayed steps whether they overflow. This
-# share is a judgement: with less, the recommendation could depend on assumed overflows.
-DECIDED_FROM = 0.9
+__all__ = ["MOST_STEPS_SWEPT", "Tuning", "tune"]
 
 # If the log shows for less than this share of the replayed steps whether they overflow, the recommendation is a guess.
 _LIKELY_FROM = 0.5
@@ -51,6 +48,9 @@ _MORE_NEEDED = (
     "Give more logs, or records with "
     f"largest gradients, as {_FOLLOWING} writes them.\n"
     "A scale to start any training from: adaptive-loss-scale find --config FILE"
+)
+_WHY_NOT_AS_ANALYZE = (
+    "These are the cheapest of all settings tried; 'analyze' keeps the run's factor and changes as little as it can."
 )
 _NOT_BETTER = "No settings to paste: the run itself did at least as well as the best of them."
 
@@ -195,6 +195,8 @@ class Tuning:
             runs = [measures.as_dict() for measures in self.recorded]
             lines[0] += f"\nThe run itself: {_lost({name: _mean(runs, name) for name in _SHOWN})}."
         lines += [*self.notes, "", self._without_settings() or self.recommended.scale_sense().rstrip(), ""]
+        if self.recorded and not self._without_settings():
+            lines.append(_WHY_NOT_AS_ANALYZE)
         same = ("cost", "known_share")
         if equal := [row["configuration"] for row in equally_good if all(row[name] == best[name] for name in same)]:
             shown = next(n for n in (3, 2, 1) if n == 1 or len(", ".join(equal[:n])) <= _LABELS_WIDTH)

@@ -114,11 +114,13 @@ def _card(run: RunTold) -> str:
     """Return the HTML card of a run: what to change, the settings to paste, the skipped steps, facts and details."""
     analysis = run.analysis
     steps, skipped, scale = analysis["steps"], analysis["skipped"], analysis["loss_scale"]
-    count = skipped["at_least"] if skipped["count"] is None else skipped["count"]
-    at_least = "at least " if skipped["count"] is None else ""
+    bounds = dict.fromkeys((skipped["at_least"], skipped["at_most"]))
+    counts = " to ".join(f"{count:,}" for count in bounds if count is not None)
+    shares = " to ".join(f"{count / steps['count']:.2%}" for count in bounds if count is not None)
+    at_least = "at least " if skipped["at_most"] is None else ""
     facts = {
         "steps": f"{steps['count']:,} ({steps['first']:,} to {steps['last']:,})",
-        "skipped": f"{at_least}{count:,}, {at_least}{count / steps['count']:.2%}",
+        "skipped": f"{at_least}{counts}" + f", {shares}" * (not at_least),
         "loss": run.losses,
         "loss scale": f"{_scale(scale['first'])} at first, {_scale(scale['final'])} at the end, "
         f"{_scale(scale['smallest'])} to {_scale(scale['largest'])} between",

@@ -9,21 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.plots.canvas import Floats, power_of_two
+from mindformers_adaptive.record.definitions import COLLAPSED_FROM, settled
 from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import implied_ceilings
 from mindformers_adaptive.text.table import counted
 
 __all__ = ["RunSeries", "series_of"]
-
-# A loss scale has settled if it is known at 40 steps or more, and two conditions hold in their second half.
-# 95 % of its values lie within a factor of 4 of each other; the other 5 % allow for single outliers. And it moves both
-# up and down, or never moves: a settled loss scale tries the next power of two now and then, and falls back.
-_SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
-
-# The loss scale counts as collapsed if at least this many last steps of a run were all skipped at the lowest loss
-# scale. The command `analyze` uses the same number.
-_COLLAPSED_FROM = 10
 
 # A gap is a series of missing steps in a record, and breaks a drawn line. A record with more gaps per recorded step
 # than this has only scattered steps, so gaps would leave nothing of the line: ignore the gaps of such a record.
@@ -51,6 +43,7 @@ class RunSeries(NamedTuple):
             ``last_step``, missing ones included, if the record has their number; otherwise the steps in ``step``.
         bounds (tuple[int, int], optional): the fewest and the most skipped steps of the run; None if ``skipped`` is
             exact.
+        settled (tuple[float, float], optional): the scales between which the loss scale settled; None if it did not.
         ceiling (NDArray, optional): float64, the ceiling that the largest gradient of each step implies; nan where it
             is not known, None if it is never known.
         gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where the norm is unknown
@@ -69,6 +62,7 @@ class RunSeries(NamedTuple):
     skipped: int
     counted: int
     bounds: tuple[int, int] | None
+    settled: tuple[float, float] | None
     ceiling: Floats | None
     gradient_norm: Floats | None
     resumed: Floats
@@ -117,28 +111,28 @@ class RunSeries(NamedTuple):
         elif self.bounds is None and self.skipped == self.counted > 1:
             number = "All"
         applied = np.flatnonzero(~self.overflow)
-        path = _path(self.scales[~np.isnan(self.scales)], len(self.step) - (applied[-1] + 1 if len(applied) else 0))
+        path = _path(
+            self.scales[~np.isnan(self.scales)],
+            len(self.step) - (applied[-1] + 1 if len(applied) else 0),
+            self.settled,
+        )
         below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
         bad = self.step[np.isinf(self.loss)]
         loss = f"; loss inf or NaN in {counted(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
         return "".join([f"{number} {whole} skipped", loss, path and f"; loss scale {path}", below and f", {below}"])
 
 
-def _path(known: Floats, skipped_at_the_end: int) -> str:
+def _path(known: Floats, skipped_at_the_end: int, within: tuple[float, float] | None) -> str:
     """Return a phrase that says how the loss scale moved, or "" if it is not known."""
     if not len(known):
         return ""
     first, last = known[0], known[-1]
-    if skipped_at_the_end >= _COLLAPSED_FROM and (known[-_COLLAPSED_FROM:] == known.min()).all():
+    if skipped_at_the_end >= COLLAPSED_FROM and (known[-COLLAPSED_FROM:] == known.min()).all():
         return f"collapsed at the floor, {power_of_two(last)}: the last {skipped_at_the_end:,} steps were all skipped"
     if known.min() == known.max():
         return f"stayed at {power_of_two(last)}"
-    half = known[len(known) // 2 :]
-    recent, outside = np.sort(half), int(len(half) * (1 - _SETTLED_SHARE) / 2)
-    low, high = recent[outside], recent[-1 - outside]
-    drifts = (np.diff(half) > 0).any() != (np.diff(half) < 0).any()
-    if len(known) >= _SETTLED_FROM and high <= _SETTLED_WITHIN * low and not drifts:
-        return "settled at " + " to ".join(map(power_of_two, sorted({low, high})))
+    if within is not None:
+        return "settled at " + " to ".join(map(power_of_two, sorted(set(within))))
     if first == last:
         return f"ended where it began, at {power_of_two(last)}"
     return f"{'rose' if last > first else 'fell'} from {power_of_two(first)} to {power_of_two(last)}"
@@ -182,13 +176,15 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     scales = np.append(run.loss_scale[at], run.final_loss_scale)
     if np.isnan(scales[-1]):
         scales[-1] = scales[-2]
+    scales = np.where((scales > 0) & np.isfinite(scales), scales, np.nan)
     # Also count steps that have no line in the record, if the number of skipped steps from step 1 on is known exactly.
     counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
     is_exact = counts_all or bool(run.position_known[at].all())
     return RunSeries(
         step=run.step[at].astype(np.float64),
         loss=loss[at],
-        scales=np.where((scales > 0) & np.isfinite(scales), scales, np.nan),
+        scales=scales,
+        settled=settled(run, scales[~np.isnan(scales)]),
         overflow=run.overflow[at],
         scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > 1 else None,
         first_step=int(run.step[0]),
