@@ -60,8 +60,8 @@ class LargestGradient(nn.Cell):
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         magnitudes = _hyper_map(_magnitudes_of, gradients)
         each = ops.stack(_hyper_map(_largest_on_cpu if self.on_cpu else _reduce_max, magnitudes))
-        # Both reductions drop a NaN that is not the first element on CPU. So detect NaN by a sum of the magnitudes, which is
-        # NaN only if a magnitude is NaN.
+        # On a CPU, both reductions drop a NaN that is not the first element. So detect NaN by a sum of the magnitudes,
+        # which is NaN only if a magnitude is NaN.
         sums = ops.stack(_hyper_map(_reduce_sum, magnitudes))
         without_nan = ops.less_equal(sums, self.infinite)
         if self.is_divided:
