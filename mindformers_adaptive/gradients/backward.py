@@ -1,6 +1,10 @@
 """Runs the backward pass of a train-step cell at any loss scale, without changing the weights or the training."""
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
@@ -8,7 +12,7 @@ from mindspore import dtype as mstype
 __all__ = ["backward_pass", "counts_for", "to_numpy"]
 
 
-def backward_pass(network):
+def backward_pass(network: Any) -> Any:
     """Return a cell that maps a loss scale and a batch to the loss, the gradients and the divisor of the gradients.
 
     The gradients are as the train-step cell computes them: multiplied by the loss scale, and not yet divided by the
@@ -55,12 +59,12 @@ def backward_pass(network):
 class _OfMindFormers(nn.Cell):
     """Computes the gradients with the same function that MindFormers' train-step cells use in a training."""
 
-    def __init__(self, train_step):
+    def __init__(self, train_step: Any) -> None:
         super().__init__(auto_prefix=False)
         self.train_step = train_step
         self.weights = train_step.weights
 
-    def construct(self, loss_scale, *inputs):
+    def construct(self, loss_scale: Any, *inputs: Any) -> Any:
         if self.train_step.use_legacy:
             return self.train_step.grads_for_legacy(loss_scale, *inputs)
         return self.train_step.grads_for_mcore(loss_scale, *inputs)
@@ -69,32 +73,32 @@ class _OfMindFormers(nn.Cell):
 class _OfOneLoss(nn.Cell):
     """Computes the gradients of the loss as MindSpore's train-step cells do in ``construct``."""
 
-    def __init__(self, network, weights):
+    def __init__(self, network: Any, weights: Any) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
         self.weights = weights
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.divisor = Tensor(1.0, mstype.float32)
 
-    def construct(self, loss_scale, *inputs):
+    def construct(self, loss_scale: Any, *inputs: Any) -> Any:
         loss = self.first_output(*inputs)
         # Cast the loss scale to the dtype of the loss, as in training: a loss scale beyond FP16 overflows if the loss
         # is in FP16.
         sens = ops.ones_like(loss) * ops.cast(loss_scale, ops.dtype(loss))
         return loss, self.grad(self.first_output, self.weights)(*inputs, sens), self.divisor
 
-    def first_output(self, *inputs):
+    def first_output(self, *inputs: Any) -> Any:
         outputs = self.network(*inputs)
         return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-def counts_for(progress):
+def counts_for(progress: Callable[[int], object] | None) -> Callable[[], object]:
     """Return a function to call after each backward pass. It calls ``progress``, if any, with the number of passes."""
     passes = itertools.count(1)
     return lambda: progress is not None and progress(next(passes))
 
 
-def to_numpy(tensor):
+def to_numpy(tensor: Any) -> Any:
     """Return a Tensor as a NumPy array of the same dtype, but a bfloat16 Tensor as float32."""
     # NumPy has no bfloat16, so cast to float32.
     return (tensor.astype(mstype.float32) if tensor.dtype == mstype.bfloat16 else tensor).asnumpy()

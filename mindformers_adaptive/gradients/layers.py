@@ -1,16 +1,20 @@
 """Finds the layers of a network by name, and measures their outputs and the gradients of these outputs."""
 
+from __future__ import annotations
+
 import contextlib
 import fnmatch
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import mindspore
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
+from mindformers_adaptive.gradients.statistics import ArrayStatistics, array_statistics, merge_statistics
 from mindformers_adaptive.gradients.temporary_changes import without_recomputation
 from mindformers_adaptive.rules.checks import require_names
 from mindformers_adaptive.text.nearest import nearest_names
@@ -46,10 +50,11 @@ class LayerOutputs:
         (['1'], 8)
     """
 
-    def __init__(self, network, layers):
+    def __init__(self, network: Any, layers: Iterable[str]) -> None:
         self._network = network.network if isinstance(network, nn.TrainOneStepCell) else network
         names, cells = _named_cells(self._network)
-        self._layers, self._named = {}, set()
+        self._layers: dict[str, Any] = {}
+        self._named: set[str] = set()
         for layer in require_names("layers", layers):
             wanted = names.get(layer, layer)
             chosen = {name: cell for name, cell in cells.items() if _is_called(wanted, name, type(cell).__name__)}
@@ -62,7 +67,9 @@ class LayerOutputs:
             self._layers |= chosen
             self._named |= set() if "*" in wanted else chosen.keys()
 
-    def __call__(self, batch, observe=None):
+    def __call__(
+        self, batch: tuple[Any, ...], observe: Callable[[str, Any], object] | None = None
+    ) -> dict[str, ArrayStatistics]:
         """Run a forward pass on a batch, and return the statistics of the layers' outputs.
 
         Args:
@@ -76,9 +83,9 @@ class LayerOutputs:
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
         """
-        parts = {}
+        parts: dict[str, list[ArrayStatistics]] = {}
 
-        def measure(name, tensor):
+        def measure(name: str, tensor: Any) -> Any:
             array = to_numpy(tensor)
             parts[name].append(array_statistics(array))
             if observe is not None:
@@ -91,7 +98,7 @@ class LayerOutputs:
         shown = [*parts, *(name for name in self._layers if name in self._named and name not in parts)]
         return {name: merge_statistics(parts.get(name, [])) for name in shown}
 
-    def gradients(self, backward):
+    def gradients(self, backward: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
         """Run a backward pass, and return the gradients of the layers' outputs.
 
         Args:
@@ -105,12 +112,13 @@ class LayerOutputs:
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
         """
-        gradients_of, places = {}, itertools.count()
+        gradients_of: dict[str, dict[int, Any]] = {}
+        places = itertools.count()
 
-        def hook(name, tensor):
+        def hook(name: str, tensor: Any) -> Any:
             index = next(places)
 
-            def keep(gradients):
+            def keep(gradients: Any) -> None:
                 gradients_of[name][index] = to_numpy(gradients[0]).reshape(-1)
 
             return ops.HookBackward(keep)(tensor)
@@ -125,7 +133,9 @@ class LayerOutputs:
         return returned, {name: np.concatenate(arrays) for name, arrays in in_order.items()}
 
     @contextlib.contextmanager
-    def _watched(self, enter, see, what, way):
+    def _watched(
+        self, enter: Callable[[str], object], see: Callable[[str, Any], Any], what: str, way: str
+    ) -> Iterator[None]:
         """Run the block in PyNative mode; call ``enter`` before each layer, and ``see`` on each output of the layer.
 
         The Tensor that ``see`` returns replaces the output.
@@ -133,7 +143,7 @@ class LayerOutputs:
         names = {id(cell): name for name, cell in self._layers.items()}
         call = nn.Cell.__call__
 
-        def call_and_see(cell, *args, **kwargs):
+        def call_and_see(cell: Any, *args: Any, **kwargs: Any) -> Any:
             if (name := names.get(id(cell))) is None:
                 return call(cell, *args, **kwargs)
             enter(name)
@@ -142,7 +152,7 @@ class LayerOutputs:
                 return type(output)([replaced(name, value) for value in output])
             return replaced(name, output)
 
-        def replaced(name, value):
+        def replaced(name: str, value: Any) -> Any:
             return see(name, value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         with contextlib.ExitStack() as stack:
@@ -163,7 +173,7 @@ class LayerOutputs:
                 ) from error
 
 
-def _is_called(wanted, name, class_name):
+def _is_called(wanted: str, name: str, class_name: str) -> bool:
     """Return whether a name or pattern matches a cell's name or class. Square brackets match only themselves."""
     if "*" not in wanted:
         return wanted in (name, class_name)
@@ -171,7 +181,7 @@ def _is_called(wanted, name, class_name):
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(class_name, pattern)
 
 
-def named_cells(network):
+def named_cells(network: Any) -> dict[str, Any]:
     """Return a dict of all cells of a network by name. The names of Parameters begin with the name of their cell.
 
     Args:
@@ -183,7 +193,7 @@ def named_cells(network):
     return _named_cells(network)[1]
 
 
-def _named_cells(network):
+def _named_cells(network: Any) -> tuple[dict[str, str], dict[str, Any]]:
     """Return two dicts: from a cell's path in the network to the name of the layer, and from this name to the cell."""
     paths = {path: cell for path, cell in network.cells_and_names() if path}
     # A trainer may put cells around the network. Parameter names leave these cells out, and so do layer names.
@@ -193,7 +203,7 @@ def _named_cells(network):
     return names, {names[path]: cell for path, cell in paths.items()}
 
 
-def _path_around(network):
+def _path_around(network: Any) -> str:
     """Return the prefix, such as "network.", that a Parameter's path in the network has, but its name does not have."""
     paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
     around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))

@@ -1,11 +1,14 @@
 """Runs the backward pass of a network at several loss scales, without changing the network."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor, get_context
@@ -15,11 +18,12 @@ from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy
 from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.gradients.layers import LayerOutputs
+from mindformers_adaptive.gradients.recommendation import LossScaleRecommendation
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 from mindformers_adaptive.gradients.temporary_changes import unchanged
 from mindformers_adaptive.rules.checks import require_integer, require_names, require_positive
-from mindformers_adaptive.rules.formats import find_format
+from mindformers_adaptive.rules.formats import Format, find_format
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
 __all__ += ["gradient_ranges"]
@@ -32,16 +36,16 @@ _SAME_LOSS = 1e-5
 
 
 def gradient_ranges(
-    network,
-    inputs,
-    loss_scales=DEFAULT_LOSS_SCALES,
+    network: Any,
+    inputs: Any,
+    loss_scales: Iterable[float] = DEFAULT_LOSS_SCALES,
     *,
-    layers=(),
-    progress=None,
-    observe=None,
-    gradient_format="float16",
-    micro_batches=1,
-):
+    layers: Iterable[str] = (),
+    progress: Callable[[int], object] | None = None,
+    observe: Callable[[float, dict[str, Any]], object] | None = None,
+    gradient_format: str | Mapping[str, Any] | Format = "float16",
+    micro_batches: int = 1,
+) -> GradientRanges:
     """Run the backward pass of a network at each of the loss scales, and return the ranges of the gradients.
 
     Give the train-step cell, if there is one: then the gradients are as in the training, by the cell's own gradient
@@ -93,8 +97,15 @@ def gradient_ranges(
 
 
 def find_loss_scale(
-    network, batches, margin=None, *, progress=None, gradient_format="float16", learning_rate=None, micro_batches=1
-):
+    network: Any,
+    batches: Any,
+    margin: int | None = None,
+    *,
+    progress: Callable[[int], object] | None = None,
+    gradient_format: str | Mapping[str, Any] | Format = "float16",
+    learning_rate: float | None = None,
+    micro_batches: int = 1,
+) -> LossScaleRecommendation:
     """Find the loss scale from which to start the training of a network.
 
     :func:`gradient_ranges` tries every power of two from 2^0 to 2^32.
@@ -157,7 +168,13 @@ class GradientSweep:
         [(2, 3), (2,)]
     """
 
-    def __init__(self, network, layers=(), gradient_format="float16", micro_batches=1):
+    def __init__(
+        self,
+        network: Any,
+        layers: Iterable[str] = (),
+        gradient_format: str | Mapping[str, Any] | Format = "float16",
+        micro_batches: int = 1,
+    ) -> None:
         remedy = "1 is a training without accumulation."
         self._micro_batches = require_integer("micro_batches", micro_batches, 1, remedy, unit="number of micro-batches")
         self._network = network
@@ -169,14 +186,14 @@ class GradientSweep:
 
     def __call__(
         self,
-        inputs,
-        loss_scales=DEFAULT_LOSS_SCALES,
+        inputs: Any,
+        loss_scales: Iterable[float] = DEFAULT_LOSS_SCALES,
         *,
-        progress=None,
-        observe=None,
-        observe_output=None,
-        observe_output_gradients=None,
-    ):
+        progress: Callable[[int], object] | None = None,
+        observe: Callable[[float, dict[str, Any]], object] | None = None,
+        observe_output: Callable[[str, Any], object] | None = None,
+        observe_output_gradients: Callable[[float, dict[str, Any]], object] | None = None,
+    ) -> GradientRanges:
         """Run the backward passes and return the ranges of the gradients, as :func:`gradient_ranges` does.
 
         Args:
@@ -189,7 +206,8 @@ class GradientSweep:
                 Default: None.
         """
         scales, ranges, done = checked_loss_scales(loss_scales), [], counts_for(progress)
-        outputs, of_outputs = [], []
+        outputs: list[dict[str, Any]] = []
+        of_outputs = []
         with unchanged(self._network) as restore_random_state:
             for batch in batches_of(inputs):
                 run = functools.partial(_sweep, batch, scales, self._micro_batches, restore_random_state, done)
@@ -215,17 +233,28 @@ class GradientSweep:
             micro_batches=self._micro_batches,
         )
 
-    def _weight_gradients(self, scale, batch):
+    def _weight_gradients(self, scale: Any, batch: tuple[Any, ...]) -> tuple[Any, dict[str, Any], Any]:
         loss, gradients, divisor = self._backward(scale, *batch)
         return loss, {w.name: to_numpy(each) for w, each in zip(self.weights, gradients, strict=True)}, divisor
 
-    def _output_gradients(self, scale, batch):
+    def _output_gradients(self, scale: Any, batch: tuple[Any, ...]) -> tuple[Any, dict[str, Any], Any]:
+        assert self._layer_outputs is not None
         (loss, _, divisor), gradients = self._layer_outputs.gradients(lambda: self._backward(scale, *batch))
         return loss, gradients, divisor
 
 
-def _sweep(batch, scales, micro_batches, restore_random_state, done, backward, observe):
-    at_scales, reference, reference_scale = [], {}, 1.0
+def _sweep(
+    batch: tuple[Any, ...],
+    scales: list[float],
+    micro_batches: int,
+    restore_random_state: Callable[[], None],
+    done: Callable[[], object],
+    backward: Callable[[Any, tuple[Any, ...]], tuple[Any, dict[str, Any], Any]],
+    observe: Callable[[float, dict[str, Any]], object] | None,
+) -> tuple[ScaleRanges, ...]:
+    at_scales: list[ScaleRanges] = []
+    reference: dict[str, Any] = {}
+    reference_scale = 1.0
     # Go from the highest loss scale down: the gradients at the first scale without overflow are the reference for all
     # lower scales.
     for scale in reversed(scales):
@@ -257,7 +286,7 @@ def _sweep(batch, scales, micro_batches, restore_random_state, done, backward, o
     return tuple(at_scales)
 
 
-def _warn_if_random(at_scales):
+def _warn_if_random(at_scales: tuple[ScaleRanges, ...]) -> None:
     losses = np.array([ranges.loss for ranges in at_scales])
     if np.isfinite(losses).all() and np.ptp(losses) > _SAME_LOSS * np.abs(losses).max():
         warnings.warn(
@@ -268,7 +297,7 @@ def _warn_if_random(at_scales):
         )
 
 
-def checked_loss_scales(loss_scales):
+def checked_loss_scales(loss_scales: Iterable[float]) -> list[float]:
     """Return the loss scales as a sorted list of distinct float32 values.
 
     Raises:
@@ -286,7 +315,7 @@ def checked_loss_scales(loss_scales):
     return scales
 
 
-def batches_of(inputs):
+def batches_of(inputs: Any) -> Iterator[tuple[Any, ...]]:
     """Yield each batch in the ``inputs`` of :func:`gradient_ranges` as a tuple of Tensors."""
     if isinstance(inputs, str | os.PathLike):
         inputs = read_batch(inputs)
@@ -301,9 +330,9 @@ def batches_of(inputs):
         yield tuple(value if isinstance(value, Tensor) else Tensor(value) for value in batch)
 
 
-def _is_array(value):
+def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
-def _is_batch(value):
+def _is_batch(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) > 0 and all(map(_is_array, value))

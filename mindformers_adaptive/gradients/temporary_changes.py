@@ -1,7 +1,11 @@
 """Changes of a network for the length of a ``with`` block, such as computing in float32 or training without dropout."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -19,7 +23,7 @@ _OF_WEIGHTS = ("param", "init", "weight")
 
 
 @contextlib.contextmanager
-def unchanged(network):
+def unchanged(network: Any) -> Iterator[Callable[[], None]]:
     """Put a network into training mode without dropout for a ``with`` block, and undo all changes afterwards.
 
     If a pass raised an exception, in the ``with`` block or before it, MindSpore is made to forget that pass.
@@ -48,7 +52,7 @@ def unchanged(network):
     kernel_seeds = getattr(sys.modules["mindspore.common.seed"], "_KERNEL_SEED", {})
     seeds = dict(kernel_seeds)
 
-    def restore_random_state():
+    def restore_random_state() -> None:
         mindspore.set_rng_state(generator)
         kernel_seeds.clear()
         kernel_seeds.update(seeds)
@@ -77,7 +81,7 @@ def unchanged(network):
 
 
 @contextlib.contextmanager
-def in_float32(cell):
+def in_float32(cell: Any) -> Iterator[str]:
     """Let a cell and the cells inside it compute in float32 instead of float16 or bfloat16 within the block.
 
     MindFormers' cells hold the dtype of their computation in an attribute, such as ``dtype`` or ``compute_dtype``; for
@@ -111,7 +115,7 @@ def in_float32(cell):
 
 
 @contextlib.contextmanager
-def without_recomputation(cells):
+def without_recomputation(cells: Iterable[Any]) -> Iterator[None]:
     """Switch the recomputation of cells off within a ``with`` block.
 
     With recomputation, a cell calls the cells inside it again in the backward pass.
@@ -124,7 +128,7 @@ def without_recomputation(cells):
 
 
 @contextlib.contextmanager
-def replaced_in(values, name, value):
+def replaced_in(values: dict[str, Any], name: str, value: Any) -> Iterator[None]:
     """Replace a value of a dict within a ``with`` block, and keep the order of the keys."""
     before = {name: values[name]} if name in values else {}
     values[name] = value
@@ -136,7 +140,7 @@ def replaced_in(values, name, value):
         values.update(before)
 
 
-def _close_failed_pass():
+def _close_failed_pass() -> None:
     """Make MindSpore forget a PyNative pass that raised an exception, because MindSpore goes on recording such a pass.
 
     Otherwise the next backward pass would count as a part of the failed pass. It would be recorded, which not every

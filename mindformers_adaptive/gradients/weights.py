@@ -1,5 +1,9 @@
 """Counts the weights of a network that FP16 cannot hold, because a cast to FP16 would turn them into inf."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 from mindspore import Tensor
 
@@ -12,7 +16,7 @@ __all__ = ["weights_beyond"]
 _BEYOND_FP16 = 65520.0
 
 
-def weights_beyond(network, in_half):
+def weights_beyond(network: Any, in_half: bool) -> WeightsBeyond | None:
     """Return the weights of a network that FP16 cannot hold, or None if FP16 holds all of them.
 
     Args:

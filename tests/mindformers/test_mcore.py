@@ -73,6 +73,7 @@ def run(tmp_path_factory):
     return train_step, states, read_record(record)
 
 
+@pytest.mark.slow
 def test_qwen3_learns_in_fp16_by_the_rule(run):
     _, _, lines = run
     rule = AdaptiveRule(**WINDOWS)
@@ -84,6 +85,7 @@ def test_qwen3_learns_in_fp16_by_the_rule(run):
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
 
 
+@pytest.mark.slow
 def test_skipped_step_of_qwen3_changes_only_loss_scaling(run):
     train_step, states, lines = run
     of_cell = {*train_step.loss_scaling_manager.parameters_dict(), "scale_sense"}
@@ -93,6 +95,7 @@ def test_skipped_step_of_qwen3_changes_only_loss_scaling(run):
     assert int(states[-1]["global_step"][0]) == STEPS - lines[-1]["skipped_steps"]
 
 
+@pytest.mark.slow
 def test_qwen3_resumes_as_if_it_had_never_stopped(run, tmp_path):
     _, states, lines = run
     resumed = build_train_step(build_qwen3())
@@ -105,6 +108,7 @@ def test_qwen3_resumes_as_if_it_had_never_stopped(run, tmp_path):
         np.testing.assert_array_equal(later[-1][name], value)
 
 
+@pytest.mark.slow
 def test_find_agrees_with_qwen3_and_tokens_lower_the_ceiling(run):
     _, _, lines = run
     # All steps before the first applied step were skipped. So the first applied step uses the initial weights.

@@ -53,12 +53,14 @@ def assert_follows_the_rule(rows):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+@pytest.mark.slow
 def test_example_follows_the_rule_on_real_overflows(run_forked):
     rows = rows_of(run_forked(EXAMPLES / "mindformers_trainer.py").stdout)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert_follows_the_rule(rows)
 
 
+@pytest.mark.slow
 def test_trainer_with_a_wrapper_follows_the_rule_and_resumes(run_forked):
     example = EXAMPLES / "mindformers_trainer_wrapper.py"
     rows = rows_of(run_forked(example).stdout)
@@ -78,6 +80,7 @@ def build_train_step(model, cell=MFTrainOneStepCell, max_grad_norm=1.0):
     return cell(model, optimizer, use_clip_grad=True, max_grad_norm=max_grad_norm, scale_sense=update_cell)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 def test_the_cell_itself_is_trained_with_optimizer_and_clipping():
     train_step = build_train_step(build_model(), max_grad_norm=0.01)
@@ -107,6 +110,7 @@ def test_the_cell_itself_is_trained_with_optimizer_and_clipping():
     assert train_step.loss_scaling_manager.state()["cur_iter"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 def test_arguments_that_name_the_guided_cell_train_by_its_rule():
     arguments = training_arguments(
