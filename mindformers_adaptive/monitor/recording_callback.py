@@ -38,8 +38,7 @@ class RecordingCallback(Callback):
     """Callback with a record file and a TensorBoard writer. Both are closed even if the training fails.
 
     A subclass calls ``_open`` when a training begins, and sets ``subject``, the recorded quantity, for messages;
-    ``file_name``, the record's name in MindFormers' output folder; and ``every_step``, whether the record has a line
-    for steps that are missing.
+    ``file_name``, the record's name in MindFormers' output folder; and ``every_step``, as in :class:`RunRecord`.
 
     Args:
         record_path (str, optional): the file of the record; None for ``file_name`` in the output folder.

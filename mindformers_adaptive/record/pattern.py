@@ -100,8 +100,8 @@ def suggest_pattern(line: str) -> str | None:
     """Return a pattern for a line that names a step and a scale, or None if it does not name both.
 
     Examples:
-        >>> suggest_pattern("step 7 | loss 2.5 | scale: 1024.0")
-        'step (?P<step>\\d+).*?scale: (?P<loss_scale>[-+.\\w]+)'
+        >>> print(suggest_pattern("step 7 | loss 2.5 | scale: 1024.0"))
+        step (?P<step>\\d+).*?scale: (?P<loss_scale>[-+.\\w]+)
     """
     spans = []
     for name, (word, value) in _WORDS.items():

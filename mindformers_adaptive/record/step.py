@@ -121,12 +121,16 @@ def field_descriptions() -> dict[str, str]:
     return {name: hints[name].__metadata__[0].description for name in _BY_NAME}
 
 
-def entry_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def entry_of(values: Mapping[str, Any], is_step: bool = True) -> dict[str, Any]:
     """Return the values of a record line as Python values, where they are numbers of NumPy.
+
+    Args:
+        values (Mapping): the values by name.
+        is_step (bool): whether the line is a :class:`Step`, and not a measurement of gradients. Default: True.
 
     Raises:
         TypeError: if a value cannot be written as JSON.
-        ValueError: if ``step`` is no whole number, or if ``step``, ``overflow`` or ``loss_scale`` is missing.
+        ValueError: if ``step`` is missing or is no whole number, or a :class:`Step` lacks another required value.
 
     Examples:
         >>> entry_of({"step": np.int64(3), "overflow": np.bool_(False), "loss_scale": np.float32(8)})
@@ -137,7 +141,7 @@ def entry_of(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"'step' must be a whole number, but got {step!r} of type {type(step).__name__}. Give the step's number."
         )
-    if missing := [name for name, field in _BY_NAME.items() if field.required and name not in entry]:
+    if missing := [name for name, field in _BY_NAME.items() if is_step and field.required and name not in entry]:
         raise ValueError(f"Step {step} lacks {missing[0]!r}. Give it to append(), as None if it is unknown.")
     for name, value in entry.items():
         try:

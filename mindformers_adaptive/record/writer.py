@@ -60,7 +60,8 @@ class RunRecord:
 
     Args:
         path (str): the file. Neither it nor its folder need exist.
-        every_step (bool): whether missing steps leave a line. Default: True.
+        every_step (bool): whether each line needs ``overflow`` and ``loss_scale``, and missing steps leave a line.
+            Default: True.
 
     Attributes:
         path (Path): the file that is written.
@@ -197,7 +198,8 @@ class RunRecord:
         try:
             if not _ends_in_line(file):
                 os.write(file, b"\n")
-            for entry in map(entry_of, entries):
+            for values in entries:
+                entry = entry_of(values, is_step=self._every_step)
                 if (step := entry["step"]) <= self.last_step:
                     raise ValueError(
                         f"step {step} cannot follow step {self.last_step} in {self.path}. Append the steps in order."
