@@ -1,5 +1,6 @@
 """The update cell, manager and scaler of every rule take exactly the rule's steps; the history records the steps."""
 
+import contextlib
 import json
 import math
 
@@ -181,7 +182,8 @@ def test_steps_that_were_undone_are_not_told(graph_mode, kind):
     state = cell.state_dict()
     owned.step(True)
     owned.step(True)
-    cell.load_state_dict(state)
+    with pytest.warns(UserWarning, match="taken steps"):
+        cell.load_state_dict(state)
     assert cell.recent_steps() == []
     owned.step(*path[3][:2])
     assert [step["step"] for step in cell.recent_steps()] == [4]
@@ -197,7 +199,8 @@ def test_steps_before_a_leap_are_not_told(graph_mode, kind):
     # The update cell takes steps 3 to 6, goes back and takes steps 3 and 4 again, and then leaps to step 9. The history
     # still holds rows of the earlier steps, such as step 6. recent_steps() must not return these rows.
     for steps, first in ((4, 3), (2, 3), (1, 9)):
-        cell.load_state_dict({**cell.state_dict(), "cur_iter": first, "last_overflow_iter": 0})
+        with pytest.warns(UserWarning, match="taken steps") if cell.recent_steps() else contextlib.nullcontext():
+            cell.load_state_dict({**cell.state_dict(), "cur_iter": first, "last_overflow_iter": 0})
         for _ in range(steps):
             owned.step(False, 1.0)
     assert [step["step"] for step in cell.recent_steps()] == [9]
