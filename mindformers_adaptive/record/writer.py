@@ -198,8 +198,7 @@ class RunRecord:
         try:
             if not _ends_in_line(file):
                 os.write(file, b"\n")
-            for values in entries:
-                entry = entry_of(values, is_step=self._every_step)
+            for entry in (entry_of(values, is_step=self._every_step) for values in entries):
                 if (step := entry["step"]) <= self.last_step:
                     raise ValueError(
                         f"step {step} cannot follow step {self.last_step} in {self.path}. Append the steps in order."
