@@ -20,6 +20,7 @@ from mindformers_adaptive.wrapper import (
     TrainOneStepWithLossScaleCell,
 )
 from tests.shared.networks import Dense, batches
+from tests.shared.own_rules import Weigh
 
 OVERFLOWS = [False, False, True, False, True, False, False, False, True, False] * 4
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 1}
@@ -263,7 +264,7 @@ def test_log_says_once_which_cell_scales_the_loss(mindformers_log, scale_sense, 
 
 @pytest.mark.parametrize("number", [5, 2.5, None])
 def test_a_number_in_place_of_a_vector_is_named(number):
-    cell = GradientGuidedLossScaleUpdateCell(1024)
-    state = {name: value for name, value in cell.state_dict().items() if not name.startswith("overflow_rate")}
-    with pytest.raises(TypeError, match=f"'overflow_rate' must be 16 numbers, but got {number}"):
-        cell.load_state_dict({**state, "overflow_rate": number})
+    cell = RuleLossScaleUpdateCell(1024, Weigh())
+    state = {name: value for name, value in cell.state_dict().items() if not name.startswith("weights")}
+    with pytest.raises(TypeError, match=f"'weights' must be 3 numbers, but got {number}"):
+        cell.load_state_dict({**state, "weights": number})

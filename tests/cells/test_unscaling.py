@@ -122,7 +122,7 @@ def test_gradients_are_those_of_float64_at_every_scale(mode, way):
 
 @pytest.mark.parametrize(
     ("update_cell", "steps"),
-    [(AdaptiveLossScaleUpdateCell(2.0**16, 2, 20), 320), (GradientGuidedLossScaleUpdateCell(2.0**16), 80)],
+    [(AdaptiveLossScaleUpdateCell(2.0**16, 2, 20), 320), (GradientGuidedLossScaleUpdateCell(2.0**26), 80)],
 )
 def test_fp16_weights_move_at_every_scale_that_a_rule_reaches(graph_mode, update_cell, steps):
     network = Products((mstype.float16,))

@@ -211,7 +211,7 @@ def test_a_pipe_is_no_log(run_program, tmp_path, command):
     code, said = answer(run_program, command, f"/dev/fd/{reading}", *arguments.get(command, []))
     os.close(reading)
     assert code == 1
-    assert has(said, "it is a pipe ... Save the log")
+    assert has(said, "it is a pipe ... Save its content")
 
 
 @pytest.mark.parametrize("command", ["analyze", "plot"])
