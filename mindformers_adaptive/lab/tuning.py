@@ -50,7 +50,7 @@ _MORE_NEEDED = (
     "A scale to start any training from: adaptive-loss-scale find --config FILE"
 )
 _WHY_NOT_AS_ANALYZE = (
-    "These are the cheapest of all settings tried; 'analyze' keeps the run's factor and changes as little as it can."
+    "These cost least of all settings tried; 'analyze' changes the run's settings as little as it can."
 )
 _NOT_BETTER = "No settings to paste: the run itself did at least as well as the best of them."
 
