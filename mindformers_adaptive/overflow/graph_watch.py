@@ -222,7 +222,7 @@ class _Measure(nn.Cell):
         self.one, self.passed = Tensor(1.0, mstype.float32), ops.StopGradient()
 
     def construct(self, value, sink):
-        # Without this operator, which has no kernel, MindSpore would take the output for the input. Then the first of
+        # Without this operator, MindSpore would take the output for the input. Then the first of
         # several layers that use a value would get the sum of the gradients of all these layers.
         return self.passed(value)
 

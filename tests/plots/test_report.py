@@ -108,7 +108,7 @@ def test_bounds_are_told_as_bounds_and_advice_may_lack_settings():
     run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
     analysis = analyze(run)
     page = render([RunTold("run", "run.log", analysis.to_dict(), analysis.text(), "")], [], written="", versions="")
-    assert "<dt>skipped</dt><dd>at least 20, at least 50.00%</dd>" in page
+    assert "<dt>skipped</dt><dd>20 to 23, 50.00% to 57.50%</dd>" in page
     assert "<dd>unknown at first, 2^0 at the end" in page
     assert f"<ol><li>{analysis.advice[0].change.partition(':')[0]}" in page
     assert "runner_wrapper" not in page
