@@ -70,7 +70,8 @@ class StepTable(Callback):
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
         loss, overflow, next_loss_scale, _, global_norm = (float(output) for output in params.net_outputs)
-        window = params.train_network.loss_scaling_manager.state()["scale_window"]
+        # 0 stands for a rule without a scale window.
+        window = params.train_network.loss_scaling_manager.state().get("scale_window", 0)
         self.rows.append(
             f"{params.cur_step_num:4} {loss:8.4f} {bool(overflow)!s:>9} {self.loss_scale:12.0f} "
             f"{next_loss_scale:17.0f} {window:14} {global_norm:13.4f}"
