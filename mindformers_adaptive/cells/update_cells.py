@@ -183,13 +183,13 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
     Examples:
         >>> from mindspore import Parameter, Tensor, ops
         >>> from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
-        >>> cell = GradientGuidedLossScaleUpdateCell(loss_scale_value=2**10)
+        >>> cell = GradientGuidedLossScaleUpdateCell(loss_scale_value=2**11)
         >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
-        >>> for _ in range(50):
-        ...     _ = ops.assign(cell.largest_gradient, Tensor(0.25))  # a train-step cell does this
+        >>> for largest in (0.25, 4.0):  # the ceilings are 2^17 and 2^13
+        ...     _ = ops.assign(cell.largest_gradient, Tensor(largest))  # a train-step cell does this
         ...     _ = cell(loss_scale, Tensor(False))
-        >>> float(loss_scale), cell.state()["skipped_steps"]
-        (16384.0, 0)
+        >>> float(loss_scale) == 2.0**7, cell.state()["skipped_steps"]
+        (True, 0)
     """
 
     rule_class = GuidedRule
