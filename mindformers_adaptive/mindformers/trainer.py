@@ -200,8 +200,8 @@ def _fit_window(args: Any, scale_sense: Any) -> None:
         scale_sense.scale_window = args.min_scale_window
     if "scale_window" not in scale_sense and not is_default:
         warnings.warn(
-            f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds the scale window "
-            "itself. Leave 'loss_scale_window' out.",
+            f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} has no scale window. "
+            "Leave 'loss_scale_window' out.",
             stacklevel=2,
         )
 

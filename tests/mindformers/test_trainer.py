@@ -114,15 +114,15 @@ def test_the_cell_itself_is_trained_with_optimizer_and_clipping():
 @pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 def test_arguments_that_name_the_guided_cell_train_by_its_rule():
     arguments = training_arguments(
-        scale_sense="GradientGuidedLossScaleUpdateCell", loss_scale_value=2**24, loss_scale_window=50
+        scale_sense="GradientGuidedLossScaleUpdateCell", loss_scale_value=2**30, loss_scale_window=50
     )
     record = LossScaleMonitor(record_path="record.jsonl")
-    with pytest.warns(UserWarning, match="'loss_scale_window' 50 is not used: GradientGuidedLossScaleUpdateCell finds"):
+    with pytest.warns(UserWarning, match="'loss_scale_window' 50 is not used: GradientGuidedLossScale has no"):
         trainer = Trainer(arguments, model=build_model(), train_dataset=build_dataset().take(6), callbacks=[record])
     trainer.train()
     lines = read_record("record.jsonl")
     rule = GuidedRule()
-    assert_follows(rule, rule.start(2.0**24), lines)
+    assert_follows(rule, rule.start(2.0**30), lines)
     assert {line["overflow"] for line in lines} == {True, False}
 
 
