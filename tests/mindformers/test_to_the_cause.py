@@ -75,7 +75,7 @@ def test_a_yaml_file(case, corpus, weights, run_forked, run_program, tmp_path, m
     options = {**SMALL_MODEL, **options, "load_checkpoint": "start.ckpt"}
     training = ["train", "--config", CONFIG, "--train-dataset-dir", corpus]
     finished = run_forked(PROGRAM, *training, "--options", *(f"{key}={value}" for key, value in options.items()))
-    command = pasted(finished.stdout)
+    command = pasted(finished.stdout + finished.stderr)
     assert command == ["why", "--run", "output"]
     code, printed, errors = run_program(*command)
     assert code == 0, errors[-2000:]
