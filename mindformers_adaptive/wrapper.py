@@ -4,6 +4,10 @@ To use these cells, a user changes one import line. On Ascend the cells compute 
 device, checkpoints of these cells keep the state of loss scaling.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 from mindformers_adaptive.text.install_hint import install_hint
 
 with install_hint(__name__):
@@ -61,7 +65,7 @@ class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossS
         (True, 2048.0)
     """
 
-    def __init__(self, network, optimizer, scale_sense, **options):
+    def __init__(self, network: Any, optimizer: Any, scale_sense: Any, **options: Any) -> None:
         super().__init__(network, optimizer, scale_sense, **options)
 
 
@@ -113,7 +117,16 @@ class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCe
     stock_grads_for_legacy = getattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_legacy", None)
     stock_grads_for_mcore = getattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_mcore", None)
 
-    def __init__(self, network, optimizer, use_clip_grad=False, max_grad_norm=1.0, scale_sense=1.0, *more, **kwargs):
+    def __init__(
+        self,
+        network: Any,
+        optimizer: Any,
+        use_clip_grad: bool = False,
+        max_grad_norm: float = 1.0,
+        scale_sense: Any = 1.0,
+        *more: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(network, optimizer, use_clip_grad, max_grad_norm, scale_sense, *more, **kwargs)
 
 
@@ -164,7 +177,16 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
     stock_grads_for_legacy = getattr(mindformers.wrapper.MFPipelineWithLossScaleCell, "grads_for_legacy", None)
     stock_grads_for_mcore = getattr(mindformers.wrapper.MFPipelineWithLossScaleCell, "grads_for_mcore", None)
 
-    def __init__(self, network, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=1.0, *more, **kwargs):
+    def __init__(
+        self,
+        network: Any,
+        optimizer: Any,
+        use_clip_grad: bool = True,
+        max_grad_norm: float = 1.0,
+        scale_sense: Any = 1.0,
+        *more: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(network, optimizer, use_clip_grad, max_grad_norm, scale_sense, *more, **kwargs)
 
 
@@ -195,19 +217,19 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
 
     has_fixed_scale = True
 
-    def __init__(self, loss_scale_value=1.0):
+    def __init__(self, loss_scale_value: float = 1.0) -> None:
         super().__init__(1.0)
         self.no_overflow = Tensor(False)
 
-    def construct(self, loss_scale, overflow):
+    def construct(self, loss_scale: Any, overflow: Any) -> Any:
         return self.no_overflow
 
     @property
-    def inv_scale(self):
+    def inv_scale(self) -> float:
         """float: the reciprocal of the loss scale, 1.0."""
         return 1.0
 
-    def load_state_dict(self, state_dict, *args, **kwargs):
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Warn and ignore the saved state of a gradient scaler, as Megatron-LM does when it runs without a scaler.
 
         Args:

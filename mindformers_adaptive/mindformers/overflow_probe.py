@@ -1,8 +1,13 @@
 """Find out why a training that a MindFormers YAML file describes overflows, and which setting in the file helps."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
@@ -15,6 +20,7 @@ from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.training_probe import build_training, build_training_at_start
 from mindformers_adaptive.overflow.explain import explain_overflow
+from mindformers_adaptive.overflow.explanation import Explanation
 from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["DEFAULT_BATCHES", "why"]
@@ -27,27 +33,27 @@ _SECTION = "model.model_config"
 
 # Settings of MindFormers' legacy and mcore models that let a part of the model compute in float32 instead of float16
 # or bfloat16. compute_dtype, which sets the dtype of the whole model, is the last resort.
-_DTYPES = ("softmax_compute_type", "softmax_compute_dtype", "layernorm_compute_type", "layernorm_compute_dtype")
-_DTYPES += ("rotary_dtype", "residual_dtype", "embedding_init_type", "moe_router_dtype", "router_dense_type")
-_LAST = ("compute_dtype",)
-_SWITCHES = ("fp32_residual_connection",)
+_DTYPES = ["softmax_compute_type", "softmax_compute_dtype", "layernorm_compute_type", "layernorm_compute_dtype"]
+_DTYPES += ["rotary_dtype", "residual_dtype", "embedding_init_type", "moe_router_dtype", "router_dense_type"]
+_LAST = ["compute_dtype"]
+_SWITCHES = ["fp32_residual_connection"]
 
 _NARROW = ("float16", "fp16", "bfloat16", "bf16")
 
 
 def why(
-    config_path,
-    checkpoint=None,
-    train_dataset_dir=None,
-    loss_scale=None,
-    batches=DEFAULT_BATCHES,
+    config_path: str | Path,
+    checkpoint: str | Path | None = None,
+    train_dataset_dir: str | Path | None = None,
+    loss_scale: float | None = None,
+    batches: int = DEFAULT_BATCHES,
     *,
-    batch=None,
-    graph=False,
-    overrides=None,
-    failure="",
-    progress=None,
-):
+    batch: str | Path | None = None,
+    graph: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    failure: str = "",
+    progress: Callable[[int], object] | None = None,
+) -> Explanation:
     """Say why the training that a YAML file describes overflows, in which layer, and which setting in the file helps.
 
     The passes are made by the train-step cell that a training would use, with the weights that it would start from, as
@@ -110,7 +116,7 @@ def why(
     return dataclasses.replace(explanation, measured=measured, failure=failure)
 
 
-def _micro_batches(batch, size):
+def _micro_batches(batch: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
     """Split a saved batch, which holds all micro-batches of a step, and yield its micro-batches."""
     rows = {values.shape[:1] for values in batch}
     can_split = len(rows) == 1 and () not in rows and not next(iter(rows))[0] % size
@@ -118,11 +124,11 @@ def _micro_batches(batch, size):
     yield from (tuple(map(Tensor, columns)) for columns in zip(*parts, strict=True))
 
 
-def _worth_trying(network, section):
+def _worth_trying(network: Any, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the key and value of each setting that would make a part of the model compute in float32."""
     config = next((cell.config for _, cell in network.cells_and_names() if hasattr(cell, "config")), None)
 
-    def is_narrow(key):
+    def is_narrow(key: str) -> bool:
         value = section.get(key) if getattr(config, key, None) is None else getattr(config, key)
         name = str(value).lower().rpartition(".")[2]
         return name in _NARROW
@@ -132,7 +138,9 @@ def _worth_trying(network, section):
     yield from ((key, "float32") for key in _LAST if is_narrow(key))
 
 
-def _with_setting(network, config_path, train_dataset_dir, overrides):
+def _with_setting(
+    network: Any, config_path: str | Path, train_dataset_dir: str | Path | None, overrides: Mapping[str, Any]
+) -> Any:
     """Return the train-step cell of the training with changed settings, and with the weights of ``network``."""
     import warnings
 

@@ -1,9 +1,13 @@
 """MindFormers' PyNative trainer with loss scaling."""
 
+from __future__ import annotations
+
 import functools
 import importlib.metadata
 import math
 import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -18,10 +22,16 @@ from mindformers_adaptive.mindformers.pynative_section import SECTION, check_con
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.text.install_hint import install_hint
 
+if TYPE_CHECKING:
+    # trainer_class() adds this base class, which exists only where hyper-parallel is installed.
+    from mindformers.pynative.trainer.trainer import Trainer as _Trainer
+else:
+    _Trainer = object
+
 __all__ = ["LossScaledTraining", "make_scaler", "restore", "stock_trainer", "trainer_class"]
 
 
-def make_scaler(section):
+def make_scaler(section: object) -> Any:
     """Return the loss scaler that a section ``training.loss_scale`` describes.
 
     Args:
@@ -45,7 +55,7 @@ def make_scaler(section):
     return RuleLossScaler(rule, loss_scale, **arguments)
 
 
-def stock_trainer():
+def stock_trainer() -> Any:
     """Return the module ``mindformers.pynative.trainer.trainer``.
 
     Raises:
@@ -64,7 +74,7 @@ def stock_trainer():
         return trainer
 
 
-def trainer_class():
+def trainer_class() -> type:
     """Return a subclass of MindFormers' PyNative trainer ``mindformers.pynative.trainer.Trainer`` that scales the loss.
 
     Returns:
@@ -76,14 +86,14 @@ def trainer_class():
     return type("Trainer", (LossScaledTraining, stock_trainer().Trainer), {"__doc__": LossScaledTraining.__doc__})
 
 
-def _with_loss_scale(create_common_info, train_step, state):
+def _with_loss_scale(create_common_info: Callable[[Any], Any], train_step: Any, state: Any) -> CommonInfoWithLossScale:
     """Return what a ``CheckpointCallback`` saves as ``common.json``; saving it also saves the loss-scaling state."""
     info = CommonInfoWithLossScale(train_step)
-    vars(info).update(vars(create_common_info(state)))
+    info.__dict__.update(vars(create_common_info(state)))
     return info
 
 
-def restore(scaler, folder):
+def restore(scaler: Any, folder: str) -> None:
     """Restore a loss scaler from the ``loss_scale.json`` of a checkpoint, or warn if that is not possible.
 
     Args:
@@ -118,24 +128,24 @@ def restore(scaler, folder):
 class _Step:
     """A stand-in for the network that monitors search: it holds the loss scale and the update cell of a loss scaler."""
 
-    def __init__(self, scaler):
+    def __init__(self, scaler: Any) -> None:
         self.scale_sense, self.loss_scaling_manager = scaler.scale_value, scaler.update_cell
 
-    def cells_and_names(self):
+    def cells_and_names(self) -> Iterator[tuple[str, _Step]]:
         yield "", self
 
 
 class _NoUpdate:
     """A stand-in for the optimizer in a step that overflowed: it changes no weight, optimizer state or step count."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: Any) -> None:
         self.parameters = optimizer.parameters
 
-    def __call__(self, gradients):
+    def __call__(self, gradients: Any) -> Any:
         return gradients
 
 
-class LossScaledTraining:
+class LossScaledTraining(_Trainer):
     """Mixin that adds loss scaling to MindFormers' PyNative trainer, in the class that :func:`trainer_class` returns.
 
     The loss scale multiplies the initial gradients of the backward pass and of the auxiliary losses, so that the loss
@@ -157,7 +167,9 @@ class LossScaledTraining:
         ValueError: if neither or both of the section and ``loss_scaler`` are given, or a value is out of its range.
     """
 
-    def __init__(self, config=None, *args, loss_scaler=None, **kwargs):
+    optimizer: Any
+
+    def __init__(self, config: Any = None, *args: Any, loss_scaler: Any = None, **kwargs: Any) -> None:
         config, section = read_config(config)
         if (section is None) == (loss_scaler is None):
             sources = "neither" if section is None else "both"
@@ -175,7 +187,7 @@ class LossScaledTraining:
         self.scaler = make_scaler(section) if loss_scaler is None else loss_scaler
         super().__init__(config, *args, **kwargs)
 
-    def _create_callback_handler(self, callbacks, config):
+    def _create_callback_handler(self, callbacks: Any, config: Any) -> Any:
         MindFormerRegister.register_cls(LossScaleMonitor, module_type=MindFormerModuleType.CALLBACK)
         handler = super()._create_callback_handler(callbacks, config)
         step = _Step(self.scaler)
@@ -185,29 +197,29 @@ class LossScaledTraining:
                 callback._create_common_info = functools.partial(_with_loss_scale, create, step)
         return handler
 
-    def train(self, *args, **kwargs):
+    def train(self, *args: Any, **kwargs: Any) -> None:
         """Train as MindFormers' trainer does, with the same arguments; then close the files of the monitors."""
         try:
             super().train(*args, **kwargs)
         finally:
             release(self.callback_handler.callbacks)
 
-    def _init_train_state(self):
+    def _init_train_state(self) -> Any:
         self.state = super()._init_train_state()
         self._show_state()
         return self.state
 
-    def _show_state(self):
+    def _show_state(self) -> None:
         self.state.loss_scale = float(self.scaler.scale_value.asnumpy())
         self.state.skipped_steps = int(self.scaler.update_cell.skipped_steps.asnumpy())
 
-    def _load_checkpoint(self, checkpoint_path, *args, **kwargs):
+    def _load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> None:
         super()._load_checkpoint(checkpoint_path, *args, **kwargs)
         if not self.config.checkpoint.no_load_optim and self.state.global_step:
             restore(self.scaler, stock_trainer().get_checkpoint_path(checkpoint_path))
             self._show_state()
 
-    def training_step(self, *args, **kwargs):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step as MindFormers' trainer does, with the auxiliary losses multiplied by the loss scale too."""
         from mindformers.pynative.transformers.experimental_attention_variant.indexer import _IndexerLossAutoScaler
         from mindformers.pynative.transformers.moe.moe_utils import _MoEAuxLossAutoScaler
@@ -223,7 +235,7 @@ class LossScaledTraining:
             auxiliary.set_loss_scale(sense * self.state.loss_scale)
         return super().training_step(*args, **kwargs)
 
-    def _forward_backward(self, model, inputs):
+    def _forward_backward(self, model: Any, inputs: Any) -> Any:
         # MindFormers lets the loss be multiplied before backward() only through get_loss_sense().
         module = stock_trainer()
         get_loss_sense = module.get_loss_sense
@@ -233,7 +245,7 @@ class LossScaledTraining:
         finally:
             module.get_loss_sense = get_loss_sense
 
-    def _optimizer_update(self):
+    def _optimizer_update(self) -> Any:
         optimizer = self.optimizer
         with stock_trainer()._no_grad():
             if self._decide(self._unscale(optimizer.parameters)):
@@ -244,7 +256,7 @@ class LossScaledTraining:
             self.optimizer = optimizer
             self._show_state()
 
-    def _unscale(self, parameters):
+    def _unscale(self, parameters: Any) -> tuple[Any, ...]:
         """Divide the gradients of this process by the loss scale in place, and return them."""
         from mindformers.pynative.trainer.utils import get_grad
 
@@ -256,7 +268,7 @@ class LossScaledTraining:
             gradient.copy_(divided)
         return tuple(local)
 
-    def _decide(self, gradients):
+    def _decide(self, gradients: tuple[Any, ...]) -> bool:
         """Tell the loss scaler whether the step overflowed in any process, and return whether it did."""
         # All processes decide together whether to skip the step, including a process that has no gradients.
         overflow, largest = bool(gradients) and not bool(amp.all_finite(gradients)), 0.0

@@ -1,10 +1,13 @@
 """Measure the gradients of a training that a MindFormers YAML file describes, at several loss scales."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore
 from mindformers.tools.register import MindFormerConfig
@@ -12,7 +15,7 @@ from mindspore import nn
 from mindspore.dataset.engine.datasets import Dataset
 
 from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, checked_loss_scales, gradient_ranges
-from mindformers_adaptive.gradients.report import NEW_WEIGHTS
+from mindformers_adaptive.gradients.report import NEW_WEIGHTS, GradientRanges
 from mindformers_adaptive.mindformers.checkpoint_arrays import load_newest
 from mindformers_adaptive.mindformers.keys import micro_batches_of, value_at
 from mindformers_adaptive.mindformers.launcher import load_config
@@ -26,18 +29,18 @@ DEFAULT_BATCHES = 4
 
 
 def probe(
-    config_path,
-    checkpoint=None,
-    train_dataset_dir=None,
-    loss_scales=DEFAULT_LOSS_SCALES,
-    batches=DEFAULT_BATCHES,
+    config_path: str | Path,
+    checkpoint: str | Path | None = None,
+    train_dataset_dir: str | Path | None = None,
+    loss_scales: Iterable[float] = DEFAULT_LOSS_SCALES,
+    batches: int = DEFAULT_BATCHES,
     *,
-    overrides=None,
-    layers=(),
-    progress=None,
-    observe=None,
-    gradient_format="float16",
-):
+    overrides: Mapping[str, Any] | None = None,
+    layers: Iterable[str] = (),
+    progress: Callable[[int], object] | None = None,
+    observe: Callable[..., object] | None = None,
+    gradient_format: Any = "float16",
+) -> GradientRanges:
     """Measure the gradients at several loss scales, with the model and the data of a MindFormers YAML file.
 
     The backward pass is made by the train-step cell that a training would use, in one process, with the weights that
@@ -107,7 +110,12 @@ class Training(NamedTuple):
     weights: str = NEW_WEIGHTS
 
 
-def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None, overrides=None):
+def build_training_at_start(
+    config_path: str | Path,
+    checkpoint: str | Path | None = None,
+    train_dataset_dir: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Training:
     """Build a training as :func:`build_training` does, with the weights that the training would start from.
 
     Args:
@@ -134,14 +142,18 @@ def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None
     return training._replace(weights=f"weights of {load_weights(training.train_step.network, path)} ({key})")
 
 
-def _require_checkpoint(name, path, remedy=""):
+def _require_checkpoint(name: str, path: Any, remedy: str = "") -> None:
     if path is not None and not (str(path) and Path(path).exists()):
         raise FileNotFoundError(f"{name} must name a file or folder, but there is no {str(path)!r}.{remedy}")
     if path is not None:
         refuse_pipe(path)
 
 
-def build_training(config_path, train_dataset_dir=None, overrides=None):
+def build_training(
+    config_path: str | Path,
+    train_dataset_dir: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Training:
     """Build the train-step cell and the training data of a YAML file as MindFormers' trainer does.
 
     Args:
@@ -157,7 +169,9 @@ def build_training(config_path, train_dataset_dir=None, overrides=None):
     return Training(*_build(config), micro_batches)
 
 
-def _read_config(config_path, train_dataset_dir, overrides):
+def _read_config(
+    config_path: str | Path, train_dataset_dir: str | Path | None, overrides: Mapping[str, Any] | None
+) -> tuple[Any, int]:
     overrides = {"run_mode": "train", **(overrides or {})}
     if train_dataset_dir is not None:
         overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
@@ -171,7 +185,7 @@ def _read_config(config_path, train_dataset_dir, overrides):
     return config, micro_batches
 
 
-def _build(config):
+def _build(config: Any) -> tuple[Any, Any]:
     from mindformers.core.context import build_context
     from mindformers.core.parallel_config import build_parallel_config
     from mindformers.dataset import build_dataset, check_dataset_config
@@ -204,7 +218,7 @@ def _build(config):
     return trainer.create_model_wrapper(network, nn.SGD(network.trainable_params(), learning_rate=0.0)), dataset
 
 
-def load_weights(network, checkpoint):
+def load_weights(network: Any, checkpoint: str) -> str:
     """Load the weights of a checkpoint into a network; everything else in the checkpoint is ignored.
 
     Args:

@@ -1,7 +1,11 @@
 """Measures the cells of a network in graph mode. The measurements are returned as gradients of extra Parameters."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -38,7 +42,7 @@ class GraphWatch:
         names (Mapping[str, Cell]): the cells to record, by name.
     """
 
-    def __init__(self, network, names):
+    def __init__(self, network: Any, names: Mapping[str, Any]) -> None:
         self._network = network
         clock = Parameter(Tensor(0.0, mstype.float32), "clock_of_watch", requires_grad=False)
         called = {name: cell for name, cell in names.items() if not isinstance(cell, nn.CellList | nn.CellDict)}
@@ -51,7 +55,7 @@ class GraphWatch:
         self.sinks = tuple(sink for watched in self._watched.values() for sink in watched.sinks)
 
     @contextlib.contextmanager
-    def watching(self, *differentiating):
+    def watching(self, *differentiating: Any) -> Iterator[None]:
         """Record every forward and backward pass of the network that runs within the block.
 
         Args:
@@ -70,7 +74,9 @@ class GraphWatch:
                         stack.enter_context(replaced_in(values, name, watched))
             yield
 
-    def take(self, loss, weights, gradients_of_sinks):
+    def take(
+        self, loss: Any, weights: Mapping[str, Reading], gradients_of_sinks: Sequence[Any]
+    ) -> tuple[list[Call], list[tuple[int, Gradient]], None]:
         """Return what was recorded in the last pass of the network, and discard that record.
 
         Args:
@@ -86,7 +92,7 @@ class GraphWatch:
         whole = Call(0, "", type(self._network).__name__, outputs=[read_tensor(loss)])
         calls, indexes = [whole], {"": 0}
         began = {path: float(watched.began.asnumpy()) for path, watched in self._watched.items()}
-        for path in sorted(filter(began.get, began), key=began.get):
+        for path in sorted(filter(began.get, began), key=began.__getitem__):
             around = path
             while (around := around.rpartition(".")[0]) not in indexes:
                 pass
@@ -94,7 +100,7 @@ class GraphWatch:
             calls.append(self._watched[path].read(measured, len(calls), indexes[around]))
         return calls, list(_backward_order(calls, dict(weights))), None
 
-    def _watched_for(self, value):
+    def _watched_for(self, value: Any) -> Any:
         if type(value) in (tuple, list):
             replaced = [self._by_cell.get(id(each), each) for each in value]
             changed = any(new is not old for new, old in zip(replaced, value, strict=True))
@@ -102,13 +108,13 @@ class GraphWatch:
         return self._by_cell.get(id(value), value)
 
 
-def _backward_order(calls, weights):
+def _backward_order(calls: list[Call], weights: dict[str, Reading]) -> Iterator[tuple[int, Gradient]]:
     """Yield all gradients in the order of the backward pass, which visits the calls of the forward pass in reverse."""
-    inside = {}
+    inside: dict[int | None, list[Call]] = {}
     for call in calls[1:]:
         inside.setdefault(call.parent, []).append(call)
 
-    def go_back(call):
+    def go_back(call: Call) -> Iterator[tuple[int, Gradient]]:
         yield from ((call.index, gradient) for gradient in call.gradients if gradient.of_output)
         for child in reversed(inside.get(call.index, [])):
             yield from go_back(child)
@@ -127,7 +133,7 @@ def _backward_order(calls, weights):
 class _Watched(nn.Cell):
     """Replaces a cell of the network: calls the cell, and measures its inputs and outputs."""
 
-    def __init__(self, name, layer, clock):
+    def __init__(self, name: str, layer: Any, clock: Any) -> None:
         super().__init__(auto_prefix=False)
         self.layer, self.layer_name, self.clock, self.measure = layer, name, clock, _Measure()
         parameters = list(inspect.signature(layer.construct).parameters.values())
@@ -139,10 +145,10 @@ class _Watched(nn.Cell):
         self.one = Tensor(1.0, mstype.float32)
 
     @property
-    def sinks(self):
+    def sinks(self) -> tuple[Any, ...]:
         return (*self.sinks_in, *self.sinks_out)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -153,7 +159,7 @@ class _Watched(nn.Cell):
                 raise
             return getattr(layer, name)
 
-    def construct(self, *args, **kwargs):
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
         self.assign(self.began, self.assign_add(self.clock, self.one))
         inputs = []
         for value, sink in zip(args, self.sinks_in):  # noqa: B905, which a graph does not have
@@ -166,12 +172,12 @@ class _Watched(nn.Cell):
             return tuple(outputs) + output[len(outputs) :]
         return self.measured(output, self.sinks_out[0])
 
-    def measured(self, value, sink):
+    def measured(self, value: Any, sink: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype in _DTYPES:
             return self.measure(value, sink)
         return value
 
-    def read(self, measured, index, parent):
+    def read(self, measured: Mapping[str, Sequence[float]], index: int, parent: int) -> Call:
         """Return the measurements of the wrapped cell's last call, and mark the cell as not called in the next pass."""
         call = Call(index, self.layer_name, type(self.layer).__name__, parent=parent)
         for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):
@@ -193,12 +199,12 @@ class _Watched(nn.Cell):
         return call
 
 
-def _sinks(name, number):
+def _sinks(name: str, number: int) -> Any:
     zeros = np.zeros(len(_MEASURED), np.float32)
     return ParameterTuple([Parameter(Tensor(zeros), name=f"sink_of_{name}{index}") for index in range(number)])
 
 
-def _readings(values):
+def _readings(values: Mapping[str, float]) -> tuple[Reading, Reading]:
     calls, bad, of_bad = values["calls"], int(values["bad"]), values["of_bad"]
     dtype, size = str(_DTYPES[round(values["dtype"] / calls)]).lower(), int(values["size"] / calls)
     nans, positive = (bad if is_so else 0 for is_so in (np.isnan(of_bad), of_bad == np.inf))
@@ -212,7 +218,7 @@ class _Measure(nn.Cell):
     The second input is a sink: the backward pass returns the measurements in place of the gradient of the sink.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(auto_prefix=False)
         # MindSpore compiles graphs many times faster from these Primitives than from functions.
         self.abs, self.cast, self.zeros_like = ops.Abs(), ops.Cast(), ops.ZerosLike()
@@ -221,12 +227,12 @@ class _Measure(nn.Cell):
         self.stack, self.concat, self.reshape = ops.Stack(), ops.Concat(), ops.Reshape()
         self.one, self.passed = Tensor(1.0, mstype.float32), ops.StopGradient()
 
-    def construct(self, value, sink):
+    def construct(self, value: Any, sink: Any) -> Any:
         # Without this operator, MindSpore would take the output for the input. Then the first of
         # several layers that use a value would get the sum of the gradients of all these layers.
         return self.passed(value)
 
-    def bprop(self, value, sink, out, dout):
+    def bprop(self, value: Any, sink: Any, out: Any, dout: Any) -> Any:
         dtype = 0.0 if value.dtype == mstype.float16 else 1.0 if value.dtype == mstype.bfloat16 else 2.0
         size, dtype = self.cast(float(value.size), mstype.float32), self.cast(dtype, mstype.float32)
         # Measure the value and its gradient together, because MindSpore compiles half as many operators faster.

@@ -1,11 +1,14 @@
 """Records the values at every cell and operator of a network that runs in PyNative mode, forward and backward."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import itertools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 from unittest import mock
 
 from mindspore import Parameter, Tensor, nn, ops
@@ -16,7 +19,7 @@ from mindspore.ops.auto_generate import pyboost_inner_prim as inner
 from mindspore.ops.operations import comm_ops
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.gradients.reading import read_values
+from mindformers_adaptive.gradients.reading import Reading, read_values
 from mindformers_adaptive.gradients.temporary_changes import replaced_in, without_recomputation
 from mindformers_adaptive.overflow.passes import BATCH, Call, Gradient, Operand
 
@@ -52,7 +55,7 @@ _MOVES |= {"Movedim", "Moveaxis", "TransposeView", "TransposeExt", "FlattenExt",
 _is_floating_point = Tensor.is_floating_point
 
 
-def read_tensor(tensor):
+def read_tensor(tensor: Any) -> Reading:
     """Return a Reading of a floating-point Tensor: its largest magnitude, and its number of inf and NaN."""
     return read_values(to_numpy(tensor), str(tensor.dtype).lower())
 
@@ -72,24 +75,25 @@ class Watch:
             float32 where this cell calls it. Default: None.
     """
 
-    def __init__(self, network, names: Mapping[str, nn.Cell], widened=None):
+    def __init__(self, network: Any, names: Mapping[str, Any], widened: tuple[str, str] | None = None) -> None:
         names = {"": network, **names}
         hidden = (_cells_in(name, vars(cell)) for name, cell in list(names.items()))
         names |= itertools.chain.from_iterable(hidden)
         self._network, self._cells, self._widened = network, list(names.values()), widened
         self._names = {id(cell): name for name, cell in reversed(names.items())}
-        self._buffers, self._attributes = {}, {}
+        self._buffers: dict[int, str] = {}
+        self._attributes: dict[tuple[int, int], str] = {}
         for name, cell in names.items():
             for key, value in (*vars(cell).items(), *cell._buffers.items(), *cell._primitives.items()):
                 if isinstance(value, Primitive):
                     self._attributes[id(cell), id(value)] = key
                 elif isinstance(value, Tensor) and not isinstance(value, Parameter):
                     self._buffers[id(value)] = f"{name}.{key}".removeprefix(".")
-        self._written = {}
+        self._written: dict[int, tuple[Any, Any]] = {}
         self._start()
 
     @contextlib.contextmanager
-    def watching(self, *_):
+    def watching(self, *_: object) -> Iterator[None]:
         """Record every forward and backward pass of the network that runs within the block."""
         with contextlib.ExitStack() as self._patches:
             # Remember which Parameters have inf or NaN from the start. Otherwise the checkpoint would be blamed for inf
@@ -110,26 +114,31 @@ class Watch:
             self._patches.enter_context(without_recomputation(self._cells))
             yield
 
-    def take(self, *_):
+    def take(self, *_: object) -> tuple[list[Call], list[tuple[int, Gradient]], int | None]:
         """Return the ``Pass`` fields calls, backward and loss_source of the last pass, and delete its record."""
         recorded = self._calls, self._backward, self._loss_source
         self._start()
         return recorded
 
-    def _start(self):
+    def _start(self) -> None:
         for parameter, value in self._written.values():
             parameter.set_data(Tensor(value, parameter.dtype))
-        self._calls, self._backward, self._stack = [], [], []
-        self._sources, self._kept, self._loss_source, self._written = {}, [], None, {}
+        self._calls: list[Call] = []
+        self._backward: list[tuple[int, Gradient]] = []
+        self._stack: list[tuple[Call, Any]] = []
+        self._sources: dict[int, Operand] = {}
+        self._kept: list[Any] = []
+        self._loss_source: int | None = None
+        self._written.clear()
         self._going_back = self._in_operator = False
 
-    def _patch(self, owner, name, function):
+    def _patch(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Replace an attribute of a class or module by a function whose first argument is the original attribute."""
         before = getattr(owner, name)
         patch = mock.patch.object(owner, name, lambda *args, **kwargs: function(before, *args, **kwargs))
         self._patches.enter_context(patch)
 
-    def _call_cell(self, call, cell, *args, **kwargs):
+    def _call_cell(self, call: Callable[..., Any], cell: Any, *args: Any, **kwargs: Any) -> Any:
         name = self._names.get(id(cell))
         is_whole = cell is self._network and not self._stack
         # Recomputation calls cells again in the backward pass. Do not record these calls.
@@ -147,17 +156,20 @@ class Watch:
         output = self._give_out(begun, output, keeps_source=True)
         if is_whole:
             first = next(iter(_tensors(output)), None)
-            self._loss_source = self._sources.get(id(first), Operand(None)).source
+            loss = self._sources.get(id(first))
+            self._loss_source = None if loss is None else loss.source
         return output
 
-    def _call_primitive(self, call, primitive, *args, **kwargs):
+    def _call_primitive(self, call: Callable[..., Any], primitive: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(primitive, "__morph_fn__"):
             # MindFormers' mcore layers put functions into graphs by a Primitive with the attribute __morph_fn__. In
             # PyNative mode, just call the function.
             return primitive.__morph_fn__(*args, **kwargs)
         return self._call_operator(primitive.name, primitive, False, partial(call, primitive), *args, **kwargs)
 
-    def _call_operator(self, kind, primitive, in_place, call, /, *args, **kwargs):
+    def _call_operator(
+        self, kind: str, primitive: Any, in_place: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         if not self._stack or self._going_back or self._in_operator:
             return call(*args, **kwargs)
         if kind in _MOVES:
@@ -186,32 +198,32 @@ class Watch:
             return (*self._give_out(begun, output[:1]), *output[1:])
         return self._give_out(begun, output, hooked=hooked)
 
-    def _in_float32(self, tensor):
+    def _in_float32(self, tensor: Any) -> Any:
         known = self._look_up(tensor)
         with replaced_in(vars(self), "_in_operator", True):
             tensor = tensor.astype(mstype.float32)
         self._remember(tensor, known)
         return tensor
 
-    def _set_data(self, set_data, parameter, data, *args, **kwargs):
+    def _set_data(self, set_data: Callable[..., Any], parameter: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         if self._stack and isinstance(data, Tensor):
             self._save(parameter)
             self._remember(parameter, self._look_up(data))
         return set_data(parameter, data, *args, **kwargs)
 
-    def _save(self, parameter):
+    def _save(self, parameter: Any) -> None:
         if id(parameter) not in self._written:
             with replaced_in(vars(self), "_in_operator", True):
                 self._written[id(parameter)] = parameter, to_numpy(parameter).copy()
 
-    def _begin(self, layer, kind, operator=False, attribute=""):
+    def _begin(self, layer: str, kind: str, operator: bool = False, attribute: str = "") -> Call:
         parent = self._stack[-1][0].index if self._stack else None
         begun = Call(len(self._calls), layer, kind, operator, parent, attribute)
         self._calls.append(begun)
         return begun
 
-    def _take_in(self, begun, values, unknown, hooked):
-        def take(tensor):
+    def _take_in(self, begun: Call, values: Any, unknown: int | None, hooked: bool) -> Any:
+        def take(tensor: Any) -> Any:
             operand = self._look_up(tensor, unknown)
             begun.inputs.append(operand)
             # Do not put a hook on a Parameter that is not trained, because the call may write to the Parameter.
@@ -223,7 +235,7 @@ class Watch:
 
         return _replaced(values, take)
 
-    def _look_up(self, tensor, unknown=None):
+    def _look_up(self, tensor: Any, unknown: int | None = None) -> Operand:
         """Return the Operand of a Tensor: its magnitudes, and its source if the source is known."""
         with replaced_in(vars(self), "_in_operator", True):
             reading = read_tensor(tensor)
@@ -234,8 +246,8 @@ class Watch:
             return Operand(reading, weight=tensor.name)
         return Operand(reading, unknown, buffer=self._buffers.get(id(tensor)))
 
-    def _give_out(self, begun, output, keeps_source=False, hooked=True):
-        def give(tensor):
+    def _give_out(self, begun: Call, output: Any, keeps_source: bool = False, hooked: bool = True) -> Any:
+        def give(tensor: Any) -> Any:
             known = self._look_up(tensor)
             begun.outputs.append(known.reading)
             tensor = self._hook(tensor, begun, True) if hooked else tensor
@@ -247,16 +259,16 @@ class Watch:
 
         return _replaced(output, give)
 
-    def _remember(self, tensor, operand):
+    def _remember(self, tensor: Any, operand: Operand) -> None:
         self._sources[id(tensor)] = operand
         # Keep a reference to the tensor. Otherwise another tensor could reuse its memory, and with it the id.
         self._kept.append(tensor)
 
-    def _hook(self, tensor, begun, of_output):
+    def _hook(self, tensor: Any, begun: Call, of_output: bool) -> Any:
         """Return a copy of the newest recorded input or output of a call, with a hook that records its gradient."""
         backward, index = self._backward, len(begun.outputs if of_output else begun.inputs) - 1
 
-        def record(gradients):
+        def record(gradients: Any) -> None:
             # The first call of this hook shows that the backward pass has begun. Do not record the operators of the
             # backward pass as calls of the network.
             self._going_back = True
@@ -268,13 +280,18 @@ class Watch:
             return ops.HookBackward(record)(tensor)
 
 
-def _tensors(values):
-    tensors = []
-    _replaced(values, lambda tensor: tensors.append(tensor) or tensor)
+def _tensors(values: Any) -> list[Any]:
+    tensors: list[Any] = []
+
+    def append(tensor: Any) -> Any:
+        tensors.append(tensor)
+        return tensor
+
+    _replaced(values, append)
     return tensors
 
 
-def _replaced(values, function):
+def _replaced(values: Any, function: Callable[[Any], Any]) -> Any:
     """Return the values with a function applied to each floating-point tensor, also in nested tuples, lists, dicts."""
     if isinstance(values, Tensor):
         return function(values) if _is_floating_point(values) else values
@@ -285,13 +302,13 @@ def _replaced(values, function):
     return values
 
 
-def _writes(primitive, target):
+def _writes(primitive: Any, target: Any) -> bool:
     """Return whether an operator writes to its first input."""
     has_effect = (getattr(primitive, "attrs", None) or {}).get("side_effect_mem")
     return bool(has_effect) and (isinstance(target, Parameter) or primitive.name.startswith("Inplace"))
 
 
-def _cells_in(name, values):
+def _cells_in(name: str, values: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and cell of each cell in lists and dicts, which MindSpore does not register as subcells."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         path = f"{name}.{key}".removeprefix(".")
@@ -303,13 +320,13 @@ def _cells_in(name, values):
             yield from _cells_in(path, value)
 
 
-def _subclasses(kind):
+def _subclasses(kind: Any) -> Iterator[Any]:
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)
 
 
-def _operator_name(name):
+def _operator_name(name: str) -> str:
     """Return the name of an operator, such as ``RealDiv``, from the name of the function or class that calls it."""
     name = name.removeprefix("_Pyboost").removesuffix("Prim").removesuffix("_instance")
     return "".join(word[:1].upper() + word[1:] for word in name.strip("_").split("_"))
