@@ -16,6 +16,7 @@ _reduce_max = ops.ReduceMax()
 _reduce_max_of_one_element = ops.ReduceMax(keep_dims=True)
 _reduce_sum = ops.ReduceSum()
 _argmax_with_value = ops.ArgMaxWithValue()
+_half_sum_of_squares = ops.L2Loss()
 
 
 def _magnitudes_of(gradient: Any) -> Any:
@@ -23,7 +24,7 @@ def _magnitudes_of(gradient: Any) -> Any:
 
 
 def _largest_on_cpu(magnitudes: Any) -> Any:
-    # On a CPU, ArgMaxWithValue takes a fraction of the processor time of ReduceMax.
+    # On a CPU, ArgMaxWithValue takes a fraction of the processor time of ReduceMax, and L2Loss of ReduceSum.
     return _argmax_with_value(ops.reshape(magnitudes, (-1,)))[1]
 
 
@@ -60,9 +61,9 @@ class LargestGradient(nn.Cell):
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         magnitudes = _hyper_map(_magnitudes_of, gradients)
         each = ops.stack(_hyper_map(_largest_on_cpu if self.on_cpu else _reduce_max, magnitudes))
-        # On a CPU, both reductions drop a NaN that is not the first element. So detect NaN by a sum of the magnitudes,
-        # which is NaN only if a magnitude is NaN.
-        sums = ops.stack(_hyper_map(_reduce_sum, magnitudes))
+        # On a CPU, both reductions drop a NaN that is not the first element. So detect NaN by a sum of the magnitudes or
+        # of their squares, which is NaN only if a magnitude is NaN.
+        sums = ops.stack(_hyper_map(_half_sum_of_squares if self.on_cpu else _reduce_sum, magnitudes))
         without_nan = ops.less_equal(sums, self.infinite)
         if self.is_divided:
             each = each * self.largest_gradient
@@ -90,9 +91,9 @@ def _sum_of_differences(gradient: Any) -> Any:
     # MindSpore has no arithmetic kernels for BF16 on CPU.
     if gradient.dtype == mstype.bfloat16:
         gradient = ops.cast(gradient, mstype.float32)
-    # An inf or a NaN minus itself is NaN, any other number minus itself is 0. Add these differences up, because a sum
-    # keeps a NaN; ReduceMax on CPU may drop it.
-    return ops.cast(_reduce_sum(ops.sub(gradient, gradient)), mstype.float32)
+    # An inf or a NaN minus itself is NaN, any other number minus itself is 0. A sum of squares keeps a NaN; ReduceMax on
+    # CPU may drop it.
+    return ops.cast(_half_sum_of_squares(ops.sub(gradient, gradient)), mstype.float32)
 
 
 def has_inf_or_nan(gradients: tuple[Any, ...]) -> Any:
