@@ -61,8 +61,8 @@ class LargestGradient(nn.Cell):
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         magnitudes = _hyper_map(_magnitudes_of, gradients)
         each = ops.stack(_hyper_map(_largest_on_cpu if self.on_cpu else _reduce_max, magnitudes))
-        # On a CPU, both reductions drop a NaN that is not the first element. So detect NaN by a sum of the magnitudes or
-        # of their squares, which is NaN only if a magnitude is NaN.
+        # On a CPU, both reductions drop a NaN that is not the first element. So detect NaN by a sum of the magnitudes
+        # or of their squares, which is NaN only if a magnitude is NaN.
         sums = ops.stack(_hyper_map(_half_sum_of_squares if self.on_cpu else _reduce_sum, magnitudes))
         without_nan = ops.less_equal(sums, self.infinite)
         if self.is_divided:
@@ -91,8 +91,8 @@ def _sum_of_differences(gradient: Any) -> Any:
     # MindSpore has no arithmetic kernels for BF16 on CPU.
     if gradient.dtype == mstype.bfloat16:
         gradient = ops.cast(gradient, mstype.float32)
-    # An inf or a NaN minus itself is NaN, any other number minus itself is 0. A sum of squares keeps a NaN; ReduceMax on
-    # CPU may drop it.
+    # An inf or a NaN minus itself is NaN, any other number minus itself is 0. A sum of squares keeps a NaN; ReduceMax
+    # on CPU may drop it.
     return ops.cast(_half_sum_of_squares(ops.sub(gradient, gradient)), mstype.float32)
 
 

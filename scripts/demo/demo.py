@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from mindformers_adaptive.lab import read_log
 from mindformers_adaptive.lab.gradient_ceilings import with_gradients
+from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.plots.canvas import MAIN, WARNING, new_figure, save, style_axes
@@ -127,7 +128,7 @@ def train(name, folder, arguments):
 
 
 def report(records, run_folder):
-    """Return the report of five lines that the demo prints at its end."""
+    """Return the report of six lines that the demo prints at its end: five of results, and the next command."""
     alone, adaptive = (final_loss(records[name]) for name in (FP16_ALONE, ADAPTIVE))
     record = records[ADAPTIVE]
     first, last = (as_power_of_two(entry["loss_scale"]) for entry in (record[0], record[-1]))
@@ -137,8 +138,7 @@ def report(records, run_folder):
         f"FP16 alone:       loss {alone:.2f} after {len(records[FP16_ALONE])} steps (mean of the last {AVERAGED})",
         f"Adaptive scaling: loss {adaptive:.2f}; the loss scale went from {first} to {last}, and {skipped} of "
         f"{len(record)} steps were skipped",
-        f"Skipped by rule:  {compared_rules(run_folder / RECORD)}. Trying a higher scale can cost a step; a lower "
-        "scale loses more small gradients",
+        *compared_rules(run_folder / RECORD),
         f"Picture:          {os.path.relpath(run_folder / PICTURE)}",
         f"Next:             source .venv/bin/activate && {analyze}",
     ]
@@ -151,20 +151,24 @@ def final_loss(record):
 
 
 def compared_rules(record):
-    """Return how many steps each rule in ``REPLAYED`` skips on the steps of the adaptive run, and how low its scale is.
+    """Return two lines: how many steps each rule in ``REPLAYED`` skips on the steps of the adaptive run, and why.
 
     The record of adaptive scaling has no gradients, so the guided rule gets gradients that imply the highest scale that
     fits each step.
     """
     run = read_log(record)
     trace, start = with_gradients(run.to_trace()), float(run.loss_scale[0])
-    texts = []
-    for name, arguments in REPLAYED.items():
-        measures = replay(make_policy(**arguments, loss_scale_value=start), trace).measures
-        # The mean is None if no step is applied.
-        factor = "?" if measures.headroom_lost is None else f"{2**measures.headroom_lost:.1f}"
-        texts.append(f"{name} would skip {measures.skipped}, with a scale {factor} times below the highest that fits")
-    return "; ".join(texts)
+    measured = {
+        name: replay(make_policy(**arguments, loss_scale_value=start), trace).measures
+        for name, arguments in REPLAYED.items()
+    }
+    skipped = ", ".join(f"{name} {measures.skipped}" for name, measures in measured.items())
+    below = f"{measured['guided'].headroom_lost:.1f} bits below"
+    return [
+        f"Skipped by rule:  {skipped}; dynamic and guided scaling are replayed on this training",
+        f"Why:              guided scaling reads the gradients, and stays {below} the highest scale that fits; down to "
+        f"{FREE_BITS} bits, next to nothing is lost",
+    ]
 
 
 def draw(records):
