@@ -21,13 +21,14 @@ MAY_IMPORT = {
     "public_names": {"text"},
     "rules": {"text"},
     "cells": {"text", "public_names", "rules"},
+    "wrapper": {"text", "cells"},
     "gradients": {"text", "public_names", "rules"},
     "record": {"text", "public_names", "rules"},
     "lab": {"text", "public_names", "rules", "record"},
     "overflow": {"text", "public_names", "rules", "gradients"},
     "monitor": {"", "text", "public_names", "rules", "record", "gradients"},
     "plots": {"text", "rules", "record", "gradients", "overflow", "lab"},
-    "mindformers": {"text", "rules", "record", "cells", "gradients", "monitor", "overflow"},
+    "mindformers": {"text", "rules", "record", "cells", "wrapper", "gradients", "monitor", "overflow"},
     "cli": {"", "text", "rules", "record", "gradients", "lab", "monitor", "mindformers", "plots"},
     "__main__": {"cli"},
     "register_path": {""},
@@ -44,8 +45,7 @@ MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def room_of(module):
-    # The train-step cells are in the module wrapper.py, because users import them from wrapper.
-    return "cells" if module == "wrapper" else module.partition(".")[0]
+    return module.partition(".")[0]
 
 
 def imports_of(nodes):

@@ -26,6 +26,8 @@ extensions = [
     "sphinx_copybutton",
 ]
 nitpicky = True
+# references.name_where_defined() names the module with the source of each name.
+viewcode_follow_imported_members = False
 
 # Pages
 

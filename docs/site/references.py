@@ -94,7 +94,9 @@ def name_where_defined(app, doctree):
         described = sys.modules.get(node.get("module"))
         for name in node.get("fullname", "").split("."):
             described = getattr(described, name, None)
-        if module := getattr(described, "__module__", None):
+        # A class may name the module that users import it from, but its methods name the module of the source.
+        defining = vars(described).get("__init__", described) if inspect.isclass(described) else described
+        if module := getattr(defining, "__module__", None):
             node["module"], anchor = module, f"{module}.{node['fullname']}"
             node["ids"] += [] if anchor in node["ids"] else [anchor]
 

@@ -12,9 +12,9 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.loads import SeesLoads, observe_loads
 from mindformers_adaptive.cells.manager import AdaptiveLossScaleManager, RuleLossScaleManager
 from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, warn_of_large_factor
+from mindformers_adaptive.cells.train_step_cells import TrainOneStepWithLossScaleCell
 from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.rules.checks import require_positive
-from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 __all__ = ["FixedScaleTrainOneStepCell", "build_train_network", "enable_loss_scale_on_cpu"]
 
