@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from mindspore import amp, context
+from mindspore import amp
 
 from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.cells.refusals import warn_of_large_factor
@@ -118,27 +117,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
         Returns:
             Cell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
-
-        Raises:
-            ValueError: if MindSpore's own function asks for it, to put it into a train-step cell that cannot use it.
         """
-        # MindSpore's build_train_network also calls this method. On CPU it rejects the update cell with a message that
-        # names no remedy.
-        is_stock = sys._getframe(1).f_globals.get("__name__") == "mindspore.train.amp"
-        if is_stock and self.rule.needs_gradients:
-            raise ValueError(
-                f"'loss_scale_manager' {type(self).__name__} needs a train-step cell that measures the largest "
-                "gradient, but MindSpore is building its own train-step cell, which does not measure it. Call "
-                "mindformers_adaptive.enable_loss_scale_on_cpu() before you create the Model; every device needs this "
-                "call, not only a CPU. With this manager, do not use boost_level, pipeline stages or gradient "
-                "accumulation."
-            )
-        if is_stock and context.get_context("device_target") == "CPU":
-            raise ValueError(
-                "'loss_scale_manager' must be None with MindSpore's own train-step cell on a CPU, but got "
-                f"{type(self).__name__}. Call mindformers_adaptive.enable_loss_scale_on_cpu() before you create the "
-                "Model."
-            )
         present = self._present_cell
         cell = self.cell_class._for_rule(self.rule, present.rule_state())
         cell.load_state_dict(present.state_dict())
