@@ -114,13 +114,6 @@ def test_printed_figures_hold_no_log(name):
     assert not [line for line in figure(name)["printed"] if figures.LOG_LINE.match(line)]
 
 
-@pytest.mark.slow
-def test_figure_of_lenet5_has_the_lines_of_its_page(tmp_path):
-    figures.measure(FIGURES["lenet5"], tmp_path / "lenet5.json")
-    printed = json.loads((tmp_path / "lenet5.json").read_text(encoding="utf-8"))["printed"]
-    assert [line[:34] for line in printed] == [line[:34] for line in figure("lenet5")["printed"]]
-
-
 def test_the_demo_skips_as_many_steps_as_choose_says():
     skipped = re.search(r"and (\d+) of", figure("demo")["printed"][1])[1]
     for language, said in (("en", "the demo skips {} steps in all"), ("zh", "演示共跳过{}步")):
