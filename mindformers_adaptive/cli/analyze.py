@@ -13,6 +13,7 @@ import argparse
 from mindformers_adaptive.cli.output import (
     add_output_arguments,
     add_pattern_argument,
+    add_python_argument,
     print_result,
     progress_bar,
     read_source,
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=tuple(FORMATS), help="format of the log; default: the one that its lines match"
     )
     add_pattern_argument(parser)
+    add_python_argument(parser)
     parser.add_argument(
         "--details",
         action="store_true",
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     """Read the log, and print the analysis of the run; with ``--plot``, also draw the run."""
     recorded = read_log([*map(record_in, options.logs)], options.format, options.pattern)
     with progress_bar(None, "replaying") as progress:
-        analysis = analyze(recorded, progress=progress)
+        analysis = analyze(recorded, in_python=options.python, progress=progress)
     print_result(options, analysis.to_dict, lambda: analysis.text(options.details))
     if options.plot:
         save(draw_runs({recorded.name: recorded}), options.plot)

@@ -87,6 +87,12 @@ def add_pattern_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_python_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--python`` and ``--no-python``, which choose between settings as Python and as YAML."""
+    text = "give settings as Python, or with --no-python as YAML; default: Python for the record of a training without "
+    parser.add_argument("--python", action=argparse.BooleanOptionalAction, help=f"{text}a YAML file")
+
+
 def _read_pattern(text: str) -> str:
     from mindformers_adaptive.record.pattern import Pattern
 

@@ -125,17 +125,14 @@ def sweep(command: str, options: argparse.Namespace, loss_scales, layers=(), obs
     overrides = read_options(options.options)
     use_register_path(options.register_path)
     with lines_in_file(command, verbose=options.verbose) as terminal:
-        from mindformers_adaptive.mindformers.training_probe import probe
+        from mindformers_adaptive.mindformers.training_probe import TrainingSource, probe
 
         passes = options.batches * len(loss_scales) * (2 if layers else 1)
         with progress_bar(passes, "backward passes", terminal, lines=True) as progress:
             return probe(
-                options.config,
-                options.checkpoint,
-                options.train_dataset_dir,
+                TrainingSource(options.config, options.checkpoint, options.train_dataset_dir, overrides),
                 loss_scales,
                 options.batches,
-                overrides=overrides,
                 layers=layers,
                 progress=progress,
                 observe=observe,

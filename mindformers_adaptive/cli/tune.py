@@ -15,6 +15,7 @@ from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, print_so
 from mindformers_adaptive.cli.output import (
     UsageError,
     add_output_arguments,
+    add_python_argument,
     integer,
     progress_bar,
     read_value,
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=integer(1), metavar="N", help="list the N best settings too; default: the best only"
     )
+    add_python_argument(parser)
     add_output_arguments(parser)
 
 
@@ -72,16 +74,20 @@ def run(options: argparse.Namespace) -> None:
         if any(name in run.assumptions and name != (options.ceilings or run.assumptions[0]) for run in runs)
     }
     recorded = [source.recorded for source in sources if source.recorded is not None]
+    in_python = options.python
+    if in_python is None:
+        in_python = len(runs) == len(sources) and all(run.is_from_program for run in runs)
     with progress_bar(len(sources) * (1 + len(assumptions)), "sweeping") as progress:
         tuning = tune(
             [source.trace for source in sources],
             configurations,
             assumptions=assumptions,
             recorded=recorded if len(recorded) == len(sources) else (),
+            in_python=in_python,
             progress=progress,
         )
     content: dict[str, object] = {"rows": tuning.rows(options.rows or 10), "certainty": tuning.certainty()}
-    content |= {"scale_sense": tuning.settings_to_paste}
+    content |= {"scale_sense": tuning.settings_to_paste, "update_cell": tuning.update_cell}
     print_sources(options, sources, content, tuning.text(options.rows or 10 * options.details))
 
 

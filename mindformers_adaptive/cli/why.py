@@ -4,10 +4,12 @@ Forward and backward passes of the training's own train step are run on a few ba
 --run, the configuration, the last whole checkpoint, the loss scale and a saved batch come from the output folder of a
 training. With --config, the weights are those that the training would start from. Possible remedies are tried in the
 same passes: a lower loss scale, the layer in float32, and each setting of the YAML file's model_config that computes in
-half precision.
+half precision. For a Python program without a YAML file, --network names a function that returns the train-step cell;
+the loss scale and the batch come from the record that LossScaleMonitor with explain=True wrote.
 
 examples:
   adaptive-loss-scale why --run output
+  adaptive-loss-scale why --record output --network my_training.build
   adaptive-loss-scale why --config my.yaml --train-dataset-dir my_data
   adaptive-loss-scale why --config my.yaml --checkpoint output/checkpoint/rank_0 --loss-scale 2^16 --plot layers.png
 """
@@ -15,12 +17,21 @@ examples:
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mindformers_adaptive.cli.console import add_verbose, lines_in_file
-from mindformers_adaptive.cli.output import add_output_arguments, integer, print_result, progress_bar, read_scale
+from mindformers_adaptive.cli.output import (
+    UsageError,
+    add_output_arguments,
+    integer,
+    print_result,
+    progress_bar,
+    read_scale,
+    read_source,
+)
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.mindformers.launcher import use_register_path
-from mindformers_adaptive.mindformers.run_configuration import read_run
+from mindformers_adaptive.mindformers.run_configuration import read_program_run, read_run
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.layers import draw_layers
 from mindformers_adaptive.record.run_folder import BATCH_FILE, file_in
@@ -35,7 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``why``."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", metavar="FOLDER", help="the output folder of a training")
+    source.add_argument(
+        "--network",
+        metavar="MODULE.FUNCTION",
+        help="a function without arguments that returns the train-step cell, or a network that returns its loss",
+    )
     add_yaml_arguments(parser, source)
+    parser.add_argument(
+        "--record",
+        type=read_source,
+        help="with --network: the record of the training, for its loss scale and the batch that was saved beside it",
+    )
     parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
     parser.add_argument(
         "--checkpoint",
@@ -63,26 +84,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run forward and backward passes, and print which layer overflows and which change helps."""
-    overrides = read_options(options.options)
-    arguments = {} if options.run is None else read_run(options.run)
-    named = {name: getattr(options, name) for name in _OF_RUN} | {"config_path": options.config}
-    arguments |= {name: value for name, value in named.items() if value is not None}
-    if "batch" in arguments:
-        arguments["batch"] = file_in(arguments["batch"], BATCH_FILE)
+    arguments = _arguments(options)
     use_register_path(arguments.pop("register_path", None))
     with lines_in_file("why", verbose=options.verbose) as terminal:
-        from mindformers_adaptive.mindformers.overflow_probe import why
-
+        measurement = _measurement(options, arguments)
         with progress_bar(None, "backward passes", terminal, lines=True) as progress:
-            explanation = why(
-                batches=options.batches,
-                graph=options.graph,
-                overrides=overrides,
-                progress=progress,
-                **arguments,
-            )
+            explanation = measurement.explain(options.graph, progress)
     more = explanation.details()
     text = f"{explanation}\n{more if options.details or not more else 'More: --details'}"
     print_result(options, explanation.to_dict, lambda: text)
     if options.plot:
         save(draw_layers(explanation), options.plot)
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the command line gives and what a training has left; the command line comes first."""
+    if options.network is None and options.record is not None:
+        raise UsageError("'--record' is for '--network'. With a YAML file give --run FOLDER.")
+    if options.network is not None and (options.options or options.train_dataset_dir):
+        raise UsageError("'--options' and '--train-dataset-dir' are for '--config'. '--network' needs none of them.")
+    arguments: dict[str, Any] = {}
+    if options.run is not None:
+        arguments = read_run(options.run)
+    elif options.record is not None:
+        arguments = read_program_run(options.record)
+    named = {name: getattr(options, name) for name in _OF_RUN}
+    arguments |= {name: value for name, value in named.items() if value is not None}
+    if "batch" in arguments:
+        arguments["batch"] = file_in(arguments["batch"], BATCH_FILE)
+    elif options.network is not None:
+        raise UsageError(
+            f"'--network' needs a batch: there is no {BATCH_FILE} beside the record. Give --batch FILE; "
+            "LossScaleMonitor with explain=True saves the batch of an overflow."
+        )
+    return arguments
+
+
+def _measurement(options: argparse.Namespace, arguments: dict[str, Any]) -> Any:
+    from mindformers_adaptive.mindformers.overflow_probe import measurement_of_file, measurement_of_program
+    from mindformers_adaptive.mindformers.training_probe import TrainingSource
+
+    if options.network is not None:
+        return measurement_of_program(options.network, **arguments)
+    source = TrainingSource(
+        arguments.pop("config_path", options.config),
+        arguments.pop("checkpoint", None),
+        arguments.pop("train_dataset_dir", None),
+        read_options(options.options),
+    )
+    return measurement_of_file(source, batches=options.batches, **arguments)

@@ -28,7 +28,7 @@ from mindformers_adaptive.lab.scale_path import Change
 from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
 from mindformers_adaptive.record.definitions import DECIDED_FROM, HELD
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.run_folder import run_folder_of, why_command
+from mindformers_adaptive.record.run_folder import Ways, ways_of
 from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -85,7 +85,11 @@ class Settings(NamedTuple):
 
 
 def advise(
-    run: RecordedRun, traces: Sequence[Trace], recorded: Sequence[Measures], changes: Sequence[Change]
+    run: RecordedRun,
+    traces: Sequence[Trace],
+    recorded: Sequence[Measures],
+    changes: Sequence[Change],
+    in_python: bool = False,
 ) -> tuple[list[Advice], Settings | None]:
     """Return advice for a recorded run, and the settings that follow from the advice.
 
@@ -95,16 +99,19 @@ def advise(
             have ceilings that are assumed in other ways.
         recorded (Sequence[Measures]): the measures of the run itself on each trace.
         changes (Sequence[Change]): its :func:`~mindformers_adaptive.lab.scale_path.changes_of`.
+        in_python (bool): whether the training is a Python program without a YAML file. Default: False.
 
     Returns:
         tuple of the advice (an empty list if the run gives no reason for advice) and the settings (None if no settings
         are known to be better than the run's).
     """
-    elsewhere = [*_bad_loss(run), *_collapse(run), *_bad_gradients(run), *_scale_of_one(run), *_late_streak(run)]
+    ways = ways_of(run.files, in_python)
+    searches = (_bad_loss, _collapse, _bad_gradients, _scale_of_one, _late_streak)
+    elsewhere = [advice for search in searches for advice in search(run, ways)]
     if elsewhere:
         return elsewhere[:1], None
     scale, start_up = run.filled_loss_scale, start_up_of(run)
-    start = _lower_start(run, start_up, _TOLERABLE)
+    start = _lower_start(run, ways, start_up, _TOLERABLE)
     first = float(start[0].figures["scale"] if start else scale[0])
     # A run that records largest gradients uses a rule that follows these gradients. Such a rule has no scale window, so
     # do not recommend settings of the adaptive rule.
@@ -118,12 +125,12 @@ def advise(
     }
     raised_after = [change.clean_steps for change in changes if change.clean_steps is not None]
     if not (start or raised_after):
-        return _short_run(run, changes), None
+        return _short_run(run, ways, changes), None
     larger = _accepted(_larger_windows(traces[0], arguments, max(raised_after, default=0)), traces, recorded)
     window = []
     if larger is not None and raised_after and run.position_known.mean() >= DECIDED_FROM:
         window = _larger_window(raised_after, recorded[0], larger, start)
-    if window and larger is not None and not start and (lower := _lower_start(run, start_up, 0)):
+    if window and larger is not None and not start and (lower := _lower_start(run, ways, start_up, 0)):
         from_first, configuration = larger, larger.configuration
         arguments |= {name: configuration.arguments[name] for name in ("min_scale_window", "max_scale_window")}
         arguments |= {"scale_window": configuration.arguments["scale_window"]}
@@ -158,7 +165,7 @@ def _accepted(
     return Settings(configuration, measures) if is_better else None
 
 
-def _bad_loss(run: RecordedRun) -> Iterator[Advice]:
+def _bad_loss(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
     """Advise searching for the faulty layer if the loss was inf or NaN even before the loss scale was applied."""
     if run.loss is not None and np.isinf(run.loss).any():
         why = "This is the loss before scaling: no loss scale can help."
@@ -169,37 +176,41 @@ def _bad_loss(run: RecordedRun) -> Iterator[Advice]:
                 f" {len(applied)} of these steps were not skipped and changed the weights: go back to a checkpoint "
                 f"before step {applied[0]}. {AGAINST_BAD_LOSS}"
             )
-        yield _to_the_layer(run, "loss", run.loss, np.isinf(run.loss), why)
+        yield _to_the_layer(run, ways, "loss", run.loss, np.isinf(run.loss), why)
 
 
-def _bad_gradients(run: RecordedRun) -> Iterator[Advice]:
+def _bad_gradients(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
     """Advise searching for the faulty layer if gradients were inf or NaN in applied steps, or at a loss scale of 1."""
     if run.gradient_norm is None:
         return
     bad = np.isinf(run.gradient_norm)
     bad_and_applied = bad & run.position_known & ~run.overflow & ~np.isin(run.step, run.dropped_by_norm)
     if _is_always_one(run) and (bad & ~bad_and_applied).any():
-        yield _to_the_layer(run, "gradients", run.gradient_norm, bad, "The loss scale was 1: no loss scale can help.")
+        yield _to_the_layer(
+            run, ways, "gradients", run.gradient_norm, bad, "The loss scale was 1: no loss scale can help."
+        )
     elif bad_and_applied.any():
         why = "These steps were not skipped, so the weights may be inf or NaN since then."
-        yield _to_the_layer(run, "gradients", run.gradient_norm, bad_and_applied, why)
+        yield _to_the_layer(run, ways, "gradients", run.gradient_norm, bad_and_applied, why)
 
 
-def _to_the_layer(run: RecordedRun, what: str, values: NDArray[np.float64], bad: NDArray[np.bool_], why: str) -> Advice:
+def _to_the_layer(
+    run: RecordedRun, ways: Ways, what: str, values: NDArray[np.float64], bad: NDArray[np.bool_], why: str
+) -> Advice:
     """Return the advice to search for the layer that makes the loss or the gradients inf or NaN in some steps."""
     steps, first = int(bad.sum()), int(run.step[np.argmax(bad)])
     known = counted(int(np.count_nonzero(~np.isnan(values))), "step")
     said = "loss" if what == "loss" else "norm of the gradients"
     return Advice(
         f"bad {what}",
-        f"Find the layer that makes the {what} inf or NaN, and a remedy:\n{why_command(run_folder_of(*run.files))}",
+        f"Find the layer that makes the {what} inf or NaN, and a remedy:\n{ways.why}",
         f"The {said} was inf or NaN in {steps} of the {known} for which the log states it, first in "
         f"step {first}. {why}",
         {"steps": steps, "first_step": first},
     )
 
 
-def _collapse(run: RecordedRun) -> Iterator[Advice]:
+def _collapse(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
     """Advise checking the model if many consecutive overflows show that no loss scale helps."""
     positions = np.flatnonzero(run.position_known)
     step, scale = run.step[positions], run.loss_scale[positions]
@@ -212,7 +223,7 @@ def _collapse(run: RecordedRun) -> Iterator[Advice]:
         lower = "Lower min_loss_scale, hysteresis or a fixed scale first. " if stays and scale[last] > 1 else ""
         yield Advice(
             "collapse",
-            lower + _look_at_the_model(run),
+            lower + _look_at_the_model(ways),
             (f"{counted(length, 'step')} in a row" if in_a_row else f"All {length} steps that the log shows")
             + f" were skipped, from step {step[first]} to {step[last]}"
             + (f", the last of them at {as_power_of_two(float(scale[last]))}" if stays and in_a_row else "")
@@ -222,33 +233,33 @@ def _collapse(run: RecordedRun) -> Iterator[Advice]:
         return
 
 
-def _look_at_the_model(run: RecordedRun) -> str:
+def _look_at_the_model(ways: Ways) -> str:
     return (
         "Look at the model and the data: learning rate, warm-up, gradient clipping, float32 for softmax and "
         "normalization, NaN or inf in data and weights. Find the layer and a remedy:\n"
-        f"{why_command(run_folder_of(*run.files))}"
+        f"{ways.why}"
     )
 
 
-def _scale_of_one(run: RecordedRun) -> Iterator[Advice]:
+def _scale_of_one(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
     """If the loss scale was always 1, advise checking the model after many overflows, else ask if it is in BF16."""
     if not _is_always_one(run):
         return
     skipped = run.skipped_bounds()[0]
     if skipped >= _COLLAPSE_AT_ONE_SCALE:
         reason = f"At least {counted(skipped, 'step')} overflowed at a loss scale of 1. No loss scale helps there."
-        yield Advice("collapse", _look_at_the_model(run), reason, {"steps": skipped})
+        yield Advice("collapse", _look_at_the_model(ways), reason, {"steps": skipped})
     else:
         yield Advice(
             "scale of 1",
-            "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, let "
-            "'find' name a loss scale to start from: adaptive-loss-scale find --config FILE",
+            "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, "
+            f"find a loss scale to start from: {ways.find}",
             "The loss scale was 1 in every step.",
             {"steps": len(run)},
         )
 
 
-def _late_streak(run: RecordedRun) -> Iterator[Advice]:
+def _late_streak(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
     """Advise looking at the model if overflows in a row, after a scale had held, left a much worse loss or norm."""
     applied = run.position_known & ~run.overflow
     for first, last in consecutive_runs(np.flatnonzero(run.overflow & run.position_known)).tolist():
@@ -266,7 +277,7 @@ def _late_streak(run: RecordedRun) -> Iterator[Advice]:
             steps = {"steps": last - first + 1, "first_step": int(run.step[first]), "last_step": int(run.step[last])}
             yield Advice(
                 "late streak",
-                _look_at_the_model(run),
+                _look_at_the_model(ways),
                 f"After {HELD} or more steps without overflow, {steps['steps']} steps in a row were skipped, from step "
                 f"{steps['first_step']} to {steps['last_step']}. Over these steps {' and '.join(changes)}. A loss "
                 "scale does not cause that: look at the updates and the data before these steps.",
@@ -279,17 +290,17 @@ def _is_always_one(run: RecordedRun) -> bool:
     return bool((run.filled_loss_scale == 1.0).all())
 
 
-def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
+def _short_run(run: RecordedRun, ways: Ways, changes: Sequence[Change]) -> list[Advice]:
     """Return advice if the run is shorter than the scale window, so that the loss scale can never rise."""
     steps, window = int(run.step[-1]), math.inf if run.scale_window is None else float(np.nanmin(run.scale_window))
     if run.step[0] != 1 or not steps < window < math.inf or any(change.kind == "raise" for change in changes):
         return []
-    change = "Start from the scale that 'find' recommends: adaptive-loss-scale find --config FILE"
+    change = f"Find a loss scale to start from: {ways.find}"
     reason = f"The run ({steps} steps) is shorter than the window ({window:g} steps): the scale can never rise."
     return [Advice("short run", change, reason, {"steps": steps, "window": int(window)})]
 
 
-def _lower_start(run: RecordedRun, start_up: StartUp, tolerable: float) -> list[Advice]:
+def _lower_start(run: RecordedRun, ways: Ways, start_up: StartUp, tolerable: float) -> list[Advice]:
     """Return advice to start at a lower, safe loss scale, if more than ``tolerable`` first steps were skipped."""
     first = float(run.filled_loss_scale[0])
     # A loss scale that is not a power of two would round FP16 gradients.
@@ -306,7 +317,7 @@ def _lower_start(run: RecordedRun, start_up: StartUp, tolerable: float) -> list[
     return [
         Advice(
             "start lower",
-            f"Start at {as_power_of_two(better)} (loss_scale_value: {better:.15g}){instead}.",
+            f"Start at {as_power_of_two(better)} ({ways.sets.format('loss_scale_value', f'{better:.15g}')}){instead}.",
             f"{at_least}{counted(start_up.fewest, 'step')} {'was' if start_up.fewest == 1 else 'were'} skipped before "
             f"a scale held. {as_power_of_two(better)} is the "
             f"highest power of two that held below every scale that had overflowed, from step {start_up.first_step} on."

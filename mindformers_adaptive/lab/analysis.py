@@ -51,6 +51,7 @@ class Analysis:
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for a change.
         settings (Configuration, optional): the settings that follow from the advice; None if no settings are known to
             be better.
+        in_python (bool): whether the text gives the settings and other advice as Python, not as YAML. Default: False.
     """
 
     run: RecordedRun
@@ -58,12 +59,20 @@ class Analysis:
     outcomes: tuple[dict[str, Any], ...]
     advice: tuple[Advice, ...]
     settings: Configuration | None
+    in_python: bool = False
 
     @property
     def scale_sense(self) -> str | None:
         """str, optional: the recommended settings as a section of MindFormers' YAML, with the reasons as comments."""
-        notes = {advice.argument: advice.note for advice in self.advice if advice.argument}
-        return None if self.settings is None else self.settings.scale_sense(notes)
+        return None if self.settings is None else self.settings.scale_sense(self._notes())
+
+    @property
+    def update_cell(self) -> str | None:
+        """str, optional: the recommended settings as the call of an update cell's class, with the reasons."""
+        return None if self.settings is None else self.settings.update_cell(self._notes())
+
+    def _notes(self) -> dict[str, str]:
+        return {advice.argument: advice.note for advice in self.advice if advice.argument}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the analysis of the run as a dict that ``json`` can write. None stands for an unknown value.
@@ -75,8 +84,9 @@ class Analysis:
         Returns:
             dict with ``verdict`` (sentences), ``log`` (files, format, lines, notes, problems, last_error),
             ``steps``, ``skipped``, ``dropped_by_norm``, ``start_up``, ``loss``, ``loss_scale`` (with ``phases``),
-            ``shown_by_gradients``, ``outcomes``, ``advice``, ``scale_sense`` (the YAML section as text) and
-            ``certainty``, with ``known_share``: the share of the steps of the replayed settings that the log decides.
+            ``shown_by_gradients``, ``outcomes``, ``advice``, ``scale_sense`` (the settings as YAML),
+            ``update_cell`` (the settings as Python), ``in_python`` and ``certainty``, with ``known_share``: the
+            share of the steps of the replayed settings that the log decides.
         """
         run, facts = self.run, facts_of(self.run)
         facts["loss_scale"]["phases"] = [phase._asdict() for phase in self.phases]
@@ -95,6 +105,8 @@ class Analysis:
             "outcomes": list(self.outcomes),
             "advice": [dataclasses.asdict(advice) for advice in self.advice],
             "scale_sense": self.scale_sense,
+            "update_cell": self.update_cell,
+            "in_python": self.in_python,
             "certainty": None if self.settings is None else {"known_share": self.outcomes[-1]["known_share"]},
         }
 
@@ -108,7 +120,9 @@ class Analysis:
         return analysis_text(self.to_dict(), details)
 
 
-def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) -> Analysis:
+def analyze(
+    run: RecordedRun, *, in_python: bool | None = None, progress: Callable[[int], None] | None = None
+) -> Analysis:
     """Analyze a recorded run: how the loss scale moved, what other policies would have done, and what to change.
 
     Policies are replayed from the run's first loss scale on. Advice never costs more than the run itself did, see
@@ -117,6 +131,8 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
 
     Args:
         run (RecordedRun): such as :func:`~mindformers_adaptive.record.logs.read_log` returns.
+        in_python (bool, optional): whether to give advice as Python instead of YAML. Default: None, for the record of a
+            program that trained without a YAML file.
         progress (Callable, optional): called with the number of replays done. Default: None.
 
     Returns:
@@ -146,10 +162,12 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     # other arrays: copies of these would not fit into memory for a long run.
     traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
     recorded = tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)
-    advice, settings = advise(run, traces, recorded, changes)
+    if in_python is None:
+        in_python = run.is_from_program
+    advice, settings = advise(run, traces, recorded, changes, in_python)
     rows = _outcome_rows(run, used, traces, recorded, settings, progress)
     chosen = None if settings is None else settings.configuration
-    return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), chosen)
+    return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), chosen, in_python)
 
 
 def raise_ceilings(trace: Trace, run: RecordedRun) -> Trace:

@@ -9,6 +9,7 @@ from typing import Any
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
 from mindformers_adaptive.record.definitions import HELD
+from mindformers_adaptive.record.run_folder import find_command
 from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
 __all__ = ["analysis_text"]
@@ -56,9 +57,12 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
     if analysis["scale_sense"] is not None:
         outcome, share = analysis["outcomes"][-1], analysis["certainty"]["known_share"]
         skipped_then = counted(outcome["skipped"], "step")
+        paste, settings = "Paste them under runner_wrapper", analysis["scale_sense"]
+        if analysis["in_python"]:
+            paste, settings = "Make the update cell with them", analysis["update_cell"]
         return [
-            [f"With these settings the same run would have skipped {skipped_then}. Paste them under runner_wrapper:"],
-            [analysis["scale_sense"].rstrip()],
+            [f"With these settings the same run would have skipped {skipped_then}. {paste}:"],
+            [settings.rstrip()],
             [f"The log shows for {share:.0%} of these steps whether they overflow; for the rest this is assumed."],
         ]
     if not advice:
@@ -70,7 +74,7 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
             ]
         elif skipped["at_least"] and analysis["start_up"]["before_scale_held_at_most"] > 2:
             lines = [f"No loss scale has held yet: none had {HELD} consecutive steps without overflow."]
-            lines.append("Measure a scale to start from: adaptive-loss-scale find --config FILE")
+            lines.append(f"Measure a scale to start from: {find_command(analysis['in_python'])}")
         if skipped["count"] is None:
             lines.append("The log does not show every step, so it gives no reason for other scale windows.")
         return [[line for text in lines for line in _wrapped(text)]]

@@ -14,6 +14,7 @@ from mindformers_adaptive.lab.configuration import Configuration, default_grid, 
 from mindformers_adaptive.lab.measures import FREE_BITS, Measures, cost
 from mindformers_adaptive.lab.replay import SweepResult, pareto_front, sweep
 from mindformers_adaptive.record.definitions import DECIDED_FROM
+from mindformers_adaptive.record.run_folder import find_command
 from mindformers_adaptive.record.trace import Trace, just_below
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import counted, text_table
@@ -44,10 +45,9 @@ MOST_STEPS_SWEPT = 200_000
 _LABELS_WIDTH = 70
 
 _MORE_NEEDED = (
-    "No settings to paste: the log shows for {:.0%} of the steps whether they overflow, and 90 % are needed.\n"
-    "Give more logs, or records with "
-    f"largest gradients, as {_FOLLOWING} writes them.\n"
-    "A scale to start any training from: adaptive-loss-scale find --config FILE"
+    "No settings to paste: the log shows for {share:.0%} of the steps whether they overflow, and 90 % are needed.\n"
+    "Give more logs, or records with largest gradients, as {following} writes them.\n"
+    "A scale to start any training from: {find}"
 )
 _WHY_NOT_AS_ANALYZE = (
     "These cost least of all settings tried; 'analyze' changes the run's settings as little as it can."
@@ -68,6 +68,7 @@ class Tuning:
         assumed (dict[str, NDArray]): the costs under other assumptions about the ceilings, by the assumption's name.
         notes (tuple[str, ...]): a sentence on each trace that was swept only in part.
         recorded (tuple[Measures, ...]): the measures of the recorded runs themselves, if all traces come from runs.
+        in_python (bool): whether the text gives the settings as Python, not as YAML. Default: False.
     """
 
     traces: tuple[Trace, ...]
@@ -77,6 +78,7 @@ class Tuning:
     assumed: dict[str, NDArray[np.float64]]
     notes: tuple[str, ...] = ()
     recorded: tuple[Measures, ...] = ()
+    in_python: bool = False
 
     @property
     def best(self) -> int:
@@ -117,10 +119,15 @@ class Tuning:
         """
         return None if self._without_settings() else self.recommended.scale_sense()
 
+    @property
+    def update_cell(self) -> str | None:
+        """str, optional: the same settings as the call of an update cell's class, in Python."""
+        return None if self._without_settings() else self.recommended.update_cell()
+
     def _without_settings(self) -> str:
-        """Return why there are no settings to paste into a YAML file; "" if there are settings."""
+        """Return why there are no settings to paste; "" if there are settings."""
         if (known := self.known_share(self.best)) < DECIDED_FROM:
-            return _MORE_NEEDED.format(known)
+            return _MORE_NEEDED.format(share=known, following=_FOLLOWING, find=find_command(self.in_python))
         of_runs = [cost(measures) for measures in self.recorded]
         return _NOT_BETTER if of_runs and float(np.mean(of_runs)) <= self.costs[self.best].mean() else ""
 
@@ -194,7 +201,8 @@ class Tuning:
         if self.recorded:
             runs = [measures.as_dict() for measures in self.recorded]
             lines[0] += f"\nThe run itself: {_lost({name: _mean(runs, name) for name in _SHOWN})}."
-        lines += [*self.notes, "", self._without_settings() or self.recommended.scale_sense().rstrip(), ""]
+        settings = self.update_cell if self.in_python else self.settings_to_paste
+        lines += [*self.notes, "", settings.rstrip() if settings else self._without_settings(), ""]
         if self.recorded and not self._without_settings():
             lines.append(_WHY_NOT_AS_ANALYZE)
         same = ("cost", "known_share")
@@ -249,6 +257,7 @@ def tune(
     *,
     assumptions: Mapping[str, Sequence[Trace]] | None = None,
     recorded: Sequence[Measures] = (),
+    in_python: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Tuning:
     """Try loss-scaling configurations on traces, and recommend the configuration with the smallest mean cost.
@@ -265,6 +274,7 @@ def tune(
             allow. Where nothing bounds a ceiling from above, the highest is infinity, and then only skipped steps cost.
         recorded (Sequence[Measures]): what the recorded runs of all traces did; settings are recommended only if they
             cost less. Default: none, the traces do not come from runs.
+        in_python (bool): whether the text gives the settings as Python instead of YAML. Default: False.
         progress (Callable, optional): called with the number of traces done, each assumption's counted too.
             Default: None.
 
@@ -310,7 +320,8 @@ def tune(
             done(next(numbers))
 
     assumed = {name: _costs(swept(traces_assumed)) for name, traces_assumed in assumptions.items()}
-    return Tuning(tuple(traces), tuple(tuning_grid), tuple(sweeps), _costs(sweeps), assumed, notes, tuple(recorded))
+    costs = _costs(sweeps)
+    return Tuning(tuple(traces), tuple(tuning_grid), tuple(sweeps), costs, assumed, notes, tuple(recorded), in_python)
 
 
 def _costs(sweeps: Iterable[SweepResult]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Find out why a training that a MindFormers YAML file describes overflows, and which setting in the file helps."""
+"""Find out why a training overflows that a MindFormers YAML file or a function of a Python program describes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.gradients.report import loss_division
 from mindformers_adaptive.mindformers.keys import value_at
-from mindformers_adaptive.mindformers.launcher import load_config
-from mindformers_adaptive.mindformers.training_probe import build_training, build_training_at_start
+from mindformers_adaptive.mindformers.training_probe import TrainingSource, load_weights
 from mindformers_adaptive.overflow.explain import explain_overflow
 from mindformers_adaptive.overflow.explanation import Explanation
-from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.rules.checks import imported, require_integer
 
-__all__ = ["DEFAULT_BATCHES", "why"]
+__all__ = ["DEFAULT_BATCHES", "Measurement", "measurement_of_file", "measurement_of_program"]
 
 # Each batch costs up to three passes in PyNative mode, and a model that overflows does so with almost any batch. So two
 # batches are enough.
@@ -41,79 +40,153 @@ _SWITCHES = ["fp32_residual_connection"]
 _NARROW = ("float16", "fp16", "bfloat16", "bf16")
 
 
-def why(
-    config_path: str | Path,
-    checkpoint: str | Path | None = None,
-    train_dataset_dir: str | Path | None = None,
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What it takes to explain an overflow: a network with the weights to measure, and batches of its training.
+
+    Attributes:
+        network (Cell): the train-step cell, or a network that returns its loss.
+        batches (list): the batches, or micro-batches if a step of the training adds up several.
+        loss_scale (float, optional): the loss scale of the training; None for the one of the train-step cell.
+        micro_batches (int): see :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`. Default: 1.
+        settings (Mapping[str, Callable]): changes to try, as in
+            :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: none.
+        measured (str): the weights and batches, in words. Default: "".
+        failure (str): which steps of the training had a loss that is inf or NaN, in words. Where the passes have finite
+            losses, the explanation says that it is not about that failure. Default: "".
+    """
+
+    network: Any
+    batches: list[Any]
+    loss_scale: float | None = None
+    micro_batches: int = 1
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    measured: str = ""
+    failure: str = ""
+
+    def explain(self, graph: bool = False, progress: Callable[[int], object] | None = None) -> Explanation:
+        """Say in which layer the training overflows, and which change helps.
+
+        Args:
+            graph (bool), progress (Callable, optional): as in
+                :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False, None.
+
+        Returns:
+            Explanation.
+
+        Raises:
+            ValueError: if the loss scale is not above 0.
+            PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
+        """
+        explanation = explain_overflow(
+            self.network,
+            self.batches,
+            self.loss_scale,
+            settings=self.settings,
+            graph=graph,
+            progress=progress,
+            micro_batches=self.micro_batches,
+        )
+        return dataclasses.replace(explanation, measured=self.measured, failure=self.failure)
+
+
+def measurement_of_file(
+    source: TrainingSource,
     loss_scale: float | None = None,
     batches: int = DEFAULT_BATCHES,
-    *,
     batch: str | Path | None = None,
-    graph: bool = False,
-    overrides: Mapping[str, Any] | None = None,
     failure: str = "",
-    progress: Callable[[int], object] | None = None,
-) -> Explanation:
-    """Say why the training that a YAML file describes overflows, in which layer, and which setting in the file helps.
+) -> Measurement:
+    """Build the training that a YAML file describes, and return what an explanation of its overflows needs.
 
-    The passes are made by the train-step cell that a training would use, with the weights that it would start from, as
-    in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. If they overflow, each setting of the file's
-    ``model_config`` that makes a part of the model compute in half precision is tried in float32.
+    The passes are made by the train-step cell that a training would use, with the weights that it would start from. If
+    they overflow, each setting of the file's ``model_config`` that makes a part of the model compute in half precision
+    is tried in float32.
 
     Args:
-        config_path (str): the YAML file.
-        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder, whose newest checkpoint is taken.
-            Default: None, the checkpoint that the YAML file says to load.
-        train_dataset_dir (str, optional): the training data, instead of those that the YAML file names. Default: None.
+        source (TrainingSource): the YAML file, the checkpoint and the data.
         loss_scale (float, optional): the loss scale of the training. Default: None, its initial loss scale.
         batches (int): how many batches of the training data. Default: 2.
         batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, to be used instead
             of the training data. Default: None.
-        failure (str): which steps of the training had a loss that is inf or NaN, in words. Where the passes have finite
-            losses, the explanation says that it is not about that failure. Default: "".
-        graph (bool): as in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False.
-        overrides (dict, optional): values by dotted key that replace values of the YAML file. Default: None.
-        progress (Callable, optional): called with the number of backward passes done. Default: None.
+        failure (str): as in :class:`Measurement`. Default: "".
 
     Returns:
-        Explanation.
+        Measurement.
 
     Raises:
-        TypeError: if ``batches`` is not an integer, or ``loss_scale`` not a number.
-        ValueError: if ``batches`` is below 1, the loss scale not above 0, the checkpoint has none of the network's
-            weights, or the file has no data.
+        TypeError: if ``batches`` is not an integer.
+        ValueError: if ``batches`` is below 1, the checkpoint has none of the network's weights, or the file has no
+            data.
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
-        PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
     saved = None if batch is None else read_batch(batch)
-    training = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
+    training = source.build_at_start()
     dataset, network = training.dataset, training.train_step.network
     rows = saved and list(_micro_batches(saved, dataset.get_batch_size()))
     rows = rows or list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches))
     if not rows:
         raise ValueError("The training data must have at least one batch, but has none. Make the batches smaller.")
-    one_process = {**(overrides or {}), "use_parallel": False}
-    written = load_config(config_path, one_process, may_add=tuple(one_process))
     settings = {
         f"{key}: {value}": functools.partial(
-            _with_setting, network, config_path, train_dataset_dir, {**(overrides or {}), f"{_SECTION}.{key}": value}
+            _with_weights_of, network, source.with_values({f"{_SECTION}.{key}": value})
         )
-        for key, value in _worth_trying(network, value_at(written, _SECTION) or {})
+        for key, value in _worth_trying(network, value_at(source.read_file(), _SECTION) or {})
     }
     division = loss_division(training.micro_batches)
-    measured = f"{training.weights}, batch {batch}" if batch else training.weights
-    explanation = explain_overflow(
+    measured = [training.weights, f"batch {batch}" if batch else "", f"each batch {division}" if division else ""]
+    return Measurement(
         training.train_step,
         rows,
         loss_scale,
-        settings=settings,
-        graph=graph,
-        progress=progress,
-        micro_batches=training.micro_batches,
+        training.micro_batches,
+        settings,
+        ", ".join(filter(None, measured)),
+        failure,
     )
-    measured = f"{measured}, each batch {division}" if division else measured
-    return dataclasses.replace(explanation, measured=measured, failure=failure)
+
+
+def measurement_of_program(
+    function: str,
+    batch: str | Path,
+    checkpoint: str | Path | None = None,
+    loss_scale: float | None = None,
+    failure: str = "",
+) -> Measurement:
+    """Build the network of a Python program, and return what an explanation of its overflows needs.
+
+    Args:
+        function (str): ``module.function``; the function takes no arguments and returns the train-step cell, or a
+            network that returns its loss.
+        batch (str): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it.
+        checkpoint (str, optional): as in :class:`~mindformers_adaptive.mindformers.training_probe.TrainingSource`.
+            Default: None, the weights that the function gives to the network.
+        loss_scale (float, optional): the loss scale of the training. Default: None, the one of the train-step cell.
+        failure (str): as in :class:`Measurement`. Default: "".
+
+    Returns:
+        Measurement.
+
+    Raises:
+        ValueError: if there is no such function, it does not return a Cell, the batch file is damaged, or the
+            checkpoint has none of the network's weights.
+        FileNotFoundError: if there is no such file.
+    """
+    rows = [tuple(map(Tensor, read_batch(batch)))]
+    # A colon between module and function is common too.
+    build = imported(function.replace(":", "."), "'network' must be 'module.function', whose function returns it, but")
+    network = build()
+    if not isinstance(network, nn.Cell):
+        raise ValueError(
+            f"'network' must name a function that returns a train-step cell, or a network that returns its loss, but "
+            f"{function} returned {network!r} of type {type(network).__name__}. Return the Cell."
+        )
+    weights = f"weights that {function} gives"
+    if checkpoint is not None:
+        inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
+        weights = f"weights of {load_weights(inner, checkpoint)} (--checkpoint)"
+    return Measurement(network, rows, loss_scale, measured=f"{weights}, batch {batch}", failure=failure)
 
 
 def _micro_batches(batch: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
@@ -138,16 +211,14 @@ def _worth_trying(network: Any, section: Mapping[str, Any]) -> Iterator[tuple[st
     yield from ((key, "float32") for key in _LAST if is_narrow(key))
 
 
-def _with_setting(
-    network: Any, config_path: str | Path, train_dataset_dir: str | Path | None, overrides: Mapping[str, Any]
-) -> Any:
-    """Return the train-step cell of the training with changed settings, and with the weights of ``network``."""
+def _with_weights_of(network: Any, source: TrainingSource) -> Any:
+    """Return the train-step cell of a changed training, with the weights of ``network``."""
     import warnings
 
     with warnings.catch_warnings():
-        # Ignore the warning that `overrides` adds a key that the YAML file does not have.
+        # Ignore the warning that a changed value adds a key that the YAML file does not have.
         warnings.simplefilter("ignore")
-        train_step = build_training(config_path, train_dataset_dir, overrides).train_step
+        train_step = source.build().train_step
     weights = {weight.name: weight for weight in network.get_parameters()}
     for weight in train_step.network.get_parameters():
         if weight.name in weights:

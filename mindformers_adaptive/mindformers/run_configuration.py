@@ -1,4 +1,4 @@
-"""Write the configuration of a training into its output folder, and read it back for the command ``why --run``."""
+"""Write the configuration of a training into its output folder, and read for ``why`` what a training has left."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import yaml
 
 from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
 from mindformers_adaptive.mindformers.workarounds import is_whole
-from mindformers_adaptive.record.run_folder import BATCH_FILE, CONFIG_FILE
+from mindformers_adaptive.record.run_folder import BATCH_FILE, CONFIG_FILE, record_in
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
 from mindformers_adaptive.text.untrusted import read_yaml
 
-__all__ = ["as_text", "read_run", "save_configuration"]
+__all__ = ["as_text", "read_program_run", "read_run", "save_configuration"]
 
 # The saved configuration names the folder of the user's classes in a line above the YAML, because MindFormers has no
 # key for this folder.
@@ -106,10 +106,37 @@ def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     whole = (each for each in reversed(checkpoints) if each.path.stat().st_mtime >= began and is_whole(each.path))
     if (checkpoint := next(whole, None)) is not None:
         arguments |= {"checkpoint": str(checkpoint.path), "loss_scale": checkpoint.values["loss_scale"]}
-    steps = read_record(record) if record.is_file() and record.stat().st_mtime >= began else []
-    scales = [step["loss_scale"] for step in steps[-1:] if step.get("loss_scale")]
+    if record.is_file() and record.stat().st_mtime >= began:
+        arguments |= _facts_of(record)
+    return {name: value for name, value in arguments.items() if value}
+
+
+def read_program_run(record: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the arguments of ``why``, by name, that the record of a Python program provides.
+
+    Args:
+        record (str): the record of ``LossScaleMonitor``, or its folder.
+
+    Returns:
+        dict with ``loss_scale`` of the last step, ``batch``, if one was saved beside the record, and ``failure``, as
+        :func:`read_run` returns them.
+
+    Raises:
+        OSError: if there is no such record, or it cannot be read.
+        ValueError: if the file is no record.
+    """
+    file = record_in(record)
+    batch = file.with_name(BATCH_FILE)
+    return {**({"batch": str(batch)} if batch.is_file() else {}), **_facts_of(file)}
+
+
+def _facts_of(record: Path) -> dict[str, Any]:
+    """Return ``loss_scale`` of the last step in a record, if it is known, and ``failure`` if a loss was inf or NaN."""
+    steps = read_record(record)
+    facts: dict[str, Any] = {}
+    if steps and steps[-1].get("loss_scale"):
+        facts["loss_scale"] = steps[-1]["loss_scale"]
     bad = [step for step in steps if step.get("loss") is not None and not math.isfinite(step["loss"])]
     if bad:
-        arguments["failure"] = f"the loss of step {bad[0]['step']} was {bad[0]['loss']} in the training"
-    arguments["loss_scale"] = next(iter(scales), arguments.get("loss_scale"))
-    return {name: value for name, value in arguments.items() if value}
+        facts["failure"] = f"the loss of step {bad[0]['step']} was {bad[0]['loss']} in the training"
+    return facts

@@ -22,20 +22,17 @@ from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.rules.checks import require_integer
 from mindformers_adaptive.text.files import refuse_pipe
 
-__all__ = ["build_training", "build_training_at_start", "load_weights", "probe"]
+__all__ = ["Training", "TrainingSource", "load_weights", "probe"]
 
 # Each loss is a mean over many tokens, so batches differ little, and a few of them represent the data.
 DEFAULT_BATCHES = 4
 
 
 def probe(
-    config_path: str | Path,
-    checkpoint: str | Path | None = None,
-    train_dataset_dir: str | Path | None = None,
+    source: TrainingSource,
     loss_scales: Iterable[float] = DEFAULT_LOSS_SCALES,
     batches: int = DEFAULT_BATCHES,
     *,
-    overrides: Mapping[str, Any] | None = None,
     layers: Iterable[str] = (),
     progress: Callable[[int], object] | None = None,
     observe: Callable[..., object] | None = None,
@@ -49,15 +46,9 @@ def probe(
     see :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`.
 
     Args:
-        config_path (str): the YAML file.
-        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder, whose newest checkpoint is taken.
-            Default: None, the checkpoint that the YAML file names as ``load_checkpoint`` or ``checkpoint.load_path``,
-            or new weights if it names no checkpoint.
-        train_dataset_dir (str, optional): the training data, instead of those that the YAML file names. Default: None.
+        source (TrainingSource): the YAML file, the checkpoint and the data.
         loss_scales (Iterable[float]): the loss scales, in any order. Default: 2^0, 2^4, ..., 2^32.
         batches (int): how many batches of the training data. Default: 4.
-        overrides (dict, optional): values by dotted key that replace values of the YAML file, ``{"seed": 1}``. Default:
-            None.
         layers (Iterable[str]): layers whose outputs and output gradients are measured too, given by name or by the
             name of their class. Default: none.
         progress (Callable, optional): called with the number of backward passes done; there are
@@ -78,7 +69,7 @@ def probe(
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
     loss_scales = checked_loss_scales(loss_scales)
-    training = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
+    training = source.build_at_start()
     rows = itertools.islice(training.dataset.create_tuple_iterator(num_epochs=1), batches)
     ranges = gradient_ranges(
         training.train_step,
@@ -110,36 +101,80 @@ class Training(NamedTuple):
     weights: str = NEW_WEIGHTS
 
 
-def build_training_at_start(
-    config_path: str | Path,
-    checkpoint: str | Path | None = None,
-    train_dataset_dir: str | Path | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> Training:
-    """Build a training as :func:`build_training` does, with the weights that the training would start from.
+@dataclasses.dataclass(frozen=True)
+class TrainingSource:
+    """The files that describe a training: its YAML file, its checkpoint and its data.
 
-    Args:
-        config_path, checkpoint, train_dataset_dir, overrides: as in :func:`probe`.
-
-    Returns:
-        Training.
-
-    Raises:
-        FileNotFoundError: if there is no such file, or no checkpoint in the folder.
-        ValueError: if the checkpoint has none of the network's weights.
+    Attributes:
+        config_path (str): the YAML file.
+        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder, whose newest checkpoint is taken.
+            Default: None, the checkpoint that the YAML file says to load, or new weights if it names no checkpoint.
+        train_dataset_dir (str, optional): the training data, instead of those that the YAML file names. Default: None.
+        overrides (Mapping): values by dotted key that replace values of the YAML file. Default: none.
     """
-    _require_checkpoint("'checkpoint'", checkpoint)
-    config, micro_batches = _read_config(config_path, train_dataset_dir, overrides)
-    named = {"--checkpoint": checkpoint, "load_checkpoint": config.load_checkpoint}
-    named["checkpoint.load_path"] = value_at(config, "checkpoint.load_path")
-    key, path = next(((key, path) for key, path in named.items() if path), ("", None))
-    if checkpoint is None:
-        remedy = " Give another checkpoint with --checkpoint, or use new weights with --options load_checkpoint=''."
-        _require_checkpoint(f"'{key}' of the YAML file", path, remedy)
-    training = Training(*_build(config), micro_batches)
-    if path is None:
-        return training
-    return training._replace(weights=f"weights of {load_weights(training.train_step.network, path)} ({key})")
+
+    config_path: str | Path
+    checkpoint: str | Path | None = None
+    train_dataset_dir: str | Path | None = None
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def with_values(self, values: Mapping[str, Any]) -> TrainingSource:
+        """Return a copy in which further values, by dotted key, replace values of the YAML file."""
+        return dataclasses.replace(self, overrides={**self.overrides, **values})
+
+    def read_file(self) -> Any:
+        """Return the MindFormerConfig of the YAML file with the overrides, for a training in one process."""
+        values = {**self.overrides, "use_parallel": False}
+        return load_config(self.config_path, values, may_add=tuple(values))
+
+    def build(self) -> Training:
+        """Build the train-step cell, with new weights, and the training data as MindFormers' trainer does.
+
+        Returns:
+            Training.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+        """
+        config, micro_batches = self._read_config()
+        return Training(*_build(config), micro_batches)
+
+    def build_at_start(self) -> Training:
+        """Build the training as :meth:`build` does, with the weights that the training would start from.
+
+        Returns:
+            Training.
+
+        Raises:
+            FileNotFoundError: if there is no such file, or no checkpoint in the folder.
+            ValueError: if the checkpoint has none of the network's weights.
+        """
+        _require_checkpoint("'checkpoint'", self.checkpoint)
+        config, micro_batches = self._read_config()
+        named = {"--checkpoint": self.checkpoint, "load_checkpoint": config.load_checkpoint}
+        named["checkpoint.load_path"] = value_at(config, "checkpoint.load_path")
+        key, path = next(((key, path) for key, path in named.items() if path), ("", None))
+        if self.checkpoint is None:
+            remedy = " Give another checkpoint with --checkpoint, or use new weights with --options load_checkpoint=''."
+            _require_checkpoint(f"'{key}' of the YAML file", path, remedy)
+        training = Training(*_build(config), micro_batches)
+        if path is None:
+            return training
+        return training._replace(weights=f"weights of {load_weights(training.train_step.network, path)} ({key})")
+
+    def _read_config(self) -> tuple[Any, int]:
+        overrides = {"run_mode": "train", **self.overrides}
+        if self.train_dataset_dir is not None:
+            overrides["train_dataset.data_loader.dataset_dir"] = str(self.train_dataset_dir)
+        # The measurement runs in one process, however many processes the training has.
+        one_process = {**overrides, "use_parallel": False}
+        config = load_config(self.config_path, one_process, may_add=("run_mode", "use_parallel"))
+        is_parallel = overrides.get("use_parallel", MindFormerConfig(str(self.config_path)).use_parallel)
+        device_target = value_at(config, "context.device_target") or mindspore.get_context("device_target")
+        micro_batches = micro_batches_of(config, bool(is_parallel), device_target)
+        if config.runner_config:
+            config.runner_config.gradient_accumulation_steps = 1
+        return config, micro_batches
 
 
 def _require_checkpoint(name: str, path: Any, remedy: str = "") -> None:
@@ -147,42 +182,6 @@ def _require_checkpoint(name: str, path: Any, remedy: str = "") -> None:
         raise FileNotFoundError(f"{name} must name a file or folder, but there is no {str(path)!r}.{remedy}")
     if path is not None:
         refuse_pipe(path)
-
-
-def build_training(
-    config_path: str | Path,
-    train_dataset_dir: str | Path | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> Training:
-    """Build the train-step cell and the training data of a YAML file as MindFormers' trainer does.
-
-    Args:
-        config_path, train_dataset_dir, overrides: as in :func:`probe`.
-
-    Returns:
-        Training.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-    """
-    config, micro_batches = _read_config(config_path, train_dataset_dir, overrides)
-    return Training(*_build(config), micro_batches)
-
-
-def _read_config(
-    config_path: str | Path, train_dataset_dir: str | Path | None, overrides: Mapping[str, Any] | None
-) -> tuple[Any, int]:
-    overrides = {"run_mode": "train", **(overrides or {})}
-    if train_dataset_dir is not None:
-        overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
-    # The measurement runs in one process, however many processes the training has.
-    config = load_config(config_path, {**overrides, "use_parallel": False}, may_add=("run_mode", "use_parallel"))
-    is_parallel = overrides.get("use_parallel", MindFormerConfig(str(config_path)).use_parallel)
-    device_target = value_at(config, "context.device_target") or mindspore.get_context("device_target")
-    micro_batches = micro_batches_of(config, bool(is_parallel), device_target)
-    if config.runner_config:
-        config.runner_config.gradient_accumulation_steps = 1
-    return config, micro_batches
 
 
 def _build(config: Any) -> tuple[Any, Any]:
@@ -218,7 +217,7 @@ def _build(config: Any) -> tuple[Any, Any]:
     return trainer.create_model_wrapper(network, nn.SGD(network.trainable_params(), learning_rate=0.0)), dataset
 
 
-def load_weights(network: Any, checkpoint: str) -> str:
+def load_weights(network: Any, checkpoint: str | Path) -> str:
     """Load the weights of a checkpoint into a network; everything else in the checkpoint is ignored.
 
     Args:
@@ -233,7 +232,7 @@ def load_weights(network: Any, checkpoint: str) -> str:
         FileNotFoundError: if there is no such path, or no checkpoint in the folder.
         ValueError: if the checkpoint has none of the network's weights.
     """
-    newest, loaded = load_newest(checkpoint)
+    newest, loaded = load_newest(str(checkpoint))
     wanted = {weight.name for weight in network.get_parameters()}
     missing = sorted(wanted - loaded.keys())
     if not wanted & loaded.keys():

@@ -89,7 +89,7 @@ class CollapseWatch(Callback):
         self._last = step
         last["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
         self._longest = last["consecutive_overflows"] or 0
-        jump = self._jump.check(step, last["loss"])
+        jump = self._jump.check(step, last["loss"], last["overflow"])
         for message in (jump, self._bad_loss.check(last), self._collapse.check(last)):
             if message:
                 logger.warning("%s", message)

@@ -267,7 +267,8 @@ class LossScaleMonitor(RecordingCallback):
         # Warn only after the record is written, so that the record is complete when a user looks for the cause.
         self._longest = entries[-1]["consecutive_overflows"] or 0
         for entry in entries:
-            if (jump := self._jump.check(entry["step"], entry["loss"])) and self._writes:
+            jump = self._jump.check(entry["step"], entry["loss"], entry["overflow"])
+            if jump and self._writes:
                 logger.warning("%s", jump)
             if (line := self._bad_loss.check(entry)) and self._writes:
                 logger.warning("%s", line)

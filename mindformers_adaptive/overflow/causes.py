@@ -11,13 +11,16 @@ from typing import NamedTuple
 from mindformers_adaptive.overflow.headroom import constants_and_masks
 from mindformers_adaptive.overflow.origin import largest_weight
 from mindformers_adaptive.overflow.passes import Call, Pass
-from mindformers_adaptive.text.table import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two, counted
 
 __all__ = ["Cause", "growing_layers", "large_weights", "low_scale"]
 
 # A layer or Parameter stands out if it is at least this many times as large as others of its kind, and above a size
 # that others of its kind rarely have: a growth of 8 in a layer, or a weight of 8.
 _FACTOR, _LEAST = 64.0, 8.0
+# All matrices together are large if the median of their largest weights is at least this. New weights, and an embedding
+# of normally distributed numbers, have about 5 and less.
+_LARGE = 32.0
 # If no loss scale above this one holds, the scale is unusually low. With a mean as the loss, 2^10 and more hold.
 _LOW_SCALE = 2.0**7
 
@@ -29,8 +32,8 @@ class Cause:
     Attributes:
         kind (str): "growth", "weights" or "scale".
         text (str): what stands out, with its numbers.
-        layer (str): the layer, or the Parameter for "weights"; "" for "scale".
-        factor (float, optional): how many times larger it is than others of its kind; None for "scale".
+        layer (str): the layer, or the Parameter for "weights"; "" for "scale" and where all weights are large.
+        factor (float, optional): how many times larger it is than others of its kind. Default: None, not compared.
     """
 
     kind: str
@@ -105,7 +108,9 @@ def _backward(seen: Pass) -> list[_Growth]:
             if not gradient.of_output and not call.inputs[gradient.index].weight
         ]
         before = max((reading.largest for reading in outputs), default=0.0)
-        if not before or not inputs or not all(reading.finite for reading in outputs):
+        # A value that overflowed in the forward pass makes the gradients inf, so their growth says nothing.
+        values = [*call.outputs, *(value.reading for value in call.inputs)]
+        if not before or not inputs or not all(reading.finite for reading in (*outputs, *values)):
             continue
         factor = max(reading.largest if reading.finite else reading.limit for reading in inputs) / before
         if "Norm" in call.kind:
@@ -153,7 +158,7 @@ def _around(seen: Pass, call: Call) -> set[int]:
 
 
 def large_weights(sizes: Mapping[str, tuple[int, float]]) -> list[Cause]:
-    """Return the Parameter whose largest weight is far above the weights of other Parameters, if there is one.
+    """Return the Parameter whose largest weight stands out, or say that all matrices are large.
 
     Matrices are compared with matrices, and vectors with vectors.
 
@@ -163,21 +168,31 @@ def large_weights(sizes: Mapping[str, tuple[int, float]]) -> list[Cause]:
     Examples:
         >>> sizes = {"first": (2, 0.1), "second": (2, 0.2), "third": (2, 300.0), "bias": (1, 0.0)}
         >>> print(*large_weights(sizes))
-        third has a weight of 300, where the median of the largest weights of 3 Parameters is 0.2
+        third has a weight of 300, where the median of the largest weights of 2 other Parameters is 0.15
     """
     causes = []
     for is_matrix in (True, False):
         kind = {name: size for name, (dims, size) in sizes.items() if (dims > 1) is is_matrix and size > 0}
-        median = statistics.median(kind.values()) if len(kind) > 2 else math.inf
-        beyond = [name for name, size in kind.items() if size >= max(_LEAST, _FACTOR * median)]
+        medians = {
+            name: statistics.median([size for other, size in kind.items() if other != name] or [math.inf])
+            for name in kind
+        }
+        beyond = [name for name, size in kind.items() if size >= max(_LEAST, _FACTOR * medians[name])]
         if beyond:
             name = max(beyond, key=lambda each: kind[each])
             more = f" (and {len(beyond) - 1} more Parameters are as far above the others)" if len(beyond) > 1 else ""
             text = (
-                f"{name} has a weight of {kind[name]:.4g}, where the median of the largest weights of {len(kind)} "
-                f"Parameters is {median:.2g}{more}"
+                f"{name} has a weight of {kind[name]:.4g}, where the median of the largest weights of "
+                f"{counted(len(kind) - 1, 'other Parameter')} is {medians[name]:.2g}{more}"
             )
-            causes.append(Cause("weights", text, name, kind[name] / median))
+            causes.append(Cause("weights", text, name, kind[name] / medians[name]))
+        elif is_matrix and kind and (size := statistics.median(kind.values())) >= _LARGE:
+            text = (
+                f"the weights are large: the median of the largest weights of {counted(len(kind), 'Parameter')} is "
+                f"{size:.4g}, in most trainings it is below 8. Most often an update was too large: lower the learning "
+                "rate, and go back to a checkpoint before it"
+            )
+            causes.append(Cause("weights", text))
     return causes
 
 

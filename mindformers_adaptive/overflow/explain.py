@@ -165,7 +165,9 @@ def _causes(network: Any, seen: PassesAtScales) -> tuple[Cause, ...]:
     weights = [each for each in weights if each.requires_grad or each.ndim > 1]
     sizes = {each.name: (each.ndim, read_tensor(each).largest) for each in weights}
     overflowing = min((scale for scale, bad in seen.scales.items() if bad), default=None)
-    return (*growing_layers(passes), *large_weights(sizes), *low_scale(None if seen.forward else overflowing))
+    # NaN that a mask makes is no growth of values.
+    growing = [] if seen.origin is not None and seen.origin.mask else growing_layers(passes)
+    return (*growing, *large_weights(sizes), *low_scale(None if seen.forward else overflowing))
 
 
 def _scale_of(network: Any) -> float:

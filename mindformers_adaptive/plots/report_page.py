@@ -147,9 +147,14 @@ def _advice(analysis: Mapping[str, Any]) -> str:
     if not analysis["scale_sense"]:
         return f"<ol>{entries}</ol>"
     share = analysis["certainty"]["known_share"]
-    note = f"Paste this under runner_wrapper. The log decides {share:.0%} of the predicted steps, the rest is assumed."
-    settings = _escaped(analysis["scale_sense"].rstrip())
-    return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{settings}</pre>'
+    paste, settings = "Paste this under runner_wrapper.", analysis["scale_sense"]
+    if analysis["in_python"]:
+        paste, settings = "Make the update cell with these settings.", analysis["update_cell"]
+    note, settings = (
+        f"{paste} The log decides {share:.0%} of the predicted steps, the rest is assumed.",
+        settings.rstrip(),
+    )
+    return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{_escaped(settings)}</pre>'
 
 
 def _change(change: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mindformers_adaptive.record.run_folder import is_from_program
 from mindformers_adaptive.record.trace import Trace, consecutive_runs, implied_ceilings, just_below, require_one_length
 from mindformers_adaptive.rules.formats import FLOAT16, find_format
 
@@ -117,6 +118,11 @@ class RecordedRun:
 
     def __len__(self) -> int:
         return len(self.step)
+
+    @property
+    def is_from_program(self) -> bool:
+        """bool: whether this is the record of a Python program that trained without a YAML file."""
+        return self.log_format == "jsonl" and is_from_program(*self.files)
 
     @property
     def lines_ignored(self) -> int:

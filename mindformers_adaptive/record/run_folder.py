@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["BATCH_FILE", "CONFIG_FILE", "RECORD", "file_in", "record_in", "run_folder_of", "why_command"]
+__all__ = ["BATCH_FILE", "CONFIG_FILE", "RECORD", "Ways", "file_in", "find_command", "is_from_program", "record_in"]
+__all__ += ["run_folder_of", "ways_of", "why_command"]
 
 # Two files in the output folder of a training: the configuration of the training, and the first batch at which the loss
 # was inf or NaN or the loss scale collapsed.
 CONFIG_FILE, BATCH_FILE = "loss_scale_config.yaml", "overflow_batch.npz"
 # The record of LossScaleMonitor. The name is repeated here, because the module of the callback needs MindSpore.
 RECORD = "loss_scale_record.jsonl"
+# MindFormers' log within its output folder. To see whether it has the line of a step, read this many bytes of it.
+_LOG, _START_OF_LOG = "log/rank_0/info.log", 2**20
 
 
 def file_in(path: str | os.PathLike[str], name: str) -> str:
@@ -58,18 +63,73 @@ def run_folder_of(*files: str | os.PathLike[str]) -> Path | None:
     return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
 
 
-def why_command(folder: str | os.PathLike[str] | None) -> str:
+def is_from_program(*records: str | os.PathLike[str]) -> bool:
+    """Return whether a Python program without a YAML file wrote the records of ``LossScaleMonitor``.
+
+    The launcher and ``Trainer`` leave a configuration in the output folder. MindFormers' own script leaves its log
+    there, with a line for each step.
+    """
+    is_known = records and all(Path(record).is_file() for record in records)
+    if not is_known or run_folder_of(*records) is not None:
+        return False
+    return not any(_has_step_line(Path(record).parent / _LOG) for record in records)
+
+
+def _has_step_line(log: Path) -> bool:
+    try:
+        with log.open("rb") as lines:
+            return b"Epoch:[" in lines.read(_START_OF_LOG)
+    except OSError:
+        return False
+
+
+def find_command(in_program: bool) -> str:
+    """Return what measures a loss scale to start from: a shell command, or with ``in_program`` a line of Python."""
+    return "print(find_loss_scale(train_step, batches))" if in_program else "adaptive-loss-scale find --config FILE"
+
+
+class Ways(NamedTuple):
+    """The next steps that advice gives, for a YAML file or a Python program.
+
+    Attributes:
+        why (str): the command that finds the layer that overflows.
+        find (str): what measures a loss scale to start from.
+        sets (str): how an argument is set, with places for its name and its value.
+    """
+
+    why: str
+    find: str
+    sets: str
+
+
+def ways_of(files: Sequence[str], in_python: bool) -> Ways:
+    """Return the next steps after a run that wrote the given files."""
+    record = files[-1] if in_python and files and files[-1].endswith(".jsonl") else None
+    why = why_command(run_folder_of(*files), record)
+    return Ways(why, find_command(in_python), "{}={}" if in_python else "{}: {}")
+
+
+def why_command(folder: str | os.PathLike[str] | None, record: str | os.PathLike[str] | None = None) -> str:
     """Return the shell command that finds the layer that overflows, ready to paste.
 
     Args:
         folder (str, optional): the output folder of the training; None if the folder is not known.
+        record (str, optional): the record that a Python program wrote without a YAML file. Default: None.
 
     Examples:
         >>> why_command("output")
         'adaptive-loss-scale why --run output'
+        >>> why_command(None, "record.jsonl")
+        'adaptive-loss-scale why --record record.jsonl --network MODULE.FUNCTION'
     """
-    if folder is None:
-        return "adaptive-loss-scale why --config FILE"
-    path = Path(folder)
-    near = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
-    return f"adaptive-loss-scale why --run {shlex.quote(near)}"
+    if folder is not None:
+        return f"adaptive-loss-scale why --run {_quoted(folder)}"
+    if record is not None:
+        return f"adaptive-loss-scale why --record {_quoted(record)} --network MODULE.FUNCTION"
+    return "adaptive-loss-scale why --config FILE"
+
+
+def _quoted(path: str | os.PathLike[str]) -> str:
+    path = Path(path)
+    is_near = path.is_absolute() and path.is_relative_to(Path.cwd())
+    return shlex.quote(os.path.relpath(path) if is_near else str(path))

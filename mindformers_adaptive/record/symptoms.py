@@ -1,4 +1,4 @@
-"""Signs in the steps of a run that something is wrong: bad losses, a sudden rise of the loss, a very low scale."""
+"""Signs in the steps of a run that something is wrong: bad losses, an update that was too large, a very low scale."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ __all__ = ["AGAINST_BAD_LOSS", "LossJump", "is_applied_bad_loss", "last_error", 
 
 # A loss has jumped if it is at least this many times as large as every loss before, and at least this large.
 _JUMP, _LEAST = 10.0, 10.0
+# If the losses of this many steps in a row are inf or NaN, right after an update, that update is to blame. After a bad
+# batch, which is skipped, the next loss is finite again.
+_BROKEN = 3
 # If every loss scale above this one overflows, the scale is unusually low. With a mean as the loss, 2^10 and more hold.
 _LOW_SCALE = 2.0**7
 # This many steps in a row without overflow show that a loss scale holds.
@@ -47,7 +50,7 @@ def is_applied_bad_loss(step: Mapping[str, Any]) -> bool:
 
 
 class LossJump:
-    """Finds the first step of a run whose loss is far above all losses before.
+    """Finds the update that was too large: after it the loss is far above all losses before, or stays inf or NaN.
 
     Examples:
         >>> jump = LossJump()
@@ -59,16 +62,31 @@ class LossJump:
 
     def __init__(self) -> None:
         self._largest, self._is_over = 0.0, False
+        # The last step with a finite loss, whether its update was applied, and the steps since with inf or NaN.
+        self._last_finite, self._is_applied = 0, False
+        self._bad: list[int] = []
 
-    def check(self, step: int, loss: float | None) -> str | None:
-        """Return a message if the loss of a step has jumped, for the first such step only; else None.
+    def check(self, step: int, loss: float | None, overflow: bool | None = None) -> str | None:
+        """Return a message after the first update that was too large, once; else None.
 
         Args:
             step (int): the number of the step.
             loss (float, optional): the loss of the step, None if unknown.
+            overflow (bool, optional): whether the step was skipped. Default: None, not known.
         """
-        if self._is_over or loss is None or not math.isfinite(loss):
+        if self._is_over or loss is None:
             return None
+        if not math.isfinite(loss):
+            self._bad.append(step)
+            if len(self._bad) < _BROKEN or not self._is_applied:
+                return None
+            self._is_over = True
+            return (
+                f"The loss was finite in step {self._last_finite}, and is inf or NaN from step {self._bad[0]} on. Most "
+                "often the update before that step was too large: lower the learning rate, or warm it up over more "
+                "steps. Go back to a checkpoint before that step. If the data changes there, look at the data."
+            )
+        self._last_finite, self._is_applied, self._bad = step, not overflow, []
         largest, self._largest = self._largest, max(self._largest, abs(loss))
         if not largest or loss < max(_JUMP * largest, _LEAST):
             return None
@@ -108,8 +126,12 @@ def low_scale(steps: Iterable[tuple[float, bool]]) -> str | None:
 def signs_of(run: RecordedRun) -> list[str]:
     """Return a sentence for each sign in a recorded run: a jump of the loss, and an unusually low loss scale."""
     jump = LossJump()
-    losses = [] if run.loss is None else zip(run.step.tolist(), run.loss.tolist(), strict=True)
-    said = [message for step, loss in losses if (message := jump.check(step, loss))]
+    said = []
+    if run.loss is not None:
+        # In a run, an unknown loss is nan, and inf stands for NaN too.
+        losses = (None if math.isnan(loss) else loss for loss in run.loss.tolist())
+        steps = zip(run.step.tolist(), losses, run.overflow.tolist(), strict=True)
+        said = [message for step in steps if (message := jump.check(*step))]
     known = run.position_known
     low = low_scale(zip(run.loss_scale[known].tolist(), run.overflow[known].tolist(), strict=True))
     return [*said, *([low] if low else [])]

@@ -15,7 +15,7 @@ from mindformers_adaptive.gradients.backward import backward_pass
 from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.mindformers.launcher import launch, load_config
 from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
-from mindformers_adaptive.mindformers.training_probe import build_training
+from mindformers_adaptive.mindformers.training_probe import TrainingSource
 from mindformers_adaptive.overflow.graph_watch import GraphWatch
 from scripts.ascend import optimizers
 from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
@@ -325,7 +325,7 @@ def launched(way, config, as_it_is=False, watched=False, **options):
     config = load_config(file, overrides, may_add=list(overrides))
     write_rows(folder, config.train_dataset.input_columns, config.model.model_config.seq_length + 1)
     if watched:
-        step, dataset, *_ = build_training(file, folder, overrides)
+        step, dataset, *_ = TrainingSource(file, None, folder, overrides).build()
         compile_watched(step, next(dataset.create_tuple_iterator()))
     else:
         launch(config)

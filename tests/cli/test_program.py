@@ -226,7 +226,7 @@ def test_policy_for_another_gradient_format_warns(run_program, guided_record):
     assert re.search(f"record.jsonl are in float8_e4m3fn.*'guided'.* Give .*{right}", error)
     assert run_program("compare", guided_record, "--policies", f"guided:{right}")[::2] == (0, "")
     known = ("--grid", right, "--grid", "margin=5,6", "--", guided_record)
-    code, tuned, _ = run_program("tune", "--policy", "guided", *known)
+    code, tuned, _ = run_program("tune", "--no-python", "--policy", "guided", *known)
     assert (code, 'gradient_format: "float8_e4m3fn"' in tuned) == (0, True), tuned
 
 

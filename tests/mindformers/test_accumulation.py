@@ -12,13 +12,13 @@ from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.gradients.batch_file import save_batch
 from mindformers_adaptive.mindformers.keys import ACCUMULATION, micro_batches_of
 from mindformers_adaptive.mindformers.launcher import launch, load_config, set_key
-from mindformers_adaptive.mindformers.overflow_probe import why
+from mindformers_adaptive.mindformers.overflow_probe import measurement_of_file
 from mindformers_adaptive.mindformers.trainer import (
     Trainer,
     accumulate,
     take_accumulation_steps,
 )
-from mindformers_adaptive.mindformers.training_probe import probe
+from mindformers_adaptive.mindformers.training_probe import TrainingSource, probe
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from tests.conftest import CONFIG
@@ -114,12 +114,12 @@ def test_probe_divides_the_loss_as_the_training_does(corpus):
 
         return add
 
-    probe(CONFIG, None, None, scales[:1], 1, overrides=options(corpus, 1), observe=add_to(whole))
-    divided = probe(CONFIG, None, None, scales, MICRO_BATCHES, overrides=changes, observe=add_to(parts))
+    probe(TrainingSource(CONFIG, overrides=options(corpus, 1)), scales[:1], 1, observe=add_to(whole))
+    divided = probe(TrainingSource(CONFIG, overrides=changes), scales, MICRO_BATCHES, observe=add_to(parts))
     for name, gradient in whole.items():
         np.testing.assert_allclose(parts[name] / MICRO_BATCHES, gradient, atol=2.0**-8 * np.abs(gradient).max())
     lower = [scale / MICRO_BATCHES for scale in scales]
-    alone = probe(CONFIG, None, None, lower, MICRO_BATCHES, overrides={**changes, ACCUMULATION: 1})
+    alone = probe(TrainingSource(CONFIG, overrides={**changes, ACCUMULATION: 1}), lower, MICRO_BATCHES)
     assert (divided.micro_batches, alone.micro_batches) == (MICRO_BATCHES, 1)
     for scale in scales:
         assert divided.overall(scale) == alone.overall(scale / MICRO_BATCHES)
@@ -168,7 +168,8 @@ def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
 def test_a_saved_batch_is_cut_into_its_micro_batches(corpus):
     rows = [np.arange(BATCH * 33, dtype=np.int32).reshape(BATCH, 33) % 256]
     save_batch("batch.npz", rows)
-    explanation = why(CONFIG, None, None, 2.0**6, batch="batch.npz", overrides=options(corpus, 2))
+    source = TrainingSource(CONFIG, overrides=options(corpus, 2))
+    explanation = measurement_of_file(source, 2.0**6, batch="batch.npz").explain()
     assert len(explanation.losses) == 2
 
 

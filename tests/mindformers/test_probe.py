@@ -8,7 +8,7 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindformers_adaptive.mindformers.training_probe import build_training, load_weights, probe
+from mindformers_adaptive.mindformers.training_probe import TrainingSource, load_weights, probe
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
 from tests.mindformers.training_runs import SMALL_MODEL, TrainingRun
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def network(corpus):
     """Return a new model with all weights multiplied by 0.5, and save these weights in each checkpoint format."""
     with mindspore_mode("graph"):
-        network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
+        network = TrainingSource(CONFIG, None, corpus, SMALL_MODEL).build().train_step.network
     for weight in network.get_parameters():
         weight.set_data(weight * 0.5)
     for file in map(Path, HALVED):
@@ -43,7 +43,7 @@ def network(corpus):
 def test_every_weight_of_the_model_is_probed_at_every_scale(corpus, network):
     done = []
     scales = [2.0**4, 2.0**12, 2.0**30]
-    fresh = probe(CONFIG, None, corpus, scales, 2, overrides=SMALL_MODEL, progress=done.append).to_dict()
+    fresh = probe(TrainingSource(CONFIG, None, corpus, SMALL_MODEL), scales, 2, progress=done.append).to_dict()
     names = fresh["weights"]["parameters"].keys()
     assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < names
     for scale in fresh["loss_scales"]:
@@ -55,7 +55,7 @@ def test_every_weight_of_the_model_is_probed_at_every_scale(corpus, network):
     losses = [batch["loss_scales"][0]["loss"] for batch in fresh["batches"]]
     assert losses == pytest.approx([5.55, 5.55], abs=0.1)
     assert losses[0] != losses[1]
-    halved = probe(CONFIG, HALVED[0], corpus, scales[:1], 1, overrides=SMALL_MODEL).to_dict()
+    halved = probe(TrainingSource(CONFIG, HALVED[0], corpus, SMALL_MODEL), scales[:1], 1).to_dict()
     assert halved["weights"]["overall"]["norm"] == pytest.approx(fresh["weights"]["overall"]["norm"] / 2)
 
 
@@ -79,18 +79,18 @@ def test_checkpoint_of_another_model_is_refused_or_warned_of(network):
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("named", "batches", "error", "message"),
     [
-        ({"batches": 0}, ValueError, "'batches' must be at least 1"),
-        ({"batches": 2.0}, TypeError, "'batches' must be an integer"),
-        ({"config_path": "missing.yaml"}, FileNotFoundError, "there is no file 'missing.yaml'"),
-        ({"checkpoint": "missing"}, FileNotFoundError, "'checkpoint' must name .*, but there is no 'missing'"),
-        ({"checkpoint": ""}, FileNotFoundError, "'checkpoint' must name .*, but there is no ''"),
+        ({}, 0, ValueError, "'batches' must be at least 1"),
+        ({}, 2.0, TypeError, "'batches' must be an integer"),
+        ({"config_path": "missing.yaml"}, 1, FileNotFoundError, "there is no file 'missing.yaml'"),
+        ({"checkpoint": "missing"}, 1, FileNotFoundError, "'checkpoint' must name .*, but there is no 'missing'"),
+        ({"checkpoint": ""}, 1, FileNotFoundError, "'checkpoint' must name .*, but there is no ''"),
     ],
 )
-def test_bad_input_is_refused(changes, error, message):
+def test_bad_input_is_refused(named, batches, error, message):
     with pytest.raises(error, match=message):
-        probe(**{"config_path": str(CONFIG), **changes})
+        probe(TrainingSource(**{"config_path": str(CONFIG), **named}), batches=batches)
 
 
 UPDATE_CELL = """

@@ -11,7 +11,7 @@ from mindspore.dataset import NumpySlicesDataset
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, explain_overflow, wrapper
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.mindformers.training_probe import build_training
+from mindformers_adaptive.mindformers.training_probe import TrainingSource
 from mindformers_adaptive.record.logs import read_log
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
 from tests.mindformers.training_runs import SMALL_MODEL
@@ -48,7 +48,7 @@ def weights(corpus, tmp_path_factory):
     """Yield a function that saves a checkpoint of a new model, with some weights multiplied by a factor."""
     with pytest.MonkeyPatch.context() as patch, mindspore_mode("graph"):
         patch.chdir(tmp_path_factory.mktemp("weights"))
-        network = build_training(CONFIG, corpus, SMALL_MODEL).train_step.network
+        network = TrainingSource(CONFIG, None, corpus, SMALL_MODEL).build().train_step.network
 
         def save(file, changes):
             arrays = {weight.name: weight.asnumpy() for weight in network.get_parameters()}

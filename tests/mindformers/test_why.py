@@ -12,11 +12,13 @@ import pytest
 import yaml
 from mindspore import Tensor
 
-from mindformers_adaptive.mindformers.overflow_probe import why
+from mindformers_adaptive.gradients.batch_file import save_batch
+from mindformers_adaptive.mindformers.overflow_probe import measurement_of_file
 from mindformers_adaptive.mindformers.run_configuration import read_run, save_configuration
-from mindformers_adaptive.mindformers.training_probe import build_training, build_training_at_start, probe
+from mindformers_adaptive.mindformers.training_probe import TrainingSource, probe
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
 from tests.mindformers.training_runs import SMALL_MODEL
+from tests.overflow.overflowing import Attention, Stack
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
@@ -36,7 +38,7 @@ def folder(tmp_path_factory):
 def checkpoint(corpus):
     """Return a checkpoint that stands for a trained model whose feed-forward layers overflow in FP16."""
     with mindspore_mode("graph"):
-        network = build_training(CONFIG, corpus, MODEL).train_step.network
+        network = TrainingSource(CONFIG, None, corpus, MODEL).build().train_step.network
     for weight in network.get_parameters():
         if "feed_forward" in weight.name:
             weight.set_data(Tensor(weight.asnumpy() * 3e4))
@@ -76,18 +78,21 @@ def test_json_has_every_layer_in_the_order_of_execution(corpus, run_program):
 
 def test_all_ways_measure_the_weights_of_the_trainings_start(corpus, checkpoint):
     named = {"load_checkpoint": checkpoint}
-    training = build_training_at_start(CONFIG, None, corpus, {**MODEL, **named})
+    training = TrainingSource(CONFIG, None, corpus, {**MODEL, **named}).build_at_start()
     assert training.weights == f"weights of {Path.cwd() / checkpoint} (load_checkpoint)"
     saved = mindspore.load_checkpoint(checkpoint)
     for weight in training.train_step.network.get_parameters():
         np.testing.assert_array_equal(weight.asnumpy(), saved[weight.name].asnumpy())
-    ranges = probe(CONFIG, None, corpus, [1], 1, overrides={**MODEL, **named})
+    ranges = probe(TrainingSource(CONFIG, None, corpus, {**MODEL, **named}), [1], 1)
     assert ranges.overflowed_batches(1)
     assert ranges.to_dict()["measured"] == training.weights
-    assert "(--checkpoint)" in build_training_at_start(CONFIG, checkpoint, corpus, MODEL).weights
+    assert "(--checkpoint)" in TrainingSource(CONFIG, checkpoint, corpus, MODEL).build_at_start().weights
     section = {"checkpoint.load_path": checkpoint}
     with pytest.warns(UserWarning, match=r"'checkpoint.load_path' was not in"):
-        assert "(checkpoint.load_path)" in build_training_at_start(CONFIG, None, corpus, {**MODEL, **section}).weights
+        assert (
+            "(checkpoint.load_path)"
+            in TrainingSource(CONFIG, None, corpus, {**MODEL, **section}).build_at_start().weights
+        )
 
 
 def test_what_cannot_be_measured_is_refused_without_a_traceback(corpus, tmp_path, run_program):
@@ -105,10 +110,10 @@ def test_what_cannot_be_measured_is_refused_without_a_traceback(corpus, tmp_path
             assert errors.splitlines()[-1].startswith(f"adaptive-loss-scale {command}: error: ")
             assert re.search(message, errors)
     with pytest.raises(ValueError, match="'batches' must be at least 1"):
-        why(CONFIG, batches=0)
+        measurement_of_file(TrainingSource(CONFIG), batches=0)
     mindspore.save_checkpoint([{"name": "other", "data": Tensor([1.0])}], "other.ckpt")
     with pytest.raises(ValueError, match="must hold the network's weights"):
-        why(CONFIG, "other.ckpt", corpus, overrides=SMALL_MODEL)
+        measurement_of_file(TrainingSource(CONFIG, "other.ckpt", corpus, SMALL_MODEL))
 
 
 def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoint):
@@ -138,6 +143,82 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
     # Files that are older than the written YAML file belong to an earlier training in the same folder.
     os.utime(written, (later := written.stat().st_mtime + 60, later))
     assert read_run(run) == {"config_path": str(written)}
+
+
+PROGRAM_OF_A_USER = """
+import numpy as np
+from mindspore import Tensor, nn
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, wrapper
+from tests.overflow.overflowing import Attention, Stack
+
+def network():
+    return Stack(Attention(), Attention(growth=300.0))
+
+def build():
+    model = network()
+    scale = AdaptiveLossScaleUpdateCell(2.0**10, 2, 20)
+    return wrapper.TrainOneStepWithLossScaleCell(model, nn.SGD(model.trainable_params(), 0.01), scale_sense=scale)
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Change into a folder with the module of a user, a record of its training and the saved batch."""
+    monkeypatch.chdir(tmp_path)
+    name = f"program_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(PROGRAM_OF_A_USER)
+    steps = [{"step": step, "loss": "nan", "overflow": True, "loss_scale": 2.0**-step} for step in (1, 2)]
+    (tmp_path / "loss_scale_record.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    save_batch("overflow_batch.npz", [np.random.default_rng(0).standard_normal((1, 6, 4)).astype(np.float32)])
+    return name
+
+
+def test_a_program_is_explained_by_the_advised_command(program, run_program):
+    advice = run_program("analyze", ".")[1]
+    [advised] = re.findall(r"adaptive-loss-scale (why --record .*)", advice)
+    words = advised.replace("MODULE.FUNCTION", f"{program}.build").split()
+    for command in (words, ["why", "--record", ".", "--network", f"{program}:network"]):
+        code, printed, errors = run_program(*command, "--json")
+        assert code == 0, errors
+        explanation = json.loads(printed)
+        assert explanation["loss_scale"] == 0.25
+        assert explanation["origin"]["layer"].startswith("layers.1")
+        assert explanation["measured"].endswith("overflow_batch.npz")
+        assert explanation["failure"].startswith("the loss of step 1")
+
+
+def test_a_program_is_measured_with_batch_and_checkpoint(program, run_program):
+    Path("overflow_batch.npz").rename("other.npz")
+    network = ["why", "--network", f"{program}.network"]
+    code, _, errors = run_program(*network, "--record", ".")
+    assert code == 2
+    assert all(part in errors for part in ("overflow_batch.npz", "--batch FILE"))
+    healthy = Stack(Attention(), Attention())
+    mindspore.save_checkpoint(healthy, "healthy.ckpt")
+    explanation = json.loads(run_program(*network, "--batch", "other.npz", "--checkpoint", "healthy.ckpt", "--json")[1])
+    # The weights that the function gives overflow in the forward pass.
+    assert (explanation["origin"]["phase"], explanation["loss_scale"]) == ("backward", 2.0**16)
+    assert "healthy.ckpt" in explanation["measured"]
+
+
+def test_a_network_that_cannot_be_built_is_refused(program, run_program):
+    refused = {
+        "build": "'module.function'",
+        "gone.build": "No module named 'gone'",
+        f"{program}.gone": "has no attribute 'gone'",
+        f"{program}.nothing": "returned None",
+    }
+    for name, message in refused.items():
+        code, printed, errors = run_program("why", "--network", name, "--batch", ".")
+        assert (code, printed) == (1, "")
+        assert message in errors.splitlines()[-1]
+    for wrong in (["--config", str(CONFIG), "--record", "."], ["--network", "a.b", "--options", "seed=1"]):
+        code, _, errors = run_program("why", *wrong)
+        assert code == 2
+        assert "--config" in errors or "--run" in errors
 
 
 @pytest.mark.slow

@@ -337,6 +337,37 @@ class Stack(nn.Cell):
         return x.astype(mstype.float32).mean()
 
 
+class Mixer(nn.Cell):
+    """Tokens and channels are mixed in turn, with layer norms; the loss is a cross entropy."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.CellList([nn.LayerNorm((8,)) for _ in range(3)])
+        self.tokens, self.channels = nn.Dense(6, 6).to_float(HALF), nn.Dense(8, 8).to_float(HALF)
+        self.head = nn.Dense(8, 5).to_float(HALF)
+        self.loss, self.labels = nn.CrossEntropyLoss(), Tensor(np.arange(5, dtype=np.int32))
+
+    def construct(self, x):
+        mixed = self.tokens(self.norms[0](x).swapaxes(1, 2)).swapaxes(1, 2)
+        x = x + mixed.astype(mstype.float32)
+        x = x + self.channels(self.norms[1](x)).astype(mstype.float32)
+        scores = self.head(self.norms[2](x).mean(1)).astype(mstype.float32)
+        return self.loss(scores, self.labels)
+
+
+class Autoencoder(nn.Cell):
+    """Two dense layers, and the mean of the squared error; a tanh between them unless it is linear."""
+
+    def __init__(self, is_linear=False):
+        super().__init__()
+        self.between = nn.Identity() if is_linear else nn.Tanh()
+        self.encoder, self.decoder = nn.Dense(16, 4).to_float(HALF), nn.Dense(4, 16).to_float(HALF)
+        self.loss = nn.MSELoss()
+
+    def construct(self, x):
+        return self.loss(self.decoder(self.between(self.encoder(x))).astype(mstype.float32), x)
+
+
 class Calls(nn.Cell):
     """A layer in FP16, whose output is passed to ``function``."""
 

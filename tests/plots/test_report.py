@@ -48,6 +48,7 @@ def page_of(tmp_path, run_program):
 
 
 def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path):
+    (tmp_path / "loss_scale_config.yaml").touch()
     page = page_of(write(tmp_path / "run", gradients=GRADIENTS))
     analysis = analyze(run_of_record(RECORD))
     for text in (*analysis.to_dict()["verdict"], analysis.advice[0].change, "skipped</dt><dd>12, 20.00%"):

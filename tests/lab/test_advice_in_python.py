@@ -1,0 +1,123 @@
+"""Advice is given as Python where a program recorded the run without a YAML file, and as YAML otherwise."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mindformers_adaptive
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.configuration import Configuration
+from mindformers_adaptive.plots.report_runs import write_report
+from mindformers_adaptive.record.logs import read_log
+from tests.conftest import ROOT
+
+
+def write_record(folder, steps):
+    """Write a record of steps, given as pairs of loss scale and overflow, and return its path."""
+    lines = [
+        {"step": step, "loss": 2.0, "loss_scale": scale, "overflow": overflow, "next_loss_scale": scale}
+        for step, (scale, overflow) in enumerate(steps, start=1)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "loss_scale_record.jsonl"
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return record
+
+
+def too_high(clean=200):
+    """Return steps of a run that starts at 2^32, of which 2^16 is the first scale that holds."""
+    return [*((2.0 ** (32 - step), True) for step in range(16)), *[(2.0**16, False)] * clean]
+
+
+def built(text):
+    """Return the update cell that Python text from advice makes."""
+    [(call, name)] = re.findall(r"^((\w+UpdateCell)\(\n(?:    .*\n)+\))$", text, re.MULTILINE)
+    return eval(call, {name: getattr(mindformers_adaptive, name)})
+
+
+def test_settings_for_a_program_make_the_cell(tmp_path, run_program):
+    record = write_record(tmp_path, too_high())
+    _, text, _ = run_program("analyze", record)
+    cell = built(text)
+    assert "runner_wrapper" not in text
+    section = yaml.safe_load(analyze(read_log(record)).scale_sense)["scale_sense"]
+    assert section.pop("type") == "AdaptiveLossScale"
+    state = cell.state()
+    assert state["loss_scale"] == section.pop("loss_scale_value") == 2.0**16
+    assert state["scale_window"] == section.pop("scale_window")
+    assert {name: getattr(cell.rule, name) for name in section} == section
+    analysis = json.loads(run_program("analyze", "--json", record)[1])
+    assert analysis["in_python"]
+    assert analysis["update_cell"] in text
+    page = write_report({"run": record}, tmp_path / "page.html", "").read_text()
+    assert "AdaptiveLossScaleUpdateCell(" in page
+    assert "runner_wrapper" not in page
+    _, tuned, _ = run_program("tune", record, "--grid", "min_scale_window=20,200", "--grid", "loss_scale_value=65536")
+    assert built(tuned).state()["loss_scale"] == 2.0**16
+
+
+def configured(folder):
+    (folder / "loss_scale_config.yaml").touch()
+
+
+def configured_above(folder):
+    (folder.parent / "loss_scale_config.yaml").touch()
+
+
+def logged(folder):
+    log = folder / "log" / "rank_0" / "info.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("2026-01-01 - INFO - { Epoch:[  1/  1], step:[    1/  800], loss: 6.2 }\n")
+
+
+@pytest.mark.parametrize("leave_sign", [configured, configured_above, logged])
+def test_settings_for_a_yaml_file_are_yaml(leave_sign, tmp_path, run_program):
+    record = write_record(tmp_path / "output" / "run", too_high())
+    leave_sign(record.parent)
+    text = run_program("analyze", record)[1]
+    assert yaml.safe_load(text.split("\n\n")[2])["scale_sense"]["loss_scale_value"] == 65536
+    assert built(run_program("analyze", "--python", record)[1]).state()["loss_scale"] == 2.0**16
+
+
+def test_a_log_without_a_sign_gets_yaml_unless_asked(tmp_path, run_program):
+    log = ROOT / "tests" / "record" / "samples" / "mindformers_1_9_cpu.log"
+    assert not analyze(read_log(log)).in_python
+    assert analyze(read_log(log), in_python=True).in_python
+    record = write_record(tmp_path, too_high())
+    assert "scale_sense:" in run_program("analyze", "--no-python", record)[1]
+
+
+COMMANDS = {
+    "collapse": ([(1.0, True)] * 60, "why --record {} --network"),
+    "scale of 1": ([(1.0, False)] * 30, "find_loss_scale(train_step, batches)"),
+    "no scale held": ([(2.0 ** (32 - step), True) for step in range(8)] + [(2.0**24, False)] * 13, "find_loss_scale("),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_commands_for_a_program_need_no_yaml_file(case, tmp_path, run_program, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps, expected = COMMANDS[case]
+    record = write_record(tmp_path, steps)
+    text = run_program("analyze", record)[1]
+    assert expected.format(Path(record).name) in text
+    assert "--config" not in text
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments"),
+    [
+        ("adaptive", {"min_loss_scale": 2.0**-10, "hysteresis": 2}),
+        ("guided", {"margin": 8, "gradient_format": "float8_e5m2"}),
+        ("guided", {"max_loss_scale": 2.0**20}),
+        ("tests.shared.own_rules.Follow", {}),
+    ],
+)
+def test_python_and_yaml_have_the_same_values(policy, arguments):
+    configuration = Configuration(policy, loss_scale_value=2.0**12, **arguments)
+    cell = built(configuration.update_cell())
+    assert cell.state()["loss_scale"] == 2.0**12
+    assert repr(cell.rule) == repr(configuration.rule)

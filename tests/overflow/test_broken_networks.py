@@ -1,0 +1,173 @@
+"""Networks that are broken in a known way: what the explanation of their overflow says names the cause."""
+
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.overflow.explain import explain_overflow
+from tests.conftest import mindspore_mode
+from tests.overflow.overflowing import (
+    HALF,
+    Attention,
+    Autoencoder,
+    Block,
+    Calls,
+    Convolutions,
+    MaskedScores,
+    Mixer,
+    Recurrent,
+    Residuals,
+    Stack,
+    filled_mask,
+    planted,
+    values,
+)
+
+
+def explained(network, batch, loss_scale=2.0**16, **options):
+    with mindspore_mode("pynative"):
+        explanation = explain_overflow(network, [batch], loss_scale, **options)
+    print(explanation)
+    # The log of a training has the summary, and ``explain_overflow`` is printed as a whole.
+    return explanation, [str(explanation), explanation.summary()]
+
+
+NETWORKS = {
+    "mixer": (Mixer, values(5, 6, 8)),
+    "autoencoder": (Autoencoder, values(4, 16)),
+    "convolutions": (Convolutions, values(2, 2, 6, 6)),
+    "residuals": (Residuals, values(2, 4)),
+    "recurrent": (lambda: Recurrent(1.0), values(2, 4, 4)),
+    "attention": (lambda: Stack(Attention(), Attention()), values(1, 6, 4)),
+}
+OUTLIERS = [
+    ("mixer", "channels.weight"),
+    ("mixer", "norms.2.gamma"),
+    ("autoencoder", "encoder.weight"),
+    ("autoencoder", "decoder.weight"),
+    ("convolutions", "conv2.weight"),
+    ("residuals", "blocks.1.dense.weight"),
+    ("recurrent", "state.weight"),
+    ("attention", "layers.0.key.weight"),
+]
+
+
+@pytest.mark.parametrize(("network", "weight"), OUTLIERS)
+@pytest.mark.parametrize("factor", [4000.0])
+def test_a_weight_outlier_is_named(network, weight, factor):
+    make, batch = NETWORKS[network]
+    network, batch = make(), (Tensor(batch),)
+    with planted(network, {weight: factor}):
+        explanation, printed = explained(network, batch, remedies=False)
+    [named] = [cause for cause in explanation.causes if cause.kind == "weights"]
+    assert named.layer.endswith(weight)
+    assert all(str(named) in text for text in printed)
+
+
+LARGE = [("convolutions", 64.0), ("mixer", 300.0), ("autoencoder", 500.0), ("recurrent", 100.0), ("attention", 64.0)]
+
+
+@pytest.mark.parametrize(("network", "factor"), LARGE)
+def test_weights_after_too_large_an_update_are_named(network, factor):
+    make, batch = NETWORKS[network]
+    network, batch = make(), (Tensor(batch),)
+    with planted(network, {weight.name: factor for weight in network.get_parameters() if weight.ndim > 1}):
+        explanation, printed = explained(network, batch, remedies=False)
+    [named] = [cause for cause in explanation.causes if cause.kind == "weights"]
+    assert not named.layer
+    assert all("learning rate" in text for text in printed)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_bad_batch_is_named(network, bad):
+    make, batch = NETWORKS[network]
+    batch = batch.copy()
+    batch.flat[-1] = bad
+    explanation, printed = explained(make(), (Tensor(batch),))
+    assert all("the batch itself has inf" in text for text in printed)
+    assert not explanation.causes
+
+
+CAUSAL = np.triu(np.ones((6, 6), bool), 1)
+# The first token is padding, so that with a causal mask the first row sees nothing.
+PADDING = np.arange(6) == 0
+HIDDEN = Tensor(CAUSAL | PADDING)
+ADDED = [Tensor(np.where(mask, -np.inf, 0.0).astype(np.float16)) for mask in (CAUSAL, np.tile(PADDING, (6, 1)))]
+
+
+def softmax(x):
+    return ops.softmax(x, axis=-1).astype(mstype.float32).var()
+
+
+def log_softmax(x):
+    return ops.log_softmax(x, axis=-1).astype(mstype.float32).mean()
+
+
+MASKS = {
+    "everything": lambda: Stack(Attention(mask=np.ones((6, 6), bool))),
+    "the diagonal too": lambda: Stack(Attention(), Attention(mask=np.triu(np.ones((6, 6), bool)))),
+    "padding": lambda: Stack(Attention(mask=CAUSAL | PADDING), Attention()),
+    "where": lambda: Calls(lambda x: softmax(ops.where(HIDDEN, Tensor(-np.inf, HALF), x)), width=6),
+    "two masks": lambda: Calls(lambda x: softmax(x + ADDED[0] + ADDED[1]), width=6),
+    "a logarithm": lambda: Calls(lambda x: log_softmax(x.masked_fill(HIDDEN, float("-inf"))), width=6),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_an_empty_row_of_a_mask_is_named(case):
+    network = MASKS[case]()
+    explanation, printed = explained(
+        network, (Tensor(values(6, 6) if isinstance(network, Calls) else values(1, 6, 4)),)
+    )
+    assert all("mask leaves nothing of" in text for text in printed)
+    assert not explanation.causes
+
+
+class SumOf(nn.Cell):
+    """Layers, and a loss that is a sum over everything instead of a mean, in float32."""
+
+    def __init__(self, *layers, power=2.0, factor=1.0):
+        super().__init__()
+        self.layers = nn.CellList(list(layers))
+        self.power, self.factor = power, factor
+
+    def construct(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x.astype(mstype.float32) ** self.power).sum() * self.factor
+
+
+def half(inputs, outputs):
+    return nn.Dense(inputs, outputs, "ones", has_bias=False).to_float(HALF)
+
+
+LOW = {
+    "one layer": (lambda: SumOf(half(4, 4)), values(512, 4, scale=8.0)),
+    "two layers": (lambda: SumOf(half(4, 4), half(4, 4)), values(64, 4, scale=4.0)),
+    "linear": (lambda: SumOf(half(4, 4), power=1.0), values(4096, 4) + 1.0),
+    "a factor": (lambda: SumOf(half(4, 4), factor=500.0), values(8, 4)),
+    "residual": (lambda: SumOf(half(4, 4), Block(), Block()), values(256, 4, scale=4.0)),
+}
+
+
+@pytest.mark.parametrize("case", LOW)
+def test_an_unusually_low_scale_is_named(case):
+    make, batch = LOW[case]
+    explanation, printed = explained(make(), (Tensor(batch),), remedies=False)
+    [named] = [cause for cause in explanation.causes if cause.kind == "scale"]
+    assert all(str(named) in text for text in printed)
+    assert "sum" in str(named)
+    # The same network with a mean as the loss holds a usual scale.
+    explanation, _ = explained(make(), (Tensor(batch / 2**10),), remedies=False)
+    assert not any(cause.kind == "scale" for cause in explanation.causes)
+
+
+def test_usual_masks_and_weights_are_no_cause():
+    for network, batch in (
+        (Stack(MaskedScores(filled_mask(6))), (Tensor(values(1, 6, 4)),)),
+        *((make(), (Tensor(batch),)) for make, batch in NETWORKS.values()),
+    ):
+        explanation, _ = explained(network, batch, remedies=False)
+        assert not explanation.causes, str(explanation)
