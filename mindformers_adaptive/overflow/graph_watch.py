@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
+from mindspore.ops.auto_generate import SumExt
 
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.reading import Reading
@@ -225,7 +226,7 @@ class _Measure(nn.Cell):
         self.is_finite, self.logical_not, self.select = ops.IsFinite(), ops.LogicalNot(), ops.Select()
         self.reduce_max, self.reduce_sum, self.subtract = ops.ReduceMax(), ops.ReduceSum(), ops.Sub()
         self.stack, self.concat, self.reshape = ops.Stack(), ops.Concat(), ops.Reshape()
-        self.one, self.passed = Tensor(1.0, mstype.float32), ops.StopGradient()
+        self.one, self.passed, self.count = Tensor(1.0, mstype.float32), ops.StopGradient(), SumExt()
 
     def construct(self, value: Any, sink: Any) -> Any:
         # Without this operator, MindSpore would take the output for the input. Then the first of
@@ -237,11 +238,12 @@ class _Measure(nn.Cell):
         size, dtype = self.cast(float(value.size), mstype.float32), self.cast(dtype, mstype.float32)
         # Measure the value and its gradient together, because MindSpore compiles half as many operators faster.
         both = self.stack((self.cast(value, mstype.float32), self.cast(dout, mstype.float32)))
-        both = self.reshape(both, (2, -1))
+        both = self.reshape(both, (2, 1)) if value.ndim == 0 else both
+        axes = tuple(range(1, both.ndim))
         is_finite = self.is_finite(both)
         finite = self.select(is_finite, both, self.zeros_like(both))
-        largest = self.reduce_max(self.abs(finite), 1)
-        bad = self.reduce_sum(self.cast(self.logical_not(is_finite), mstype.float32), 1)
+        largest = self.reduce_max(self.abs(finite), axes)
+        bad = self.count(self.logical_not(is_finite), axes, False, mstype.float32)
         # The sum of the elements that are inf or NaN shows their kind: inf, -inf, or NaN, also for a mixture of kinds.
-        sum_of_bad = self.reduce_sum(self.subtract(both, finite), 1)
+        sum_of_bad = self.reduce_sum(self.subtract(both, finite), axes)
         return dout, self.concat((largest, bad, sum_of_bad, self.stack((size, dtype, self.one))))
