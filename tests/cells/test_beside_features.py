@@ -22,6 +22,8 @@ from tests.cells.beside_stock_cell import (
 from tests.conftest import ROOT, mindspore_mode
 from tests.shared.versions import BEFORE_1_7
 
+pytestmark = pytest.mark.slow
+
 
 def recomputed():
     network = Layers()

@@ -26,6 +26,8 @@ from mindformers_adaptive import (
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, NoLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 from tests.shared.networks import Dense
 
+pytestmark = pytest.mark.slow
+
 
 class WithAverage(TrainOneStepWithLossScaleCell):
     """A user's train step, which keeps a moving average of the weights and updates it in applied steps only."""

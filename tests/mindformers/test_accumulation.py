@@ -30,7 +30,7 @@ STEPS = SAMPLES // BATCH
 # The expected relative accuracy: FP16 numbers have 11 significant bits.
 ACCURACY = 2.0**-10
 
-pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back", "in_a_folder_of_its_own")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graph_mode", "registry_put_back", "in_a_folder_of_its_own")]
 
 
 def options(corpus, steps, **changes):

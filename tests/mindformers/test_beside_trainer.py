@@ -17,6 +17,8 @@ from tests.monitor.event_files import read_scalars
 from tests.shared.records import assert_follows
 from tests.shared.versions import BEFORE_1_7
 
+pytestmark = pytest.mark.slow
+
 STEPS, START = 30, 2.0**22
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}
 

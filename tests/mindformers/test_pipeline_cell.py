@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.shared.launched import run_in_processes
 
 # Run these tests in one pytest worker, because they share the results of one script.
-pytestmark = pytest.mark.xdist_group("two processes and the pipeline")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes and the pipeline")]
 
 
 @pytest.fixture(scope="module")

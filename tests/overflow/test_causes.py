@@ -25,6 +25,8 @@ from tests.overflow.overflowing import (
     values,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def causes_of(network, batch, loss_scale, graph=False):
     with mindspore_mode("graph" if graph else "pynative"):
@@ -75,7 +77,6 @@ def test_the_layer_that_grows_is_named_with_its_weight(model, case):
     assert (case in ("head", "norm")) is bool(named(explanation, "scale"))
 
 
-@pytest.mark.slow
 def test_in_a_graph_the_same_layer_is_named():
     network = llama()
     with planted(network, {"lm_head": 3000.0}):

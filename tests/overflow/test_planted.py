@@ -46,6 +46,8 @@ from tests.overflow.overflowing import (
     written_in_place,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -120,7 +122,6 @@ def test_in_a_frozen_layer_of_llama_with_lora(lora):
         assert named(lora, tokens(), 2.0**18) == ("backward", "lm_head", "MatMul")
 
 
-@pytest.mark.slow
 def test_in_a_graph_of_llama_with_lora(lora):
     with mindspore_mode("graph"), watched_passes(lora, graph=True) as passes:
         assert origin_of(passes, lora, FROZEN_HEAD, tokens(), 2.0**18) == ("backward", "lm_head")
@@ -459,7 +460,6 @@ def origin_of(passes, network, changes, batch, scale):
     return origin.phase, origin.layer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_LLAMA)
 def test_in_a_graph_of_llama(llama_in_a_graph, case):
     changes, scale, (phase, layer, _) = IN_LLAMA[case]
@@ -523,7 +523,6 @@ def test_in_an_mcore_model(qwen3, changes, scale, expected):
         assert named(qwen3, batch, scale) == expected
 
 
-@pytest.mark.slow
 def test_in_a_graph_of_an_mcore_model(qwen3):
     from tests.mindformers import mcore_on_cpu
 

@@ -7,6 +7,8 @@ import pytest
 from scripts.ascend import check_on_ascend
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "scripts" / "ascend" / "check_on_ascend.py"
 
 

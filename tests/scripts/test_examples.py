@@ -17,6 +17,8 @@ from scripts.examples import lenet5_managers
 from tests.conftest import ROOT
 from tests.shared.pages import figure
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "scripts" / "examples"
 
 

@@ -10,6 +10,8 @@ from scripts.studies.worth_report import FP32, mean_and_interval
 from tests.conftest import mindspore_mode
 from tests.shared.pages import figure
 
+pytestmark = pytest.mark.slow
+
 FP8 = "FP8, E4M3 and E5M2"
 FOUND = [rule.format(script.FOUND_START) for rule in (script.ADAPTIVE, script.GUIDED)]
 

@@ -10,6 +10,8 @@ from scripts.studies import harm, long_training
 from scripts.studies.long_training import LongTraining
 from tests.conftest import mindspore_mode
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"look_every": 4, "hidden_size": 32, "num_layers": 1}
 STEPS = 10
 

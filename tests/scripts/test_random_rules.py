@@ -7,6 +7,8 @@ import pytest
 from mindformers_adaptive.rules import operations
 from scripts.random_rules.compare import compare, make_rule, numpy_runs, states_of_cells
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 # The number of rules that share a graph, the number of compiled graphs, and the number of rules that run in NumPy
 # alone.

@@ -26,6 +26,8 @@ from scripts.studies.worth_training import METHODS, Trainings, fixed
 from tests.conftest import ROOT, mindspore_mode
 from tests.shared.pages import figure
 
+pytestmark = pytest.mark.slow
+
 # At most this many of 400 steps may be skipped. MindSpore 2.7 rounds differently from later versions, so with it one
 # more step may be skipped.
 MOST_SKIPPED = 4 if mindspore.__version__.startswith("2.7") else 3
@@ -45,7 +47,6 @@ def run_of_seed_0(trainings):
     return functools.cache(lambda name: trainings.run(METHOD[name], seed=0))
 
 
-@pytest.mark.slow
 def test_damped_output_is_learned_only_with_scaling(trainings, run_of_seed_0):
     runs = {name: run_of_seed_0(name) for name in (FP32, OURS, GUIDED)}
     scale_1 = trainings.run(fixed(1.0), seed=0)
@@ -179,7 +180,6 @@ def test_moving_ceiling_is_followed():
     assert mean(GUIDED, "quality") - mean(FP32, "quality") > -0.011
 
 
-@pytest.mark.slow
 def test_digits_are_learned_and_held_out_ones_are_the_same(trainings):
     task = Digits()
     data, other = task.data(0), task.data(1)
@@ -190,7 +190,6 @@ def test_digits_are_learned_and_held_out_ones_are_the_same(trainings):
     assert run["quality"] < 1.5 < 2.0 < run["looks"][0]["quality"]
 
 
-@pytest.mark.slow
 def test_quick_run_prints_tables_and_draws(run_forked, tmp_path):
     arguments = ["--quick", "--tasks", "damped", "--json", "worth.json", "--picture", "worth.svg"]
     printed = run_forked(ROOT / "scripts" / "studies" / "worth_it.py", *arguments).stdout
