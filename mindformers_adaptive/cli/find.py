@@ -53,13 +53,13 @@ def run(options: argparse.Namespace) -> None:
 def _moving_scale(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the section ``scale_sense`` with the values of ``--options``, or None for a fixed scale or no scale."""
     key = "runner_wrapper.scale_sense"
-    section = value_at(yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), key)
+    overrides = read_options(options.options)
+    section = overrides.get(key, value_at(yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), key))
     if not isinstance(section, Mapping) or section.get("type") == "FixedLossScaleUpdateCell":
         return None
-    overrides = read_options(options.options).items()
     return {
         **section,
-        **{name.removeprefix(f"{key}."): value for name, value in overrides if name.startswith(f"{key}.")},
+        **{name.removeprefix(f"{key}."): value for name, value in overrides.items() if name.startswith(f"{key}.")},
     }
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from mindformers_adaptive.gradients.statistics import array_statistics, merge_st
 from mindformers_adaptive.gradients.temporary_changes import unchanged
 from mindformers_adaptive.rules.checks import require_integer, require_names, require_positive
 from mindformers_adaptive.rules.formats import Format, find_format
+from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
 __all__ += ["gradient_ranges"]
@@ -123,7 +125,7 @@ def find_loss_scale(
         micro_batches (int): as in :func:`gradient_ranges`. Default: 1.
 
     Returns:
-        LossScaleRecommendation; ``print`` it for the text and the YAML.
+        LossScaleRecommendation; ``print`` it for the text and the update cell to start with.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -142,7 +144,10 @@ def find_loss_scale(
     recommendation.check_margin(margin)
     sweep = GradientSweep(network, gradient_format=gradient_format, micro_batches=micro_batches)
     ranges = sweep(batches, recommendation.EVERY_POWER, progress=progress)
-    return recommendation.recommend_loss_scale(ranges, margin, learning_rate)
+    start = recommendation.recommend_loss_scale(ranges, margin, learning_rate)
+    # Recommend the update cell that the train step has, if it is of this package.
+    rule = getattr(getattr(network, "loss_scaling_manager", None), "rule", None)
+    return replace(start, rule=rule if isinstance(rule, Rule) else None, in_python=True)
 
 
 class GradientSweep:

@@ -11,8 +11,11 @@ from itertools import takewhile
 from mindformers_adaptive.gradients.report import NEW_WEIGHTS, GradientRanges, loss_division
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.gradients.updates import LostUpdates, lost_updates
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_integer, require_positive
 from mindformers_adaptive.rules.formats import FLOAT16, Format
+from mindformers_adaptive.rules.pasting import arguments_of_rule, cell_call
+from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import align, as_power_of_two, counted
 
 __all__ = ["DEFAULT_MARGIN", "EVERY_POWER", "HARMLESS_SHARE", "LossScaleRecommendation", "Verdict"]
@@ -55,7 +58,7 @@ _BEYOND = 8.0
 _NOTHING = 1e-4
 
 _MOST_EVIDENCE = 3
-_ASK_WHY = "'adaptive-loss-scale why' names the layer, and what helps."
+_ASK_WHY = "'adaptive-loss-scale why', in Python explain_overflow(), names the layer, and what helps."
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,8 @@ class LossScaleRecommendation:
             exceed the format's largest number without overflow and lose nothing, as in float32. Default: True.
         scale_sense (Mapping, optional): the section ``scale_sense`` of the training's YAML file. ``yaml`` keeps its
             rule and its settings, and replaces only its loss scale. Default: None, adaptive scaling.
+        rule (Rule, optional): the rule of the measured train-step cell, for ``update_cell``. Default: None, adaptive.
+        in_python (bool): whether the text has the settings as Python, not as YAML. Default: False.
 
     Examples:
         >>> from mindformers_adaptive.gradients.report import ScaleRanges
@@ -209,6 +214,8 @@ class LossScaleRecommendation:
     lost_updates: LostUpdates | None = None
     is_in_format: bool = True
     scale_sense: Mapping[str, object] | None = None
+    rule: Rule | None = None
+    in_python: bool = False
 
     @property
     def yaml(self) -> str:
@@ -225,9 +232,18 @@ class LossScaleRecommendation:
         lines = [f"    {key}: {value}\n" for key, value in {**values, "loss_scale_value": exact}.items()]
         return "".join(["runner_wrapper:\n  type: MFTrainOneStepCell\n  scale_sense:\n", *lines])
 
+    @property
+    def update_cell(self) -> str:
+        """str: the call of the update cell's class to paste, in Python, or "" if there is no recommendation."""
+        if self.loss_scale_value is None or not self.is_in_format:
+            return "" if self.is_in_format else "NoLossScaleUpdateCell()\n"
+        rule = self.rule or AdaptiveRule()
+        return cell_call(type(rule), {"loss_scale_value": self.loss_scale_value, **arguments_of_rule(rule)})
+
     def __str__(self) -> str:
-        """Return the recommendation as text: a verdict, the YAML section to paste, and up to 3 lines of evidence."""
-        parts = [self._verdict(), self.yaml.rstrip(), "\n".join(self._evidence()[:_MOST_EVIDENCE])]
+        """Return the recommendation as text: a verdict, the settings to paste, and up to 3 lines of evidence."""
+        settings = self.update_cell if self.in_python else self.yaml
+        parts = [self._verdict(), settings.rstrip(), "\n".join(self._evidence()[:_MOST_EVIDENCE])]
         return "\n\n".join(filter(None, parts))
 
     def details(self) -> str:
@@ -301,15 +317,15 @@ class LossScaleRecommendation:
         """Return the recommendation without its sweep as a dict of values that JSON can hold.
 
         Returns:
-            dict[str, object], by the names of the attributes, with ``yaml``, and ``gradient_format`` and ``measured``
-            of the sweep.
+            dict[str, object], by the names of the attributes, with ``yaml``, ``update_cell``, ``gradient_format`` and
+            ``measured``.
         """
-        nested = ("ranges", "verdicts", "lost_updates")
+        nested = ("ranges", "verdicts", "lost_updates", "rule", "in_python")
         plain = {name: value for name, value in vars(self).items() if name not in nested}
+        plain |= {"yaml": self.yaml, "update_cell": self.update_cell, "measured": self.ranges.measured}
         plain["lost_updates"] = vars(self.lost_updates) if self.lost_updates else None
         plain["gradient_format"] = self.ranges.gradient_format.to_config()
-        plain["measured"] = self.ranges.measured
-        return {**plain, "verdicts": [verdict.to_dict() for verdict in self.verdicts], "yaml": self.yaml}
+        return plain | {"verdicts": [verdict.to_dict() for verdict in self.verdicts]}
 
 
 def recommend_loss_scale(

@@ -220,7 +220,8 @@ def _collapse(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
         if length < _COLLAPSE and not (length >= _COLLAPSE_AT_ONE_SCALE and stays):
             continue
         in_a_row = step[last] - step[first] == last - first
-        lower = "Lower min_loss_scale, hysteresis or a fixed scale first. " if stays and scale[last] > 1 else ""
+        held = "min_loss_scale" if run.largest_gradient is not None else "min_loss_scale, hysteresis"
+        lower = f"Lower {held} or a fixed scale first. " if stays and scale[last] > 1 else ""
         yield Advice(
             "collapse",
             lower + _look_at_the_model(ways),

@@ -75,7 +75,9 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
         elif skipped["at_least"] and analysis["start_up"]["before_scale_held_at_most"] > 2:
             lines = [f"No loss scale has held yet: none had {HELD} consecutive steps without overflow."]
             lines.append(f"Measure a scale to start from: {find_command(analysis['in_python'])}")
-        if skipped["count"] is None:
+        # A rule that follows the largest gradients has no scale windows.
+        shown = analysis["shown_by_gradients"]
+        if skipped["count"] is None and not (shown and shown["by"] == "largest gradients"):
             lines.append("The log does not show every step, so it gives no reason for other scale windows.")
         return [[line for text in lines for line in _wrapped(text)]]
     return [[*_change(each["change"]), *_wrapped(each["reason"])] for each in advice]

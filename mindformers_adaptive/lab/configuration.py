@@ -16,10 +16,11 @@ from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.rules.ladder import window_ladder
+from mindformers_adaptive.rules.pasting import cell_call, commented
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["Configuration", "default_grid", "grid", "python_value", "yaml_value"]
+__all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
 
 # The largest number of configurations in a grid: the replays of a larger grid would take hours.
 _MOST_COMBINATIONS = 100_000
@@ -124,7 +125,7 @@ class Configuration:
         is_ours = type(self.rule) in RULES.values()
         cell = [f"  type: {self.rule.cell}"] if is_ours else [f"  type: {Rule.cell}", f"  rule: {self.policy}"]
         lines = {name: f"  {name}: {yaml_value(value)}" for name, value in self._values().items()}
-        return "\n".join(["scale_sense:", *cell, *_commented(lines, comments), ""])
+        return "\n".join(["scale_sense:", *cell, *commented(lines, comments), ""])
 
     def update_cell(self, comments: Mapping[str, str] | None = None) -> str:
         """Return the call of the update cell's class with these arguments, as Python text to paste.
@@ -139,11 +140,7 @@ class Configuration:
                 margin=8,
             )
         """
-        is_ours = type(self.rule) in RULES.values()
-        name = f"{self.rule.cell}UpdateCell" if is_ours else Rule.cell
-        values = self._values() if is_ours else {"rule": self.policy, **self._values()}
-        lines = {key: f"    {key}={python_value(value)}," for key, value in values.items()}
-        return "\n".join([f"{name}(", *_commented(lines, comments), ")", ""])
+        return cell_call(type(self.rule), self._values(), comments)
 
     def _values(self) -> dict[str, Any]:
         """Return the arguments to write into settings: those that differ from their defaults, and the usual ones."""
@@ -253,24 +250,6 @@ def _short(value: Any) -> str:
         number = float(value)
         return as_power_of_two(number) if number >= 1e6 else f"{number:g}"
     return str(value)
-
-
-def _commented(lines: dict[str, str], comments: Mapping[str, str] | None) -> list[str]:
-    """Return lines, given by the name of the argument in each, with the comments about these arguments behind them."""
-    width = max(map(len, lines.values()))
-    comments = comments or {}
-    return [f"{line:<{width}}  # {comments[name]}" if name in comments else line for name, line in lines.items()]
-
-
-def python_value(value: Any) -> str:
-    """Return a value as Python text.
-
-    Examples:
-        >>> python_value(65536.0), python_value(0.5), python_value("float16"), python_value(None)
-        ('65536', '0.5', "'float16'", 'None')
-    """
-    is_whole = isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer()
-    return str(int(value)) if is_whole else repr(value)
 
 
 def yaml_value(value: Any) -> str:

@@ -303,7 +303,7 @@ def launched(way, config, as_it_is=False, watched=False, **options):
     update_cells = {
         "stock": "DynamicLossScaleUpdateCell",
         "adaptive": "AdaptiveLossScaleUpdateCell",
-        "guided": "GradientGuidedLossScaleUpdateCell",
+        "guided": "GradientGuidedLossScale",
     }
     if not as_it_is or way != "adaptive":
         windows = {} if way == "guided" else {"scale_factor": 2, "scale_window": 20}

@@ -7,6 +7,7 @@ import pytest
 
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.presets import PRESETS
+from tests.conftest import ROOT
 from tests.shared.pages import ENGLISH_DOCS, tables
 
 WINDOWS = ("scale_window", "max_scale_window", "min_scale_window")
@@ -104,3 +105,9 @@ def test_page_has_these_rows_with_their_names_and_defaults(system):
         assert set(our_value(values[0])) <= shown, name
         known = PRESETS[system].parameters[own_name].default
         assert default == CONFIGURED.get(name, f"{known:g}") or default == f"2^{known:.0f}".replace("65536", "16"), name
+
+
+def test_yaml_names_the_guided_rule_by_its_short_name():
+    files = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.yaml")]
+    long = re.compile(r"^ *(- )?type: *['\"]?GradientGuidedLossScaleUpdateCell", re.MULTILINE)
+    assert [file.name for file in files if long.search(file.read_text(encoding="utf-8"))] == []

@@ -13,12 +13,19 @@ from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
+import mindformers_adaptive
+from mindformers_adaptive import (
+    AdaptiveLossScaleUpdateCell,
+    AdaptiveRule,
+    GradientGuidedLossScaleUpdateCell,
+    RuleLossScaleUpdateCell,
+)
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN as MARGIN
 from mindformers_adaptive.gradients.recommendation import EVERY_POWER, recommend_loss_scale
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, ScaleRanges
 from mindformers_adaptive.record.writer import read_record
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 from tests.conftest import CONFIG, PROGRAM, write_corpus
 from tests.shared.networks import HalfPrecisionSum
 from tests.shared.pages import figure
@@ -177,11 +184,39 @@ def test_yaml_to_paste_keeps_the_rule_of_the_training(find):
 
 def test_yaml_to_paste_makes_the_update_cell():
     recommendation = find_loss_scale(HalfPrecisionSum(2), ONES, margin=2)
-    pasted = yaml.safe_load(str(recommendation).split("\n\n")[1])["runner_wrapper"]
+    pasted = yaml.safe_load(recommendation.yaml)["runner_wrapper"]
     assert pasted["type"] == "MFTrainOneStepCell"
     assert pasted["scale_sense"].pop("type") == "AdaptiveLossScale"
     assert AdaptiveLossScaleUpdateCell(**pasted["scale_sense"]).get_loss_scale() == 2.0**13
     assert json.loads(json.dumps(recommendation.to_dict()))["loss_scale_value"] == 2.0**13
+
+
+CELLS = {
+    "adaptive": lambda: AdaptiveLossScaleUpdateCell(2.0**20, 2, 50, min_scale_window=50, hysteresis=2),
+    "guided": lambda: GradientGuidedLossScaleUpdateCell(2.0**20, margin=8),
+    "own": lambda: RuleLossScaleUpdateCell(loss_scale_value=2.0**20, rule="tests.shared.own_rules.Follow"),
+}
+
+
+@pytest.mark.parametrize("cell", [*CELLS, None])
+def test_python_to_paste_keeps_the_rule_of_the_train_step(cell):
+    network = HalfPrecisionSum(2)
+    if cell is not None:
+        optimizer = nn.SGD(network.trainable_params(), 0.1)
+        network = TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=CELLS[cell]())
+    recommendation = find_loss_scale(network, ONES)
+    text = str(recommendation).split("\n\n")[1]
+    name = text.partition("(")[0]
+    update_cell = eval(text, {name: getattr(mindformers_adaptive, name)})
+    assert update_cell.get_loss_scale() == recommendation.loss_scale_value
+    assert repr(update_cell.rule) == repr(CELLS[cell]().rule if cell else AdaptiveRule())
+    assert ("window" in text) is (cell in ("adaptive", None))
+    assert "runner_wrapper" not in str(recommendation)
+    assert recommendation.to_dict()["update_cell"].rstrip() == text
+
+
+def test_a_network_in_fp32_gets_no_update_cell_that_scales():
+    assert "NoLossScaleUpdateCell()" in str(find_loss_scale(HalfPrecisionSum(2, 1.0, mstype.float32), ONES))
 
 
 def sweep_of(overflows):
@@ -231,7 +266,8 @@ def test_demo_from_the_found_scale_skips_at_most_1_of_100_steps(run_forked, tmp_
     text = run_forked(PROGRAM, "find", *training, "--batches", 2, *options).stdout.strip()
     scale = yaml.safe_load(text.split("\n\n")[1])["runner_wrapper"]["scale_sense"]["loss_scale_value"]
     assert 2**12 <= scale == 2 ** (int(re.search(r"without overflow was 2\^(\d+)", text)[1]) - MARGIN)
-    assert len(text.splitlines()) <= 15
+    # The section to paste has as many lines as the section of the configuration.
+    assert len([line for line in text.splitlines() if not line.startswith(" ")]) <= 9
     # The documentation shows the output of ``find`` for samples of full length. This test's shorter samples may change
     # only the numbers and the name of a Parameter in the output.
     assert without_numbers(text.splitlines()) == without_numbers(figure("find")["printed"])

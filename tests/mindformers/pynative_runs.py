@@ -39,7 +39,7 @@ from mindformers_adaptive.mindformers.pynative_trainer import make_scaler, train
 
 STEPS, BATCH, FEATURES, SAMPLES = 16, 8, 8, 160
 ADAPTIVE = {"type": "AdaptiveLossScale", "loss_scale_value": 2.0**22, "min_scale_window": 2, "max_scale_window": 4}
-GUIDED = {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 2.0**22}
+GUIDED = {"type": "GradientGuidedLossScale", "loss_scale_value": 2.0**22}
 OWN = {"type": "RuleLossScaleUpdateCell", "rule": "tests.shared.own_rules.Plain", "loss_scale_value": 2.0**20}
 
 

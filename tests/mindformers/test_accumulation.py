@@ -155,12 +155,15 @@ def test_who_divides_before_the_backward_pass(target, changes, micro_batches):
 def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
     # `find` and `why` measure a configuration with pipeline stages in one process.
     changes = {**SMALL_MODEL, **STAGES, **SEMI_AUTO, "parallel_config.data_parallel": 1}
+    changes["runner_wrapper.scale_sense"] = "{type: GradientGuidedLossScale, loss_scale_value: 65536, margin: 8}"
     for command in ("find", "why"):
         words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
         code, printed, _ = run_program(command, *words, *(f"{key}={value}" for key, value in changes.items()))
         assert code == 0
         assert re.search(r"one of 8 micro-batches\b.* divided by 8 ", printed)
         # The section to paste has as many lines as the section of the configuration.
+        assert command == "why" or "type: GradientGuidedLossScale\n" in printed
+        assert "window" not in printed
         around = [line for line in printed.splitlines() if not line.startswith(" ")]
         assert command == "why" or len(around) <= 9
 

@@ -62,6 +62,19 @@ def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path)
     assert re.search(r"mindformers_adaptive \d+\.\d+", page)
 
 
+def test_an_explanation_beside_the_record_comes_first(page_of, tmp_path):
+    folder = write(tmp_path / "run")
+    said = {"step": 12, "summary": ["The backward pass overflows: in lm_head", EVIL], "headline": "..."}
+    (tmp_path / "run" / "overflow_explanation.json").write_text(json.dumps(said))
+    for runs in ([folder], [folder, write(tmp_path / "other")]):
+        page = page_of(*runs)
+        [first, *verdicts] = re.findall("<p><strong>(.*?)</strong></p>", page)
+        assert re.match(r"(run: )?Step 12 was explained\. The backward pass overflows: in lm_head\.", first)
+        assert "12 of 60 steps" in first
+        assert not any("explained" in verdict for verdict in verdicts)
+        assert "<script" not in page
+
+
 def test_runs_in_one_folder_share_no_gradients(page_of, tmp_path):
     record = [{**line, "loss": "nan" if line["step"] == 4 else 2.5} for line in RECORD[:5]]
     write(tmp_path / "run", record, GRADIENTS)
