@@ -228,9 +228,9 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
           loss_scale_value: 65536
 
     Args:
+        rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
             element, as MindFormers passes on resume, is only read.
-        rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
         **arguments: arguments of the rule, by name; leave them out if ``rule`` is an instance.
 
@@ -241,15 +241,15 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
         ValueError: if an argument is out of its range, or there is no such rule.
 
     Examples:
-        >>> cell = RuleLossScaleUpdateCell(2**10, rule="guided", margin=5)
+        >>> cell = RuleLossScaleUpdateCell("guided", 2**10, margin=5)
         >>> cell.rule.margin
         5
     """
 
     def __init__(
         self,
-        loss_scale_value: Any,
         rule: str | type[Rule] | Rule,
+        loss_scale_value: Any,
         *,
         history_size: int = 0,
         **arguments: Any,
@@ -260,7 +260,7 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
 
     @classmethod
     def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:
-        return cls(state.loss_scale, rule, **options)
+        return cls(rule, state.loss_scale, **options)
 
 
 def _restored_scale(rule: Rule, loss_scale_value: Any) -> Any:

@@ -71,10 +71,11 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
     if isinstance(rule, str):
         rule_class = RULES[rule] if rule in RULES else _import(rule)
     if not (inspect.isclass(rule_class) and issubclass(rule_class, Rule)):
-        if isinstance(rule, (int, float)):
+        # Numbers, and Tensors of one element.
+        if hasattr(rule, "__float__"):
             raise TypeError(
                 f"'rule' must be a rule's name or class, or a rule, but got {rule!r}. If rule and loss scale are "
-                f"swapped, give them by name, such as rule='guided' and the loss scale {rule!r}."
+                "swapped, give the rule first and the loss scale second."
             )
         raise TypeError(
             f"'rule' must be {', '.join(map(repr, RULES))}, 'module.Class' of a rule of your own, or such a class, but "

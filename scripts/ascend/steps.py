@@ -61,7 +61,7 @@ def update_cell(way, **options):
     if way == "adaptive":
         return mindformers_adaptive.AdaptiveLossScaleUpdateCell(START, 2, 20, **options)
     if way == "log_max":
-        return mindformers_adaptive.RuleLossScaleUpdateCell(START, "log_max.LogMaxRule", **options)
+        return mindformers_adaptive.RuleLossScaleUpdateCell("log_max.LogMaxRule", START, **options)
     return mindformers_adaptive.GradientGuidedLossScaleUpdateCell(START, **options)
 
 

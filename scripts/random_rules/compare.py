@@ -170,7 +170,7 @@ class _SharedGraph(nn.Cell):
 
     def __init__(self, random_rules):
         super().__init__()
-        cells = [RuleLossScaleUpdateCell(random_rule.loss_scale, random_rule.rules[0]) for random_rule in random_rules]
+        cells = [RuleLossScaleUpdateCell(random_rule.rules[0], random_rule.loss_scale) for random_rule in random_rules]
         self.update_cells = nn.CellList(cells)
         scales = [Tensor(random_rule.loss_scale, mindspore.float32) for random_rule in random_rules]
         self.scales = mindspore.ParameterTuple(

@@ -22,7 +22,7 @@ from tests.shared.networks import Dense, batches
 CELLS = {
     "adaptive": lambda: AdaptiveLossScaleUpdateCell(2.0**12, 2, 20),
     "guided": lambda: GradientGuidedLossScaleUpdateCell(2.0**12),
-    "rule": lambda: RuleLossScaleUpdateCell(2.0**12, "adaptive"),
+    "rule": lambda: RuleLossScaleUpdateCell("adaptive", 2.0**12),
 }
 REFUSED = r"already scales the loss of another train step.*Make an update cell for each.*load_state_dict"
 

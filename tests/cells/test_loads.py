@@ -81,7 +81,7 @@ def fixed_without_skipping():
 WAYS = {
     "adaptive": lambda: of_cell(adaptive),
     "guided": lambda: of_cell(lambda: GradientGuidedLossScaleUpdateCell(2.0**12), optimizer="Adam"),
-    "own rule": lambda: of_cell(lambda: RuleLossScaleUpdateCell(2.0**12, LogMaxRule())),
+    "own rule": lambda: of_cell(lambda: RuleLossScaleUpdateCell(LogMaxRule(), 2.0**12)),
     "fixed cell": lambda: of_cell(lambda: nn.FixedLossScaleUpdateCell(256.0)),
     "fixed number": lambda: of_cell(lambda: Tensor(256.0, mindspore.float32)),
     "dynamic": lambda: of_cell(lambda: nn.DynamicLossScaleUpdateCell(2.0**12, 2, 3)),

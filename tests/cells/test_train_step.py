@@ -238,7 +238,7 @@ def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindform
         ),
         (lambda: NoLossScaleUpdateCell(), "NoLossScaleUpdateCell of mindformers_adaptive: loss_scale 1.0\n"),
         (
-            lambda: RuleLossScaleUpdateCell(1024, "tests.shared.own_rules.Follow"),
+            lambda: RuleLossScaleUpdateCell("tests.shared.own_rules.Follow", 1024),
             "RuleLossScaleUpdateCell of mindformers_adaptive by the rule "
             "tests.shared.own_rules.Follow: loss_scale 1024.0",
         ),
@@ -264,7 +264,7 @@ def test_log_says_once_which_cell_scales_the_loss(mindformers_log, scale_sense, 
 
 @pytest.mark.parametrize("number", [5, 2.5, None])
 def test_a_number_in_place_of_a_vector_is_named(number):
-    cell = RuleLossScaleUpdateCell(1024, Weigh())
+    cell = RuleLossScaleUpdateCell(Weigh(), 1024)
     state = {name: value for name, value in cell.state_dict().items() if not name.startswith("weights")}
     with pytest.raises(TypeError, match=f"'weights' must be 3 numbers, but got {number}"):
         cell.load_state_dict({**state, "weights": number})

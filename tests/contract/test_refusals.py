@@ -112,10 +112,11 @@ def test_loss_scale_in_the_place_of_the_factor_is_named_once(scaling_class, argu
 
 
 def test_rule_and_loss_scale_in_each_others_place_are_named():
-    calls = (lambda: RuleLossScaleUpdateCell("guided", 2**16), lambda: RuleLossScaleManager(2**16, "guided"))
-    for call in (*calls, lambda: RuleLossScaler(2**16, "guided")):
-        with pytest.raises(TypeError, match=r"'rule' must be .* got 65536.*are swapped"):
-            call()
+    for takes_rule in (RuleLossScaleUpdateCell, RuleLossScaleManager, RuleLossScaler):
+        for loss_scale in (2**16, 65536.0, Tensor(65536.0)):
+            with pytest.raises(TypeError, match=r"'rule' must be .* got .*65536.*are swapped.* the rule first"):
+                takes_rule(loss_scale, "guided")
+            assert takes_rule("guided", 2**16).rule.name == "guided"
 
 
 def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
@@ -167,16 +168,16 @@ def test_initial_scale_from_a_checkpoint_is_read_and_not_saved(kind, type_, valu
 )
 def test_what_is_no_rule_is_refused(rule, error, message):
     with pytest.raises(error, match=message):
-        RuleLossScaleUpdateCell(2**10, rule)
+        RuleLossScaleUpdateCell(rule, 2**10)
 
 
 def test_arguments_that_the_rule_does_not_take_are_refused():
     with pytest.raises(TypeError, match=r"no argument 'margn'\. Did you mean 'margin'.* margin, share"):
-        RuleLossScaleUpdateCell(2**10, "log_max.LogMaxRule", margn=2)
+        RuleLossScaleUpdateCell("log_max.LogMaxRule", 2**10, margn=2)
     with pytest.raises(TypeError, match=r"'rule' is already a rule .* margin\. .*LogMaxRule\(\.\.\.\)"):
-        RuleLossScaleUpdateCell(2**10, LogMaxRule(), margin=2)
+        RuleLossScaleUpdateCell(LogMaxRule(), 2**10, margin=2)
     for rule in (LogMaxRule, LogMaxRule(margin=4.0), "log_max.LogMaxRule"):
-        assert RuleLossScaleUpdateCell(2**10, rule).rule.margin == (4.0 if isinstance(rule, LogMaxRule) else 3.0)
+        assert RuleLossScaleUpdateCell(rule, 2**10).rule.margin == (4.0 if isinstance(rule, LogMaxRule) else 3.0)
 
 
 def test_field_named_as_an_attribute_of_the_cell_is_refused():
@@ -188,4 +189,4 @@ def test_field_named_as_an_attribute_of_the_cell_is_refused():
             return state
 
     with pytest.raises(ValueError, match=r"rule 'keep' must not be called 'select'.* another name"):
-        RuleLossScaleUpdateCell(2**10, Keep)
+        RuleLossScaleUpdateCell(Keep, 2**10)

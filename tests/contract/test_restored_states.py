@@ -71,7 +71,7 @@ class MovedWindow(AdaptiveRule):
 
 RULES = [Smallest, Refusing, functools.partial(MovedWindow, max_scale_window=4, min_scale_window=1)]
 CELLS = {make.name if isinstance(make, type) else make.func.name: make for make in RULES}
-CELLS = {name: lambda make=make: RuleLossScaleUpdateCell(2.0**16, make()) for name, make in CELLS.items()}
+CELLS = {name: lambda make=make: RuleLossScaleUpdateCell(make(), 2.0**16) for name, make in CELLS.items()}
 CELLS |= {name: kind.cell for name, kind in KINDS.items()}
 
 
@@ -149,7 +149,7 @@ FORMS = {
 
 def saved(rule, tmp_path, form, steps=5):
     """Take steps and save the state. Return two things: a function that restores it in another cell, and the state."""
-    owned = Owned(RuleLossScaleUpdateCell(2.0**16, rule))
+    owned = Owned(RuleLossScaleUpdateCell(rule, 2.0**16))
     owned.set_train()
     for number in range(steps):
         owned.step(number == 1)
@@ -182,7 +182,7 @@ def restore_and_begin(restore, resumed):
 def test_a_state_of_another_form_starts_afresh_with_a_warning(change, form, tmp_path):
     restore, state = saved(rule_with(BEFORE), tmp_path, form.removesuffix(" after set_train"))
     rule = rule_with(FORMS[change])
-    resumed = Owned(RuleLossScaleUpdateCell(2.0**10, rule))
+    resumed = Owned(RuleLossScaleUpdateCell(rule, 2.0**10))
     if form.endswith("set_train"):
         resumed.set_train()
     with pytest.warns(UserWarning, match="starts afresh at loss scale 32768"):
@@ -198,7 +198,7 @@ def test_order_of_a_saved_state_makes_no_difference(form, tmp_path):
     first = {"bad": 10, "good": 20, "level": 0.5, "window": [7, 8, 9]}
     reordered = {"window": int32[3], "counts": {"good": int32, "bad": int32}, "level": float32}
     restore, state = saved(rule_with(BEFORE, first=first), tmp_path, form.removesuffix(" after set_train"))
-    resumed = Owned(RuleLossScaleUpdateCell(2.0**10, rule_with(reordered)))
+    resumed = Owned(RuleLossScaleUpdateCell(rule_with(reordered), 2.0**10))
     if form.endswith("set_train"):
         resumed.set_train()
     restore(resumed)
@@ -215,7 +215,7 @@ def test_no_rule_takes_a_number_of_something_else_for_its_own(name, field):
     checkpoint = {parameter.name: parameter for parameter in adaptive.get_parameters()}
     checkpoint |= {other: Parameter(Tensor(9, mindspore.int32), name=other) for other in ("step_num", "epoch_num")}
     checkpoint["learning_rate"] = Parameter(Tensor(9, mindspore.int32), name="learning_rate")
-    owned = Owned(RuleLossScaleUpdateCell(2.0**16, rule_with({field: int32}, name=name)))
+    owned = Owned(RuleLossScaleUpdateCell(rule_with({field: int32}, name=name), 2.0**16))
     mindspore.load_param_into_net(owned, checkpoint)
     owned.set_train()
     assert owned.update_cell.state()[field] == 0
@@ -240,7 +240,7 @@ def test_a_rule_that_cannot_judge_a_restored_state_is_named(method, answer):
         return answer
 
     rule_class = type("Judging", (type(rule_with(BEFORE)),), {"name": "judging", method: judge})
-    cell = RuleLossScaleUpdateCell(2.0**16, rule_class())
+    cell = RuleLossScaleUpdateCell(rule_class(), 2.0**16)
     with pytest.raises(ValueError, match=rf"'judging' (cannot|returns) .*{method}\(\)"):
         cell.load_state_dict(cell.state_dict())
 

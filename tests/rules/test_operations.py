@@ -336,7 +336,7 @@ def in_lanes(rule, states):
 
 def in_cell(rule, states):
     """Return the values of the rule's state fields after one step of an update cell from each start state."""
-    owned, ends = Owned(RuleLossScaleUpdateCell(1.0, rule)), []
+    owned, ends = Owned(RuleLossScaleUpdateCell(rule, 1.0)), []
     cell = owned.update_cell
     for state in states:
         for dtype in DTYPES:
@@ -440,7 +440,7 @@ class Crossed(Nested):
 
 @pytest.mark.parametrize("rule", [Nested(), Crossed()], ids=["falls back to another", "in another order"])
 def test_elements_are_picked_by_one_flag_each(graph_mode, rule):
-    owned, state = Owned(RuleLossScaleUpdateCell(1.0, rule)), rule.start(1.0)
+    owned, state = Owned(RuleLossScaleUpdateCell(rule, 1.0)), rule.start(1.0)
     for overflow in (False, True, False):
         owned.step(overflow)
         state = rule.step(state, overflow)
@@ -454,7 +454,7 @@ def test_vectors_are_reduced_and_taken_from_in_one_way():
     cells = []
     for mode in ("graph", "pynative"):
         with mindspore_mode(mode):
-            cells.append((mode, Owned(RuleLossScaleUpdateCell(1.0, rule))))
+            cells.append((mode, Owned(RuleLossScaleUpdateCell(rule, 1.0))))
     for (vector, index), state, in_lane in zip(cases, states, in_lanes(rule, states), strict=True):
         plain = [Plain(number, "float32") for number in vector]
         integers, floats = of_vectors(plain, Plain(index, "int32"), PLAIN)
@@ -491,7 +491,7 @@ def test_a_gradient_shows_the_largest_exponent_at_which_it_fits(graph_mode, grad
     # float32 numbers just below and just above this gradient.
     for fits in (np.float32(largest * 2.0**-n) for n in (1, 5, 30, 100)):
         gradients += [float(np.nextafter(fits, np.float32(toward))) for toward in (0, fits, LARGEST)]
-    owned = Owned(RuleLossScaleUpdateCell(1024.0, rule))
+    owned = Owned(RuleLossScaleUpdateCell(rule, 1024.0))
     for overflow in (False, True):
         for gradient in gradients:
             known = not overflow and 2.0**-126 <= gradient <= LARGEST

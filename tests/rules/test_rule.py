@@ -719,7 +719,7 @@ def assert_cell_equals(rule, steps=100, loss_scale=2.0**16, gradients=None, seed
     numbers, states, owned = (
         random.Random(seed),
         [rule.start(loss_scale)],
-        Owned(RuleLossScaleUpdateCell(loss_scale, rule)),
+        Owned(RuleLossScaleUpdateCell(rule, loss_scale)),
     )
     for number in range(steps):
         overflow, gradient = numbers.random() < 0.3, numbers.choice(gradients or [np.nan])
@@ -946,7 +946,7 @@ def test_two_modules_of_one_name_have_their_own_constants(graph_mode, tmp_path, 
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "twin", module)
         spec.loader.exec_module(module)
-        return Owned(RuleLossScaleUpdateCell(1024.0, module.Twin)), module.Twin()
+        return Owned(RuleLossScaleUpdateCell(module.Twin, 1024.0)), module.Twin()
 
     both = [cell(2.0), cell(3.0)]
     for _ in range(2):

@@ -589,7 +589,7 @@ def test_field_named_like_the_cells_attribute_is_refused(name):
     rule = described(state={name: float32})
     assert rule.step(rule.start(2.0), False)[1] == 0.0
     with pytest.raises(ValueError, match=f"rule 'own' must not be called '{name}'.*Choose another name"):
-        RuleLossScaleUpdateCell(2.0, rule)
+        RuleLossScaleUpdateCell(rule, 2.0)
 
 
 # Tests that rules with unusual but correct code are accepted: unusual statements, and state fields with names that the
@@ -670,7 +670,7 @@ def test_fields_may_be_called_like_names_of_the_generated_code(graph_mode):
 
 
 def assert_equal_steps(rule, steps):
-    numbers, state, owned = np.random.default_rng(0), rule.start(2.0**16), Owned(RuleLossScaleUpdateCell(2.0**16, rule))
+    numbers, state, owned = np.random.default_rng(0), rule.start(2.0**16), Owned(RuleLossScaleUpdateCell(rule, 2.0**16))
     for number in range(steps):
         overflow, gradient = numbers.random() < 0.3, float(np.float32(numbers.choice([1.0, 1e-3, 0.0, np.inf, 77.0])))
         state = rule.step(state, overflow, gradient)

@@ -103,7 +103,7 @@ class Kind:
 
     def cell(self, loss_scale=None, **options):
         scale = self.loss_scale if loss_scale is None else loss_scale
-        return self.cell_class(scale, **{**self.arguments, **self.beside, **options})
+        return self.cell_class(loss_scale_value=scale, **{**self.arguments, **self.beside, **options})
 
     def manager(self, loss_scale=None):
         return self.manager_class(init_loss_scale=loss_scale or self.loss_scale, **self.arguments)
