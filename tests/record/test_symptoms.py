@@ -35,6 +35,31 @@ def test_a_jump_is_ten_times_all_losses_before(losses, steps):
     assert jumps(losses) == steps
 
 
+@pytest.mark.parametrize(
+    ("losses", "overflows", "steps"),
+    [
+        # The update of the last step with a finite loss broke the weights: the loss stays inf or NaN.
+        ([4.2, math.nan, math.nan, math.nan, math.nan], "0....", [4]),
+        ([4.2, 3.9, math.inf, math.nan, math.inf], "00...", [5]),
+        ([4.2, math.inf, math.nan, math.nan], "?...", [4]),
+        ([4.2, None, math.nan, math.nan, math.nan], "00...", [5]),
+        # No update came before: the weights or the data are bad from the start.
+        ([math.nan] * 6, "......", []),
+        # Bad batches are skipped, and the next loss is finite.
+        ([4.2, math.nan, 4.1, math.nan, math.nan, 4.0], "0.0..0", []),
+        # The last step with a finite loss was skipped, so its update changed nothing.
+        ([4.2, 4.1, math.nan, math.nan, math.nan], "01...", []),
+    ],
+)
+def test_a_loss_that_stays_bad_after_an_update_is_said(losses, overflows, steps):
+    jump, known = LossJump(), {"0": False, "1": True, ".": True, "?": None}
+    pairs = zip(losses, overflows, strict=True)
+    messages = {step: jump.check(step, loss, known[mark]) for step, (loss, mark) in enumerate(pairs, 1)}
+    messages = {step: message for step, message in messages.items() if message}
+    assert list(messages) == steps
+    assert all("learning rate" in message for message in messages.values())
+
+
 def fell_to(exponent, clean=30, start=16):
     falls = [(2.0**power, True) for power in range(start, exponent, -1)]
     return [*falls, *[(2.0**exponent, False)] * clean]
