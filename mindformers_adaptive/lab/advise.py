@@ -17,19 +17,14 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, grid
 from mindformers_adaptive.lab.facts import StartUp, start_up_of
-from mindformers_adaptive.lab.measures import (
-    LARGEST_LOSS_SCALE,
-    SMALLEST_LOSS_SCALE,
-    Measures,
-    cost,
-)
+from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures, cost
 from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.scale_path import Change
 from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
 from mindformers_adaptive.record.definitions import DECIDED_FROM, HELD
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import Ways, ways_of
-from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS
+from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS, low_scale_of
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
@@ -56,7 +51,7 @@ class Advice:
 
     Attributes:
         rule (str): the kind of advice: "start lower", "larger window" or "short run"; or, if the loss scaling is not
-            the cause of the problem, "bad loss", "bad gradients", "collapse", "late streak" or "scale of 1".
+            the cause, "bad loss", "bad gradients", "collapse", "late streak", "low scale" or "scale of 1".
         change (str): what to change.
         reason (str): why to change it, with figures.
         figures (dict): the figures of the reason by name, ready for JSON.
@@ -106,7 +101,7 @@ def advise(
         are known to be better than the run's).
     """
     ways = ways_of(run.files, in_python)
-    searches = (_bad_loss, _collapse, _bad_gradients, _scale_of_one, _late_streak)
+    searches = (_bad_loss, _collapse, _bad_gradients, _scale_of_one, _low_scale, _late_streak)
     elsewhere = [advice for search in searches for advice in search(run, ways)]
     if elsewhere:
         return elsewhere[:1], None
@@ -258,6 +253,13 @@ def _scale_of_one(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
             "The loss scale was 1 in every step.",
             {"steps": len(run)},
         )
+
+
+def _low_scale(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
+    """Advise searching for the cause if the scale fell to an unusually low one. A lower start would only hide it."""
+    if low_scale_of(run):
+        change = f"Find the layer whose values or gradients are large, and a remedy:\n{ways.why}"
+        yield Advice("low scale", change, "A lower start would skip fewer steps, but the cause would remain.")
 
 
 def _late_streak(run: RecordedRun, ways: Ways) -> Iterator[Advice]:

@@ -10,7 +10,7 @@ from typing import Any
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["AGAINST_BAD_LOSS", "LossJump", "is_applied_bad_loss", "last_error", "low_scale", "signs_of"]
+__all__ = ["AGAINST_BAD_LOSS", "LossJump", "is_applied_bad_loss", "last_error", "low_scale", "low_scale_of", "signs_of"]
 
 # A loss has jumped if it is at least this many times as large as every loss before, and at least this large.
 _JUMP, _LEAST = 10.0, 10.0
@@ -132,9 +132,14 @@ def signs_of(run: RecordedRun) -> list[str]:
         losses = (None if math.isnan(loss) else loss for loss in run.loss.tolist())
         steps = zip(run.step.tolist(), losses, run.overflow.tolist(), strict=True)
         said = [message for step in steps if (message := jump.check(*step))]
-    known = run.position_known
-    low = low_scale(zip(run.loss_scale[known].tolist(), run.overflow[known].tolist(), strict=True))
+    low = low_scale_of(run)
     return [*said, *([low] if low else [])]
+
+
+def low_scale_of(run: RecordedRun) -> str | None:
+    """Return the sentence of :func:`low_scale` for a recorded run, or None."""
+    known = run.position_known
+    return low_scale(zip(run.loss_scale[known].tolist(), run.overflow[known].tolist(), strict=True))
 
 
 def last_error(files: Sequence[str]) -> str | None:

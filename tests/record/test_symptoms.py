@@ -75,6 +75,14 @@ def test_a_low_scale_is_one_to_which_overflows_have_led():
     assert low_scale([*[(64.0, False)] * 50, *fell_to(12)]) is None
 
 
+def test_a_low_scale_is_to_be_explained_and_not_started_at(tmp_path):
+    file = record(tmp_path, [117.0] * 300)
+    analysis = analyze(read_log(file))
+    assert [advice.rule for advice in analysis.advice] == ["low scale"]
+    assert analysis.scale_sense is None
+    assert "adaptive-loss-scale why" in analysis.text()
+
+
 def record(folder, losses, overflow_until=10):
     lines = [
         {"step": step, "loss": loss, "overflow": step <= overflow_until, "loss_scale": 2.0 ** max(16 - step, 6)}
