@@ -176,7 +176,11 @@ def measurement_of_program(
     rows = [tuple(map(Tensor, read_batch(batch)))]
     # A colon between module and function is common too.
     build = imported(function.replace(":", "."), "'network' must be 'module.function', whose function returns it, but")
-    network = build()
+    try:
+        network = build()
+    except Exception as error:
+        message = f"'network' {function} raised {error!r}. Call the function in Python to see where."
+        raise ValueError(message) from error
     if not isinstance(network, nn.Cell):
         raise ValueError(
             f"'network' must name a function that returns a train-step cell, or a network that returns its loss, but "

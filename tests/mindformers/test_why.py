@@ -161,6 +161,9 @@ def build():
 
 def nothing():
     return None
+
+def failing():
+    raise RuntimeError("no device")
 """
 
 
@@ -210,6 +213,7 @@ def test_a_network_that_cannot_be_built_is_refused(program, run_program):
         "gone.build": "No module named 'gone'",
         f"{program}.gone": "has no attribute 'gone'",
         f"{program}.nothing": "returned None",
+        f"{program}.failing": "RuntimeError('no device')",
     }
     for name, message in refused.items():
         code, printed, errors = run_program("why", "--network", name, "--batch", ".")
