@@ -98,6 +98,16 @@ def test_modules_within_a_room_import_each_other_one_way():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_scripts_import_each_other_one_way():
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in (ROOT / "scripts").rglob("*.py")}
+    graph = {}
+    for module, file in files.items():
+        names = set(imports_of(ast.walk(ast.parse(file.read_text(encoding="utf-8")))))
+        graph[module] = ({*names, *(name.rpartition(".")[0] for name in names)} & files.keys()) - {module}
+    assert any(graph.values())
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def nodes_at_import(tree):
     """Yield the nodes of a syntax tree that run when the module is imported."""
     for node in ast.iter_child_nodes(tree):

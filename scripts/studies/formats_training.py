@@ -81,9 +81,7 @@ def main():
         result = json.loads(arguments.json.read_text(encoding="utf-8"))
     # Keep the output of MindSpore and MindFormers out of the tables.
     with reporting.output_to_stderr():
-        from scripts.studies.worth_training import use_one_thread
-
-        use_one_thread()
+        reporting.use_one_thread()
         for key in arguments.tasks:
             for name in arguments.formats:
                 seeds = min(MORE_SEEDS.get((key, name), TASKS[key][0]), arguments.seeds or math.inf)

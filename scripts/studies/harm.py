@@ -82,9 +82,8 @@ def main():
 def measure(name):
     """Build a training, and return what :func:`losses` measures in it."""
     from scripts.studies import harm_trainings
-    from scripts.studies.worth_training import use_one_thread
 
-    use_one_thread()
+    reporting.use_one_thread()
     print(name, file=sys.stderr, flush=True)
     build, *arguments = TRAININGS[name]
     return losses(getattr(harm_trainings, build)(*arguments))

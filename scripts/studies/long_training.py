@@ -26,7 +26,16 @@ import numpy as np
 
 from mindformers_adaptive.plots import canvas
 from scripts.studies.harm import lost_at
-from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
+from scripts.studies.reporting import (
+    ROOT,
+    add_json_option,
+    output_to_stderr,
+    positive,
+    table,
+    use_one_thread,
+    versions,
+    write_json,
+)
 from scripts.studies.worth_report import interval, mean, mean_and_interval, mean_of, over_looks, skipped_at_the_start
 
 RESULTS = ROOT / "docs" / "figures" / "long_training"
@@ -104,8 +113,6 @@ def file_of(folder, way, seed):
 
 def train_piece(way, seed, arguments):
     """Train the next ``--piece`` steps of a run; write the results of the run after its last step."""
-    from scripts.studies.worth_training import use_one_thread
-
     use_one_thread()
     seed, file = int(seed), file_of(arguments.unfinished, way, int(seed))
     training = LongTraining(way, seed, arguments.steps, file)

@@ -17,7 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from mindformers_adaptive.plots import canvas
-from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, table, versions, write_json
+from scripts.studies.reporting import (
+    ROOT,
+    add_json_option,
+    output_to_stderr,
+    table,
+    use_one_thread,
+    versions,
+    write_json,
+)
 from scripts.studies.worth_report import interval, mean_and_interval
 
 PICTURE = "docs/images/micro_batches.svg"
@@ -46,8 +54,6 @@ def main():
     add_json_option(parser)
     arguments = parser.parse_args()
     with output_to_stderr():
-        from scripts.studies.worth_training import use_one_thread
-
         use_one_thread()
         result = {"tasks": {key: measure(key, again=arguments.again) for key in arguments.tasks}}
     print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))

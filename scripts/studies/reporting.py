@@ -1,4 +1,4 @@
-"""Shared code of the scripts: argument types, Markdown tables, and a standard output that holds only the report."""
+"""Shared code of the scripts: arguments, Markdown tables, a standard output with only the report, one thread."""
 
 import argparse
 import contextlib
@@ -78,3 +78,12 @@ def output_to_stderr():
         sys.stdout.flush()
         os.dup2(standard_output, 1)
         os.close(standard_output)
+
+
+def use_one_thread():
+    """Compute with one thread, so that the same seeds give the same results. Call this before the first graph."""
+    import mindspore
+
+    mindspore.set_device("CPU")
+    mindspore.device_context.cpu.op_tuning.threads_num(1)
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)

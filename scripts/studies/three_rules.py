@@ -21,7 +21,16 @@ import numpy as np
 from mindformers_adaptive.plots import canvas
 from scripts.benchmarks import costs
 from scripts.studies import long_training
-from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
+from scripts.studies.reporting import (
+    ROOT,
+    add_json_option,
+    output_to_stderr,
+    positive,
+    table,
+    use_one_thread,
+    versions,
+    write_json,
+)
 from scripts.studies.worth_report import over_looks
 
 PICTURE = "docs/images/three_rules.svg"
@@ -51,8 +60,6 @@ def main():
     again = arguments.again or ""
     moves = {} if not again else json.loads(DATA.read_text(encoding="utf-8"))["moves"]
     with output_to_stderr():
-        from scripts.studies.worth_training import use_one_thread
-
         use_one_thread()
         for rule in [rule for rule in RULES if again in rule]:
             moves[rule] = train(rule, arguments.seeds, arguments.steps)

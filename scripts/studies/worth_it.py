@@ -20,7 +20,16 @@ from pathlib import Path
 import numpy as np
 
 from mindformers_adaptive.plots.canvas import save
-from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
+from scripts.studies.reporting import (
+    ROOT,
+    add_json_option,
+    output_to_stderr,
+    positive,
+    table,
+    use_one_thread,
+    versions,
+    write_json,
+)
 from scripts.studies.worth_report import (
     EXPONENTS,
     FP32,
@@ -74,7 +83,7 @@ def main():
 def measure(name, arguments):
     """Run the trainings of a task; return its key, its result for JSON, and its picture's data (None: no picture)."""
     from scripts.studies.worth_tasks import task_of
-    from scripts.studies.worth_training import METHODS, Trainings, use_one_thread
+    from scripts.studies.worth_training import METHODS, Trainings
 
     use_one_thread()
     task = task_of(name, LLAMA)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import mindspore
 import numpy as np
 from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import Tensor, nn, ops
@@ -305,10 +304,3 @@ def weights_of(network):
 def set_weights(network, weights):
     """Set the weights of a network, in the order of its trainable Parameters."""
     put_back(zip(network.trainable_params(), weights, strict=True))
-
-
-def use_one_thread():
-    """Compute with one thread, so that the same seeds give the same results. Call this before the first graph."""
-    mindspore.set_device("CPU")
-    mindspore.device_context.cpu.op_tuning.threads_num(1)
-    mindspore.set_context(mode=mindspore.GRAPH_MODE)
