@@ -197,5 +197,5 @@ def _value_loader() -> Any:
         pass
 
     number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    ValueLoader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("+-.0123456789"))
+    ValueLoader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("+-.0123456789"))  # type: ignore[no-untyped-call]
     return ValueLoader
