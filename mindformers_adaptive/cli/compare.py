@@ -76,7 +76,12 @@ def run(options: argparse.Namespace) -> None:
             makers |= {name: partial(make_policy, name, gradient_format=formats.pop()) for name in _WITH_GRADIENTS}
     if not options.policies and (start := _start_of(sources)):
         # Rules that start at different scales would differ first of all in what each start costs.
-        makers = {name: partial(make, **{_START_NAMES[name.partition(":")[0]]: start}) for name, make in makers.items()}
+        # Only the rules that follow the gradients need a power of two.
+        power = 2.0 ** math.floor(math.log2(start))
+        makers = {
+            name: partial(make, **{_START_NAMES[name.partition(":")[0]]: power if name in _WITH_GRADIENTS else start})
+            for name, make in makers.items()
+        }
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
@@ -90,10 +95,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _start_of(sources: list[Source]) -> float | None:
-    """Return the power of two at which the only recorded run started; None without a run, or with several traces."""
+    """Return the loss scale at which the only recorded run started; None without a run, or with several traces."""
     run = sources[0].run if len(sources) == 1 else None
     if run is None:
         return None
     scale = run.filled_loss_scale
     usable = scale[(scale >= 1.0) & (scale <= 2.0**64)]
-    return 2.0 ** math.floor(math.log2(float(usable[0]))) if len(usable) else None
+    return float(usable[0]) if len(usable) else None

@@ -25,19 +25,21 @@ from mindformers_adaptive.cli.output import (
 )
 from mindformers_adaptive.lab.gradient_ceilings import MOST_STEPS, from_gradient_ranges
 from mindformers_adaptive.lab.measures import Measures, measure
+from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
-from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
+from mindformers_adaptive.lab.tuning import part_to_sweep
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.record.run_folder import RECORD, file_in
+from mindformers_adaptive.record.symptoms import low_scale_of
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.text.files import json_object, refuse_pipe
 from mindformers_adaptive.text.table import counted
 
-__all__ = ["Source", "add_trace_arguments", "bad_loss_lines", "policy_maker", "print_sources", "read_sources"]
+__all__ = ["Source", "add_trace_arguments", "cause_lines", "policy_maker", "print_sources", "read_sources"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Source:
         """Measures, optional: the measures of the recorded run's last steps; None if the trace is not from a run."""
         if self.run is None:
             return None
-        trace = self.trace.last(MOST_STEPS_SWEPT)
+        trace = part_to_sweep(self.trace)
         scale = self.run.filled_loss_scale[-len(trace) :]
         return measure(trace, np.append(scale, scale[-1]))
 
@@ -167,8 +169,8 @@ def print_sources(
 ) -> None:
     """Print the result of a subcommand and, with ``--details``, where the traces came from."""
     described = [source.describe() for source in sources]
-    bad = [line for source in sources for line in bad_loss_lines(source.run)]
-    lines = [*bad, text, *(["", *(source.text() for source in sources)] if options.details else [])]
+    causes = [line for source in sources for line in cause_lines(source.run)]
+    lines = [*causes, text, *(["", *(source.text() for source in sources)] if options.details else [])]
     for source in sources:
         problems = 0 if source.run is None else len(source.run.problems)
         if problems and not options.details:
@@ -186,15 +188,14 @@ def _wrapped(line: str) -> str:
     return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) if sentence else line
 
 
-def bad_loss_lines(run: RecordedRun | None) -> list[str]:
-    """Return a line that says that the loss of a run was inf or NaN; an empty list if the loss was finite."""
-    if run is None or run.loss is None or not np.isinf(run.loss).any():
+def cause_lines(run: RecordedRun | None) -> list[str]:
+    """Return lines that say which cause outside loss scaling the log of a run shows; an empty list if it shows none."""
+    cause = None if run is None else other_cause(run)
+    if run is None or cause is None:
         return []
-    bad = np.isinf(run.loss)
-    return [
-        f"The loss was inf or NaN in {counted(int(bad.sum()), 'step')}, first in step {run.step[np.argmax(bad)]} of "
-        f"{run.name}. No loss scale helps there.\nFind the cause: adaptive-loss-scale analyze {run.files[0]}\n"
-    ]
+    # The sentence about a low scale is one that 'analyze' says before its advice.
+    reason = f"{low_scale_of(run)} {cause.reason}" if cause.rule == "low scale" else cause.reason
+    return [f"{run.name}: {reason}", f"What to do: adaptive-loss-scale analyze {run.files[0]}", ""]
 
 
 def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:

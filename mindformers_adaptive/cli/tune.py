@@ -21,9 +21,11 @@ from mindformers_adaptive.cli.output import (
     read_value,
     wrong_usage,
 )
+from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.tuning import tune
+from mindformers_adaptive.record.definitions import DECIDED_FROM, bounded_share
 from mindformers_adaptive.record.run import ASSUMPTIONS
 from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.description import all_arguments
@@ -73,6 +75,9 @@ def run(options: argparse.Namespace) -> None:
         for name in ASSUMPTIONS
         if any(name in run.assumptions and name != (options.ceilings or run.assumptions[0]) for run in runs)
     }
+    # Settings that 'analyze' recommends are tried too, so that both commands print the same settings if none cost less.
+    is_usual = len(sources) == len(runs) == 1 and "adaptive" in policies and not tried
+    advised = analyze(runs[0]).settings if is_usual and bounded_share(sources[0].trace) >= DECIDED_FROM else None
     recorded = [source.recorded for source in sources if source.recorded is not None]
     in_python = options.python
     if in_python is None:
@@ -83,6 +88,8 @@ def run(options: argparse.Namespace) -> None:
             configurations,
             assumptions=assumptions,
             recorded=recorded if len(recorded) == len(sources) else (),
+            runs=runs,
+            advised=advised,
             in_python=in_python,
             progress=progress,
         )

@@ -8,63 +8,27 @@ than 16 bits below the ceiling counts as a skipped one, see :func:`~mindformers_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, grid
 from mindformers_adaptive.lab.facts import StartUp, start_up_of
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures, cost
+from mindformers_adaptive.lab.other_cause import Advice, other_cause
 from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.scale_path import Change
-from mindformers_adaptive.lab.tuning import MOST_STEPS_SWEPT
-from mindformers_adaptive.record.definitions import DECIDED_FROM, HELD
+from mindformers_adaptive.lab.tuning import part_to_sweep
+from mindformers_adaptive.record.definitions import DECIDED_FROM, HELD, TOLERABLE
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import Ways, ways_of
-from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS, low_scale_of
-from mindformers_adaptive.record.trace import Trace, consecutive_runs
+from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
-__all__ = ["Advice", "Settings", "advise"]
-
-# Advise a change only if it saves more skipped steps than this. Users of Megatron-LM and other systems tolerate two
-# skipped steps anyway.
-_TOLERABLE = 2.0
-
-# How many consecutive overflows count as a collapse of the loss scale: LossScaleMonitor's default number, or fewer if
-# the scale stays the same.
-_COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
-
-# At least this many overflows in a row, after a scale that had held, are a late streak if the loss or the norm of the
-# gradients is at least three times as large afterwards. A rise of the ceilings' noise costs one or two steps.
-_LATE_STREAK, _MUCH_WORSE = 5, 3.0
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One piece of advice: what to change after a run, and why.
-
-    Attributes:
-        rule (str): the kind of advice: "start lower", "larger window" or "short run"; or, if the loss scaling is not
-            the cause, "bad loss", "bad gradients", "collapse", "late streak", "low scale" or "scale of 1".
-        change (str): what to change.
-        reason (str): why to change it, with figures.
-        figures (dict): the figures of the reason by name, ready for JSON.
-        argument (str): the argument of the update cell that the advice changes; "" if it changes no argument.
-        note (str): the reason in a few words, for a comment behind that argument in the YAML text.
-    """
-
-    rule: str
-    change: str
-    reason: str
-    figures: dict[str, Any] = field(default_factory=dict)
-    argument: str = ""
-    note: str = ""
+__all__ = ["Settings", "advise"]
 
 
 class Settings(NamedTuple):
@@ -101,12 +65,10 @@ def advise(
         are known to be better than the run's).
     """
     ways = ways_of(run.files, in_python)
-    searches = (_bad_loss, _collapse, _bad_gradients, _scale_of_one, _low_scale, _late_streak)
-    elsewhere = [advice for search in searches for advice in search(run, ways)]
-    if elsewhere:
-        return elsewhere[:1], None
+    if (cause := other_cause(run, in_python)) is not None:
+        return [cause], None
     scale, start_up = run.filled_loss_scale, start_up_of(run)
-    start = _lower_start(run, ways, start_up, _TOLERABLE)
+    start = _lower_start(run, ways, start_up, TOLERABLE)
     first = float(start[0].figures["scale"] if start else scale[0])
     # A run that records largest gradients uses a rule that follows these gradients. Such a rule has no scale window, so
     # do not recommend settings of the adaptive rule.
@@ -156,141 +118,8 @@ def _accepted(
     rules, starts = [configuration.rule] * len(traces), [configuration.start] * len(traces)
     measures = tuple(each for each, _ in replay_side_by_side(rules, starts, traces))
     saved = min(cost(old) - cost(new) for new, old in zip(measures, recorded, strict=True)) * recorded[0].steps / 1000
-    is_better = saved > _TOLERABLE and measures[0].known_share >= DECIDED_FROM
+    is_better = saved > TOLERABLE and measures[0].known_share >= DECIDED_FROM
     return Settings(configuration, measures) if is_better else None
-
-
-def _bad_loss(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
-    """Advise searching for the faulty layer if the loss was inf or NaN even before the loss scale was applied."""
-    if run.loss is not None and np.isinf(run.loss).any():
-        why = "This is the loss before scaling: no loss scale can help."
-        applied = run.step[np.isinf(run.loss) & run.position_known & ~run.overflow]
-        applied = applied[~np.isin(applied, run.dropped_by_norm)]
-        if len(applied):
-            why += (
-                f" {len(applied)} of these steps were not skipped and changed the weights: go back to a checkpoint "
-                f"before step {applied[0]}. {AGAINST_BAD_LOSS}"
-            )
-        yield _to_the_layer(run, ways, "loss", run.loss, np.isinf(run.loss), why)
-
-
-def _bad_gradients(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
-    """Advise searching for the faulty layer if gradients were inf or NaN in applied steps, or at a loss scale of 1."""
-    if run.gradient_norm is None:
-        return
-    bad = np.isinf(run.gradient_norm)
-    bad_and_applied = bad & run.position_known & ~run.overflow & ~np.isin(run.step, run.dropped_by_norm)
-    if _is_always_one(run) and (bad & ~bad_and_applied).any():
-        yield _to_the_layer(
-            run, ways, "gradients", run.gradient_norm, bad, "The loss scale was 1: no loss scale can help."
-        )
-    elif bad_and_applied.any():
-        why = "These steps were not skipped, so the weights may be inf or NaN since then."
-        yield _to_the_layer(run, ways, "gradients", run.gradient_norm, bad_and_applied, why)
-
-
-def _to_the_layer(
-    run: RecordedRun, ways: Ways, what: str, values: NDArray[np.float64], bad: NDArray[np.bool_], why: str
-) -> Advice:
-    """Return the advice to search for the layer that makes the loss or the gradients inf or NaN in some steps."""
-    steps, first = int(bad.sum()), int(run.step[np.argmax(bad)])
-    known = counted(int(np.count_nonzero(~np.isnan(values))), "step")
-    said = "loss" if what == "loss" else "norm of the gradients"
-    return Advice(
-        f"bad {what}",
-        f"Find the layer that makes the {what} inf or NaN, and a remedy:\n{ways.why}",
-        f"The {said} was inf or NaN in {steps} of the {known} for which the log states it, first in "
-        f"step {first}. {why}",
-        {"steps": steps, "first_step": first},
-    )
-
-
-def _collapse(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
-    """Advise checking the model if many consecutive overflows show that no loss scale helps."""
-    positions = np.flatnonzero(run.position_known)
-    step, scale = run.step[positions], run.loss_scale[positions]
-    for first, last in consecutive_runs(np.flatnonzero(run.overflow[positions])).tolist():
-        length = last - first + 1
-        stays = bool((scale[last - _COLLAPSE_AT_ONE_SCALE + 1 : last + 1] == scale[last]).all())
-        if length < _COLLAPSE and not (length >= _COLLAPSE_AT_ONE_SCALE and stays):
-            continue
-        in_a_row = step[last] - step[first] == last - first
-        held = "min_loss_scale" if run.largest_gradient is not None else "min_loss_scale, hysteresis"
-        lower = f"Lower {held} or a fixed scale first. " if stays and scale[last] > 1 else ""
-        yield Advice(
-            "collapse",
-            lower + _look_at_the_model(ways),
-            (f"{counted(length, 'step')} in a row" if in_a_row else f"All {length} steps that the log shows")
-            + f" were skipped, from step {step[first]} to {step[last]}"
-            + (f", the last of them at {as_power_of_two(float(scale[last]))}" if stays and in_a_row else "")
-            + (". A lower scale may fit." if lower else ". No loss scale helps there."),
-            {"steps": length, "first_step": int(step[first]), "last_step": int(step[last])},
-        )
-        return
-
-
-def _look_at_the_model(ways: Ways) -> str:
-    return (
-        "Look at the model and the data: learning rate, warm-up, gradient clipping, float32 for softmax and "
-        "normalization, NaN or inf in data and weights. Find the layer and a remedy:\n"
-        f"{ways.why}"
-    )
-
-
-def _scale_of_one(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
-    """If the loss scale was always 1, advise checking the model after many overflows, else ask if it is in BF16."""
-    if not _is_always_one(run):
-        return
-    skipped = run.skipped_bounds()[0]
-    if skipped >= _COLLAPSE_AT_ONE_SCALE:
-        reason = f"At least {counted(skipped, 'step')} overflowed at a loss scale of 1. No loss scale helps there."
-        yield Advice("collapse", _look_at_the_model(ways), reason, {"steps": skipped})
-    else:
-        yield Advice(
-            "scale of 1",
-            "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, "
-            f"find a loss scale to start from: {ways.find}",
-            "The loss scale was 1 in every step.",
-            {"steps": len(run)},
-        )
-
-
-def _low_scale(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
-    """Advise searching for the cause if the scale fell to an unusually low one. A lower start would only hide it."""
-    if low_scale_of(run):
-        change = f"Find the layer whose values or gradients are large, and a remedy:\n{ways.why}"
-        yield Advice("low scale", change, "A lower start would skip fewer steps, but the cause would remain.")
-
-
-def _late_streak(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
-    """Advise looking at the model if overflows in a row, after a scale had held, left a much worse loss or norm."""
-    applied = run.position_known & ~run.overflow
-    for first, last in consecutive_runs(np.flatnonzero(run.overflow & run.position_known)).tolist():
-        before, after = slice(max(first - HELD, 0), first), slice(last + 1, last + 1 + HELD)
-        if last - first + 1 < _LATE_STREAK or first < HELD or not applied[before].all() or not applied[after].any():
-            continue
-        changes = []
-        for name, values in (("loss", run.loss), ("gradient norm", run.gradient_norm)):
-            if values is None or not (np.isfinite(values[before]).any() and np.isfinite(values[after]).any()):
-                continue
-            old, new = (float(np.median(part[np.isfinite(part)])) for part in (values[before], values[after]))
-            if new >= _MUCH_WORSE * old > 0:
-                changes.append(f"the {name} rose from {old:.3g} to {new:.3g}")
-        if changes:
-            steps = {"steps": last - first + 1, "first_step": int(run.step[first]), "last_step": int(run.step[last])}
-            yield Advice(
-                "late streak",
-                _look_at_the_model(ways),
-                f"After {HELD} or more steps without overflow, {steps['steps']} steps in a row were skipped, from step "
-                f"{steps['first_step']} to {steps['last_step']}. Over these steps {' and '.join(changes)}. A loss "
-                "scale does not cause that: look at the updates and the data before these steps.",
-                steps,
-            )
-            return
-
-
-def _is_always_one(run: RecordedRun) -> bool:
-    return bool((run.filled_loss_scale == 1.0).all())
 
 
 def _short_run(run: RecordedRun, ways: Ways, changes: Sequence[Change]) -> list[Advice]:
@@ -317,14 +146,13 @@ def _lower_start(run: RecordedRun, ways: Ways, start_up: StartUp, tolerable: flo
     resumed = ""
     if run.step[0] > 1:
         resumed = f" The log begins at step {run.step[0]}: if the run was resumed there, resume its loss scale too."
+    reason, note = _why_it_held(run, start_up, better)
     return [
         Advice(
             "start lower",
             f"Start at {as_power_of_two(better)} ({ways.sets.format('loss_scale_value', f'{better:.15g}')}){instead}.",
             f"{at_least}{counted(start_up.fewest, 'step')} {'was' if start_up.fewest == 1 else 'were'} skipped before "
-            f"a scale held. {as_power_of_two(better)} is the "
-            f"highest power of two that held below every scale that had overflowed, from step {start_up.first_step} on."
-            f"{resumed}",
+            f"a scale held, that is, had {HELD} steps in a row without overflow. {reason}{resumed}",
             {
                 "scale": better,
                 "reached_at": start_up.first_step,
@@ -332,9 +160,30 @@ def _lower_start(run: RecordedRun, ways: Ways, start_up: StartUp, tolerable: flo
                 "saves_at_most": start_up.most,
             },
             "loss_scale_value",
-            f"was {start}; " * bool(start) + f"{as_power_of_two(better)} is the highest that held",
+            f"was {start}; " * bool(start) + note,
         )
     ]
+
+
+def _why_it_held(run: RecordedRun, start_up: StartUp, better: float) -> tuple[str, str]:
+    """Return a reason to start at the scale ``better``, and a note for YAML. Both say which higher scales are left out.
+
+    A higher scale is left out if it, or a scale below it, overflowed before it held, or if it did not hold long enough.
+    """
+    held, best = float(start_up.scale or better), as_power_of_two(better)
+    reason = f"{as_power_of_two(held)} is the highest scale that held before it or a lower one overflowed, from step "
+    reason += f"{start_up.first_step} on."
+    note = f"{best} is the highest that held"
+    highest = float(np.max(run.filled_loss_scale, initial=0.0, where=run.position_known & ~run.overflow))
+    if as_power_of_two(held) != best:
+        reason, note = f"{reason} {best} is the power of two below it.", f"{as_power_of_two(held)} held"
+    elif start_up.highest is not None and start_up.highest > held:
+        reason += f" Scales up to {as_power_of_two(start_up.highest)} held later, after they or lower ones overflowed."
+        note = f"{best} held, and higher ones overflowed first"
+    elif highest > held:
+        reason += f" Scales up to {as_power_of_two(highest)} had fewer steps in a row."
+        note += f" {HELD} steps"
+    return reason, note
 
 
 def _same_start(first: float, lower: float) -> Advice:
@@ -365,7 +214,7 @@ def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Co
     ]
     fixed = {name: [value] for name, value in arguments.items()}
     configurations = grid("adaptive", **fixed, max_scale_window=ordered[0], min_scale_window=ordered[1])
-    swept = zip(configurations, sweep(configurations, trace.last(MOST_STEPS_SWEPT)).measures, strict=True)
+    swept = zip(configurations, sweep(configurations, part_to_sweep(trace)).measures, strict=True)
     costs = [(cost(measures), each) for each, measures in swept if measures.known_share >= DECIDED_FROM]
     return min(costs, key=lambda row: row[0], default=(0.0, None))[1]
 
@@ -377,7 +226,7 @@ def _larger_window(
     rule, after = settings.configuration.rule, settings.measures[0]
     # Do not count the steps skipped at the start of the run: the advice to start lower already avoids these skips.
     before = recorded.skipped - sum(advice.figures["saves_skipped_steps"] for advice in start)
-    if before - after.skipped <= max(_TOLERABLE, after.too_low - recorded.too_low):
+    if before - after.skipped <= max(TOLERABLE, after.too_low - recorded.too_low):
         return []
     used, better = (
         f"{low} steps" if low == high else f"{low} to {high} steps"

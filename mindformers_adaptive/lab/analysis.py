@@ -12,22 +12,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.advise import Advice, Settings, advise
+from mindformers_adaptive.lab.advise import Settings, advise
 from mindformers_adaptive.lab.analysis_text import analysis_text
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.facts import facts_of, verdict
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, Measures, measure, require_steps
+from mindformers_adaptive.lab.other_cause import Advice
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.replay import compare
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
 from mindformers_adaptive.record.explanation_file import explanation_of
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.symptoms import last_error, signs_of
-from mindformers_adaptive.record.trace import Trace, consecutive_runs
+from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["Analysis", "analyze", "raise_ceilings"]
+__all__ = ["Analysis", "analyze"]
 
 # A rule that follows the gradients is replayed only if the largest gradient is known for at least this share of the
 # steps. Below it, nearly all gradients would be missing from the replay.
@@ -45,8 +46,8 @@ class Analysis:
         phases (tuple[Phase, ...]): the path of the loss scale.
         outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
             JSON. ``policy`` is the name of the row. ``skipped``, ``too_low``, ``headroom_lost`` (bits) and
-            ``known_share`` hold for the ceilings that the gradients show or, without known gradients, for interpolated
-            ceilings raised by :func:`raise_ceilings`.
+            ``known_share`` hold for the ceilings that :meth:`~mindformers_adaptive.record.run.RecordedRun.to_trace`
+            assumes by default.
             ``fewest_skipped`` and ``most_skipped`` also cover the ceilings of each of ``run.assumptions``.
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for a change.
         settings (Configuration, optional): the settings that follow from the advice; None if no settings are known to
@@ -149,8 +150,6 @@ def analyze(
         'Start at 2^16 (loss_scale_value: 65536) instead of 2^32.'
     """
     trace = run.to_trace()
-    if trace.largest_gradient is None:
-        trace = raise_ceilings(trace, run)
     require_steps(trace)
     if np.isnan(run.filled_loss_scale).all():
         raise ValueError(
@@ -160,7 +159,8 @@ def analyze(
     changes, used = changes_of(run), run.filled_loss_scale
     # Make a trace for each assumption about the ceilings. Only the ceilings are new arrays, and the traces share all
     # other arrays: copies of these would not fit into memory for a long run.
-    traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
+    ceilings = (run.to_trace(assume).ceiling for assume in run.assumptions[1:])
+    traces = [trace, *(dataclasses.replace(trace, ceiling=ceiling) for ceiling in ceilings)]
     recorded = tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)
     if in_python is None:
         in_python = run.is_from_program
@@ -168,27 +168,6 @@ def analyze(
     rows = _outcome_rows(run, used, traces, recorded, settings, progress)
     chosen = None if settings is None else settings.configuration
     return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), chosen, in_python)
-
-
-def raise_ceilings(trace: Trace, run: RecordedRun) -> Trace:
-    """Return the trace with the ceiling of each clean step raised to the largest loss scale of the later clean steps.
-
-    Only later clean steps before the next overflow count. Without the raised ceilings, each scale that a run used would
-    seem to be the highest possible scale.
-
-    Examples:
-        >>> flags = np.array([True, False, False, True])
-        >>> scale, known = np.array([8.0, 4.0, 8.0, 16.0]), np.full(4, True)
-        >>> run = RecordedRun("run", (), "jsonl", np.arange(1, 5), scale, flags, known)
-        >>> trace = run.to_trace("lower_bound")
-        >>> trace.ceiling.tolist(), raise_ceilings(trace, run).ceiling.tolist()
-        ([4.0, 4.0, 8.0, 8.0], [4.0, 8.0, 8.0, 8.0])
-    """
-    ceiling, scale = trace.ceiling.copy(), np.nan_to_num(run.loss_scale, nan=0.0)
-    for first, last in consecutive_runs(np.flatnonzero(~run.overflow)).tolist():
-        row = slice(first, last + 1)
-        ceiling[row] = np.maximum(ceiling[row], np.maximum.accumulate(scale[row][::-1])[::-1])
-    return dataclasses.replace(trace, ceiling=ceiling)
 
 
 def _outcome_rows(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.record.definitions import COLLAPSED_FROM, HELD, held_at, settled
+from mindformers_adaptive.record.definitions import HELD, held_at, path_in_words
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
@@ -33,6 +33,7 @@ class StartUp(NamedTuple):
             there is no such scale.
         first_step (int, optional): the number of the first step at which that scale held.
         fewest (int), most (int): bounds on how many of the start-up's steps were skipped.
+        highest (float, optional): the highest scale that ever held, even after it had overflowed; None if none held.
     """
 
     steps: int
@@ -40,6 +41,7 @@ class StartUp(NamedTuple):
     first_step: int | None
     fewest: int
     most: int
+    highest: float | None
 
 
 def start_up_of(run: RecordedRun) -> StartUp:
@@ -51,21 +53,22 @@ def start_up_of(run: RecordedRun) -> StartUp:
         >>> flags = np.arange(100) < 16
         >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
         >>> start_up_of(RecordedRun("run", (), "jsonl", np.arange(1, 101), scale, flags, np.full(100, True)))
-        StartUp(steps=16, scale=65536.0, first_step=17, fewest=16, most=16)
+        StartUp(steps=16, scale=65536.0, first_step=17, fewest=16, most=16, highest=65536.0)
     """
     scale, steps = run.filled_loss_scale, None
     lowest_overflow = np.minimum.accumulate(np.where(run.overflow & ~np.isnan(run.loss_scale), scale, np.inf))
-    best, first_step = 0.0, None
+    best, highest, first_step = 0.0, 0.0, None
     for first, last in held_at(run):
         steps = first if steps is None else steps
         held = np.lib.stride_tricks.sliding_window_view(scale[first : last + 1], HELD).min(axis=1)
+        highest = max(highest, float(held.max()))
         held = np.where(held < lowest_overflow[first], held, 0.0)
         if held.max() > best:
             best, first_step = float(held.max()), int(run.step[first + int(np.argmax(held))])
     steps, ends = len(run) if steps is None else steps, run.line_ends()
     # If a log line stands for several steps, the number of skipped steps is known only after the last of these steps.
     end = steps if steps == 0 or steps in ends else int(ends[np.searchsorted(ends, steps)])
-    return StartUp(steps, best or None, first_step, *run.skipped_bounds(end))
+    return StartUp(steps, best or None, first_step, *run.skipped_bounds(end), highest or None)
 
 
 def facts_of(run: RecordedRun) -> dict[str, Any]:
@@ -128,31 +131,9 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
     falls = [phase for phase in facts["loss_scale"].get("phases", ()) if phase["kind"] in ("drop", "fall")]
     halvings = math.floor(sum(math.log2(phase["scale_before"] / phase["scale_after"]) for phase in falls) + 1e-3)
     fell = f"Its falls add up to at least {counted(halvings, 'halving')}."
-    return [*sentences, *_path(run), *[fell] * (fewest != most and halvings > fewest), *room]
-
-
-def _path(run: RecordedRun) -> list[str]:
-    """Return a list with a sentence on where the loss scale went; the list is empty if no scale is known."""
-    scales = np.append(run.loss_scale, run.final_loss_scale)
-    known, applied = scales[(scales > 0) & np.isfinite(scales)], np.flatnonzero(~run.overflow)
-    if not len(known):
-        return []
-    skipped_at_end = len(run) - (int(applied[-1]) + 1 if len(applied) else 0)
-    first, last, within = float(known[0]), float(known[-1]), settled(run, known)
-    all_at_end = f": the last {skipped_at_end:,} steps were all skipped" * (skipped_at_end >= COLLAPSED_FROM)
-    if known.min() == known.max():
-        # A scale that no overflow moves is a fixed scale: it has not collapsed.
-        went = f"stayed at {as_power_of_two(last)}{all_at_end}"
-    elif all_at_end and (known[-COLLAPSED_FROM:] == known.min()).all():
-        went = f"collapsed to {as_power_of_two(last)}{all_at_end}"
-    elif within is not None:
-        low, high = map(as_power_of_two, within)
-        went = f"settled {f'at {low}' if low == high else f'between {low} and {high}'}"
-    elif first == last:
-        went = f"ended where it began, at {as_power_of_two(last)}"
-    else:
-        went = f"{'rose' if last > first else 'fell'} from {as_power_of_two(first)} to {as_power_of_two(last)}"
-    return [f"The loss scale {went}."]
+    went = path_in_words(run, as_power_of_two)
+    path = [f"The loss scale {went}."] if went else []
+    return [*sentences, *path, *[fell] * (fewest != most and halvings > fewest), *room]
 
 
 def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:

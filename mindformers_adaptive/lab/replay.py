@@ -263,7 +263,7 @@ class Comparison:
         return rows
 
     def text(self, each_trace: bool = False, details: bool = False) -> str:
-        """Return a text table of skipped steps, steps too low and more for each policy, sorted by skipped steps.
+        """Return a text table of skipped steps, steps too low and more for each policy, sorted by the sum of both.
 
         Args:
             each_trace (bool): whether to add a row for each trace; with several traces, rows of means are always shown.
@@ -274,25 +274,26 @@ class Comparison:
                 **row,
                 "trace": row["trace"] or "(mean)",
                 "start": as_power_of_two(row["start"]),
-                "front": "*" if row["on_front"] else "",
                 "known": 100 * row["known_share"],
             }
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
         ]
-        rows.sort(key=lambda row: (row["skipped"], row["too_low"], row["headroom_lost"] or 0.0))
+        rows.sort(key=lambda row: (row["skipped"] + row["too_low"], row["skipped"], row["headroom_lost"] or 0.0))
         tables = [_table(_COLUMNS, rows), *([_table(_MORE_COLUMNS, rows)] if details else [])]
         share = sum(row["known_share"] for row in rows) / len(rows)
-        fewest = list(dict.fromkeys(row["policy"] for row in rows if row["skipped"] == rows[0]["skipped"]))
-        lines = [f"Fewest skipped steps: {', '.join(fewest[:3])}{' and others' * (len(fewest) > 3)}."]
+        bad = {name: (mean["skipped"] or 0) + (mean["too_low"] or 0) for name, mean in self.means().items()}
+        fewest = list(dict.fromkeys(row["policy"] for row in rows if bad[row["policy"]] == min(bad.values())))
+        low = f" or over {FREE_BITS} bits too low" * any(row["too_low"] for row in rows)
+        names = f"{', '.join(fewest[:3])}{' and others' * (len(fewest) > 3)}"
+        lines = [f"Fewest steps skipped{low}: {'the same for all rules' if len(fewest) == len(bad) > 1 else names}."]
         if share < 1:
-            lines.append(
-                f"The log shows for {share:.0%} of the steps if they overflow; the rest is assumed (--ceilings)."
-            )
+            shown = f"{min(share, 0.99):.0%} of the steps"
+            lines.append(f"The log shows for {shown} if they overflow; the rest is assumed (--ceilings).")
         if len(set(self.starts.values())) == 1:
             lines.append(f"All rules start at {rows[0]['start']}.")
-        notes = f"Sorted by skipped steps. Down to {FREE_BITS} bits below the ceiling, FP16 loses next to nothing."
-        notes += "\n*: no other rule is better in one column and as good in the other." * ("*" in tables[0])
+        notes = f"Sorted by the steps that are skipped{low}. The ceiling is the largest loss scale without overflow.\n"
+        notes += f"Down to {FREE_BITS} bits below it, FP16 loses next to nothing."
         return "\n\n".join(["\n".join(lines), *tables, notes])
 
 
@@ -304,7 +305,6 @@ _COLUMNS = {
     "steps_to_first_applied": "of them at the start",
     "too_low": f"over {FREE_BITS} bits too low",
     "headroom_lost": "bits below the ceiling",
-    "front": "best",
 }
 _MORE_COLUMNS = {
     "policy": "rule",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +13,16 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.measures import FREE_BITS, Measures, cost
+from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.lab.replay import SweepResult, pareto_front, sweep
-from mindformers_adaptive.record.definitions import DECIDED_FROM
+from mindformers_adaptive.record.definitions import DECIDED_FROM, TOLERABLE, bounded_share, bounds_in_words
+from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import find_command
 from mindformers_adaptive.record.trace import Trace, just_below
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import counted, text_table
 
-__all__ = ["MOST_STEPS_SWEPT", "Tuning", "tune"]
+__all__ = ["Tuning", "part_to_sweep", "tune"]
 
 # If the log shows for less than this share of the replayed steps whether they overflow, the recommendation is a guess.
 _LIKELY_FROM = 0.5
@@ -27,32 +30,36 @@ _FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gra
 
 _COLUMNS = {
     "configuration": "setting",
-    "cost": "cost (per 1000)",
+    "cost": "cost",
     "skipped": "skipped",
-    "too_low": f"over {FREE_BITS} bits too low",
-    "headroom_lost": "bits below the ceiling",
-    "known": "decided by the log (%)",
+    "too_low": "too low",
+    "headroom_lost": "bits below",
+    "known": "decided (%)",
 }
 
 # The measures in the line about the best setting and the run itself.
 _SHOWN = ("skipped", "too_low", "headroom_lost")
 
-# Try settings only on this many steps at the end of a trace. More steps would take minutes, and the last steps show
-# best which settings suit the continuation of the run.
-MOST_STEPS_SWEPT = 200_000
+# Try settings only on this many steps at the end of a trace: more would take minutes, and the run goes on from there.
+# No settings can follow from a log that decides less than 90 % of its steps: do not let the user wait for them.
+_MOST_STEPS, _MOST_UNDECIDED = 200_000, 2_000
 
 # With "Equally good: ... and 900 more." around them, labels of this many characters fit into a line of 100.
 _LABELS_WIDTH = 70
 
 _MORE_NEEDED = (
-    "No settings to paste: the log shows for {share:.0%} of the steps whether they overflow, and 90 % are needed.\n"
-    "Give more logs, or records with largest gradients, as {following} writes them.\n"
-    "A scale to start any training from: {find}"
+    "No settings to paste: the log shows for {:.0%} of the replayed steps whether they overflow, and 90% are needed.\n"
+    f"Give more logs, or records with largest gradients, as {_FOLLOWING} writes them.\n"
+    "A scale to start any training from: {}"
 )
-_WHY_NOT_AS_ANALYZE = (
-    "These cost least of all settings tried; 'analyze' changes the run's settings as little as it can."
-)
+_OTHER_CAUSE = "No settings to paste: look at the cause above first."
 _NOT_BETTER = "No settings to paste: the run itself did at least as well as the best of them."
+_LITTLE_BETTER = "No settings to paste: the best of them saves {}. From 3 saved steps on, settings are recommended."
+_AS_ANALYZE = "'analyze' recommends the same settings."
+_CHEAPER = "'analyze' recommends other settings, which change the run less and would cost more: {}."
+_NONE_BY_ANALYZE = (
+    "'analyze' recommends no settings here: it tries only longer windows, and only the scale that held as the start."
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,10 @@ class Tuning:
         assumed (dict[str, NDArray]): the costs under other assumptions about the ceilings, by the assumption's name.
         notes (tuple[str, ...]): a sentence on each trace that was swept only in part.
         recorded (tuple[Measures, ...]): the measures of the recorded runs themselves, if all traces come from runs.
+        runs (tuple[RecordedRun, ...]): these runs.
+        advised (Configuration, optional): the configuration that ``analyze`` recommends for the only run; it is the
+            recommended one too unless another one costs less.
+        bounded (float): the share of the whole traces' steps with a bound; no configuration has more known steps.
         in_python (bool): whether the text gives the settings as Python, not as YAML. Default: False.
     """
 
@@ -78,6 +89,9 @@ class Tuning:
     assumed: dict[str, NDArray[np.float64]]
     notes: tuple[str, ...] = ()
     recorded: tuple[Measures, ...] = ()
+    runs: tuple[RecordedRun, ...] = ()
+    advised: Configuration | None = None
+    bounded: float = 1.0
     in_python: bool = False
 
     @property
@@ -85,19 +99,20 @@ class Tuning:
         """int: the index of the recommended configuration.
 
         It has the smallest mean cost of the configurations for which the traces decide at least 90 % of the steps. If
-        there is no such configuration, it is the cheapest of all. Of equally cheap configurations the one nearest to
-        the ceiling is taken, and of equally near ones the first.
+        there is no such configuration, it is the cheapest of all. Of equally cheap configurations ``advised`` is taken,
+        or else the one nearest to the ceiling, and of equally near ones the first.
         """
         return int(self._order()[0])
 
     def _order(self) -> NDArray[np.int64]:
-        """Return the indices of the configurations, best first: by mean cost, then by bits below the ceiling.
+        """Return the indices of the configurations, best first: by mean cost, ``advised``, bits below the ceiling.
 
         Uncertain configurations come last: those for less than 90 % of whose steps the traces show whether they
         overflow.
         """
         undecided = [self.known_share(index) < DECIDED_FROM for index in range(len(self.configurations))]
-        order: NDArray[np.int64] = np.lexsort([self._below(), self.costs.mean(axis=1), undecided])
+        other = [each != self.advised for each in self.configurations]
+        order: NDArray[np.int64] = np.lexsort([self._below(), other, self.costs.mean(axis=1), undecided])
         return order
 
     def _below(self) -> NDArray[np.float64]:
@@ -115,7 +130,8 @@ class Tuning:
     def settings_to_paste(self) -> str | None:
         """str, optional: the recommended configuration as a section of YAML.
 
-        None if the traces decide less than 90 % of its steps, or if the recorded runs themselves cost no more.
+        None if the traces decide less than 90 % of its steps, if it saves at most two skipped steps of the recorded
+        runs, or if a log shows a cause outside loss scaling, such as a NaN loss.
         """
         return None if self._without_settings() else self.recommended.scale_sense()
 
@@ -126,15 +142,21 @@ class Tuning:
 
     def _without_settings(self) -> str:
         """Return why there are no settings to paste; "" if there are settings."""
+        if any(other_cause(run) for run in self.runs):
+            return _OTHER_CAUSE
         if (known := self.known_share(self.best)) < DECIDED_FROM:
-            return _MORE_NEEDED.format(share=known, following=_FOLLOWING, find=find_command(self.in_python))
-        of_runs = [cost(measures) for measures in self.recorded]
-        return _NOT_BETTER if of_runs and float(np.mean(of_runs)) <= self.costs[self.best].mean() else ""
+            return _MORE_NEEDED.format(known, find_command(self.in_python))
+        costs = zip(self.recorded, self.costs[self.best].tolist(), strict=False)
+        saved = [(cost(measures) - after) * measures.steps / 1000 for measures, after in costs]
+        if not saved or sum(saved) > TOLERABLE:
+            return ""
+        return _LITTLE_BETTER.format(counted(round(sum(saved)), "step")) if round(sum(saved)) > 0 else _NOT_BETTER
 
     def known_share(self, index: int) -> float:
         """Return the share of a configuration's steps, over all traces, whose outcome is known and not assumed."""
         steps = [len(trace) for trace in self.traces]
-        return float(np.average([result.measures[index].known_share for result in self.sweeps], weights=steps))
+        known = np.average([result.measures[index].known_share for result in self.sweeps], weights=steps)
+        return min(float(known), self.bounded)
 
     def certainty(self) -> dict[str, Any]:
         """Return how far the recommendation can be trusted, ready for JSON.
@@ -197,29 +219,54 @@ class Tuning:
             count (int): how many of the best configurations to list in a table. Default: 0, no table.
         """
         [best, *equally_good] = self.rows(len(self.configurations))
-        lines = [f"Best of {counted(len(self.configurations), 'setting')}: {best['configuration']} ({_lost(best)})."]
-        if self.recorded:
-            runs = [measures.as_dict() for measures in self.recorded]
-            lines[0] += f"\nThe run itself: {_lost({name: _mean(runs, name) for name in _SHOWN})}."
-        settings = self.update_cell if self.in_python else self.settings_to_paste
-        lines += [*self.notes, "", settings.rstrip() if settings else self._without_settings(), ""]
-        if self.recorded and not self._without_settings():
-            lines.append(_WHY_NOT_AS_ANALYZE)
+        refusal, known = self._without_settings(), best["known_share"]
+        guess = ", most of it assumed" * (known < DECIDED_FROM)
+        tried = f"{counted(len(self.configurations), 'setting')}{guess}"
+        itself = [f"The run itself: {self._run_itself()}."] if self.recorded else []
+        numbers = [f"Best of {tried}: {best['configuration']} ({_lost(best)}).", *itself, *self.notes]
+        settings = self.recommended.update_cell() if self.in_python else self.recommended.scale_sense()
+        lines = [refusal, "", *numbers] if refusal else [*numbers, "", settings.rstrip(), ""]
+        if len(self.runs) == 1 and not refusal:
+            lines.append(self._beside_analyze())
         same = ("cost", "known_share")
         if equal := [row["configuration"] for row in equally_good if all(row[name] == best[name] for name in same)]:
             shown = next(n for n in (3, 2, 1) if n == 1 or len(", ".join(equal[:n])) <= _LABELS_WIDTH)
-            more = f" and {len(equal) - shown} more" * (len(equal) > shown)
-            lines.append(f"Equally good: {', '.join(equal[:shown])}{more}.")
-        if best["known_share"] < 1:
-            share = f"{best['known_share']:.0%}"
+            others_left = f" and {len(equal) - shown} more" * (len(equal) > shown)
+            lines.append(f"Equally good: {', '.join(equal[:shown])}{others_left}.")
+        if DECIDED_FROM <= known < 1:
+            share = f"{min(known, 0.99):.0%}"
             lines.append(f"The log shows for {share} of the steps whether they overflow; for the rest this is assumed.")
-        return "\n".join([*lines, *(self._details(count) if count else ["More settings: --rows 10"])])
+        more = ["Ceiling: the largest loss scale without overflow. More settings: --rows 10"]
+        return "\n".join([*lines, *(self._details(count) if count else more)])
+
+    def _run_itself(self) -> str:
+        """Return a text that says what the recorded runs cost, on average; bounds where a log gives only bounds."""
+        bounds = [run.skipped_bounds() for run in self.runs]
+        is_cut = sum(map(len, self.runs)) > sum(map(len, self.traces))
+        if is_cut or any(fewest != most for fewest, most in bounds):
+            fewest, most = (sum(ends) / len(bounds) for ends in zip(*bounds, strict=True))
+            highest = math.ceil(most) if all(run.is_numbered for run in self.runs) else None
+            return f"{bounds_in_words(math.floor(fewest), highest)} skipped"
+        rows = [measures.as_dict() for measures in self.recorded]
+        return _lost({name: _mean(rows, name) for name in _SHOWN})
+
+    def _beside_analyze(self) -> str:
+        """Return a sentence that says whether ``analyze`` recommends the same settings, and if not, why."""
+        if self.advised is None:
+            return _NONE_BY_ANALYZE
+        if self.recommended == self.advised:
+            return _AS_ANALYZE
+        index = self.configurations.index(self.advised)
+        rows = [result.measures[index].as_dict() for result in self.sweeps]
+        return _CHEAPER.format(_lost({name: _mean(rows, name) for name in _SHOWN}))
 
     def _details(self, count: int) -> list[str]:
         """Return a table of the best settings, and lines that tell how other ceilings or traces change the choice."""
         rows = [{**row, "known": 100 * row["known_share"]} for row in self.rows(count)]
         lines = ["", text_table(_COLUMNS, rows), ""]
-        lines.append(f"Cost: the steps of 1000 that are skipped or more than {FREE_BITS} bits too low.")
+        lines.append("Cost: of 1000 steps, those that are skipped or too low. Decided: the log shows the outcome.")
+        lines.append(f"Too low: over {FREE_BITS} bits below the ceiling (the largest loss scale without overflow).")
+        lines.append("Bits below: below the ceiling, the mean over the steps that are not skipped.")
         certainty = self.certainty()
         for name, under in certainty["assumed"].items():
             if not np.array_equal(self.assumed[name], self.costs):
@@ -257,12 +304,15 @@ def tune(
     *,
     assumptions: Mapping[str, Sequence[Trace]] | None = None,
     recorded: Sequence[Measures] = (),
+    runs: Sequence[RecordedRun] = (),
+    advised: Configuration | None = None,
     in_python: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Tuning:
     """Try loss-scaling configurations on traces, and recommend the configuration with the smallest mean cost.
 
-    Of a trace with more than ``MOST_STEPS_SWEPT`` steps only the last ones are swept, and the notes say so.
+    Of a long trace only the last steps are swept, and the notes say so: 200,000 of them, or 2,000 if the trace has
+    bounds at less than 90 % of its steps, so that no settings can follow from it.
 
     Args:
         traces (Sequence[Trace]): at least one; each counts the same, however long it is.
@@ -274,6 +324,8 @@ def tune(
             allow. Where nothing bounds a ceiling from above, the highest is infinity, and then only skipped steps cost.
         recorded (Sequence[Measures]): what the recorded runs of all traces did; settings are recommended only if they
             cost less. Default: none, the traces do not come from runs.
+        runs (Sequence[RecordedRun]): these runs. Default: none.
+        advised (Configuration, optional): what ``analyze`` recommends for the only run; it is tried too. Default: None.
         in_python (bool): whether the text gives the settings as Python instead of YAML. Default: False.
         progress (Callable, optional): called with the number of traces done, each assumption's counted too.
             Default: None.
@@ -292,36 +344,40 @@ def tune(
     """
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. Give the trace of a run.")
-    tuning_grid = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
+    tuning_grid = [*(grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations)]
+    tuning_grid += [advised] if advised is not None and advised not in tuning_grid else []
+    whole, traces = traces, [part_to_sweep(trace) for trace in traces]
     notes = tuple(
-        f"Only the last {MOST_STEPS_SWEPT:,} of the {len(trace):,} steps of {trace.name} were swept."
-        for trace in traces
-        if len(trace) > MOST_STEPS_SWEPT
+        f"Only the last {len(part):,} of the {len(trace):,} steps of {trace.name} were replayed."
+        for trace, part in zip(whole, traces, strict=True)
+        if len(part) < len(trace)
     )
-    traces = [trace.last(MOST_STEPS_SWEPT) for trace in traces]
     done, numbers = progress or (lambda _: None), itertools.count(1)
     sweeps = []
     for trace in traces:
         sweeps.append(sweep(tuning_grid, trace))
         done(next(numbers))
     if assumptions is None:
-        assumptions = {
-            "the lowest possible ceilings": [replace(trace, ceiling=trace.lower_bound) for trace in traces],
-            "the highest possible ceilings": [
-                replace(trace, ceiling=just_below(trace.upper_bound)) for trace in traces
-            ],
-        }
+        lowest = [replace(trace, ceiling=trace.lower_bound) for trace in traces]
+        highest = [replace(trace, ceiling=just_below(trace.upper_bound)) for trace in traces]
+        assumptions = {"the lowest possible ceilings": lowest, "the highest possible ceilings": highest}
 
     def swept(assumed_traces: Sequence[Trace]) -> Iterator[SweepResult]:
         for trace, result, assumed_trace in zip(traces, sweeps, assumed_traces, strict=True):
-            other = assumed_trace.last(MOST_STEPS_SWEPT)
+            other = assumed_trace.last(len(trace))
             # If an assumption about the ceilings leaves a trace's ceilings unchanged, reuse the sweep over that trace.
             yield result if np.array_equal(trace.ceiling, other.ceiling) else sweep(tuning_grid, other)
             done(next(numbers))
 
     assumed = {name: _costs(swept(traces_assumed)) for name, traces_assumed in assumptions.items()}
-    costs = _costs(sweeps)
-    return Tuning(tuple(traces), tuple(tuning_grid), tuple(sweeps), costs, assumed, notes, tuple(recorded), in_python)
+    bounded = float(np.average([bounded_share(trace) for trace in whole], weights=[len(trace) for trace in whole]))
+    swept_once = tuple(traces), tuple(tuning_grid), tuple(sweeps), _costs(sweeps), assumed
+    return Tuning(*swept_once, notes, tuple(recorded), tuple(runs), advised, bounded, in_python)
+
+
+def part_to_sweep(trace: Trace) -> Trace:
+    """Return the last steps of a trace, as many as a sweep replays."""
+    return trace.last(_MOST_STEPS if bounded_share(trace) >= DECIDED_FROM else _MOST_UNDECIDED)
 
 
 def _costs(sweeps: Iterable[SweepResult]) -> NDArray[np.float64]:

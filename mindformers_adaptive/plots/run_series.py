@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.plots.canvas import Floats, power_of_two
-from mindformers_adaptive.record.definitions import COLLAPSED_FROM, settled
+from mindformers_adaptive.record.definitions import bounds_in_words, path_in_words
 from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import implied_ceilings
-from mindformers_adaptive.text.table import counted
+from mindformers_adaptive.text.table import as_power_of_two, counted
 
 __all__ = ["RunSeries", "series_of"]
 
@@ -39,11 +39,10 @@ class RunSeries(NamedTuple):
         scale_window (NDArray, optional): float64, the window after each step; None if the window never changes or is
             not known.
         first_step (int), last_step (int): the first and the last step of the run, which may be missing in ``step``.
-        skipped (int), counted (int): ``skipped`` of ``counted`` steps were skipped. These are the steps 1 to
-            ``last_step``, missing ones included, if the record has their number; otherwise the steps in ``step``.
-        bounds (tuple[int, int], optional): the fewest and the most skipped steps of the run; None if ``skipped`` is
-            exact.
-        settled (tuple[float, float], optional): the scales between which the loss scale settled; None if it did not.
+        counted (int): the number of steps of the run that the log lists or counts.
+        bounds (tuple[int, int or None]): the fewest and the most of them that were skipped; None if the log does not
+            number all of its steps.
+        path (str): a phrase that says where the loss scale went; "" if it is not known.
         ceiling (NDArray, optional): float64, the ceiling that the largest gradient of each step implies; nan where it
             is not known, None if it is never known.
         gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where the norm is unknown
@@ -59,10 +58,9 @@ class RunSeries(NamedTuple):
     scale_window: Floats | None
     first_step: int
     last_step: int
-    skipped: int
     counted: int
-    bounds: tuple[int, int] | None
-    settled: tuple[float, float] | None
+    bounds: tuple[int, int | None]
+    path: str
     ceiling: Floats | None
     gradient_norm: Floats | None
     resumed: Floats
@@ -76,10 +74,7 @@ class RunSeries(NamedTuple):
     @property
     def skipped_as_text(self) -> str:
         """The number of skipped steps, or its bounds; there is no upper bound if steps of the log have no number."""
-        if self.bounds is None:
-            return f"{self.skipped:,}"
-        fewest, most = self.bounds
-        return f"{fewest:,} to {most:,}" if most <= self.span else f"at least {fewest:,}"
+        return bounds_in_words(*self.bounds)
 
     @property
     def skipped_at_start(self) -> int:
@@ -104,38 +99,18 @@ class RunSeries(NamedTuple):
 
     def finding(self) -> str:
         """Return a sentence that says how many steps were skipped and how the loss scale moved."""
-        whole = counted(self.counted, "step" if self.counted == self.span else "recorded step")
-        number = "None of" if self.skipped_as_text == "0" else f"{self.skipped_as_text.capitalize()} of"
-        if self.bounds is not None and self.bounds[1] > self.span:
-            number, whole = "At least", counted(self.bounds[0], "step")
-        elif self.bounds is None and self.skipped == self.counted > 1:
+        (fewest, most), whole = self.bounds, counted(self.counted, "step")
+        number = "None of" if most == 0 else f"{self.skipped_as_text.capitalize()} of"
+        if most is None:
+            number, whole = "At least", counted(fewest, "step")
+        elif fewest == self.counted > 1:
             number = "All"
-        applied = np.flatnonzero(~self.overflow)
-        path = _path(
-            self.scales[~np.isnan(self.scales)],
-            len(self.step) - (applied[-1] + 1 if len(applied) else 0),
-            self.settled,
-        )
         below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
         bad = self.step[np.isinf(self.loss)]
         loss = f"; loss inf or NaN in {counted(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
-        return "".join([f"{number} {whole} skipped", loss, path and f"; loss scale {path}", below and f", {below}"])
-
-
-def _path(known: Floats, skipped_at_the_end: int, within: tuple[float, float] | None) -> str:
-    """Return a phrase that says how the loss scale moved, or "" if it is not known."""
-    if not len(known):
-        return ""
-    first, last = known[0], known[-1]
-    if skipped_at_the_end >= COLLAPSED_FROM and (known[-COLLAPSED_FROM:] == known.min()).all():
-        return f"collapsed at the floor, {power_of_two(last)}: the last {skipped_at_the_end:,} steps were all skipped"
-    if known.min() == known.max():
-        return f"stayed at {power_of_two(last)}"
-    if within is not None:
-        return "settled at " + " to ".join(map(power_of_two, sorted(set(within))))
-    if first == last:
-        return f"ended where it began, at {power_of_two(last)}"
-    return f"{'rose' if last > first else 'fell'} from {power_of_two(first)} to {power_of_two(last)}"
+        return "".join(
+            [f"{number} {whole} skipped", loss, self.path and f"; loss scale {self.path}", below and f", {below}"]
+        )
 
 
 def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
@@ -148,6 +123,12 @@ def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
     if abs(middle) < 0.05:
         return "at the ceiling"
     return f"{abs(middle):.1f} bits {'below' if middle > 0 else 'above'} the ceiling"
+
+
+def _named(loss_scale: float) -> str:
+    """Return a loss scale as the texts of commands have it, with a power of two as a formula."""
+    name = as_power_of_two(loss_scale)
+    return power_of_two(loss_scale) if name.startswith("2^") else name
 
 
 def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
@@ -177,21 +158,17 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     if np.isnan(scales[-1]):
         scales[-1] = scales[-2]
     scales = np.where((scales > 0) & np.isfinite(scales), scales, np.nan)
-    # Also count steps that have no line in the record, if the number of skipped steps from step 1 on is known exactly.
-    counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
-    is_exact = counts_all or bool(run.position_known[at].all())
     return RunSeries(
         step=run.step[at].astype(np.float64),
         loss=loss[at],
         scales=scales,
-        settled=settled(run, scales[~np.isnan(scales)]),
+        path=path_in_words(run, _named),
         overflow=run.overflow[at],
         scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > 1 else None,
         first_step=int(run.step[0]),
         last_step=int(run.step[-1]),
-        skipped=fewest if counts_all else int(run.overflow[at].sum()),
-        counted=len(run) if counts_all else int(at.sum()),
-        bounds=None if is_exact else (fewest, most),
+        counted=len(run),
+        bounds=(fewest, most if run.is_numbered else None),
         ceiling=ceiling if has_ceiling else None,
         gradient_norm=None if np.isnan(norm).all() else norm,
         resumed=np.array(run.resumed, np.float64),

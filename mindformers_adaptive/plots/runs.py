@@ -255,8 +255,7 @@ def _draw_loss_scale(
     steps = np.append(run.step, run.last_step + 1)
     axes.step(*thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
-    total = run.skipped_as_text if run.bounds else f"{run.skipped:,} recorded"
-    of_all = "" if recorded == run.skipped and not run.bounds else f" of {total}"
+    of_all = "" if run.bounds == (recorded, recorded) else f" of {run.skipped_as_text}"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
     # Draw the skipped steps as ticks in a row at the top of the panel, because marks on the curve would hide it.
     step = one_per_column(run.step[run.overflow])

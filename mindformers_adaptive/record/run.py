@@ -217,12 +217,14 @@ class RecordedRun:
         - ``"interpolated"``: at each run of consecutive skipped steps, with s the smallest scale that was skipped and a
           the scale of the next applied step, or s / scale_factor if that is smaller or there is none,
           :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two of them :math:`\log_2 c` is linear in the place of
-          the step, before the first and after the last it is constant; then it is moved into the step's own bounds.
-          Without any skipped step c is the largest scale that was applied.
+          the step, before the first and after the last it is constant; then it is moved into the step's own bounds. An
+          applied step has at least the largest scale that the applied steps after it reach before the next skipped
+          step. Without any skipped step c is the largest scale that was applied.
         - ``"lower_bound"``: an applied step has c = s; a skipped one the smallest of s / scale_factor and the scales of
           the nearest applied steps before and after it.
         - ``"upper_bound"``: a skipped step has the largest c below s; an applied one the larger of the ceilings of the
-          nearest skipped steps before and after it, at least s; inf if no step was skipped.
+          nearest skipped steps before and after it, at least as much as "interpolated" gives it; inf if no step was
+          skipped.
         - ``"gradients"``: an applied step has the c that its largest gradient g shows, in FP16 65504 / g; between two
           of them :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half
           of the runs of skipped steps the gradients show more than the scale that was skipped, then something else
@@ -331,7 +333,7 @@ def _upper(scale: Floats, overflow: Flags, factor: float) -> Floats:
     if not overflow.any():
         return np.full_like(scale, np.inf)
     before, after = _nearest(just_below(scale), overflow, 0.0)
-    return np.maximum(before, after)
+    return np.maximum(np.maximum(before, after), _reached(scale, overflow))
 
 
 def _interpolated(scale: Floats, overflow: Flags, factor: float) -> Floats:
@@ -341,7 +343,20 @@ def _interpolated(scale: Floats, overflow: Flags, factor: float) -> Floats:
     following = np.append(scale, np.inf)[runs[:, 1] + 1]
     anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
     # All consecutive skipped steps get the same assumed ceiling.
-    return np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
+    ceiling = np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
+    return np.maximum(ceiling, _reached(scale, overflow))
+
+
+def _reached(scale: Floats, overflow: Flags) -> Floats:
+    """Return for each applied step the largest scale of the applied steps from it up to the next skipped step.
+
+    Return 0 for a skipped step. Without these ceilings, each scale of a run that climbs would seem the highest one.
+    """
+    reached = np.where(overflow, 0.0, scale)
+    for first, last in consecutive_runs(np.flatnonzero(~overflow)).tolist():
+        row = slice(first, last + 1)
+        reached[row] = np.maximum.accumulate(reached[row][::-1])[::-1]
+    return reached
 
 
 def _by_gradients(scale: Floats, overflow: Flags, shown: Floats) -> Floats:

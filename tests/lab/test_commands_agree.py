@@ -1,12 +1,31 @@
-"""What analyze, report and plot say of the same log agrees: skipped bounds, and whether a scale settled and held."""
+"""What analyze, report, plot, tune and compare say of the same log agrees."""
+
+import html
+import json
+import re
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from mindformers_adaptive.cli import plot as plot_command
+from mindformers_adaptive.cli import program
 from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.other_cause import other_cause
+from mindformers_adaptive.plots import report_page
 from mindformers_adaptive.plots.run_series import series_of
-from mindformers_adaptive.record.definitions import HELD, held_at, settled
+from mindformers_adaptive.record.definitions import HELD, bounds_in_words, held_at, path_in_words, settled
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.text.table import as_power_of_two
+from tests.record.log_writers import WRITERS, random_run
+
+SAMPLES = Path(__file__).parents[1] / "record" / "samples"
+RECORDS = Path(__file__).parents[1] / "plots" / "runs"
+with zipfile.ZipFile(SAMPLES / "field_logs.zip") as field_logs:
+    FIELD = [name for name in field_logs.namelist() if name != "L17_wrapped.log"]
 
 
 def run_of(overflow, scales, known=True):
@@ -25,10 +44,112 @@ def test_text_and_picture_agree_on_settled_and_on_the_bounds(run):
     said = " ".join(analysis["verdict"])
     assert ("settled" in said) == ("settled" in series.finding()) == bool(held_at(run))
     skipped = analysis["skipped"]
-    assert (series.bounds or (series.skipped,) * 2) == (skipped["at_least"], skipped["at_most"])
+    assert series.bounds == (skipped["at_least"], skipped["at_most"])
 
 
 @pytest.mark.parametrize("clean", [HELD - 1, HELD])
 def test_a_scale_settles_only_where_one_held(clean):
     run = run_of(([True] + [False] * clean) * 4, ([2.0] + [1.0] * clean) * 4)
     assert (settled(run, run.loss_scale) is not None) == (clean == HELD)
+
+
+@pytest.mark.parametrize(
+    ("scales", "went"),
+    [
+        ([16.0, 8.0] * 12, "moved between 2^3 and 2^4"),
+        ([2.0**k for k in range(20, 3, -1)] + [16.0, 8.0] * 3, "fell from 2^20 to 2^3"),
+        ([2.0, 4.0, 2.0, 4.0, 8.0, 16.0, 32.0], "rose from 2^1 to 2^5"),
+    ],
+)
+def test_a_scale_that_returns_has_not_fallen(scales, went):
+    flags = [after < before for before, after in zip(scales, scales[1:] + scales[-1:], strict=True)]
+    assert path_in_words(run_of(flags, scales), as_power_of_two) == went
+
+
+class Commands:
+    """What the five commands say of one log. Pictures are taken before they are written."""
+
+    def __init__(self, folder, monkeypatch, capsys):
+        self.page, self.figures, self.capsys = folder / "report.html", [], capsys
+        monkeypatch.setattr(plot_command, "save", lambda figure, path: self.figures.append(figure))
+        monkeypatch.setattr(report_page, "_data", lambda figure: "")
+
+    def said(self, *arguments):
+        assert program.main([*map(str, arguments)]) == 0, arguments
+        return self.capsys.readouterr().out
+
+    def disagreements(self, log):
+        """Return a list of the statements on which the commands differ; empty if they agree."""
+        run = read_log(log)
+        analysis = json.loads(self.said("analyze", log, "--json"))
+        self.said("report", log, "--output", self.page)
+        page = html.unescape(re.sub(r"<sup>(.*?)</sup>", r"^\1", self.page.read_text(encoding="utf-8")))
+        self.said("plot", log)
+        tune, compare = self.said("tune", log), self.said("compare", log)
+        text = html.unescape(re.search(r"All details</summary><pre>(.*?)</pre>", page, re.DOTALL)[1])
+        title, finding = (
+            re.sub(r"\$2\^\{(.*?)\}\$", r"2^\1", each)
+            for each in (self.figures.pop().get_suptitle(), series_of(run).finding())
+        )
+        skipped, went = analysis["skipped"], path_in_words(run, as_power_of_two)
+        fewest, most = skipped["at_least"], skipped["at_most"]
+        words = bounds_in_words(fewest, most).replace(",", "")
+        cause = other_cause(run)
+        bad_loss = "loss was inf or NaN"
+        checks = {
+            "verdict of the page": " ".join(analysis["verdict"]) in page,
+            "path": [went in where for where in (" ".join(analysis["verdict"]), page, title)] == [True] * 3,
+            "skipped in the picture": ("none" if most == 0 else words) in title.lower().replace(",", "")
+            or f"All {fewest}" in title,
+            "skipped in tune": f"The run itself: {words} skipped" in tune.replace(",", ""),
+            "the picture of plot and report": finding in title and f"<figcaption>{finding}" in page,
+            "NaN loss": len({bad_loss in " ".join(each.split()) for each in (text, page, tune, compare)}) == 1,
+            "NaN loss in the picture": ("loss inf or NaN" in title) == (bad_loss in text),
+            "cause": [" ".join(cause.reason.split()) in " ".join(each.split()) for each in (text, page, tune, compare)]
+            == [True] * 4
+            if cause
+            else "What to do: " not in tune + compare,
+            "bits": self.bits_agree(analysis["outcomes"][0]["headroom_lost"], tune),
+            "settings": self.settings_agree(analysis, tune, cause),
+        }
+        return [name for name, agrees in checks.items() if not agrees]
+
+    def bits_agree(self, bits, tune):
+        """Return whether ``tune`` has the bits below the ceiling that ``analyze`` has; a part of a run has others."""
+        said = re.search(r"The run itself: .*? ([\d.]+)\s+bits\s+below", tune, re.DOTALL)
+        return said is None or bits is None or said[1] == f"{bits:.1f}"
+
+    def settings_agree(self, analysis, tune, cause):
+        section = re.search(r"^scale_sense:\n(  .*\n)+", tune, re.MULTILINE)
+        if section is None:
+            # If analyze recommends settings, so does tune, unless the steps that it replays suffice.
+            return analysis["scale_sense"] is None and tune.count("No settings to paste") == 1
+        if cause is not None or "No settings to paste" in tune:
+            return False
+        if analysis["scale_sense"] is None:
+            return "'analyze' recommends no settings" in tune
+        same = yaml.safe_load(section[0]) == yaml.safe_load(analysis["scale_sense"])
+        return ("'analyze' recommends the same" in tune, "'analyze' recommends other" in tune) == (same, not same)
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch, capsys):
+    return Commands(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", FIELD)
+def test_commands_agree_on_logs_of_others(commands, tmp_path, name):
+    with zipfile.ZipFile(SAMPLES / "field_logs.zip") as logs:
+        assert commands.disagreements(logs.extract(name, tmp_path)) == []
+
+
+@pytest.mark.parametrize("log", [*SAMPLES.glob("*.log"), *RECORDS.glob("*/loss_scale_record.jsonl")], ids=str)
+def test_commands_agree_on_samples(commands, log):
+    assert commands.disagreements(log) == []
+
+
+@pytest.mark.parametrize(("name", "every"), [(name, (1, 10)[index % 2]) for index, name in enumerate(WRITERS)])
+def test_commands_agree_on_random_logs(commands, tmp_path, name, every):
+    random = np.random.default_rng([every, *name.encode()])
+    (log := tmp_path / "run.log").write_text("".join(WRITERS[name](random_run(random, 200), every)), encoding="utf-8")
+    assert commands.disagreements(log) == []

@@ -78,7 +78,7 @@ def test_pareto_front_leaves_out_what_another_beats_in_both():
     assert [row["policy"] for row in comparison.rows() if row["on_front"]] == comparison.pareto_front()
 
 
-def test_comparison_as_text_is_sorted_and_marks_the_front():
+def test_comparison_as_text_is_sorted():
     policies = {"thirty-two": fixed(32.0), "one": fixed(1.0), "sixteen": fixed(16.0)}
     comparison = compare(policies, [Trace.exact(name, [16.0] * 4) for name in "ab"])
     lines = comparison.text(each_trace=True).split("\n\n")[1].splitlines()
@@ -86,14 +86,30 @@ def test_comparison_as_text_is_sorted_and_marks_the_front():
     assert [line.split()[:2] for line in lines[1:10]] == [
         [name, trace] for name in ("sixteen", "one", "thirty-two") for trace in ("a", "b", "(mean)")
     ]
-    assert [line.endswith("*") for line in lines[1:10]] == [True] * 6 + [False] * 3
     assert {row["policy"]: row["start"] for row in comparison.rows()} == {
         "one": 1.0,
         "sixteen": 16.0,
         "thirty-two": 32.0,
     }
-    assert comparison.text().startswith("Fewest skipped steps: ")
+    assert comparison.text().startswith("Fewest steps skipped: sixteen, one.")
     assert "The log shows" not in comparison.text()
+
+
+def test_a_scale_that_is_always_too_low_is_not_praised():
+    scales = {"always too low": 1.0, "good": 2.0**17, "too high": 2.0**19}
+    ceilings = [2.0**18] * 9 + [2.0**16]
+    text = compare({name: fixed(scale) for name, scale in scales.items()}, [Trace.exact("made", ceilings)]).text()
+    assert text.splitlines()[0].endswith("16 bits too low: good.")
+    assert [line.split("  ")[0] for line in text.split("\n\n")[1].splitlines()[1:]] == [
+        "good",
+        "always too low",
+        "too high",
+    ]
+
+
+def test_rules_that_skip_as_much_are_not_compared():
+    text = compare({"two": fixed(2.0), "four": fixed(4.0)}, [Trace.exact("calm", [8.0] * 4)]).text()
+    assert text.splitlines()[0].endswith("the same for all rules.")
 
 
 def test_a_known_share_of_0_is_shown():

@@ -133,6 +133,28 @@ def test_what_the_traces_decide_comes_before_what_costs_less():
     assert tuning.certainty()["verdict"] == "known"
 
 
+@pytest.mark.parametrize(("known", "swept"), [(1.0, 3000), (0.95, 3000), (0.5, 2000)])
+def test_a_log_that_decides_too_little_is_swept_in_part(known, swept):
+    """Settings cannot follow from such a log, even if its last steps are all known."""
+    lower = np.where(np.arange(3000) < round(3000 * (1 - known)), 0.0, 2.0**16)
+    trace = Trace("log", np.full(3000, 2.0**16), lower, np.full(3000, np.inf))
+    tuning = tune([trace], [Configuration.dynamic(5000)])
+    assert len(tuning.traces[0]) == swept
+    assert ("2,000 of the 3,000" in tuning.text()) == (swept < 3000)
+    assert (tuning.settings_to_paste is None) == (known < 0.9)
+    assert tuning.certainty()["known_share"] == pytest.approx(known)
+
+
+def test_settings_of_analyze_come_first_among_equals():
+    tried = [Configuration.dynamic(window) for window in (5000, 1000)]
+    advised = Configuration.dynamic(3000)
+    assert tune([CALM], tried, advised=tried[0]).recommended == tried[0]
+    assert len(tune([CALM], tried, advised=advised).configurations) == 3
+    assert tune([CALM], [Configuration.dynamic(5000)], advised=Configuration.dynamic(10)).recommended.label == (
+        "dynamic 5000"
+    )
+
+
 def test_text_shows_other_assumptions_where_they_matter():
     trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 1.5 * 2.0**14), np.full(1000, 2.0**20))
     text = tune([trace], [Configuration.dynamic(9)]).text(1)

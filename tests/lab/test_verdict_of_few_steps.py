@@ -66,3 +66,25 @@ def test_advised_start_is_not_one_that_overflowed(window):
     assert "1 at the start, because 2^16 was too high" in analysis.text()
     assert analysis.settings.arguments["loss_scale_value"] == 2.0**15
     assert "# was 2^16" in analysis.scale_sense
+
+
+@pytest.mark.parametrize(
+    ("scales", "note", "reason"),
+    [
+        # 2^14 holds, and no higher scale is used again.
+        ([17, 16, 15, *[14] * 200], "2^14 is the highest", "2^14 is the highest scale"),
+        # 2^15 overflows first, and holds later.
+        ([17, 16, 15, *[14] * 40, *[15] * 200], "higher ones overflowed first", "Scales up to 2^15 held later"),
+        # 2^15 never overflows, but has 19 steps at the end.
+        (
+            [18, 17, 16, *[14] * 200, *[15] * 19],
+            "highest that held 20 steps",
+            "Scales up to 2^15 had fewer",
+        ),
+    ],
+)
+def test_advised_start_says_why_higher_scales_are_left_out(scales, note, reason):
+    [advice] = analyze(run_of(np.arange(len(scales)) < 3, 2.0 ** np.array(scales))).advice
+    assert note in advice.note
+    assert reason in advice.reason
+    assert "20 steps in a row" in advice.reason

@@ -129,3 +129,20 @@ def record(run, every=1, history=1, counted=True):
             count = sum(run.flags[:step]) if counted else None
             lines.append(record_line(step, flag, used, next_loss_scale=after, skipped_steps=count))
     return lines
+
+
+# For each format, a function that returns the log lines of a run with a line after every so many steps.
+WRITERS = {
+    "mindformers": lambda run, every: mindformers(run, every),
+    "mindformers without flags": lambda run, every: mindformers(run, every, with_flags=False),
+    "mindspore": lambda run, every: mindspore(run, every),
+    "megatron": lambda run, every: megatron(run, every),
+    "megatron with its first step": lambda run, every: megatron(run, every, first_line=True),
+    "deepspeed": lambda run, every: deepspeed(run, every),
+    "deepspeed of three ranks": lambda run, every: deepspeed(run, every, ranks=3),
+    "megatron-deepspeed": lambda run, every: deepspeed(run, 10, iterations=every),
+    "megatron-deepspeed without totals": lambda run, every: deepspeed(run, totals=False, iterations=every),
+    "record": lambda run, every: record(run, every),
+    "record with some steps": lambda run, every: record(run, every, history=3),
+    "record without counts": lambda run, every: record(run, every, counted=False),
+}

@@ -8,22 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mindformers_adaptive.record.logs import read_log
-from tests.record.log_writers import deepspeed, megatron, mindformers, mindspore, random_run, record
-
-WRITERS = {
-    "mindformers": lambda run, every: mindformers(run, every),
-    "mindformers without flags": lambda run, every: mindformers(run, every, with_flags=False),
-    "mindspore": lambda run, every: mindspore(run, every),
-    "megatron": lambda run, every: megatron(run, every),
-    "megatron with its first step": lambda run, every: megatron(run, every, first_line=True),
-    "deepspeed": lambda run, every: deepspeed(run, every),
-    "deepspeed of three ranks": lambda run, every: deepspeed(run, every, ranks=3),
-    "megatron-deepspeed": lambda run, every: deepspeed(run, 10, iterations=every),
-    "megatron-deepspeed without totals": lambda run, every: deepspeed(run, totals=False, iterations=every),
-    "record": lambda run, every: record(run, every),
-    "record with some steps": lambda run, every: record(run, every, history=3),
-    "record without counts": lambda run, every: record(run, every, counted=False),
-}
+from tests.record.log_writers import WRITERS, mindformers, random_run
 
 # Logs in these formats count or state every skipped step, so the number of skipped steps is exact.
 EXACT = ("megatron", "megatron with its first step", "deepspeed", "deepspeed of three ranks", "record")
