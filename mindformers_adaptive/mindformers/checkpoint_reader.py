@@ -188,7 +188,7 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
 def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format, beginning with the optimizer's files, as a resume does."""
     files = sorted(folder.glob("*-opt-*.safetensors"))
-    return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).exists())], rules)
+    return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).is_file())], rules)
 
 
 def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> Checkpoint:

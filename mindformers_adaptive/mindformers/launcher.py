@@ -15,6 +15,7 @@ from mindformers_adaptive.mindformers.cpu_checks import check_cpu
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_trainer
 from mindformers_adaptive.record.run_folder import CONFIG_FILE, file_in
+from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
@@ -113,6 +114,8 @@ def require_yaml_file(path: str | Path) -> str:
     """
     path = file_in(path, CONFIG_FILE)
     if not Path(path).is_file():
+        if Path(path).exists():
+            refuse_pipe(path)
         raise FileNotFoundError(f"there is no file {str(path)!r} (current folder: {Path.cwd()})")
     if not str(path).endswith(("yaml", "yml")):
         # MindFormers would ignore a configuration file whose name does not end in .yaml or .yml.

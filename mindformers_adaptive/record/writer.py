@@ -14,7 +14,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from mindformers_adaptive.record.step import MARKS, entry_of
-from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
+from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text, refuse_pipe
 
 __all__ = ["RunRecord", "new_run", "read_record"]
 
@@ -278,6 +278,7 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         [{'step': 1, 'loss': nan}]
     """
     entries: list[dict[str, Any]] = []
+    refuse_pipe(path)
     try:
         with open(path, "rb") as file:
             for _, text, line in _lines(file):
@@ -286,10 +287,8 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                     entries.append({k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in content.items()})
     except ValueError as error:
         raise ValueError(f"{path} is no run record: {error}") from error
-    for entry in entries[:1]:
-        entry.pop("run", None)
-    for entry in entries:
-        for mark in MARKS:
+    for index, entry in enumerate(entries):
+        for mark in MARKS if index else ("run", *MARKS):
             entry.pop(mark, None)
     return entries
 

@@ -7,6 +7,8 @@ import re
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from mindformers_adaptive.text.files import refuse_pipe
+
 if TYPE_CHECKING:
     import yaml
 
@@ -68,6 +70,7 @@ def read_yaml(file: str | os.PathLike[str]) -> Any:
         OSError: if the file cannot be read.
         ValueError: if the file is not in UTF-8, or if :func:`parse_yaml` raises one.
     """
+    refuse_pipe(file)
     try:
         with open(file, encoding="utf-8") as lines:
             return parse_yaml(lines.read())

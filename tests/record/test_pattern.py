@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.pattern import suggest_pattern
+from mindformers_adaptive.record.writer import read_record
+from mindformers_adaptive.text.untrusted import read_yaml
 from tests.record.log_writers import megatron_line, mindformers_line, random_run
 
 # For each program a pattern, and lines of steps 100, 200 and 300. The loss scale halves between steps 100 and 200.
@@ -173,13 +175,15 @@ def test_a_scale_beyond_float64_costs_no_more_than_its_line(tmp_path, name):
 
 
 def test_pipes_and_devices_are_refused_at_once(run_program, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for file in (str(tmp_path / "pipe"), "/dev/zero"):
-        for command in ("analyze", "compare", "plot", "report"):
-            code, _, error = run_program(command, file)
-            assert (code, "pipe or a device" in error, file in error) == (1, True, True)
-        for arguments in (["inspect", file], ["diff", file, file]):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for file in (str(tmp_path / "pipe.yaml"), "/dev/zero"):
+        commands = [[command, file] for command in ("analyze", "compare", "tune", "plot", "report", "inspect")]
+        commands += [["diff", file, file], ["why", "--record", file, "--network", "module.build"]]
+        commands += [[command, "--config", file] for command in ("find", "probe", "why", "train")]
+        for arguments in commands:
             code, _, error = run_program(*arguments)
-            assert (code, "pipe or a device" in error, file in error) == (1, True, True)
-        with pytest.raises(ValueError, match="pipe or a device"):
-            read_batch(file)
+            assert code != 0
+            assert ("pipe or a device" in error, file in error) == (True, True)
+        for read in (read_batch, read_record, read_yaml):
+            with pytest.raises((OSError, ValueError), match="pipe or a device"):
+                read(file)
