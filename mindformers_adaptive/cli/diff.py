@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 
 from mindformers_adaptive.cli.output import add_output_arguments, integer, print_result
@@ -30,6 +31,8 @@ from mindformers_adaptive.gradients.selection import group_of_modules
 from mindformers_adaptive.mindformers.checkpoint_reader import Checkpoint
 
 __all__ = ["add_arguments", "run"]
+
+_LEGEND = "Relative error: the norm of the difference, divided by the norm of the reference."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,12 +96,7 @@ def _print_pair(options: argparse.Namespace, first: Checkpoint, reference: Check
     differences, only = _compare(options, first, reference)
 
     def text() -> str:
-        same = sum(difference.relative_error == 0 for difference in differences)
-        lines = [
-            difference_table(differences[: options.worst]),
-            "",
-            f"{same} of {len(differences)} Parameters are equal.",
-        ]
+        lines = [_verdict_of_pair(differences), "", difference_table(differences[: options.worst]), "", _LEGEND]
         if first.step != reference.step and None not in (first.step, reference.step):
             lines.append(f"The steps differ: {first.step} and {reference.step}.")
         return "\n".join([*lines, *_only_in(only)])
@@ -119,7 +117,7 @@ def _print_steps(
     only = compared[shared[-1]][1]
 
     def text() -> str:
-        lines = [_verdict(steps, drift), "", step_table(steps, options.worst or 1), ""]
+        lines = [_verdict(steps, drift), "", step_table(steps, options.worst or 1), "", _LEGEND]
         for path, known in ((options.first, first), (options.reference, reference)):
             if single := known.keys() - shared:
                 lines.append(f"Steps only in {path}: {', '.join(map(str, sorted(single)))}.")
@@ -133,6 +131,19 @@ def _print_steps(
         return {"drift_step": drift, "steps": rows, "only_in": only}
 
     print_result(options, content, text)
+
+
+def _verdict_of_pair(differences: list[ArrayDifference]) -> str:
+    worst, count = differences[0], len(differences)
+    equal = sum(difference.relative_error == 0 for difference in differences)
+    if equal == count:
+        return f"All {count} Parameters are equal."
+    if math.isnan(worst.relative_error):
+        return f"{worst.name} has inf or NaN in a file. {count - equal} of {count} Parameters differ."
+    return (
+        f"{count - equal} of {count} Parameters differ. The largest relative error is {worst.relative_error:.2e}, in "
+        f"{worst.name}."
+    )
 
 
 def _verdict(steps: dict[int, list[ArrayDifference]], drift: int | None) -> str:

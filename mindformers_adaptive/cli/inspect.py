@@ -18,6 +18,7 @@ from typing import Any
 from mindformers_adaptive.cli.output import add_output_arguments, print_result, read_source, wrong_usage
 from mindformers_adaptive.mindformers.checkpoint_reader import newest_state
 from mindformers_adaptive.rules import find_rule
+from mindformers_adaptive.text.table import as_power_of_two, counted
 
 __all__ = ["add_arguments", "run"]
 
@@ -27,14 +28,14 @@ COUNTERS = {
     "loss_scale": "of the next step",
     "step_num": "the step at which the checkpoint was saved",
     "global_step": "steps that the optimizer applied",
-    "cur_iter": "the number of the next step, from 1",
+    "cur_iter": "number of the next step, from 1",
     "last_overflow_iter": "the step that overflowed last, 0 without an overflow",
     "skipped_steps": "since the start of the training",
     "consecutive_overflows": "skipped steps in a row, up to the last step",
 }
 MEANINGS = COUNTERS | {
     "scale_window": "steps without overflow before a raise",
-    "window_index": "place of the window on the ladder of windows, from 0; -1 is a window of 1 step",
+    "window_index": "which of the rule's windows, from 0 for the smallest; -1 is a window of 1 step",
     "growth_num": "raises that count toward the next larger window",
     "down_num": "drops that count toward a window of 1 step",
     "hysteresis_budget": "overflows until the next drop",
@@ -74,15 +75,32 @@ def _unsound(state: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is {value}, but must not be below {least}. Give another checkpoint"
 
 
+def _summary(state: dict[str, Any]) -> str:
+    """Return a sentence that says where the training goes on from: the step, the loss scale, the skipped steps."""
+    if list(_unsound(state)):
+        return "This state is not sound, see the notes."
+    scale, following, skipped = state.get("loss_scale"), state.get("cur_iter"), state.get("skipped_steps")
+    at = "an unknown loss scale" if scale is None else f"loss scale {as_power_of_two(scale)}"
+    goes_on = f"The training goes on {f'with step {following}' if following else 'from here'} at {at}."
+    return goes_on if skipped is None else f"{goes_on} {counted(skipped, 'step')} {_were(skipped)} skipped so far."
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"
+
+
 def _text(state: dict[str, Any]) -> str:
-    """Return a line for each number in the loss-scale state and for each note. Only ``--json`` prints vectors."""
+    """Return a summary, and a line for each number in the loss-scale state and for each note.
+
+    Only ``--json`` prints vectors.
+    """
     values = {name: value for name, value in state.items() if value is not None and not isinstance(value, list)}
     lines = {name: f"{name}: {_number(value) if isinstance(value, float) else value}" for name, value in values.items()}
     # In the states of other rules, the fields of the adaptive rule have other meanings.
     meanings = MEANINGS if "adaptive" in state["kind"] else COUNTERS
     width = max((len(line) for name, line in lines.items() if name in meanings), default=0)
     commented = [f"{line:<{width}}  # {meanings[name]}" if name in meanings else line for name, line in lines.items()]
-    return "\n".join([*commented, *(f"note: {note}" for note in state["notes"])])
+    return "\n".join([_summary(state), "", *commented, *(f"note: {note}" for note in state["notes"])])
 
 
 def _number(value: float) -> str:

@@ -6,6 +6,7 @@ import codecs
 import os
 import re
 import shlex
+import textwrap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ LogPath = str | os.PathLike[str]
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _LAST_WORD = re.compile(r"[^\s,|]*$")
+# Show at most this many characters of a line that cannot be read.
+_SHOWN = 190
 
 
 @dataclass
@@ -124,13 +127,13 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
     else:
         log_format = _find_format(paths) if format is None else FORMATS[_require_format(format)]
     formats = [log_format, *(FORMATS[name] for name in log_format.printed_with)]
-    texts, lines, used, problems, nearest = _TextLines(paths), LogLines(), 0, list[str](), ""
+    texts, lines, used, problems, nearest = _TextLines(paths), LogLines(), 0, list[str](), ("", "")
     for text in texts:
         is_used = False
         for line in _statements(text, formats):
             if isinstance(line, str):
                 problems.append(f"{texts.name_of(texts.number)}: looks like a step's line, but {line}")
-                nearest = nearest or f"{problems[0]}: {text!r}"
+                nearest = nearest if nearest[0] else (problems[0], text)
                 lines.after_damage.add(len(lines))
             else:
                 lines.add(line, texts.number, texts.name_of)
@@ -214,14 +217,14 @@ def _statements(text: str, formats: Iterable[LogFormat]) -> Iterator[Step | str]
 
 def _find_format(paths: tuple[Path, ...]) -> LogFormat:
     """Return a log's format. DeepSpeed is tried last, because DeepSpeed's lines also appear in other programs' logs."""
-    texts, nearest = _TextLines(paths), ""
+    texts, nearest = _TextLines(paths), ("", "")
     *first_choice, last_choice = FORMATS.values()
     result = None
     for text in texts:
         for log_format in first_choice if result else FORMATS.values():
             for line in _statements(text, [log_format]):
                 if isinstance(line, str):
-                    nearest = nearest or f"{texts.name_of(texts.number)}: {line}: {text!r}"
+                    nearest = nearest if nearest[0] else (f"{texts.name_of(texts.number)}: {line}", text)
                 elif log_format is not last_choice and line.step >= 0:
                     return log_format
                 elif log_format is last_choice:
@@ -231,18 +234,26 @@ def _find_format(paths: tuple[Path, ...]) -> LogFormat:
     return result
 
 
-def _nothing_found(paths: tuple[Path, ...], formats: Iterable[LogFormat], count: int, nearest: str) -> str:
-    looked_for = "; ".join(f"{log_format.name}: {log_format.example}" for log_format in formats)
-    if nearest:
-        nearest = f"The first line that nearly fits is {printable(nearest)[:400]}. It may have been cut or wrapped. "
-    else:
-        patterns = filter(None, map(suggest_pattern, _TextLines(paths)))
-        if suggested := next(patterns, ""):
-            nearest = f"Its lines may match this pattern: --pattern {shlex.quote(printable(suggested)[:400])} "
-    return (
-        f"The log must have lines of steps, but in {_names(paths)} ({counted(count, 'line')}) there is none. "
-        f"{nearest}Looked for: {looked_for}. Give the log of a training, or another format."
-    )
+def _nothing_found(paths: tuple[Path, ...], formats: Iterable[LogFormat], count: int, nearest: tuple[str, str]) -> str:
+    """Return a message about a log without lines of steps, in lines of at most 100 characters, but for long paths."""
+    lines = [f"No line of {_names(paths)} ({counted(count, 'line')}) states a step."]
+    where, text = map(printable, nearest)
+    if where:
+        lines += _wrapped(f"The first line that nearly fits is {where}:")
+        lines += _wrapped(f"  {text.strip()[:_SHOWN]}", "  ")
+        lines += ["The line may have been cut or wrapped. Give the log as the training printed it."]
+        return "\n".join(lines)
+    patterns = filter(None, map(suggest_pattern, _TextLines(paths)))
+    if suggested := next(patterns, ""):
+        lines += ["Its lines may match this pattern:", f"  --pattern {shlex.quote(printable(suggested)[:400])}"]
+    lines.append("Looked for:")
+    for log_format in formats:
+        lines += _wrapped(f"  {log_format.name}: {log_format.example}", "    ")
+    return "\n".join([*lines, "Give the log of a training, or another format."])
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _require_format(format: object) -> str:

@@ -71,18 +71,17 @@ def files(tmp_path, monkeypatch):
 
 def test_the_command_shows_the_error_of_each_parameter(files, run_program):
     code, printed, _ = run_program("diff", *files)
-    rows = printed.splitlines()
+    [verdict, _, *rows] = printed.splitlines()
     assert code == 0
+    assert verdict.startswith("2 of 3 Parameters differ.")
     assert [row.split()[0] for row in rows[1:4]] == [*OTHER][2:] + [*OTHER][:2]
     assert rows[2].split()[1:] == ["4", "4.61", "5", "1.00e-01", "5.00e-01"]
-    assert rows[4:] == [
-        "",
-        "1 of 3 Parameters are equal.",
+    assert rows[6:] == [
         "The steps differ: 4 and 6.",
         "Only in run-1_4.ckpt: 1, such as bias.",
     ]
     shown = run_program("diff", *files, "--modules", "model", "--worst", 1)[1].splitlines()
-    assert [row.split()[0] for row in shown if row] == ["elements", "model.layers.0.wq.weight", "1", "The"]
+    assert [row.split()[0] for row in shown if row][1:3] == ["elements", "model.layers.0.wq.weight"]
     content = json.loads(run_program("diff", *files, "--json")[1])
     assert (content["step"], content["reference_step"], content["parameters"][1]["relative_error"]) == (4, 6, 0.1)
     assert content["parameters"][0]["relative_error"] == "inf"
@@ -159,7 +158,7 @@ def test_two_folders_are_compared_at_each_step(folders, run_program):
     ]
     assert [row.split()[:2] for row in rows[:3]] == [["20", "a.w"], ["30", "a.w"], ["40", "a.w"]]
     assert rows[2].split()[2:] == ["2.00e-01", "1.00e+00", "0", "of", "2"]
-    assert rows[3:] == ["", "Steps only in one: 10.", "Steps only in other: 50."]
+    assert rows[5:] == ["Steps only in one: 10.", "Steps only in other: 50."]
     shown = run_program("diff", *folders, "--worst", 2)[1].splitlines()[3:9]
     assert [row.split()[:2] for row in shown] == [
         [step, name] for step in ("20", "30", "40") for name in ("a.w", "b.w")

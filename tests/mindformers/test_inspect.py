@@ -82,7 +82,9 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
     assert {name: shown[name] for name in STATE} == {name: expected.get(name) for name in STATE}
     exit_code, printed, errors = inspect(file)
     assert (exit_code, errors) == (0, "")
-    lines = dict(line.partition("  #")[0].rstrip().split(": ") for line in printed.splitlines())
+    [summary, _, *details] = printed.splitlines()
+    assert (f"step {expected['cur_iter']} " in summary, "2^10" in summary) == (True, True)
+    lines = dict(line.partition("  #")[0].rstrip().split(": ") for line in details)
     assert {name: lines.get(name) for name in STATE} == {
         name: f"{expected[name]:.0f}" if name in expected else None for name in STATE
     }
@@ -167,13 +169,14 @@ def test_a_number_that_no_training_saves_is_named(tmp_path, inspect, inspect_jso
     [note] = inspect_json(file)[1]["notes"]
     assert note.startswith(f"{name} is {value}, but must ")
     assert f"note: {note}" in inspect(file)[1]
+    assert "is not sound" in inspect(file)[1].splitlines()[0]
     # The index -1 is a window of 1 step.
     assert inspect_json(save({"scale_sense": 8.0, "list_index": -1}, tmp_path / "y", "safetensors"))[1]["notes"] == []
 
 
 def test_a_line_says_what_its_number_is(tmp_path, inspect):
     state = {"list_index": 1, "scale_window_up_count": 2, "current_iterator_step": 21}
-    adaptive = inspect(legacy(tmp_path / "x-1_20", 20, scale_window=20, **state))[1].splitlines()
+    adaptive = inspect(legacy(tmp_path / "x-1_20", 20, scale_window=20, **state))[1].splitlines()[2:]
     assert {line.partition(":")[0] for line in adaptive if "  # " not in line} == {"file", "kind"}
     assert "cur_iter: 21  " in "\n".join(adaptive)
     # The fields of a rule may have names that mean other things in the adaptive rule.

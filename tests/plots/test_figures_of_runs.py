@@ -1,4 +1,4 @@
-"""The commands on the monitoring page draw figures that compare loss scales, iterations, checkpoints and devices.
+"""The commands on the page about comparing runs draw figures of loss scales, iterations, checkpoints and devices.
 
 The data come from real runs of the demo's model, see tests/plots/shrink_run.py.
 """
@@ -12,12 +12,12 @@ import pytest
 from tests.conftest import ROOT
 
 DATA = ROOT / "tests" / "plots" / "runs"
-PAGES = {"en": "### Figures, one by one", "zh": "### 逐一画图"}
+PAGES = {"en": "## Figures, one by one", "zh": "## 逐一画图"}
 
 
 def commands_of(language):
-    """Return the ``plot`` and ``diff`` commands that the monitoring page has in its section about figures."""
-    page = (ROOT / "docs" / language / "monitoring.md").read_text(encoding="utf-8")
+    """Return the ``plot`` and ``diff`` commands that the page about comparing runs has in its section about figures."""
+    page = (ROOT / "docs" / language / "comparing.md").read_text(encoding="utf-8")
     section = re.split("^##+ ", page.partition(PAGES[language])[2], maxsplit=1, flags=re.MULTILINE)[0]
     code = "".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL)).replace("\\\n", "")
     commands = [shlex.split(line)[1:] for line in code.splitlines()]
@@ -46,7 +46,7 @@ def test_figure_is_built_by_its_command(folder, monkeypatch, run_program, comman
         assert (folder / picture_of(command)).stat().st_size > 20_000
     else:
         for language in PAGES:
-            page = (ROOT / "docs" / language / "monitoring.md").read_text(encoding="utf-8")
+            page = (ROOT / "docs" / language / "comparing.md").read_text(encoding="utf-8")
             assert f"```text\n{printed}```" in page
 
 

@@ -325,10 +325,10 @@ def test_a_log_may_end_anywhere_in_a_line(tmp_path, name):
 
 @pytest.mark.parametrize("content", ["", "\n\n", "no step here\n" * 3, '{"json": 1}\n'])
 def test_file_without_steps_is_refused_with_what_was_looked_for(tmp_path, content):
-    with pytest.raises(ValueError, match=r"must have lines of steps, .*run\.log \(\d lines?\)") as error:
+    with pytest.raises(ValueError, match=r"No line of .*run\.log \(\d lines?\)") as error:
         read(tmp_path, content)
     assert all(f"{name}: " in str(error.value) for name in FORMATS)
-    with pytest.raises(ValueError, match=r"Looked for: megatron: .* iteration N/ M"):
+    with pytest.raises(ValueError, match=r"Looked for:\n  megatron: .* iteration N/ M"):
         read(tmp_path, content, format="megatron")
 
 
@@ -343,7 +343,7 @@ def test_file_without_steps_is_refused_with_what_was_looked_for(tmp_path, conten
 )
 def test_a_refusal_quotes_the_first_line_that_nearly_fits(tmp_path, name, line):
     for format in (None, name):
-        with pytest.raises(ValueError, match=r"nearly fits .*run\.log:2: .*7"):
+        with pytest.raises(ValueError, match=r"(?s)nearly fits .*run\.log:2: .*7"):
             read(tmp_path, "nothing\n", line, format=format)
 
 
@@ -538,7 +538,7 @@ def test_mutilated_logs_raise_only_value_errors(name, data, tmp_path_factory):
         try:
             run = read_log(log, chosen)
         except ValueError as error:
-            assert "The log must" in str(error)  # noqa: PT017
+            assert str(error).startswith(("The log must", "No line of"))  # noqa: PT017
             continue
         assert run.lines_read == run.lines_used + run.lines_ignored
         assert all(f"mutilated_{name}.log:" in problem for problem in run.problems)

@@ -87,7 +87,7 @@ def test_a_refusal_prints_a_pattern_to_try(tmp_path, name):
     (tmp_path / "run.log").write_text(text)
     with pytest.raises(ValueError, match="may match this pattern") as error:
         read_log(tmp_path / "run.log")
-    suggested = shlex.split(re.search(r"--pattern (.*?) Looked for", str(error.value))[1])[0]
+    suggested = shlex.split(re.search(r"--pattern (.*?)\s+Looked for", str(error.value))[1])[0]
     run = read(tmp_path, text, suggested)
     assert (run.step[-1], run.final_loss_scale) == (300, 32768.0)
 
@@ -132,7 +132,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, seed, every):
         (r"\d+", ValueError, r"has no group\. Add"),
         (r"(?P<step>\d+)(?P<overflow>\d)(?P<lr>\d)", ValueError, r"only the groups .*but has lr"),
         (7, TypeError, r"must be text, but got 7"),
-        (r"iter (?P<step>\d+) (?P<overflow>\d)", ValueError, r"must have lines of steps"),
+        (r"iter (?P<step>\d+) (?P<overflow>\d)", ValueError, r"No line of .* states a step"),
         (r"x(?P<step>(\d+)+)+y(?P<loss_scale>\d)", TimeoutError, r"must match each line within"),
     ],
 )
