@@ -92,9 +92,11 @@ def _collapse_message(entry: Mapping[str, Any], way: str) -> str:
             "weights, such as the weights of the checkpoint that was loaded."
         )
     elif scale == next_scale and scale > 1:
+        # A rule that follows the gradients has no hysteresis.
+        held = "min_loss_scale" if "gradient_format" in entry else "min_loss_scale, hysteresis"
         cause = (
-            "The loss scale stays where it is, although a lower one may fit: lower what holds it there, "
-            "min_loss_scale, hysteresis or a fixed scale."
+            f"The loss scale stays where it is, although a lower one may fit: lower what holds it there, {held} or a "
+            "fixed scale."
         )
     elif scale == next_scale:
         cause = (

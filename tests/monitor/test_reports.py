@@ -48,6 +48,10 @@ def test_without_a_limit_nothing_is_told():
         ({"loss": float("nan")}, r"The loss itself is nan\b.* no loss scale can help: .* NaN or inf"),
         ({"loss_scale": 1.0, "next_loss_scale": 1.0}, r"The loss scale falls no .*\(min_loss_scale\)"),
         ({"loss_scale": 4.0}, r"The loss scale stays .* min_loss_scale, hysteresis or a fixed scale"),
+        (
+            {"loss_scale": 4.0, "gradient_format": "float16"},
+            "The loss scale stays .*there, min_loss_scale or a fixed scale",
+        ),
         ({}, r"The loss scale .*still falling: .* lower loss_scale_value "),
         ({"loss": None}, "The loss scale .*still falling"),
     ],
