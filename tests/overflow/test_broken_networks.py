@@ -54,11 +54,16 @@ OUTLIERS = [
 
 
 @pytest.mark.parametrize(("network", "weight"), OUTLIERS)
-@pytest.mark.parametrize("factor", [4000.0])
-def test_a_weight_outlier_is_named(network, weight, factor):
+@pytest.mark.parametrize("is_single", [False, True])
+def test_a_weight_outlier_is_named(network, weight, is_single):
     make, batch = NETWORKS[network]
     network, batch = make(), (Tensor(batch),)
-    with planted(network, {weight: factor}):
+    [changed] = [each.asnumpy().copy() for each in network.get_parameters() if each.name.endswith(weight)]
+    if is_single:
+        changed.flat[0] = 4000.0 * np.abs(changed).max()
+    else:
+        changed *= 4000.0
+    with planted(network, {weight: changed}):
         explanation, printed = explained(network, batch, remedies=False)
     [named] = [cause for cause in explanation.causes if cause.kind == "weights"]
     assert named.layer.endswith(weight)
