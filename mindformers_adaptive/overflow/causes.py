@@ -141,7 +141,9 @@ def _outstanding(seen: Pass, growths: Sequence[_Growth]) -> tuple[_Growth, float
         alike = [other for other in comparable if other.call.kind == growth.call.kind] or comparable
         # A layer without comparable layers must stand out from a layer that changes nothing.
         most = max((other.factor for other in alike), default=0.0) or 1.0
-        if growth.factor >= _FACTOR * most:
+        # A normalization after a layer that grows makes values much smaller, so another one seems to make them larger.
+        least = 1.0 if "Norm" in growth.call.kind else most
+        if growth.factor >= _FACTOR * max(most, least):
             standing.append((growth, most))
     # A layer around the layer that grows stands out too. Name the inner one.
     inner = [pair for pair in standing if not any(pair[0].call.index in _around(seen, g.call) for g, _ in standing)]
@@ -177,7 +179,7 @@ def large_weights(sizes: Mapping[str, tuple[int, float]]) -> list[Cause]:
             name: statistics.median([size for other, size in kind.items() if other != name] or [math.inf])
             for name in kind
         }
-        beyond = [name for name, size in kind.items() if size >= max(_LEAST, _FACTOR * medians[name])]
+        beyond = [name for name, size in kind.items() if size >= _limit(medians[name])]
         if beyond:
             name = max(beyond, key=lambda each: kind[each])
             more = f" (and {len(beyond) - 1} more Parameters are as far above the others)" if len(beyond) > 1 else ""
@@ -194,6 +196,12 @@ def large_weights(sizes: Mapping[str, tuple[int, float]]) -> list[Cause]:
             )
             causes.append(Cause("weights", text))
     return causes
+
+
+def _limit(median: float) -> float:
+    """Return the size from which a weight stands out among weights of a median size."""
+    # After an update that was too large, the other weights have grown too. A weight of 512 stands out then as well.
+    return max(_LEAST, min(_FACTOR * median, max(_FACTOR * _LEAST, _LEAST * median)))
 
 
 def low_scale(overflowing_scale: float | None) -> list[Cause]:

@@ -1,5 +1,6 @@
 """What is printed of whole trainings: an update that was too large is named, and a healthy training gets no cause."""
 
+import mindspore
 import numpy as np
 import pytest
 from mindspore import Model, Tensor, nn
@@ -29,15 +30,17 @@ def training(request):
     """Return a function that trains one compiled network from its first weights, at a learning rate."""
     make, batches, make_optimizer, rate = TRAININGS[request.param]
     with mindspore_mode("graph"):
+        mindspore.set_seed(0)
         network = make()
         optimizer = make_optimizer(network.trainable_params(), rate)
         scale = AdaptiveLossScaleUpdateCell(2.0**16, 2, 20)
         train_step = wrapper.TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=scale)
         first = {parameter: parameter.asnumpy().copy() for parameter in train_step.get_parameters()}
 
-        def train(factor, steps, folder):
+        def train(factor, steps, folder, outlier=None):
             for parameter, value in first.items():
-                parameter.set_data(Tensor(value, parameter.dtype))
+                growth = 4000 if outlier and parameter.name.endswith(outlier) else 1
+                parameter.set_data(Tensor(value * growth, parameter.dtype))
             optimizer.learning_rate.set_data(Tensor(np.float32(rate * factor)))
             data = NumpySlicesDataset((batches[:steps],), shuffle=False)
             record = folder / "loss_scale_record.jsonl"
@@ -61,6 +64,22 @@ def test_an_update_that_was_too_large_is_named(training, factor, tmp_path, mindf
     print(log, analysis, sep="\n\n")
     assert "lower the learning rate" in log
     assert "lower the learning rate" in analysis
+
+
+OUTLIERS = {
+    "autoencoder": ["decoder.weight"],
+    "linear": ["decoder.weight"],
+    "mixer": ["head.weight", "norms.2.gamma"],
+    "convolutions": ["conv2.weight"],
+}
+
+
+def test_a_weight_outlier_is_named(training, request, tmp_path, mindformers_log):
+    for weight in OUTLIERS.get(request.node.callspec.params["training"], []):
+        mindformers_log.clear()
+        analysis = training(1.0, 60, tmp_path / weight, weight)
+        assert f"{weight} has a weight of" in analysis
+        assert f"{weight} has a weight of" in warned(mindformers_log)
 
 
 def test_a_healthy_training_gets_no_cause(training, tmp_path, mindformers_log):
