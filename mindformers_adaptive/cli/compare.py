@@ -1,9 +1,9 @@
-"""Replay policies on traces, and compare their skipped steps and bits below the ceiling.
+"""Replay rules of loss scaling on logs, and compare their skipped steps and how low their scales were.
 
 examples:
   adaptive-loss-scale compare output/log/rank_0/info.log
-  adaptive-loss-scale compare synthetic --policies adaptive torch megatron dynamic:scale_window=20
-  adaptive-loss-scale compare synthetic --policies fixed:loss_scale=1024 torch:init_scale=2^20
+  adaptive-loss-scale compare synthetic --rules adaptive torch megatron dynamic:scale_window=20
+  adaptive-loss-scale compare synthetic --rules fixed:loss_scale=1024 torch:init_scale=2^20
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Replay the policies on the traces, and print the table that compares them."""
+    """Replay the rules on the traces, and print the table that compares them."""
     makers = dict(policy_maker(text) for text in options.policies or _DEFAULT_POLICIES)
     sources = read_sources(options, makers)
     if not options.policies and all(source.trace.largest_gradient is not None for source in sources):

@@ -5,7 +5,7 @@ MindFormers' `checkpoint:` format, or the folder above it. The exit code is 1 if
 
 examples:
   adaptive-loss-scale inspect output/checkpoint
-  adaptive-loss-scale inspect output/checkpoint --policy log_max.LogMaxRule
+  adaptive-loss-scale inspect output/checkpoint --rule log_max.LogMaxRule
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``inspect``."""
     parser.add_argument("path", type=read_source, metavar="PATH", help="the checkpoint file or folder")
     parser.add_argument(
+        "--rule",
         "--policy",
+        dest="policy",
         action="append",
         default=[],
         metavar="MODULE.CLASS",
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the loss-scale state of the newest checkpoint."""
-    with wrong_usage("argument --policy: "):
+    with wrong_usage("argument --rule: "):
         rules = [find_rule(name) for name in options.policy]
     state = newest_state(options.path, rules)
     state["notes"] += _unsound(state)

@@ -103,23 +103,23 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "traces",
         nargs="+",
         type=read_source,
-        metavar="TRACE",
+        metavar="LOG",
         help="a training log or a record of LossScaleMonitor, the output folder of a run, a folder of logs, a record "
-        "of GradientRangeMonitor with loss_scales, 'synthetic' for one made-up trace of each kind, or "
+        "of GradientRangeMonitor with loss_scales, 'synthetic' for one made-up run of each kind, or "
         "'synthetic:random walk' for one of them",
     )
     parser.add_argument(
         "--ceilings",
         choices=ASSUMPTIONS,
-        help="ceilings that a log does not bound: those that the gradients show, where the log has them (then the "
-        "default), interpolated between neighbouring skips (else the default), or the lowest or highest that the "
-        "bounds allow",
+        help="the ceiling of a step is the largest loss scale that does not overflow. What to assume where a log does "
+        "not show it: what the gradients show (the default where the log has gradients), interpolated between "
+        "neighbouring skips (else the default), or the lowest or the highest that the log allows",
     )
     add_pattern_argument(parser)
     parser.add_argument("--details", action="store_true", help="print more measures, and what was read of each log")
     steps = integer(1, MOST_STEPS)
-    parser.add_argument("--steps", type=steps, default=10_000, help="length of a synthetic trace; default: 10000")
-    parser.add_argument("--seed", type=integer(0), default=0, help="random seed of a synthetic trace; default: 0")
+    parser.add_argument("--steps", type=steps, default=10_000, help="length of a made-up run; default: 10000")
+    parser.add_argument("--seed", type=integer(0), default=0, help="random seed of a made-up run; default: 0")
 
 
 def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[Source]:
@@ -151,13 +151,13 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
             gradient_format = source.trace.gradient_format
             if rule.needs_gradients and gradient_format != FLOAT16 and "gradient_format" not in texts[name]:
                 print(
-                    f"The gradients of {source.trace.name} are in {gradient_format.name}, but policy {name!r} assumes "
-                    f"float16. Give the policy the parameter gradient_format={gradient_format.name}.",
+                    f"The gradients of {source.trace.name} are in {gradient_format.name}, but rule {name!r} assumes "
+                    f"float16. Give the rule the parameter gradient_format={gradient_format.name}.",
                     file=sys.stderr,
                 )
             if rule.needs_gradients and source.trace.largest_gradient is None:
                 print_text(
-                    f"{source.trace.name} has no largest gradients, so policy {name!r} sees only overflows. A "
+                    f"{source.trace.name} has no largest gradients, so rule {name!r} sees only overflows. A "
                     f"record of a training with {rule.cell} has them.",
                     file=sys.stderr,
                 )
@@ -214,9 +214,9 @@ def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
     for pair in filter(None, listed.split(",")):
         key, equals, value = pair.partition("=")
         if not equals:
-            raise UsageError(f"A policy's parameter must have the form NAME=VALUE, but got {pair!r} in {text!r}.")
+            raise UsageError(f"A rule's parameter must have the form NAME=VALUE, but got {pair!r} in {text!r}.")
         if (key := key.strip()) in parameters:
-            raise UsageError(f"A policy's parameter must be given once, but {key!r} has two values in {text!r}.")
+            raise UsageError(f"A rule's parameter must be given once, but {key!r} has two values in {text!r}.")
         with wrong_usage(f"{pair!r}: "):
             parameters[key] = read_value(value)
     make = partial(make_policy, name, **parameters)

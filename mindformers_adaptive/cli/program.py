@@ -50,7 +50,7 @@ COMMANDS = {name: purpose for commands in _GROUPS.values() for name, purpose in 
 # The options, of all subcommands, whose value is the path of an output file.
 _WRITTEN = ("plot", "picture", "output", "gradients")
 # Removed subcommands, each with the subcommand to use instead.
-_REPLACED_BY = {"simulate": "compare --policies NAME"}
+_REPLACED_BY = {"simulate": "compare --rules NAME"}
 
 _EXIT_CODES = """\
 Options may be written with underscores in place of hyphens, as MindFormers writes them: --train_dataset_dir.

@@ -2,7 +2,7 @@
 
 examples:
   adaptive-loss-scale tune output/log/rank_0/info.log
-  adaptive-loss-scale tune --policy both --grid margin=4,6,8 output/loss_scale_record.jsonl
+  adaptive-loss-scale tune --rule both --grid margin=4,6,8 output/loss_scale_record.jsonl
   adaptive-loss-scale tune my_logs/ --rows 10 --grid hysteresis=1,2,4 --grid max_scale_window=200,500,1000
 """
 
@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``tune``."""
     add_trace_arguments(parser)
     parser.add_argument(
+        "--rule",
         "--policy",
+        dest="policy",
         default="adaptive",
         metavar="NAME",
         help=f"whose settings to try: {', '.join(map(repr, RULES))}, 'both' in one table, or 'module.Class', a rule of "

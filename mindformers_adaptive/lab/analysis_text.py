@@ -12,11 +12,14 @@ from mindformers_adaptive.record.definitions import HELD
 from mindformers_adaptive.record.run_folder import find_command
 from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
-__all__ = ["analysis_text"]
+__all__ = ["DECIDED", "analysis_text", "without_advice"]
 
 # Show at most this many step ranges, phases and problems, and wrap lines of text at this width in characters.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
 _WIDTH = 118
+
+# How much of a prediction is known.
+DECIDED = "The log shows for {:.0%} of these steps whether they overflow; for the rest this is assumed."
 
 _JUMP = (
     "A jump is a change of the scale that no step explains: the run was restarted with another scale, or steps are "
@@ -53,7 +56,7 @@ def analysis_text(analysis: Mapping[str, Any], details: bool) -> str:
 
 
 def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
-    advice, skipped = analysis["advice"], analysis["skipped"]
+    advice = analysis["advice"]
     if analysis["scale_sense"] is not None:
         outcome, share = analysis["outcomes"][-1], analysis["certainty"]["known_share"]
         skipped_then = counted(outcome["skipped"], "step")
@@ -63,24 +66,29 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
         return [
             [f"With these settings the same run would have skipped {skipped_then}. {paste}:"],
             [settings.rstrip()],
-            [f"The log shows for {share:.0%} of these steps whether they overflow; for the rest this is assumed."],
+            [DECIDED.format(share)],
         ]
     if not advice:
-        lines = ["The log shows nothing that should be changed."]
-        if skipped["at_least"] and analysis["steps"]["count"] < HELD:
-            lines = [
-                f"Too few steps to judge: a loss scale counts as held after {HELD} steps without overflow. Overflows "
-                "in the first steps are normal: each one halves the scale until a scale holds."
-            ]
-        elif skipped["at_least"] and analysis["start_up"]["before_scale_held_at_most"] > 2:
-            lines = [f"No loss scale has held yet: none had {HELD} consecutive steps without overflow."]
-            lines.append(f"Measure a scale to start from: {find_command(analysis['in_python'])}")
-        # A rule that follows the largest gradients has no scale windows.
-        shown = analysis["shown_by_gradients"]
-        if skipped["count"] is None and not (shown and shown["by"] == "largest gradients"):
-            lines.append("The log does not show every step, so it gives no reason for other scale windows.")
-        return [[line for text in lines for line in _wrapped(text)]]
+        return [[line for text in without_advice(analysis) for line in _wrapped(text)]]
     return [[*_change(each["change"]), *_wrapped(each["reason"])] for each in advice]
+
+
+def without_advice(analysis: Mapping[str, Any]) -> list[str]:
+    """Return paragraphs about a run that needs no change, or whose log is too short to tell."""
+    skipped, lines = analysis["skipped"], ["The log shows nothing that should be changed."]
+    if skipped["at_least"] and analysis["steps"]["count"] < HELD:
+        lines = [
+            f"Too few steps to judge: a loss scale counts as held after {HELD} steps without overflow. Overflows "
+            "in the first steps are normal: each one halves the scale until a scale holds."
+        ]
+    elif skipped["at_least"] and not analysis["start_up"]["a_scale_held"]:
+        lines = [f"No loss scale has held yet: none had {HELD} consecutive steps without overflow."]
+        lines.append(f"Measure a scale to start from: {find_command(analysis['in_python'])}")
+    # A rule that follows the largest gradients has no scale windows.
+    shown = analysis["shown_by_gradients"]
+    if skipped["count"] is None and not (shown and shown["by"] == "largest gradients"):
+        lines.append("The log does not show every step, so it gives no reason for other scale windows.")
+    return lines
 
 
 def _change(change: str) -> list[str]:
@@ -116,10 +124,12 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         first = " to ".join(as_power_of_two(float(scale[f"first_{bound}"])) for bound in ("at_least", "at_most"))
     lines = [
         f"Steps     {steps['first']} to {steps['last']}",
-        f"Skipped   {_between(skipped)}: {skipped['known']} known at their position, {skipped['inferred']} inferred",
+        f"Skipped   {_between(skipped)}: the log names {skipped['known']} of these steps, {skipped['inferred']} are "
+        "inferred",
         *_wrapped(f"          known: {_listed(skipped)}", " " * 10),
         skipped["at_most"]
-        and f"          {before} before the first applied step, {in_first} in the first {start['first_steps']}",
+        and f"          {before} before the first step that was not skipped, {in_first} in the first "
+        f"{start['first_steps']}",
         skipped["longest_run"]
         and f"          longest run of known skips: {skipped['longest_run']} "
         f"({as_range(*skipped['longest_run_steps'])})",

@@ -81,6 +81,7 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
         "skipped": _skipped(run),
         "dropped_by_norm": {"count": len(run.dropped_by_norm), "ranges": _ranges(run.dropped_by_norm)},
         "start_up": {
+            "a_scale_held": start_up.highest is not None,
             **_bounded("before_first_applied", *_before_first_applied(run)),
             **_bounded("before_scale_held", start_up.fewest, min(start_up.most, len(run))),
             "first_steps": first_steps,

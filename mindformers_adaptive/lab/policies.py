@@ -58,7 +58,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         return Policy(name if isinstance(name, str) else own_rule.name, own_rule, state)
     if name in REMOVED_PRESETS:
         raise ValueError(
-            f"The policy {name!r} was removed in version 2.0.0. Use the most similar policy, {REMOVED_PRESETS[name]}."
+            f"The rule {name!r} was removed in version 2.0.0. Use the most similar rule, {REMOVED_PRESETS[name]}."
         )
     if name not in POLICY_NAMES:
         message = f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}. "
@@ -94,12 +94,12 @@ def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, A
     for key, value in params.items():
         preset_key = preset.aliases.get(key, key)
         if preset_key in values:
-            raise TypeError(f"{key!r} and {preset_key!r} of the policy {name!r} are the same parameter. Give only one.")
+            raise TypeError(f"{key!r} and {preset_key!r} of the rule {name!r} are the same parameter. Give only one.")
         parameter = preset.parameters[preset_key]
         values[preset_key] = parameter.check(key, value)
         if parameter.sets is None and values[preset_key] != parameter.default:
             warnings.warn(
-                f"'{key}' of the policy {name!r} has no effect: the loss scaler that this policy imitates always uses "
+                f"'{key}' of the rule {name!r} has no effect: the loss scaler that this rule imitates always uses "
                 f"{parameter.default}, but got {value!r}. Leave '{key}' out.",
                 stacklevel=4,
             )
@@ -112,7 +112,7 @@ def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Colle
     for key in params:
         if key not in known:
             raise TypeError(
-                f"The policy {name!r} has no parameter {key!r}. {did_you_mean(key, known)}"
+                f"The rule {name!r} has no parameter {key!r}. {did_you_mean(key, known)}"
                 f"Its parameters are {', '.join(known)}."
             )
 

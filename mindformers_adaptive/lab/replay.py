@@ -352,7 +352,7 @@ def compare(
     """
     for name, entries in (("policies", policies), ("traces", traces)):
         if len(entries) == 0:
-            raise ValueError(f"'{name}' must have at least 1 entry, but got none. Give at least 1 policy and 1 trace.")
+            raise ValueError(f"'{name}' must have at least 1 entry, but got none. Give at least 1 rule and 1 trace.")
     numbers = itertools.count(1)
 
     def measured(make: Callable[[], Policy]) -> Iterator[Measures]:

@@ -389,7 +389,7 @@ def _lost(row: Mapping[str, Any]) -> str:
     """Return a text that says how many steps were skipped, how many too low, and the bits below the ceiling."""
     skipped, too_low, bits = (row[name] for name in _SHOWN)
     if bits is None:
-        return f"{skipped:g} skipped, no step applied"
+        return f"{skipped:g} skipped"
     low = f"{too_low:g} more than {FREE_BITS} bits too low, " * bool(too_low)
     return f"{skipped:g} skipped, {low}{bits:.1f} bits below the ceiling"
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from mindformers_adaptive.lab.analysis_text import DECIDED, without_advice
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.text.table import as_power_of_two
 from mindformers_adaptive.text.untrusted import printable
@@ -139,7 +140,7 @@ def _scale(value: object) -> str:
 
 def _advice(analysis: Mapping[str, Any]) -> str:
     if not analysis["advice"]:
-        return "<p>The log shows nothing that should be changed.</p>"
+        return "".join(f"<p>{_escaped(paragraph)}</p>" for paragraph in without_advice(analysis))
     entries = "".join(
         f'<li>{_change(advice["change"])}<span class="muted">{_escaped(advice["reason"])}</span></li>'
         for advice in analysis["advice"]
@@ -150,11 +151,8 @@ def _advice(analysis: Mapping[str, Any]) -> str:
     paste, settings = "Paste this under runner_wrapper.", analysis["scale_sense"]
     if analysis["in_python"]:
         paste, settings = "Make the update cell with these settings.", analysis["update_cell"]
-    note, settings = (
-        f"{paste} The log decides {share:.0%} of the predicted steps, the rest is assumed.",
-        settings.rstrip(),
-    )
-    return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{_escaped(settings)}</pre>'
+    note = f"{paste} {DECIDED.format(share)}"
+    return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{_escaped(settings.rstrip())}</pre>'
 
 
 def _change(change: str) -> str:

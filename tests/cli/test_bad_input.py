@@ -93,7 +93,7 @@ USAGE = [
     (["compare", *SPIKES, "--policies", "fails.Rule"], "cannot be imported: KeyError('x')"),
     (["compare", *SPIKES, "--policies", "syntax.Rule"], "cannot be imported: SyntaxError"),
     (["compare", *SPIKES, "--policies", "exits.Rule"], "cannot be imported: SystemExit"),
-    (["simulate", *SPIKES], "there is no command 'simulate' any more. Use 'compare --policies NAME', which does"),
+    (["simulate", *SPIKES], "there is no command 'simulate' any more. Use 'compare --rules NAME', which does"),
     (["compare", "synthetic:spikes", "--policis", "torch"], "--policis torch. Did you mean --policies?"),
     (["compare", "synthetic:spikes", "--\x1b[31m"], r"unrecognized arguments: --\x1b[31m"),
     (
@@ -125,11 +125,11 @@ USAGE = [
     ),
     (["probe", "--config", CONFIG, "--batches", "0"], "argument --batches: must be an integer from 1"),
     (["find", "--config", CONFIG, "--margin", "9" * 30], "argument --margin: must be an integer from 0"),
-    (["compare", ""], "argument TRACE: must name a file ... is empty"),
+    (["compare", ""], "argument LOG: must name a file ... is empty"),
     (["report", "", "--output", "a.html"], "argument RUN: must name a file ... is empty"),
     (["report", ".", "--output", "folder.html"], "argument --output: must name a file, but 'folder.html' is a folder"),
     (["analyze", LOG, "--plot", "folder.png"], "argument --plot: must name a file, but 'folder.png' is a folder"),
-    (["inspect", ".", "--policy", "\x00"], r"argument --policy: 'rule' must be"),
+    (["inspect", ".", "--policy", "\x00"], r"argument --rule: 'rule' must be"),
     (["megatron", '"--fp16'], "Megatron-LM's arguments cannot be split ... No closing quotation"),
     (
         ["megatron", "--fp16", "--loss-scale-windw", "500"],

@@ -81,7 +81,7 @@ def test_options_may_have_underscores_or_hyphens(run_program):
     [
         ([], "required: COMMAND"),
         (["nonsense"], "invalid choice: 'nonsense'"),
-        (["compare"], "required: TRACE"),
+        (["compare"], "required: LOG"),
         (["compare", "synthetic:spikes", "--policies", "torhc"], "'torhc'.*torch"),
         (["compare", "synthetic:spikes", "--policies", "torch:init_scale"], "NAME=VALUE, but got 'init_scale'"),
         (["compare", "synthetic:spikes", "--policies", "torch:foo=1"], "foo"),

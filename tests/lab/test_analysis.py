@@ -64,7 +64,7 @@ def test_skipped_steps_in_the_first_hundred_are_counted():
     start_up = analyze(run_of([4.0] * 113, overflow)).to_dict()["start_up"]
     expected = {"before_first_applied": 3, "before_scale_held": 3, "skipped_in_first_steps": 10}
     bounds = {f"{name}_at_{end}": count for name, count in expected.items() for end in ("least", "most")}
-    assert start_up == {"first_steps": 100, **expected, **bounds}
+    assert start_up == {"first_steps": 100, "a_scale_held": True, **expected, **bounds}
 
 
 def test_steps_before_the_first_applied_one_are_bounded():
@@ -220,7 +220,7 @@ def test_overflows_without_step_numbers_have_no_upper_bound(tmp_path):
     assert (facts["skipped"]["at_least"], facts["skipped"]["at_most"]) == (2, None)
     assert facts["outcomes"][0]["most_skipped"] is None
     assert re.match(r"At least 2 steps .*skipped.* not number ", facts["verdict"][0])
-    assert "at least 2: 0 known at their position" in analysis.text(details=True)
+    assert "at least 2: the log names 0" in analysis.text(details=True)
     assert str(2**53) not in analysis.text(details=True) + json.dumps(facts)
 
 
@@ -229,7 +229,7 @@ def test_a_log_that_shows_no_skipped_steps_gets_no_bounds(tmp_path):
     (tmp_path / "train.log").write_text("".join(map(line.format, range(1, 21))))
     analysis = analyze(read_log(tmp_path / "train.log"))
     assert re.search(r" not show .*\b20 steps .*skipped", analysis.to_dict()["verdict"][0])
-    assert "at most 20: 0 known at their position" in analysis.text(details=True)
+    assert "at most 20: the log names 0" in analysis.text(details=True)
 
 
 def test_a_run_without_steps_or_scales_is_refused():

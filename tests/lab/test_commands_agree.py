@@ -96,7 +96,10 @@ class Commands:
         words = bounds_in_words(fewest, most).replace(",", "")
         cause = other_cause(run)
         bad_loss = "loss was inf or NaN"
+        unheld = "No loss scale has held" in " ".join(text.split())
         checks = {
+            "held": not (unheld and (held_at(run) or "settled" in went)),
+            "held on the page": page.count("No loss scale has held") == 2 * unheld,
             "verdict of the page": " ".join(analysis["verdict"]) in page,
             "path": [went in where for where in (" ".join(analysis["verdict"]), page, title)] == [True] * 3,
             "skipped in the picture": ("none" if most == 0 else words) in title.lower().replace(",", "")

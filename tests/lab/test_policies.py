@@ -133,7 +133,7 @@ def test_apex_cuts_the_start_and_the_raise_to_its_maximum():
 
 
 def test_apex_takes_a_scale_factor_and_does_not_use_it():
-    with pytest.warns(UserWarning, match=r"'scale_factor' of the policy 'apex' has no effect: .* uses 2.0, but got 4"):
+    with pytest.warns(UserWarning, match=r"'scale_factor' of the rule 'apex' has no effect: .* uses 2.0, but got 4"):
         policy = make_policy("apex", init_scale=1024.0, scale_factor=4)
     assert policy.step(True) == 512.0
 

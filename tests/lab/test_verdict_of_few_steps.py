@@ -44,6 +44,16 @@ def test_streak_without_a_worse_loss_is_no_cause():
     assert "late streak" not in [advice.rule for advice in analyze(run_of(flags, scales, np.ones(60))).advice]
 
 
+def test_a_scale_that_held_later_has_held():
+    # At most 9 steps were skipped before a scale held, but the log states only that at least 2 were.
+    flags, scales = [True] * 2 + [False] * 8 + [False] * 100, [16.0, 8.0] + [4.0] * 108
+    known = [True] * 2 + [False] * 8 + [True] * 100
+    lines = np.array([[1, 1, 1], [2, 2, 2], [10, 2, 9], *([step, 2, 9] for step in range(11, 111))])
+    arrays = np.arange(1, 111), np.array(scales), np.array(flags), np.array(known)
+    text = analyze(RecordedRun("run", (), "jsonl", *arrays, lines=lines)).text()
+    assert ("settled" in text, "has held yet" in text) == (True, False)
+
+
 def test_fixed_scale_stays():
     verdict = analyze(run_of([True] * 30, [1024.0] * 30)).to_dict()["verdict"]
     assert "stayed at 2^10: the last 30 steps" in " ".join(verdict)
