@@ -7,17 +7,23 @@ from typing import NamedTuple
 
 __all__ = ["DivisionCheck"]
 
-# Undivided gradients follow every move of the loss scale. To be certain, the check needs _MOVES moves, or one move up
-# and one down. These moves must cover _BITS bits.
-_MOVES = 3
-_BITS = 2
+# The noise is known from so many pairs of steps between which the loss scale did not move.
+_LEAST_PAIRS = 3
 
-# The change of the gradient may differ from the move of the loss scale by this part of the move.
-_TOLERANCE = 0.25
+# The check needs at least so many moves.
+_LEAST_MOVES = 2
 
-# The moves must be so many times larger than the noise of the gradients. The noise is at least _LEAST_NOISE bits.
+# The moves must be so many times larger than the noise of the gradients, which is at least _LEAST_NOISE bits. The
+# squares of the moves must add up to at least _LEAST_SQUARES.
 _CERTAINTY = 6
-_LEAST_NOISE = 0.1
+_LEAST_NOISE = 0.15
+_LEAST_SQUARES = 4
+
+# On average the gradients must change by as much as the loss scale, up to this part.
+_TOLERANCE = 0.4
+
+# What is left of the changes then may have so many times the variance of the noise.
+_MOST_LEFT = 2
 
 
 class _Step(NamedTuple):
@@ -27,12 +33,34 @@ class _Step(NamedTuple):
     gradient: float
 
 
+class _Moves:
+    """Sums over moves of the loss scale and the changes of the gradient with them, in bits."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.squares = self.changes = self.products = 0.0
+
+    def add(self, move: float, change: float) -> None:
+        self.count += 1
+        self.squares += move**2
+        self.changes += change**2
+        self.products += move * change
+
+    def are_followed(self, variance: float) -> bool:
+        """Return whether the gradient surely changes with the moves, where its noise has this variance."""
+        if self.count < _LEAST_MOVES or self.squares < max(_LEAST_SQUARES, _CERTAINTY**2 * variance):
+            return False
+        left = (self.changes - 2 * self.products + self.squares) / self.count
+        return abs(self.products / self.squares - 1) <= _TOLERANCE and left <= _MOST_LEFT * variance
+
+
 class DivisionCheck:
     """Compares the largest gradient before and after each move of the loss scale.
 
     A gradient that is divided by the loss scale stays as it is when the loss scale moves. A gradient that is not
-    divided moves by the same factor. The check compares the step after a move with the last step before it, and also
-    with the step before that one: a single large gradient lowers the loss scale, and is gone in the next step.
+    divided moves by the same factor. The check compares the step after a move with the second last step before it: a
+    single large gradient lowers the loss scale, and is gone in the next step. It takes all moves together, because the
+    gradients of two steps can differ by more than a move.
 
     Examples:
         >>> check = DivisionCheck()
@@ -45,11 +73,9 @@ class DivisionCheck:
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
-        # The loss scale before and after each move that the gradients followed. The second list has only the moves
-        # that two steps before the move confirm.
-        self._moves: list[tuple[float, float]] = []
-        self._confirmed: list[tuple[float, float]] = []
-        self._squares_of_noise: list[float] = []
+        self._all, self._confirmed = _Moves(), _Moves()
+        # The number of pairs of steps between which the loss scale did not move, and their summed squared changes.
+        self._pairs, self._noise = 0, 0.0
 
     def interrupt(self) -> None:
         """Do not compare the next step with the previous steps: a step is missing, or a checkpoint was loaded."""
@@ -63,7 +89,7 @@ class DivisionCheck:
             largest_gradient (float): the largest gradient that the step measured; inf if it overflowed.
 
         Returns:
-            bool, True if the gradients have followed each move of the loss scale, and several moves were seen.
+            bool, True if the gradients have followed the moves of the loss scale, and enough moves were seen.
         """
         if not 0 < largest_gradient < math.inf:
             self.interrupt()
@@ -71,32 +97,25 @@ class DivisionCheck:
         self._steps = [*self._steps[-2:], _Step(math.log2(loss_scale), math.log2(largest_gradient))]
         if len(self._steps) < 2:
             return False
-        before, after = self._steps[-2:]
-        first = self._steps[0]
+        first, before, after = self._steps[0], *self._steps[-2:]
         was_constant = first is not before and first.scale == before.scale
-        if after.scale != before.scale:
-            self._compare(first if was_constant else before, before, after)
+        if not was_constant:
+            first = before
+        move, change = after.scale - before.scale, after.gradient - first.gradient
+        if move != 0:
+            self._all.add(move, change)
+            if was_constant:
+                self._confirmed.add(move, change)
             return self._is_certain()
         if was_constant:
-            self._squares_of_noise.append((after.gradient - first.gradient) ** 2)
+            self._pairs += 1
+            self._noise += change**2
         return False
 
-    def _compare(self, first: _Step, before: _Step, after: _Step) -> None:
-        move = after.scale - before.scale
-        ratios = [(after.gradient - step.gradient) / move for step in (first, before)]
-        if not all(abs(ratio - 1) <= _TOLERANCE for ratio in ratios):
-            self._moves, self._confirmed = [], []
-            return
-        self._moves.append((before.scale, after.scale))
-        if first is not before:
-            self._confirmed.append((before.scale, after.scale))
-
     def _is_certain(self) -> bool:
-        noise, moves = self._squares_of_noise, [after - before for before, after in self._confirmed]
-        is_up_and_down = len({after > before for before, after in self._moves}) == 2
-        if len(noise) < _MOVES or not (is_up_and_down or len(moves) >= _MOVES):
+        if self._pairs < _LEAST_PAIRS:
             return False
-        scales = [scale for move in self._moves for scale in move]
-        variance = max(sum(noise) / len(noise), _LEAST_NOISE**2)
-        is_clear = sum(move**2 for move in moves) >= _CERTAINTY**2 * variance
-        return is_clear and max(scales) - min(scales) >= _BITS
+        variance = max(self._noise / self._pairs, _LEAST_NOISE**2)
+        # Among gradients without noise there is no single large one, so the last step before a move tells enough.
+        is_quiet = variance == _LEAST_NOISE**2
+        return (self._all if is_quiet else self._confirmed).are_followed(variance)

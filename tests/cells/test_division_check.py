@@ -35,12 +35,12 @@ GRADIENTS = {
 }
 
 
-def is_warned(logarithms, start, divided):
+def is_warned(logarithms, start, divided, hidden_overflows=frozenset()):
     """Return whether the guided rule's training with these gradients is taken for one without division."""
     rule, check = GuidedRule(), DivisionCheck()
     state = rule.start(start)
-    for gradient in 2.0 ** np.asarray(logarithms, float):
-        scale, overflow = state.loss_scale, bool(gradient * state.loss_scale > 65504)
+    for step, gradient in enumerate(2.0 ** np.asarray(logarithms, float)):
+        scale, overflow = state.loss_scale, bool(gradient * state.loss_scale > 65504) or step in hidden_overflows
         largest = np.inf if overflow else float(np.float32(gradient if divided else gradient * scale))
         if check.add(scale, largest):
             return True
@@ -57,6 +57,35 @@ def test_divided_gradients_are_never_warned_of(name, start):
 @pytest.mark.parametrize("name", ["constant", "slowly shrinking", "small gradients", "little noise"])
 def test_undivided_gradients_are_found(name):
     assert is_warned(GRADIENTS[name], 2.0**16, divided=False)
+
+
+def random_gradients(random, steps):
+    """Return log2 of the largest gradient in each step: noise around a level that stays, moves, jumps or has spikes."""
+    numbers, noise = np.arange(steps), random.normal(size=steps)
+    period, height = random.integers(2, 60), random.uniform(1, 6)
+    levels = {
+        "stays": 0 * numbers,
+        "walks": np.cumsum(noise) / random.uniform(1, 10),
+        "swings": height * np.sin(numbers / period),
+        "jumps": height * (numbers // period % 2),
+        "ramps": height * (numbers % period) / period,
+        "settles": height * np.exp(-numbers / period),
+        "has spikes": height * (random.random(steps) < 0.05),
+        "has heavy tails": noise**3,
+    }
+    return random.uniform(-8, 4) + random.choice(list(levels.values())) + random.choice([0.05, 0.3, 0.8]) * noise
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_random_trainings(divided):
+    steps, warned = 500, []
+    for seed in range(30):
+        random = np.random.default_rng(seed)
+        hidden = frozenset(random.integers(0, steps, size=random.choice([0, 8])).tolist())
+        gradients = random_gradients(random, steps)
+        warned.append(is_warned(gradients, 2.0 ** random.choice([2, 16, 30]), divided, hidden))
+    # Noise and jumps can hide that the gradients are not divided, but a warning is never wrong.
+    assert not any(warned) if divided else sum(warned) >= 15
 
 
 def test_spike_that_lowers_the_scale_and_is_gone_is_no_sign():
