@@ -99,9 +99,10 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """str: a short name: the rule, and the arguments that differ from their defaults."""
+        """str: a short name: the rule, and the arguments that differ from their defaults (start: the first scale)."""
         name, in_name = _short_name(self.rule, self.arguments)
-        return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in in_name)])
+        changed = [(key, _short(value)) for key, value in self._changed() if key not in in_name]
+        return " ".join([name, *(f"{'start' if key == 'loss_scale_value' else key}={value}" for key, value in changed)])
 
     def scale_sense(self, comments: Mapping[str, str] | None = None) -> str:
         """Return the section ``scale_sense`` for ``runner_wrapper`` in MindFormers' YAML, as text to paste.

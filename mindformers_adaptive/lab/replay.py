@@ -292,8 +292,9 @@ class Comparison:
             lines.append(f"The log shows for {shown} if they overflow; the rest is assumed (--ceilings).")
         if len(set(self.starts.values())) == 1:
             lines.append(f"All rules start at {rows[0]['start']}.")
-        notes = f"Sorted by the steps that are skipped{low}. The ceiling is the largest loss scale without overflow.\n"
-        notes += f"Down to {FREE_BITS} bits below it, FP16 loses next to nothing."
+        notes = f"Sorted by the steps that are skipped{low}. Bits below: below the ceiling, on average.\n"
+        notes += "Ceiling: the largest loss scale without overflow. "
+        notes += f"Too low: over {FREE_BITS} bits below; down to there, FP16 loses next to nothing."
         return "\n\n".join(["\n".join(lines), *tables, notes])
 
 
@@ -303,17 +304,17 @@ _COLUMNS = {
     "start": "start",
     "skipped": "skipped",
     "steps_to_first_applied": "of them at the start",
-    "too_low": f"over {FREE_BITS} bits too low",
-    "headroom_lost": "bits below the ceiling",
+    "too_low": "too low",
+    "headroom_lost": "bits below",
 }
 _MORE_COLUMNS = {
     "policy": "rule",
     "trace": "trace",
-    "longest_skip_run": "longest row of skips (steps)",
+    "longest_skip_run": "most skips in a row",
     "seconds_lost": "time lost (s)",
-    "scale_changes": "changes of the scale",
-    "window_changes": "changes of the window",
-    "known": "decided by the log (%)",
+    "scale_changes": "scale changes",
+    "window_changes": "window changes",
+    "known": "decided (%)",
 }
 
 

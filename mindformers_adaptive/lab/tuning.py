@@ -30,7 +30,6 @@ _FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gra
 
 _COLUMNS = {
     "configuration": "setting",
-    "cost": "cost",
     "skipped": "skipped",
     "too_low": "too low",
     "headroom_lost": "bits below",
@@ -220,7 +219,7 @@ class Tuning:
         """
         [best, *equally_good] = self.rows(len(self.configurations))
         refusal, known = self._without_settings(), best["known_share"]
-        guess = ", most of it assumed" * (known < DECIDED_FROM)
+        guess = ", partly assumed" * (known < DECIDED_FROM)
         tried = f"{counted(len(self.configurations), 'setting')}{guess}"
         itself = [f"The run itself: {self._run_itself()}."] if self.recorded else []
         numbers = [f"Best of {tried}: {best['configuration']} ({_lost(best)}).", *itself, *self.notes]
@@ -264,14 +263,15 @@ class Tuning:
         """Return a table of the best settings, and lines that tell how other ceilings or traces change the choice."""
         rows = [{**row, "known": 100 * row["known_share"]} for row in self.rows(count)]
         lines = ["", text_table(_COLUMNS, rows), ""]
-        lines.append("Cost: of 1000 steps, those that are skipped or too low. Decided: the log shows the outcome.")
+        lines.append("Sorted by the steps that are skipped or too low. Decided: the log shows if a step overflows.")
         lines.append(f"Too low: over {FREE_BITS} bits below the ceiling (the largest loss scale without overflow).")
         lines.append("Bits below: below the ceiling, the mean over the steps that are not skipped.")
         certainty = self.certainty()
         for name, under in certainty["assumed"].items():
             if not np.array_equal(self.assumed[name], self.costs):
                 lines.append(
-                    f"With {name}: {under['cost']:.2f}; the smallest is {under['smallest']:.2f} ({under['best']})."
+                    f"Skipped or too low of 1000 steps, with {name}: {under['cost']:.2f}; at best "
+                    f"{under['smallest']:.2f} ({under['best']})."
                 )
         for row in certainty["left_out"]:
             lines.append(

@@ -181,8 +181,8 @@ def test_tune_tries_margins_of_the_guided_rule(run_program):
     assert len(json.loads(run_program(*arguments, "guided", *tried[:4])[1])["rows"]) == 2
     both = [*tried, "--grid", "scale_factor=2", "--grid", "min_scale_window=20", "--grid", "max_scale_window=100,200"]
     labels = {row["configuration"] for row in json.loads(run_program(*arguments, "both", *both)[1])["rows"]}
-    adaptive = {f"adaptive 20-{largest} loss_scale_value=1024 hysteresis=2" for largest in (100, 200)}
-    assert labels == adaptive | {f"guided loss_scale_value=1024 margin={margin}" for margin in ("3", "12")}
+    adaptive = {f"adaptive 20-{largest} start=1024 hysteresis=2" for largest in (100, 200)}
+    assert labels == adaptive | {f"guided start=1024 margin={margin}" for margin in ("3", "12")}
 
 
 @pytest.fixture

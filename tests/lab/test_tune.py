@@ -16,6 +16,7 @@ from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.tuning import tune
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
+from tests.conftest import ROOT
 from tests.shared.own_rules import Follow
 
 CALM = Trace.exact("calm", [2.0**16] * 2000)
@@ -248,7 +249,7 @@ GUIDED = Configuration("guided", loss_scale_value=2.0**10, margin=3, max_loss_sc
 @pytest.mark.parametrize(
     ("configuration", "label"),
     [
-        (GUIDED, "guided loss_scale_value=1024 margin=3 max_loss_scale=2^20"),
+        (GUIDED, "guided start=1024 margin=3 max_loss_scale=2^20"),
         (Configuration("tests.shared.own_rules.Follow", margin=1), "follow margin=1"),
         (Configuration(Follow), "follow"),
         (Configuration("adaptive", scale_window=20), "adaptive 20-1000"),
@@ -305,3 +306,17 @@ def test_a_vector_that_is_called_scale_window_is_no_window():
     assert Lanes([policy.rule], [policy.current]).scale_window is None
     replayed = replay(policy, CALM)
     assert (replayed.scale_window, replayed.measures.window_changes) == (None, 0)
+
+
+def test_text_fits_into_100_columns(tmp_path, run_program):
+    for log in ("megatron_gpt2_n4.log", "mindformers_1_9_cpu.log"):
+        file = ROOT / "tests" / "record" / "samples" / log
+        for command in (
+            ["tune", file, "--rows", "10"],
+            ["compare", file],
+            ["tune", file],
+            ["tune", "synthetic:spikes"],
+        ):
+            code, printed, _ = run_program(*command)
+            assert code == 0
+            assert [line for line in printed.splitlines() if len(line) > 100] == []
