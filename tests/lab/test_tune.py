@@ -161,8 +161,8 @@ def test_text_shows_other_assumptions_where_they_matter():
     text = tune([trace], [Configuration.dynamic(9)]).text(1)
     # Tuning does not offer settings to paste if they rest on assumed ceilings.
     assert ("scale_sense:" in text, "No settings to paste: " in text) == (False, True)
-    assert "With the lowest possible ceilings: " in text
-    assert "With the highest possible ceilings: " in text
+    assert "with the lowest possible ceilings: " in text
+    assert "with the highest possible ceilings: " in text
 
 
 def test_configuration_that_applies_nothing_is_not_on_the_front():
