@@ -12,7 +12,7 @@ from mindformers_adaptive.record.definitions import HELD
 from mindformers_adaptive.record.run_folder import find_command
 from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
-__all__ = ["DECIDED", "analysis_text", "without_advice"]
+__all__ = ["DECIDED", "analysis_text", "scales_in_words", "without_advice"]
 
 # Show at most this many step ranges, phases and problems, and wrap lines of text at this width in characters.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
@@ -116,12 +116,6 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
     skipped, start, scale = (analysis[key] for key in ("skipped", "start_up", "loss_scale"))
     steps, dropped = analysis["steps"], analysis["dropped_by_norm"]
     before, in_first = _between(start, "before_first_applied_"), _between(start, "skipped_in_first_steps_")
-    first, final, smallest, largest = (
-        "unknown" if scale[name] is None else as_power_of_two(float(scale[name]))
-        for name in ("first", "final", "smallest", "largest")
-    )
-    if scale["first"] is None and scale["first_at_least"] is not None:
-        first = " to ".join(as_power_of_two(float(scale[f"first_{bound}"])) for bound in ("at_least", "at_most"))
     lines = [
         f"Steps     {steps['first']} to {steps['last']}",
         f"Skipped   {_between(skipped)}: the log names {skipped['known']} of these steps, {skipped['inferred']} are "
@@ -138,10 +132,21 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         skipped["seconds_lost"] is not None
         and f"Time      {skipped['seconds_lost']:.1f} s lost in "
         f"{counted(skipped['steps_with_seconds'], 'skipped step')} of known time",
-        f"Scale     {first} at first, {final} at the end; between {smallest} and {largest}",
+        f"Scale     {scales_in_words(scale)}",
         _gradients(analysis["shown_by_gradients"]),
     ]
     return list(filter(None, lines))
+
+
+def scales_in_words(scale: Mapping[str, Any]) -> str:
+    """Return a text with the first, the final, the lowest and the highest loss scale of a run."""
+    first, final, smallest, largest, low, high = (
+        as_power_of_two(scale[name]) if isinstance(scale[name], float) else str(scale[name] or "unknown")
+        for name in ("first", "final", "smallest", "largest", "first_at_least", "first_at_most")
+    )
+    if scale["first"] is None and scale["first_at_least"] is not None:
+        first = f"{low} to {high}"
+    return f"{first} at first, {final} at the end; between {smallest} and {largest}"
 
 
 def _gradients(shown: Mapping[str, Any] | None) -> str:

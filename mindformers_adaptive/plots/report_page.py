@@ -12,9 +12,8 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from mindformers_adaptive.lab.analysis_text import DECIDED, without_advice
+from mindformers_adaptive.lab.analysis_text import DECIDED, scales_in_words, without_advice
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.text.table import as_power_of_two
 from mindformers_adaptive.text.untrusted import printable
 
 if TYPE_CHECKING:
@@ -123,8 +122,7 @@ def _card(run: RunTold) -> str:
         "steps": f"{steps['count']:,} ({steps['first']:,} to {steps['last']:,})",
         "skipped": f"{at_least}{counts}" + f", {shares}" * (not at_least),
         "loss": run.losses,
-        "loss scale": f"{_scale(scale['first'])} at first, {_scale(scale['final'])} at the end, "
-        f"{_scale(scale['smallest'])} to {_scale(scale['largest'])} between",
+        "loss scale": scales_in_words(scale),
     }
     rows = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd>" for name, value in facts.items())
     return (
@@ -132,10 +130,6 @@ def _card(run: RunTold) -> str:
         f"<h3>What to change</h3>\n{_advice(analysis)}\n{_skipped_steps(skipped)}<h3>The run</h3>\n<dl>{rows}</dl>\n"
         f"<details><summary>All details</summary><pre>{_escaped(run.text)}</pre></details>\n</article>"
     )
-
-
-def _scale(value: object) -> str:
-    return as_power_of_two(value) if isinstance(value, float) else "unknown" if value is None else str(value)
 
 
 def _advice(analysis: Mapping[str, Any]) -> str:

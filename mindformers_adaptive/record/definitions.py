@@ -83,7 +83,9 @@ def path_in_words(run: RecordedRun, named: Callable[[float], str]) -> str:
     first, last, within = float(known[0]), float(known[-1]), settled(run, known)
     # A scale that no overflow moves is a fixed scale: it has not collapsed.
     if known.min() == known.max():
-        return f"stayed at {named(last)}{at_end}"
+        # Where most steps have no line, the scale may have moved between the lines.
+        stayed = "stayed at {}" if run.position_known.mean() >= 0.5 else "was {} on each line of the log"
+        return f"{stayed.format(named(last))}{at_end}"
     if at_end and (known[-COLLAPSED_FROM:] == known.min()).all():
         return f"collapsed to {named(last)}{at_end}"
     low, high = (float(known.min()), float(known.max())) if within is None else within

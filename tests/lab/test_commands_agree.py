@@ -13,6 +13,7 @@ import yaml
 from mindformers_adaptive.cli import plot as plot_command
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.analysis_text import scales_in_words
 from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.plots import report_page
 from mindformers_adaptive.plots.run_series import series_of
@@ -99,6 +100,7 @@ class Commands:
         unheld = "No loss scale has held" in " ".join(text.split())
         checks = {
             "held": not (unheld and (held_at(run) or "settled" in went)),
+            "scales of the page": scales_in_words(analysis["loss_scale"]) in page,
             "held on the page": page.count("No loss scale has held") == 2 * unheld,
             "verdict of the page": " ".join(analysis["verdict"]) in page,
             "path": [went in where for where in (" ".join(analysis["verdict"]), page, title)] == [True] * 3,

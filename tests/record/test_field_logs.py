@@ -41,7 +41,11 @@ TRUTH = {
     "nan_collapse.log": ((81, 81), ["no loss scale can help"], ["Start at", "Paste"]),
     # The start is no power of two, and 4095.94 is the scale at the end.
     "mixtral_65535.log": ((6, 6), ["6 of 300", "loss_scale_value: 2048"], ["Start at 4095.94"]),
-    "modelzoo_bert.log": ((0, 2440), ["At most 2,440 of 2,442"], ["Start at", "Paste"]),
+    "modelzoo_bert.log": (
+        (0, 2440),
+        ["At most 2,440 of 2,442", "each line of the log"],
+        ["stayed", "Start at", "Paste"],
+    ),
     # Two ranks print each move.
     "deepspeed_fused_ranks.log": ((4, None), ["At least 4"], ["rose", "Paste"]),
     # Hysteresis may have tolerated the first overflow.
