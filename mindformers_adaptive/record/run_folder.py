@@ -92,7 +92,7 @@ class Ways(NamedTuple):
     """The next steps that advice gives, for a YAML file or a Python program.
 
     Attributes:
-        why (str): the command that finds the layer that overflows.
+        why (str): the command that finds the layer that overflows; a line for each way if the training is not known.
         find (str): what measures a loss scale to start from.
         sets (str): how an argument is set, with places for its name and its value.
     """
@@ -105,7 +105,11 @@ class Ways(NamedTuple):
 def ways_of(files: Sequence[str], in_python: bool) -> Ways:
     """Return the next steps after a run that wrote the given files."""
     record = files[-1] if in_python and files and files[-1].endswith(".jsonl") else None
-    why = why_command(run_folder_of(*files), record)
+    folder = run_folder_of(*files)
+    why = why_command(folder, record)
+    if folder is None and record is None:
+        # A log does not say whether its training has a YAML file or is a Python program.
+        why += "\nadaptive-loss-scale why --network MODULE.FUNCTION --batch FILE"
     return Ways(why, find_command(in_python), "{}={}" if in_python else "{}: {}")
 
 

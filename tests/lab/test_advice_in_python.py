@@ -1,5 +1,6 @@
 """Advice is given as Python where a program recorded the run without a YAML file, and as YAML otherwise."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -129,6 +130,12 @@ def test_advice_for_the_guided_rule_has_no_windows(case, skip_line, tmp_path, ru
     code, text, errors = run_program("analyze", record)
     assert (code, errors) == (0, "")
     assert not re.search("window|hysteresis", text), text
+
+
+def test_a_log_of_unknown_origin_gets_a_command_for_both(tmp_path):
+    run = dataclasses.replace(read_log(write_record(tmp_path, [(1.0, True)] * 60)), log_format="another")
+    [advice] = analyze(run).advice
+    assert re.findall(r"^adaptive-loss-scale why (--\w+)", advice.change, re.MULTILINE) == ["--config", "--network"]
 
 
 @pytest.mark.parametrize(
