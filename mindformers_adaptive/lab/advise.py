@@ -173,16 +173,15 @@ def _why_it_held(run: RecordedRun, start_up: StartUp, better: float) -> tuple[st
     held, best = float(start_up.scale or better), as_power_of_two(better)
     reason = f"{as_power_of_two(held)} is the highest scale that held before it or a lower one overflowed, from step "
     reason += f"{start_up.first_step} on."
-    note = f"{best} is the highest that held"
+    note = f"{best} is the highest that held {HELD} steps"
     highest = float(np.max(run.filled_loss_scale, initial=0.0, where=run.position_known & ~run.overflow))
     if as_power_of_two(held) != best:
-        reason, note = f"{reason} {best} is the power of two below it.", f"{as_power_of_two(held)} held"
+        reason, note = f"{reason} {best} is the power of two below it.", f"{as_power_of_two(held)} held {HELD} steps"
     elif start_up.highest is not None and start_up.highest > held:
         reason += f" Scales up to {as_power_of_two(start_up.highest)} held later, after they or lower ones overflowed."
-        note = f"{best} held, and higher ones overflowed first"
+        note = f"{best} held {HELD} steps, and higher ones overflowed first"
     elif highest > held:
         reason += f" Scales up to {as_power_of_two(highest)} had fewer steps in a row."
-        note += f" {HELD} steps"
     return reason, note
 
 

@@ -292,9 +292,9 @@ class Comparison:
             lines.append(f"The log shows for {shown} if they overflow; the rest is assumed (--ceilings).")
         if len(set(self.starts.values())) == 1:
             lines.append(f"All rules start at {rows[0]['start']}.")
-        notes = f"Sorted by the steps that are skipped{low}. Bits below: below the ceiling, on average.\n"
-        notes += "Ceiling: the largest loss scale without overflow. "
-        notes += f"Too low: over {FREE_BITS} bits below; down to there, FP16 loses next to nothing."
+        notes = f"Sorted by the steps that are skipped{low}. Ceiling: the largest loss scale without overflow.\n"
+        notes += f"Bits below: below the ceiling, on average; down to {FREE_BITS}, FP16 loses next to nothing. "
+        notes += "Too low: more."
         return "\n\n".join(["\n".join(lines), *tables, notes])
 
 

@@ -82,9 +82,9 @@ def test_advised_start_is_not_one_that_overflowed(window):
     ("scales", "note", "reason"),
     [
         # 2^14 holds, and no higher scale is used again.
-        ([17, 16, 15, *[14] * 200], "2^14 is the highest", "2^14 is the highest scale"),
+        ([17, 16, 15, *[14] * 200], "highest that held 20 steps", "2^14 is the highest scale"),
         # 2^15 overflows first, and holds later.
-        ([17, 16, 15, *[14] * 40, *[15] * 200], "higher ones overflowed first", "Scales up to 2^15 held later"),
+        ([17, 16, 15, *[14] * 40, *[15] * 200], "14 held 20 steps, and higher", "Scales up to 2^15 held later"),
         # 2^15 never overflows, but has 19 steps at the end.
         (
             [18, 17, 16, *[14] * 200, *[15] * 19],
