@@ -77,9 +77,12 @@ def run(options: argparse.Namespace) -> None:
         for name in ASSUMPTIONS
         if any(name in run.assumptions and name != (options.ceilings or run.assumptions[0]) for run in runs)
     }
-    # Settings that 'analyze' recommends are tried too, so that both commands print the same settings if none cost less.
-    is_usual = len(sources) == len(runs) == 1 and "adaptive" in policies and not tried
-    advised = analyze(runs[0]).settings if is_usual and bounded_share(sources[0].trace) >= DECIDED_FROM else None
+    advised = None
+    if len(sources) == len(runs) == 1 and bounded_share(sources[0].trace) >= DECIDED_FROM:
+        advised = analyze(runs[0]).settings
+    # Try the settings of 'analyze' too, so that both commands print the same settings if none cost less.
+    if advised is not None and "adaptive" in policies and not tried and advised not in configurations:
+        configurations.append(advised)
     recorded = [source.recorded for source in sources if source.recorded is not None]
     in_python = options.python
     if in_python is None:

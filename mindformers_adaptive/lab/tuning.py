@@ -56,9 +56,8 @@ _NOT_BETTER = "No settings to paste: the run itself did at least as well as the 
 _LITTLE_BETTER = "No settings to paste: the best of them saves {}. From 3 saved steps on, settings are recommended."
 _AS_ANALYZE = "'analyze' recommends the same settings."
 _CHEAPER = "'analyze' recommends other settings, which change the run less and would cost more: {}."
-_NONE_BY_ANALYZE = (
-    "'analyze' recommends no settings here: it tries only longer windows, and only the scale that held as the start."
-)
+_NOT_TRIED = "'analyze' recommends settings that were not tried here: {}."
+_NONE_BY_ANALYZE = "'analyze' recommends none: it tries only longer windows, and the scale that held as the start."
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ class Tuning:
         numbers = [f"Best of {tried}: {best['configuration']} ({_lost(best)}).", *itself, *self.notes]
         settings = self.recommended.update_cell() if self.in_python else self.recommended.scale_sense()
         lines = [refusal, "", *numbers] if refusal else [*numbers, "", settings.rstrip(), ""]
-        if len(self.runs) == 1 and not refusal:
+        if len(self.runs) == len(self.traces) == 1 and not refusal:
             lines.append(self._beside_analyze())
         same = ("cost", "known_share")
         if equal := [row["configuration"] for row in equally_good if all(row[name] == best[name] for name in same)]:
@@ -253,6 +252,8 @@ class Tuning:
         """Return a sentence that says whether ``analyze`` recommends the same settings, and if not, why."""
         if self.advised is None:
             return _NONE_BY_ANALYZE
+        if self.advised not in self.configurations:
+            return _NOT_TRIED.format(self.advised.label)
         if self.recommended == self.advised:
             return _AS_ANALYZE
         index = self.configurations.index(self.advised)
@@ -325,7 +326,7 @@ def tune(
         recorded (Sequence[Measures]): what the recorded runs of all traces did; settings are recommended only if they
             cost less. Default: none, the traces do not come from runs.
         runs (Sequence[RecordedRun]): these runs. Default: none.
-        advised (Configuration, optional): what ``analyze`` recommends for the only run; it is tried too. Default: None.
+        advised (Configuration, optional): what ``analyze`` recommends for the only run. Default: None.
         in_python (bool): whether the text gives the settings as Python instead of YAML. Default: False.
         progress (Callable, optional): called with the number of traces done, each assumption's counted too.
             Default: None.
@@ -344,8 +345,7 @@ def tune(
     """
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. Give the trace of a run.")
-    tuning_grid = [*(grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations)]
-    tuning_grid += [advised] if advised is not None and advised not in tuning_grid else []
+    tuning_grid = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
     whole, traces = traces, [part_to_sweep(trace) for trace in traces]
     notes = tuple(
         f"Only the last {len(part):,} of the {len(trace):,} steps of {trace.name} were replayed."

@@ -132,7 +132,7 @@ class Commands:
         if cause is not None or "No settings to paste" in tune:
             return False
         if analysis["scale_sense"] is None:
-            return "'analyze' recommends no settings" in tune
+            return "'analyze' recommends none" in tune
         same = yaml.safe_load(section[0]) == yaml.safe_load(analysis["scale_sense"])
         return ("'analyze' recommends the same" in tune, "'analyze' recommends other" in tune) == (same, not same)
 

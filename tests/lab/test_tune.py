@@ -147,13 +147,28 @@ def test_a_log_that_decides_too_little_is_swept_in_part(known, swept):
 
 
 def test_settings_of_analyze_come_first_among_equals():
-    tried = [Configuration.dynamic(window) for window in (5000, 1000)]
-    advised = Configuration.dynamic(3000)
-    assert tune([CALM], tried, advised=tried[0]).recommended == tried[0]
-    assert len(tune([CALM], tried, advised=advised).configurations) == 3
-    assert tune([CALM], [Configuration.dynamic(5000)], advised=Configuration.dynamic(10)).recommended.label == (
-        "dynamic 5000"
-    )
+    tried = [Configuration.dynamic(window) for window in (5000, 3000)]
+    assert [tune([CALM], tried, advised=each).recommended for each in tried] == tried
+    dear = Configuration.dynamic(10)
+    assert tune([CALM], [*tried, dear], advised=dear).recommended == tried[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "recommends the same settings"),
+        (["--grid", "loss_scale_value=8192"], "that were not tried here: adaptive"),
+        (["--rule", "guided"], "that were not tried here"),
+    ],
+)
+def test_tune_says_why_analyze_has_other_settings(run_program, tmp_path, options, said):
+    flags = [True] * 5 + [False] * 300
+    scales = [2.0 ** max(17 - step, 12) for step in range(305)]
+    steps = zip(range(1, 306), flags, scales, strict=True)
+    lines = [{"step": step, "overflow": flag, "loss_scale": scale} for step, flag, scale in steps]
+    (record := tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, printed, _ = run_program("tune", record, *options)
+    assert (code, said in " ".join(printed.split())) == (0, True), printed
 
 
 def test_text_shows_other_assumptions_where_they_matter():
