@@ -18,6 +18,7 @@ from tests.shared.pages import figure
 
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
+DYNAMIC = "MindSpore's dynamic, window 1000"
 MEGATRON = "Megatron-LM's, window 1000, hysteresis 2"
 UNSCALED, FIXED = "FP16, no scaling", "fixed 2^16"
 FP8 = "FP8, E4M3 and E5M2"
@@ -77,8 +78,14 @@ def guided_skips_fewer_steps_everywhere():
     )
 
 
-def guided_is_worse_nowhere():
-    return not any(tasks_by_winner(guided, adaptive)[adaptive] for adaptive, guided in GUIDED_FROM.items())
+def guided_is_worse_on_the_moving_ceiling_alone():
+    return all(tasks_by_winner(guided, adaptive)[adaptive] == {"moving"} for adaptive, guided in GUIDED_FROM.items())
+
+
+def guided_is_not_worse_than_dynamic():
+    guided = GUIDED_FROM[FROM_FOUND]
+    measures = (worth_report.quality_of, worth_report.skipped_of)
+    return not any(tasks_by_winner(guided, DYNAMIC, measure)[DYNAMIC] for measure in measures)
 
 
 def worse_without_scaling(key):
@@ -126,12 +133,16 @@ SAID = {
             ("evidence", "guided skips fewer steps in every task", "梯度引导在每个任务上跳过的步都更少"),
         ],
     ),
-    "guided is not shown to be worse": (
-        guided_is_worse_nowhere,
+    "guided is worse on the moving ceiling alone": (
+        guided_is_worse_on_the_moving_ceiling_alone,
         [
-            ("choose", "no result was shown to be worse", "没有一项结果表明它更差"),
-            ("evidence", "is shown to be worse in none", "没有一个任务表明它更差"),
+            ("choose", "One made-up task of seven was learned worse", "七个任务中有一个"),
+            ("evidence", "It is worse on the moving ceiling", "只在“变化的上限”上更差"),
         ],
+    ),
+    "guided is not worse than a window of 1000": (
+        guided_is_not_worse_than_dynamic,
+        [("evidence", "shown to be worse on none", "没有一个任务表明它更差")],
     ),
     "adaptive is not better than 2^16": (
         lambda: [len(tasks_by_winner(FROM_FOUND, FIXED)[who]) for who in (FROM_FOUND, FIXED)] == [0, 2],
@@ -190,10 +201,10 @@ SAID = {
         ),
         [("README", "skips more steps than the other two", "跳过的步数比另外两种多")],
     ),
-    # The recommendation follows from two facts: the guided rule skips fewer steps in every task, and it is not shown to
-    # be worse in any task.
+    # The recommendation follows from two facts: the guided rule skips fewer steps than adaptive scaling in every task,
+    # and it is not shown to be worse than dynamic scaling in any.
     "what is recommended": (
-        lambda: guided_skips_fewer_steps_everywhere() and guided_is_worse_nowhere(),
+        lambda: guided_skips_fewer_steps_everywhere() and guided_is_not_worse_than_dynamic(),
         [
             (
                 page,
