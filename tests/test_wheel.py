@@ -19,6 +19,8 @@ from mindformers_adaptive.cli.versions import TESTED_PAIRS
 from mindformers_adaptive.public_names import PUBLIC
 from tests.conftest import CONFIG, ROOT, with_exit_code
 
+pytestmark = pytest.mark.slow
+
 PACKAGE_FILES = {
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.py", "*.pyi", "*.html", "py.typed")

@@ -22,6 +22,8 @@ from mindformers_adaptive.wrapper import (
 from tests.shared.networks import Dense, batches
 from tests.shared.own_rules import Weigh
 
+pytestmark = pytest.mark.slow
+
 OVERFLOWS = [False, False, True, False, True, False, False, False, True, False] * 4
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 1}
 

@@ -11,6 +11,8 @@ from mindformers_adaptive.rules.ladder import window_ladder
 from mindformers_adaptive.rules.saved_state import to_values
 from tests.shared.every_rule import Owned
 
+pytestmark = pytest.mark.slow
+
 INITIAL_SCALE = 2.0**16
 
 # Short ladders of scale windows, so that a dozen steps are enough to climb to the top and fall back.

@@ -26,7 +26,7 @@ from tests.conftest import mindspore_mode
 from tests.shared.every_rule import KINDS, Owned, is_same
 from tests.shared.networks import Dense
 
-pytestmark = pytest.mark.usefixtures("graph_mode")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graph_mode")]
 
 
 class Smallest(Rule):

@@ -17,6 +17,8 @@ from tests.conftest import mindspore_mode
 from tests.shared.every_rule import KINDS, Kind, Owned, is_same
 from tests.shared.networks import Dense, batches
 
+pytestmark = pytest.mark.slow
+
 HISTORY = 7
 
 

@@ -23,6 +23,8 @@ from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.text.table import as_power_of_two
 from tests.record.log_writers import WRITERS, random_run
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = Path(__file__).parents[1] / "record" / "samples"
 RECORDS = Path(__file__).parents[1] / "plots" / "runs"
 with zipfile.ZipFile(SAMPLES / "field_logs.zip") as field_logs:

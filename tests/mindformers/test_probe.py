@@ -12,7 +12,7 @@ from mindformers_adaptive.mindformers.training_probe import TrainingSource, load
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
 from tests.mindformers.training_runs import SMALL_MODEL, TrainingRun
 
-pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graph_mode", "registry_put_back")]
 
 # Checkpoint files with the weights of a new model, multiplied by 0.5.
 HALVED = ["halved-1_5.ckpt", "checkpoints/rank_0/halved-1_5.safetensors"]
@@ -117,7 +117,6 @@ def test_find_takes_classes_of_a_users_folder(corpus, run_program, tmp_path, mon
     assert "lost at 2^0" in printed
 
 
-@pytest.mark.slow
 def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
     model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32", "calculate_per_token_loss=True"]
     training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 2, "--options", *model]

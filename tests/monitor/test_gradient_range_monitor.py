@@ -25,6 +25,8 @@ from tests.monitor.event_files import read_scalars
 from tests.shared.networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
 from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
+pytestmark = pytest.mark.slow
+
 # Train for at most five steps. After five calls, MindSpore's dropout on a CPU measures how fast it runs, and may change
 # its number of threads. Its random numbers depend on the number of threads, so runs would differ.
 STEPS = 5
@@ -324,7 +326,6 @@ def test_bad_input_is_refused(arguments, error, message):
         GradientRangeMonitor(**arguments)
 
 
-@pytest.mark.slow
 def test_yaml_file_writes_where_mindformers_does(corpus, tmp_path):
     monitor = "{type: GradientRangeMonitor, every_n_steps: 4, loss_scales: [1, 65536]}"
     options = {"callbacks.1": monitor, "tensorboard.tensorboard_dir": tmp_path / "board"}

@@ -38,7 +38,7 @@ from tests.shared.networks import Dense, batches
 from tests.shared.records import missing
 from tests.shared.versions import NEEDS_SECTION
 
-pytestmark = pytest.mark.usefixtures("graph_mode")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graph_mode")]
 
 INITIAL_SCALE = 2.0**10
 WINDOWS = {"max_scale_window": 3, "min_scale_window": 1}

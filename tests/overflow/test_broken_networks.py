@@ -24,6 +24,8 @@ from tests.overflow.overflowing import (
     values,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def explained(network, batch, loss_scale=2.0**16, **options):
     with mindspore_mode("pynative"):

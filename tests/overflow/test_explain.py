@@ -33,6 +33,8 @@ from tests.overflow.overflowing import (
 )
 from tests.shared.networks import GraphOnly, rows, seeded_train_step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_values_are_read_as_numpy_does(dtype):

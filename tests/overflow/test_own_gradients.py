@@ -11,6 +11,8 @@ from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflo
 from tests.conftest import mindspore_mode
 from tests.overflow.overflowing import HALF, Hiding, OwnGradient, OwnGradientOfTwo, WithOwnGradient
 
+pytestmark = pytest.mark.slow
+
 ONES = (Tensor(np.ones((4, 4), np.float32)),)
 
 

@@ -17,6 +17,8 @@ from scripts.benchmarks.paired_timing import ratio, spread_percent, take_turns, 
 from tests.conftest import ROOT
 from tests.shared.pages import figure
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "scripts" / "benchmarks" / "costs.py"
 # The made-up times differ up to fourfold between rounds, as on a busy machine.
 ROUNDS = (1.0, 2.0, 1.0, 4.0)
@@ -89,7 +91,6 @@ def run_quickly(run_forked, tmp_path, *arguments):
     return printed, json.loads((tmp_path / "result.json").read_text())
 
 
-@pytest.mark.slow
 def test_update_prints_each_cell_with_the_kernels_of_the_page(run_forked, tmp_path):
     printed, result = run_quickly(run_forked, tmp_path, "update")
     assert (result["mode"], result["copies"], result["rounds"], list(result["times"])) == ("graph", 2, 3, list(CELLS))
@@ -104,7 +105,6 @@ def test_update_prints_each_cell_with_the_kernels_of_the_page(run_forked, tmp_pa
         assert figure(name)["kernels"] == result["kernels"]
 
 
-@pytest.mark.slow
 def test_step_prints_ways_parts_and_updates(run_forked, tmp_path):
     printed, result = run_quickly(run_forked, tmp_path, "step")
     names = [*benchmark.QUICK_STEPS, GRADIENTS]

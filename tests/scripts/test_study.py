@@ -16,6 +16,8 @@ from scripts.studies import study
 from tests.conftest import ROOT
 from tests.shared.pages import figure
 
+pytestmark = pytest.mark.slow
+
 
 def rows_of(printed, heading):
     """Return the rows of the table below a heading, as lists of table cells."""
