@@ -208,7 +208,7 @@ def figures_table(results):
 
 def guided_table(results):
     """Return a table of the means over all kinds of traces, for the guided rule and for a window of 1000."""
-    rows = [["gradients", "policy", "skipped in 1000", "bits below the ceiling", f"over {FREE_BITS} bits below"]]
+    rows = [["gradients", "rule", "skipped in 1000", "bits below the ceiling", f"over {FREE_BITS} bits below"]]
     for group, by_policy in results.items():
         for policy in (GUIDED, DYNAMIC):
             mean = by_policy[policy][MEAN]
@@ -233,7 +233,7 @@ def point(row):
 
 
 def regime_table(results):
-    rows = [["the ceiling changes", "policy", "skipped an entry, mean", "most"]]
+    rows = [["the ceiling changes", "rule", "skipped an entry, mean", "most"]]
     for change, by_policy in results.items():
         rows += [[change, policy, f"{mean:.1f}", str(most)] for policy, (mean, most) in by_policy.items()]
     return rows
