@@ -17,7 +17,7 @@ _LEAST_MOVES = 2
 # squares of the moves must add up to at least _LEAST_SQUARES.
 _CERTAINTY = 6
 _LEAST_NOISE = 0.15
-_LEAST_SQUARES = 4
+_LEAST_SQUARES = 3
 
 # On average the gradients must change by as much as the loss scale, up to this part.
 _TOLERANCE = 0.4
@@ -118,4 +118,4 @@ class DivisionCheck:
         variance = max(self._noise / self._pairs, _LEAST_NOISE**2)
         # Among gradients without noise there is no single large one, so the last step before a move tells enough.
         is_quiet = variance == _LEAST_NOISE**2
-        return (self._all if is_quiet else self._confirmed).are_followed(variance)
+        return self._confirmed.are_followed(variance) or (is_quiet and self._all.are_followed(variance))

@@ -88,6 +88,14 @@ def test_random_trainings(divided):
     assert not any(warned) if divided else sum(warned) >= 15
 
 
+def test_update_that_changes_the_gradient_hides_nothing():
+    # The first update makes the gradient smaller by more than the loss scale falls. Later updates change it a little.
+    steps = [(6, 7.7), (2, 2.24), (2, 2.18), (2, 2.13), (3, 3.1), (3, 3.04), (3, 2.98), (4, 3.95), (4, 3.89), (4, 3.83)]
+    check = DivisionCheck()
+    warned = [check.add(2.0**scale, 2.0**gradient) for scale, gradient in [*steps, (5, 4.8)]]
+    assert warned == [False] * len(steps) + [True]
+
+
 def test_spike_that_lowers_the_scale_and_is_gone_is_no_sign():
     check = DivisionCheck()
     for scale in (2.0**9, 2.0**7, 2.0**5, 2.0**3):
