@@ -24,7 +24,7 @@ def _magnitudes_of(gradient: Any) -> Any:
 
 
 def _largest_on_cpu(magnitudes: Any) -> Any:
-    # On a CPU, ArgMaxWithValue takes a fraction of the processor time of ReduceMax, and L2Loss of ReduceSum.
+    # On a CPU, ArgMaxWithValue takes a fraction of the processor time of ReduceMax.
     return _argmax_with_value(ops.reshape(magnitudes, (-1,)))[1]
 
 

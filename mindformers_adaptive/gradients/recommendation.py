@@ -247,7 +247,7 @@ class LossScaleRecommendation:
         return "\n\n".join(filter(None, parts))
 
     def details(self) -> str:
-        """Return more evidence for the recommended loss scale, and a table of the shares of gradients lost by group.
+        """Return more evidence for the recommended loss scale, and a table: by group, the share of its gradients lost.
 
         Returns:
             str, of several lines.

@@ -88,6 +88,12 @@ def guided_is_not_worse_than_dynamic():
     return not any(tasks_by_winner(guided, DYNAMIC, measure)[DYNAMIC] for measure in measures)
 
 
+def guided_micro_batch_runs():
+    """Return the results of the trainings that the guided rule took as one of several micro-batches."""
+    tasks = figure("micro_batches")["tasks"].values()
+    return [run for task in tasks for ways in task["runs"].values() for run in ways["guided"]]
+
+
 def worse_without_scaling(key):
     """Return the number formats in which a task is clearly worse without loss scaling than at the best fixed scale."""
     task = figure("formats")["tasks"][key]
@@ -143,6 +149,10 @@ SAID = {
     "guided is not worse than a window of 1000": (
         guided_is_not_worse_than_dynamic,
         [("evidence", "shown to be worse on none", "没有一个任务表明它更差")],
+    ),
+    "guided skips no step as one of several micro-batches": (
+        lambda: [run["skipped"] for run in guided_micro_batch_runs()] == [0] * 24,
+        [("evidence", "skips no step in any of its 24 trainings", "24次训练一步都没有跳过")],
     ),
     "adaptive is not better than 2^16": (
         lambda: [len(tasks_by_winner(FROM_FOUND, FIXED)[who]) for who in (FROM_FOUND, FIXED)] == [0, 2],
