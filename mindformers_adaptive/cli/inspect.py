@@ -84,11 +84,8 @@ def _summary(state: dict[str, Any]) -> str:
     scale, following, skipped = state.get("loss_scale"), state.get("cur_iter"), state.get("skipped_steps")
     at = "an unknown loss scale" if scale is None else f"loss scale {as_power_of_two(scale)}"
     goes_on = f"The training goes on {f'with step {following}' if following else 'from here'} at {at}."
-    return goes_on if skipped is None else f"{goes_on} {counted(skipped, 'step')} {_were(skipped)} skipped so far."
-
-
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"
+    were = "was" if skipped == 1 else "were"
+    return goes_on if skipped is None else f"{goes_on} {counted(skipped, 'step')} {were} skipped so far."
 
 
 def _text(state: dict[str, Any]) -> str:

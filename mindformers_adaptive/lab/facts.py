@@ -102,8 +102,8 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
     """Return in a few sentences how many steps were skipped, where the loss scale went, and if it has room to rise."""
     steps, skipped, start, bad = facts["steps"]["count"], facts["skipped"], facts["start_up"], facts["loss"]
     fewest, most = skipped["at_least"], skipped["at_most"]
+    were = "was" if fewest == 1 else "were"
     if most is None:
-        were = "was" if fewest == 1 else "were"
         said = f"At least {counted(fewest, 'step')} {were} skipped. The log does not number all of its steps, so it is "
         said += "not known how many there were."
     elif most == 0:
@@ -114,7 +114,6 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
         if at_start and run.overflow[0] and at_start < fewest and isinstance(first, float):
             where = f": {at_start} at the start, because {as_power_of_two(first)} was too high, and "
             where += f"{fewest - at_start} later"
-        were = "was" if fewest == 1 else "were"
         said = f"{fewest:,} of {counted(steps, 'step')} {were} skipped ({fewest / steps:.1%}){where}."
     elif fewest == 0 and most == steps:
         said = f"The log does not show how many of its {counted(steps, 'step')} were skipped."
