@@ -11,6 +11,8 @@ import yaml
 
 from tests.conftest import CONFIG
 
+pytestmark = pytest.mark.slow
+
 GUIDED = "GradientGuidedLossScaleUpdateCell"
 
 
@@ -80,7 +82,6 @@ def test_auto_register_gives_the_installed_class_and_train_step(run_python, regi
     assert finished.stdout.splitlines()[-1] == printed
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     "MINDFORMERS_HOME" not in os.environ,
     reason="MINDFORMERS_HOME is not set, and MindFormers' wheel has no run_mindformer.py. Set the variable to a source "

@@ -18,6 +18,8 @@ from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from tests.shared.networks import Dense
 
+pytestmark = pytest.mark.slow
+
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]
 
 # float16 has 11 significant bits; a matrix product of 4 terms loses a few more bits.

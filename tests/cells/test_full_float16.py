@@ -8,6 +8,8 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive import AdaptiveLossScaleManager, GradientGuidedLossScaleManager, build_train_network
 
+pytestmark = pytest.mark.slow
+
 FEATURES, STEPS, SAVED_AT = 4, 120, 60
 MANAGERS = {
     "adaptive": lambda: AdaptiveLossScaleManager(2**24, 2, 1, 20, 1),

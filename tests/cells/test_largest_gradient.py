@@ -16,6 +16,8 @@ from tests.shared.exported_graph import export_graph
 from tests.shared.networks import TOKENS, Dense, PerToken
 from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
+pytestmark = pytest.mark.slow
+
 
 class Pass(nn.Cell):
     """Runs ``LargestGradient`` on two gradients."""

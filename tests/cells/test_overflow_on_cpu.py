@@ -10,6 +10,8 @@ from mindspore import Tensor, amp, nn, ops
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.update_cells import GradientGuidedLossScaleUpdateCell
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [(2, 3), (), (5,), (40, 70)]
 # Gradients with extreme but finite values, and gradients that are not finite.
 FINITE = [0.0, -0.0, 1e-45, 3.4028235e38, -3.4028235e38]

@@ -11,6 +11,8 @@ from mindformers_adaptive import AdaptiveLossScaler
 from tests.shared.every_rule import KINDS
 from tests.shared.networks import Dense
 
+pytestmark = pytest.mark.slow
+
 OVERFLOWS = (np.random.default_rng(1).random(60) < 0.25).tolist()
 
 

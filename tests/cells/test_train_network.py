@@ -18,6 +18,8 @@ from mindformers_adaptive import (
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from tests.shared.networks import Dense, batches
 
+pytestmark = pytest.mark.slow
+
 # At a loss scale of 2**24, the float16 gradients of the small network really overflow, until the scale has fallen.
 START = 2**24
 

@@ -17,6 +17,8 @@ from mindformers_adaptive.cells.unscaling import MapInFloat32
 from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
+pytestmark = pytest.mark.slow
+
 SIZE = 8
 DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
 # The largest relative and the largest absolute error of rounding to FP16, BF16 and float32.

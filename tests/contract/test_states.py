@@ -26,7 +26,7 @@ from mindformers_adaptive.text.files import json_text
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 from tests.shared.every_rule import KINDS, RULES, Owned, is_same
 
-pytestmark = pytest.mark.usefixtures("graph_mode")
+pytestmark = [pytest.mark.usefixtures("graph_mode"), pytest.mark.slow]
 
 OWNERS = ["cell", "manager", "scaler"]
 FORMATS = ["ckpt", "safetensors", "sidecar"]
