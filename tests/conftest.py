@@ -43,6 +43,9 @@ SLOW_FIXTURES = {"site", "browse", "bare", "run_bare"}
 
 
 def pytest_itemcollected(item):
+    if item.get_closest_marker("xdist_group") is None:
+        # Run all tests of a file in one worker, so that only one worker computes what they share.
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
         item.add_marker("slow")
 

@@ -21,7 +21,7 @@ def build_qwen3(**options):
     sizes = {"vocab_size": VOCABULARY, "seq_length": SEQ_LENGTH, "max_position_embeddings": 2 * SEQ_LENGTH}
     sizes |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_dropout": 0.0}
-    return DataOrderWrapperCell(INPUTS, TrainingQwen3ForCausalLM(Qwen3Config(**sizes, **DTYPES, **options)))
+    return DataOrderWrapperCell(INPUTS, TrainingQwen3ForCausalLM(Qwen3Config(**sizes | DTYPES | options)))
 
 
 def build_deepseek():

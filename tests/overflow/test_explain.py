@@ -36,6 +36,11 @@ from tests.shared.networks import GraphOnly, rows, seeded_train_step
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_values_are_read_as_numpy_does(dtype):
     random = np.random.default_rng(0)
@@ -88,14 +93,13 @@ def test_a_run_takes_the_same_steps_with_a_look_in_between():
 
 
 @pytest.mark.usefixtures("graph_mode")
-def test_gradients_that_are_watched_are_those_that_are_not():
-    network = llama()
-    backward = backward_pass(network)
+def test_gradients_that_are_watched_are_those_that_are_not(model):
+    backward = backward_pass(model)
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-    with unchanged(network):
+    with unchanged(model):
         _, gradients, _ = backward(Tensor(2.0**10, mstype.float32), *tokens())
         plain = {w.name: np.abs(to_numpy(g)).max() for w, g in zip(backward.weights, gradients, strict=True)}
-    with watched_passes(network) as passes:
+    with watched_passes(model) as passes:
         [reading] = passes([tokens()], 2.0**10)
     assert {name: np.float32(weight.largest) for name, weight in reading.weights.items()} == plain
     # The recorded calls of layers are in the order in which the forward pass executes the layers.
@@ -127,14 +131,13 @@ def test_largest_scale_without_overflow_equals_the_sweeps():
         assert explanation.overflow is (scale > safe)
 
 
-def test_trials_are_said_and_what_helps_comes_first():
-    network = llama()
-    with planted(network, {"layers.0.feed_forward.w1": 2e4, "layers.0.feed_forward.w3": 2e4}):
+def test_trials_are_said_and_what_helps_comes_first(model):
+    with planted(model, {"layers.0.feed_forward.w1": 2e4, "layers.0.feed_forward.w3": 2e4}):
         explanation = explain_overflow(
-            network,
+            model,
             [tokens()],
             2.0**8,
-            settings={"as it is": lambda: network, "broken": lambda: 1 / 0},
+            settings={"as it is": lambda: model, "broken": lambda: 1 / 0},
         )
     text = str(explanation).splitlines()
     assert re.match(r"The forward pass overflows, whatever .*: in model\.layers\.0\.feed_forward \(", text[0])
@@ -210,20 +213,19 @@ def test_a_lower_scale_is_tried_before_it_is_recommended():
     assert lower.setting == f"loss_scale_value: {lower.safe_scale:.0f}"
 
 
-def test_weights_that_do_not_fit_are_counted():
-    network = llama()
-    with planted(network, {"lm_head": 1e7}):
-        explanation = explain_overflow(network, [tokens()], 1.0, remedies=False)
-        beyond = np.abs(network.lm_head.weight.asnumpy()) > 65519
+def test_weights_that_do_not_fit_are_counted(model):
+    with planted(model, {"lm_head": 1e7}):
+        explanation = explain_overflow(model, [tokens()], 1.0, remedies=False)
+        beyond = np.abs(model.lm_head.weight.asnumpy()) > 65519
     assert explanation.weights.elements == beyond.sum() > 0
     assert explanation.weights.parameters == ("lm_head.weight",)
-    assert explain_overflow(network, [tokens()], 1.0, remedies=False).weights is None
 
 
-def test_network_without_overflow_gets_the_layers_next_to_it():
-    explanation = explain_overflow(llama(), [tokens()], 2.0**4)
+def test_network_without_overflow_gets_the_layers_next_to_it(model):
+    explanation = explain_overflow(model, [tokens()], 2.0**4)
     assert re.match(r"No overflow .* 2\^4, .*up to 2\^", explanation.headline)
     assert not explanation.tried
+    assert explanation.weights is None
     # The attention mask of -10000, and the sum of scores and mask, are left out. Otherwise both would be listed as
     # closest to overflow.
     rows = explanation.details().splitlines()

@@ -59,8 +59,10 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("case", TOO_LARGE)
+@pytest.mark.parametrize(
+    ("case", "graph"),
+    [*((case, False) for case in TOO_LARGE), ("label", True), ("token", True), ("index of two", True)],
+)
 def test_an_index_out_of_range_is_said_with_its_column(case, graph):
     loss, tokens, labels, column = TOO_LARGE[case]
     batch = tuple(Tensor(np.array(column, np.int32)) for column in (tokens, labels))

@@ -10,6 +10,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
+from mindformers_adaptive.overflow.causes import growing_layers
 from mindformers_adaptive.overflow.explain import explain_overflow, watched_passes
 from mindformers_adaptive.overflow.origin import find_origin
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
@@ -120,13 +121,6 @@ def test_in_a_frozen_layer_of_llama_with_lora(lora):
     assert len(lora.trainable_params()) == 8
     with planted(lora, FROZEN_HEAD):
         assert named(lora, tokens(), 2.0**18) == ("backward", "lm_head", "MatMul")
-
-
-def test_in_a_graph_of_llama_with_lora(lora):
-    with mindspore_mode("graph"), watched_passes(lora, graph=True) as passes:
-        assert origin_of(passes, lora, FROZEN_HEAD, tokens(), 2.0**18) == ("backward", "lm_head")
-        key = {"layers.1.attention.wk": np.full(1, 4e4)}
-        assert origin_of(passes, lora, key, tokens(), 1) == ("forward", "model.layers.1.attention.wk")
 
 
 def mean_of_powers(x, weight):
@@ -443,16 +437,6 @@ def test_in_a_graph_the_same_is_measured_and_nothing_is_changed():
     assert [(name, id(cell)) for name, cell in network.cells_and_names()] == cells
 
 
-@pytest.fixture(scope="module")
-def llama_in_a_graph():
-    """Return a Llama, and a function that watches its backward passes in graph mode; all tests share the graph."""
-    with mindspore_mode("graph"):
-        # The tests in PyNative mode need another model, because this model has watching cells until the last test.
-        model = llama()
-        with watched_passes(model, graph=True) as passes:
-            yield model, passes
-
-
 def origin_of(passes, network, changes, batch, scale):
     with mindspore_mode("graph"), planted(network, changes):
         [seen] = passes([batch], scale)
@@ -460,13 +444,33 @@ def origin_of(passes, network, changes, batch, scale):
     return origin.phase, origin.layer
 
 
-@pytest.mark.parametrize("case", IN_LLAMA)
-def test_in_a_graph_of_llama(llama_in_a_graph, case):
-    changes, scale, (phase, layer, _) = IN_LLAMA[case]
-    # At the highest loss scale other layers overflow too, earlier than the expected layer, so use a lower loss scale.
-    scale = {"head, backward": 2.0**19, "norm, backward": 2.0**17}.get(case, scale)
-    model, passes = llama_in_a_graph
-    assert origin_of(passes, model, changes, tokens(), scale) == (phase, layer)
+@pytest.fixture(scope="module")
+def in_a_graph(lora):
+    """Return a function that runs the Llama with LoRA in graph mode; all tests share the graph."""
+    with mindspore_mode("graph"), watched_passes(lora, graph=True) as passes:
+        yield passes
+
+
+# At the highest loss scale other layers overflow too, earlier than the expected layer, so use a lower loss scale.
+IN_A_GRAPH = IN_LLAMA | {
+    "head, backward": (FROZEN_HEAD, 2.0**18, ("backward", "lm_head", "")),
+    "norm, backward": ({"tok_emb": 1e-8}, 2.0**17, ("backward", "model.norm_out", "")),
+}
+
+
+@pytest.mark.parametrize("case", IN_A_GRAPH)
+def test_in_a_graph_of_llama(in_a_graph, lora, case):
+    changes, scale, (phase, layer, _) = IN_A_GRAPH[case]
+    assert origin_of(in_a_graph, lora, changes, tokens(), scale) == (phase, layer)
+
+
+def test_in_a_graph_the_layer_that_grows_is_named(in_a_graph, lora):
+    with mindspore_mode("graph"), planted(lora, {"lm_head": 3000.0}):
+        [growth] = growing_layers(in_a_graph([tokens()], 2.0))
+    assert growth.layer == "lm_head"
+    assert all(name in str(growth) for name in ("values", "gradients"))
+    with mindspore_mode("graph"):
+        assert not growing_layers(in_a_graph([tokens()], 2.0**10))
 
 
 def test_scratch_outputs_of_batch_norm_are_no_overflow():
@@ -485,11 +489,11 @@ def test_scratch_outputs_of_batch_norm_are_no_overflow():
 IN_QWEN3 = {
     "norm": ({"layers.0.input_layernorm": 1e5}, 1, ("forward", "decoder.layers.0.input_layernorm", "Cast")),
     "query and key": (
-        {"layers.1.self_attention.q_layernorm": 300, "layers.1.self_attention.k_layernorm": 300},
+        {"layers.0.self_attention.q_layernorm": 300, "layers.0.self_attention.k_layernorm": 300},
         1,
-        ("forward", "decoder.layers.1.self_attention.core_attention.flash_attention", "BatchMatMul"),
+        ("forward", "decoder.layers.0.self_attention.core_attention.flash_attention", "BatchMatMul"),
     ),
-    "feed forward": ({"layers.1.mlp.linear_fc1": 1e4}, 1, ("forward", "decoder.layers.1.mlp", "Mul")),
+    "feed forward": ({"layers.0.mlp.linear_fc1": 1e4}, 1, ("forward", "decoder.layers.0.mlp", "Mul")),
     "head, backward": ({"output_layer": 1.0}, 2.0**32, ("backward", "output_layer", "MatMul")),
 }
 
@@ -507,7 +511,7 @@ def qwen3():
     from tests.mindformers import mcore_on_cpu
 
     with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore_on_cpu.mcore_on_cpu():
-        network = mcore_on_cpu.build_qwen3()
+        network = mcore_on_cpu.build_qwen3(num_hidden_layers=1)
         for name, function in ON_CPU.items():
             patch.setattr(getattr(auto_generate, name), "__call__", function)
         optimizer = nn.SGD(network.trainable_params(), 0.1)
