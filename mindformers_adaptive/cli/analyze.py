@@ -9,6 +9,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mindformers_adaptive.cli.output import (
     add_output_arguments,
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> None:
     recorded = read_log([*map(record_in, options.logs)], options.format, options.pattern)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, in_python=options.python, progress=progress)
-    print_result(options, analysis.to_dict, lambda: analysis.text(options.details))
+        result: Any = analysis.to_dict() if options.json else analysis.text(options.details)
+    print_result(options, lambda: result, lambda: result)
     if options.plot:
         save(draw_runs({recorded.name: recorded}), options.plot)

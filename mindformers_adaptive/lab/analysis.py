@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.advise import Settings, advise
+from mindformers_adaptive.lab.advise import advise
 from mindformers_adaptive.lab.analysis_text import analysis_text
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.facts import facts_of, verdict
@@ -44,11 +44,6 @@ class Analysis:
     Attributes:
         run (RecordedRun): the analyzed run.
         phases (tuple[Phase, ...]): the path of the loss scale.
-        outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
-            JSON. ``policy`` is the name of the row. ``skipped``, ``too_low``, ``headroom_lost`` (bits) and
-            ``known_share`` hold for the ceilings that :meth:`~mindformers_adaptive.record.run.RecordedRun.to_trace`
-            assumes by default.
-            ``fewest_skipped`` and ``most_skipped`` also cover the ceilings of each of ``run.assumptions``.
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for a change.
         settings (Configuration, optional): the settings that follow from the advice; None if no settings are known to
             be better.
@@ -57,10 +52,25 @@ class Analysis:
 
     run: RecordedRun
     phases: tuple[Phase, ...]
-    outcomes: tuple[dict[str, Any], ...]
     advice: tuple[Advice, ...]
     settings: Configuration | None
     in_python: bool = False
+    # The rows of the run itself and, if there are settings, of these settings; and a function that replays the other
+    # policies, which takes long for a long run.
+    _known_rows: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    _replay: Callable[[], dict[str, tuple[Measures, ...]]] = field(default=dict, repr=False, compare=False)
+
+    @cached_property
+    def outcomes(self) -> tuple[dict[str, Any], ...]:
+        """tuple[dict, ...]: a row for the run itself and for each policy, which is replayed on the first reading.
+
+        The rows are ready for JSON. ``policy`` is the name of the row. ``skipped``, ``too_low``, ``headroom_lost``
+        (bits) and ``known_share`` hold for the ceilings that
+        :meth:`~mindformers_adaptive.record.run.RecordedRun.to_trace` assumes by default. ``fewest_skipped`` and
+        ``most_skipped`` also cover the ceilings of each of ``run.assumptions``.
+        """
+        replayed = (_row(name, measures) for name, measures in self._replay().items())
+        return (self._known_rows[0], *replayed, *self._known_rows[1:])
 
     @property
     def scale_sense(self) -> str | None:
@@ -89,6 +99,9 @@ class Analysis:
             ``update_cell`` (the settings as Python), ``in_python`` and ``certainty``, with ``known_share``: the
             share of the steps of the replayed settings that the log decides.
         """
+        return self._to_dict(self.outcomes)
+
+    def _to_dict(self, outcomes: tuple[dict[str, Any], ...]) -> dict[str, Any]:
         run, facts = self.run, facts_of(self.run)
         facts["loss_scale"]["phases"] = [phase._asdict() for phase in self.phases]
         return {
@@ -103,12 +116,12 @@ class Analysis:
                 "last_error": last_error(run.files),
             },
             **facts,
-            "outcomes": list(self.outcomes),
+            "outcomes": list(outcomes),
             "advice": [dataclasses.asdict(advice) for advice in self.advice],
             "scale_sense": self.scale_sense,
             "update_cell": self.update_cell,
             "in_python": self.in_python,
-            "certainty": None if self.settings is None else {"known_share": self.outcomes[-1]["known_share"]},
+            "certainty": None if self.settings is None else {"known_share": outcomes[-1]["known_share"]},
         }
 
     def text(self, details: bool = False) -> str:
@@ -118,7 +131,7 @@ class Analysis:
             details (bool): whether to add all changes of the loss scale and all replays. Long lists are cut, and the
                 text says so.
         """
-        return analysis_text(self.to_dict(), details)
+        return analysis_text(self._to_dict(self.outcomes if details else self._known_rows), details)
 
 
 def analyze(
@@ -165,37 +178,31 @@ def analyze(
     if in_python is None:
         in_python = run.is_from_program
     advice, settings = advise(run, traces, recorded, changes, in_python)
-    rows = _outcome_rows(run, used, traces, recorded, settings, progress)
-    chosen = None if settings is None else settings.configuration
-    return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), chosen, in_python)
-
-
-def _outcome_rows(
-    run: RecordedRun,
-    used: NDArray[np.float64],
-    traces: list[Trace],
-    recorded: tuple[Measures, ...],
-    settings: Settings | None,
-    progress: Callable[[int], None] | None,
-) -> list[dict[str, Any]]:
-    """Return a row for the run and one for each policy: measures, and the fewest and most steps skipped on a trace."""
-    outcomes = {"as recorded": recorded}
-    if policies := _policies(used, traces[0]):
-        outcomes |= compare(policies, traces, progress=progress).measures
+    rows = [_row_of_run(run, recorded)]
     if settings is not None:
-        outcomes["as advised"] = settings.measures
-    rows: list[dict[str, Any]] = []
-    for name, measures in outcomes.items():
-        numbers = measures[0].as_dict()
-        row = {"policy": name, **{key: numbers[key] for key in ("skipped", "too_low", "headroom_lost", "known_share")}}
-        skipped = [each.skipped for each in measures]
-        rows.append({**row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
+        rows.append(_row("as advised", settings.measures))
+
+    def replay() -> dict[str, tuple[Measures, ...]]:
+        policies = _policies(used, trace)
+        return dict(compare(policies, traces, progress=progress).measures) if policies else {}
+
+    chosen = None if settings is None else settings.configuration
+    return Analysis(run, tuple(phases(changes)), tuple(advice), chosen, in_python, tuple(rows), replay)
+
+
+def _row(policy: str, measures: Sequence[Measures]) -> dict[str, Any]:
+    """Return the measures on the first trace as a row, and the fewest and most steps skipped on a trace."""
+    numbers, skipped = measures[0].as_dict(), [each.skipped for each in measures]
+    row = {key: numbers[key] for key in ("skipped", "too_low", "headroom_lost", "known_share")}
+    return {"policy": policy, **row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)}
+
+
+def _row_of_run(run: RecordedRun, measures: Sequence[Measures]) -> dict[str, Any]:
     # Take the skipped steps of the run itself from the log. They are exact unless a log line stands for several steps.
     fewest, most = run.skipped_bounds()
-    rows[0] |= {"fewest_skipped": fewest, "most_skipped": most if run.is_numbered else None}
-    if fewest != most:
-        rows[0] |= {"skipped": None, "too_low": None, "headroom_lost": None}
-    return rows
+    row = _row("as recorded", measures)
+    row |= {"fewest_skipped": fewest, "most_skipped": most if run.is_numbered else None}
+    return row if fewest == most else {**row, "skipped": None, "too_low": None, "headroom_lost": None}
 
 
 def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[], Policy]]:
