@@ -34,7 +34,7 @@ RULES = {lenet5_managers.dynamic: AdaptiveRule(2, 20, 20), lenet5_managers.adapt
 
 @pytest.mark.parametrize("way", lenet5_managers.WAYS, ids=lambda way: way.__name__)
 def test_scale_follows_the_rule(graph_mode, scaling_on_cpu, way):
-    # A step is slow. Only adaptive scaling takes all steps of the page. No step changes a fixed scale, so four are enough.
+    # A step is slow, so only adaptive scaling takes all steps of the page. No step changes a fixed scale.
     steps = 64 if way is lenet5_managers.adaptive else 30 if way in RULES else 4
     run = lenet5_managers.train(way, steps // lenet5_managers.EPOCHS)
     assert len(run.losses) == steps
