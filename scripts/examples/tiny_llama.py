@@ -14,13 +14,13 @@ STEPS = 32
 
 
 def build_model():
-    """Return MindFormers' Llama with two layers, which computes in FP16 and can run on a CPU."""
+    """Return MindFormers' Llama with one layer, which computes in FP16 and can run on a CPU."""
     mindspore.set_seed(0)
     config = LlamaConfig(
         batch_size=BATCH_SIZE,
         seq_length=SEQ_LENGTH,
         hidden_size=32,
-        num_layers=2,
+        num_layers=1,
         num_heads=2,
         vocab_size=16,
         pad_token_id=15,

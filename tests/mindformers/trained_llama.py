@@ -11,11 +11,12 @@ from tests.conftest import CONFIG
 BATCH_SIZE, SEQ_LENGTH, BATCHES = 4, 32, 32
 # The model learns to count up to this number, and then again from 0.
 TOKENS = 15
-SIZES = {"batch_size": BATCH_SIZE, "seq_length": SEQ_LENGTH, "hidden_size": 32, "num_heads": 2, "multiple_of": 16}
+SIZES = {"batch_size": BATCH_SIZE, "seq_length": SEQ_LENGTH, "num_layers": 1, "num_heads": 2}
+SIZES |= {"hidden_size": 32, "multiple_of": 16}
 
 
 def build_model():
-    """Return a stock Llama of two layers that computes in FP16; the weights are the same each time."""
+    """Return a stock Llama of one layer that computes in FP16; the weights are the same each time."""
     mindspore.set_seed(0)
     section = MindFormerConfig(str(CONFIG)).model.model_config
     return LlamaForCausalLM(LlamaConfig(**{**section, **SIZES, "vocab_size": TOKENS + 1, "pad_token_id": TOKENS}))
