@@ -305,8 +305,16 @@ def doors(step):
     return {*scales, cell.state_dict()["scale"], 1 / cell.inv_scale, state.loss_scale, float(step.scale_sense)}
 
 
-@pytest.mark.parametrize("moment", ["before set_train", "after set_train", "in mid-run"])
-@pytest.mark.parametrize("way", ["adaptive", "guided", "own rule", "MFTrainOneStepCell"])
+@pytest.mark.parametrize(
+    ("way", "moment"),
+    [
+        *((way, "in mid-run") for way in ("adaptive", "guided", "own rule", "MFTrainOneStepCell")),
+        ("adaptive", "before set_train"),
+        ("guided", "after set_train"),
+        ("own rule", "before set_train"),
+        ("MFTrainOneStepCell", "after set_train"),
+    ],
+)
 def test_every_door_has_the_same_loss_scale(graph_mode, way, moment):
     step = WAYS[way]()
     assert doors(step) == {2.0**12}

@@ -33,8 +33,14 @@ MANAGERS = {
 }
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "auto"])
-@pytest.mark.parametrize("manager", MANAGERS)
+@pytest.mark.parametrize(
+    ("manager", "level"),
+    [
+        *(("adaptive", level) for level in ("O0", "O2", "O3", "auto")),
+        *(("fixed", level) for level in ("O0", "O2")),
+        *(("dynamic", level) for level in ("O3", "auto")),
+    ],
+)
 def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling_on_cpu, manager, level):
     dense = Dense()
     make_manager, arguments = MANAGERS[manager]

@@ -93,7 +93,7 @@ def test_each_goes_on_from_the_state_of_each(kind, source):
     taken = 34 if first.can_step else 30
     state = first.state_owner.state_dict()
     assert all(type(number) in (int, float) for number in state.values())
-    for target in OWNERS:
+    for target in set(OWNERS) - {source}:
         resumed = Owner(kind, target)
         resumed.load(state)
         for step in path[taken:] if resumed.can_step else []:
@@ -161,6 +161,8 @@ def test_a_state_that_looks_like_a_start_is_none(kind, overflow, form, tmp_path)
     state = kind.rule.start(kind.rule.min_loss_scale if overflow else kind.loss_scale)
     for steps in range(1, 25):
         state = kind.rule.step(state, overflow, 0.0)
+        if steps not in (1, 2, 3, 4, 5, 8, 13, 24):
+            continue
         owned, resumed = Owned(kind.cell(loss_scale=state.loss_scale)), Owned(kind.cell())
         owned.update_cell.write_rule_state(state, steps)
         save(owned, tmp_path, form)(resumed)

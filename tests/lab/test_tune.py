@@ -324,14 +324,13 @@ def test_a_vector_that_is_called_scale_window_is_no_window():
 
 
 def test_text_fits_into_100_columns(tmp_path, run_program):
-    for log in ("megatron_gpt2_n4.log", "mindformers_1_9_cpu.log"):
-        file = ROOT / "tests" / "record" / "samples" / log
-        for command in (
-            ["tune", file, "--rows", "10"],
-            ["compare", file],
-            ["tune", file],
-            ["tune", "synthetic:spikes"],
-        ):
-            code, printed, _ = run_program(*command)
-            assert code == 0
-            assert [line for line in printed.splitlines() if len(line) > 100] == []
+    samples = ROOT / "tests" / "record" / "samples"
+    for command in (
+        ["tune", samples / "megatron_gpt2_n4.log", "--rows", "10"],
+        ["compare", samples / "megatron_gpt2_n4.log"],
+        ["tune", samples / "mindformers_1_9_cpu.log"],
+        ["tune", "synthetic:spikes"],
+    ):
+        code, printed, _ = run_program(*command)
+        assert code == 0
+        assert [line for line in printed.splitlines() if len(line) > 100] == []

@@ -357,10 +357,11 @@ def test_numpy_gives_what_the_operations_mean(expected, rule_class):
     assert_results(expected, rule.results([rule.step(states[0], False), *ends[1:]]))
 
 
-@pytest.mark.parametrize("rule_class", [OfVectors, OfNumbers])
+@pytest.mark.parametrize(("rule_class", "mode"), [(OfVectors, "graph"), (OfNumbers, "graph"), (OfNumbers, "pynative")])
 def test_cell_gives_what_the_operations_mean(expected, mode, rule_class):
     rule = rule_class()
-    assert_results(expected, rule.results(in_cell(rule, rule.starts())))
+    with mindspore_mode(mode):
+        assert_results(expected, rule.results(in_cell(rule, rule.starts())))
 
 
 @pytest.mark.filterwarnings("ignore:The rule 'of_.*' computed a subnormal number")
