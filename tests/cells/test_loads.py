@@ -114,7 +114,14 @@ def assert_same(values, expected):
     assert [name for name in values if not np.array_equal(values[name], expected[name], equal_nan=True)] == []
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    [
+        *((way, "graph") for way in WAYS),
+        *((way, "pynative") for way in ("adaptive", "guided", "fixed cell", "MFTrainOneStepCell", "own train step")),
+    ],
+    indirect=["mode"],
+)
 def test_a_training_goes_back_to_a_checkpoint(mode, way, tmp_path):
     step, file = WAYS[way]().set_train(), str(tmp_path / "saved.ckpt")
     # An overflow that is not skipped leaves no number to compare.
@@ -133,7 +140,9 @@ def test_a_training_goes_back_to_a_checkpoint(mode, way, tmp_path):
         assert_same(values_of(step), end)
 
 
-@pytest.mark.parametrize("part", ["network", "optimizer"])
+@pytest.mark.parametrize(
+    ("part", "mode"), [("network", "graph"), ("optimizer", "graph"), ("network", "pynative")], indirect=["mode"]
+)
 def test_a_part_of_a_training_goes_back_to_a_checkpoint(mode, part):
     def network_of(step):
         return step.network if part == "network" else step.optimizer
@@ -256,7 +265,11 @@ def own_step(scaler, layer, optimizer, loss_fn):
     return step
 
 
-@pytest.mark.parametrize("make", [AdaptiveLossScaler, GradientGuidedLossScaler])
+@pytest.mark.parametrize(
+    ("make", "mode"),
+    [(GradientGuidedLossScaler, "graph"), (AdaptiveLossScaler, "pynative")],
+    indirect=["mode"],
+)
 def test_a_scaler_names_the_remedy_that_goes_back(mode, make):
     dense, scaler = Dense(), make(2.0**12)
     optimizer = dense.optimizer()

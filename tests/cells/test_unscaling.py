@@ -99,7 +99,11 @@ def rounded(values, dtype):
     return Tensor(values, mstype.float32).astype(dtype).astype(mstype.float32).asnumpy()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    [*((way, "graph") for way in WAYS), *((way, "pynative") for way in ("cell", "clipping", "accumulation"))],
+    indirect=["mode"],
+)
 def test_gradients_are_those_of_float64_at_every_scale(mode, way):
     network = Products((mstype.float16, mstype.float32) if way == "accumulation" else DTYPES)
     optimizer = KeepGradients(network.trainable_params())

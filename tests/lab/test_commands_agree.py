@@ -1,5 +1,6 @@
 """What analyze, report, plot, tune and compare say of the same log agrees."""
 
+import functools
 import html
 import json
 import re
@@ -12,6 +13,7 @@ import yaml
 
 from mindformers_adaptive.cli import plot as plot_command
 from mindformers_adaptive.cli import program
+from mindformers_adaptive.cli import tune as tune_command
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.analysis_text import scales_in_words
 from mindformers_adaptive.lab.other_cause import other_cause
@@ -69,6 +71,10 @@ def test_a_scale_that_returns_has_not_fallen(scales, went):
     assert path_in_words(run_of(flags, scales), as_power_of_two) == went
 
 
+# Build the 900 settings that ``tune`` tries once for all logs.
+shared_grid = functools.cache(tune_command.grid)
+
+
 class Commands:
     """What the five commands say of one log. Pictures are taken before they are written."""
 
@@ -76,6 +82,7 @@ class Commands:
         self.page, self.figures, self.capsys = folder / "report.html", [], capsys
         monkeypatch.setattr(plot_command, "save", lambda figure, path: self.figures.append(figure))
         monkeypatch.setattr(report_page, "_data", lambda figure: "")
+        monkeypatch.setattr(tune_command, "grid", shared_grid)
 
     def said(self, *arguments):
         assert program.main([*map(str, arguments)]) == 0, arguments
