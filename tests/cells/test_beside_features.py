@@ -108,7 +108,7 @@ def test_losses_and_weights_equal_the_stock_cells_at_each_scale(graph_mode, feat
 DROPPING = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 3.5}
 
 
-@pytest.mark.parametrize("feature", [*NAMES[:4], "dropping by norm"])
+@pytest.mark.parametrize("feature", [*NAMES, "dropping by norm"])
 def test_the_same_holds_in_pynative_mode(feature):
     arguments = FEATURES.get(feature, {"build": Layers, **DROPPING})
     # A per-token loss overflows at a lower loss scale, so start at a lower scale.

@@ -38,7 +38,7 @@ def gradients_of(dtype, value, number, at):
 
 
 def elements(size):
-    return sorted({0, 1, size // 2, size - 1} & set(range(size)))
+    return sorted({0, size // 2, size - 1})
 
 
 PLACES = [(number, at) for number, shape in enumerate(SHAPES) for at in elements(int(np.prod(shape)))]

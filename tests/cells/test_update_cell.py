@@ -28,8 +28,10 @@ def test_parameters_have_the_names_of_mindformers_own_cell(hysteresis):
     assert set(AdaptiveLossScaleUpdateCell(1024, 2, 20, hysteresis=hysteresis).parameters_dict()) == stock | more
 
 
-@pytest.mark.parametrize("stock", [nn.TrainOneStepWithLossScaleCell, mindformers.wrapper.MFTrainOneStepCell])
-@pytest.mark.parametrize("hysteresis", [1, 2])
+@pytest.mark.parametrize(
+    ("stock", "hysteresis"),
+    [(nn.TrainOneStepWithLossScaleCell, 1), (mindformers.wrapper.MFTrainOneStepCell, 2)],
+)
 def test_works_in_the_stock_train_step_cells(mode, stock, hysteresis):
     """On a CPU, MindSpore's train-step cell has to take its branch for Ascend 910B, which uses IsFinite."""
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20, hysteresis=hysteresis)
