@@ -67,7 +67,7 @@ def train(train_step, batches, record):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Train a real tiny Qwen3; return the train-step cell, all Parameters after each step, and the run record."""
-    train_step = build_train_step(build_qwen3())
+    train_step = build_train_step(build_qwen3(num_hidden_layers=1))
     record = tmp_path_factory.mktemp("qwen3") / "record.jsonl"
     states = train(train_step, rows(STEPS), record)
     return train_step, states, read_record(record)
@@ -98,7 +98,7 @@ def test_skipped_step_of_qwen3_changes_only_loss_scaling(run):
 @pytest.mark.slow
 def test_qwen3_resumes_as_if_it_had_never_stopped(run, tmp_path):
     _, states, lines = run
-    resumed = build_train_step(build_qwen3())
+    resumed = build_train_step(build_qwen3(num_hidden_layers=1))
     mindspore.load_param_into_net(resumed, {name: Parameter(value) for name, value in states[15].items()})
     # The update cell's count of steps is restored too, so the record continues with step 16.
     later = train(resumed, rows(STEPS)[15:], tmp_path / "record.jsonl")
@@ -115,7 +115,7 @@ def test_find_agrees_with_qwen3_and_tokens_lower_the_ceiling(run):
     first_applied = next(line for line in lines if not line["overflow"])
     batch = rows(STEPS)[first_applied["step"] - 1]
     mean, per_token = (
-        find_loss_scale(build_train_step(build_qwen3(**options), **options), batch)
+        find_loss_scale(build_train_step(build_qwen3(num_hidden_layers=1, **options), **options), batch)
         for options in ({}, {"calculate_per_token_loss": True})
     )
     assert mean.ceiling in (first_applied["loss_scale"], 2 * first_applied["loss_scale"])
