@@ -19,7 +19,12 @@ from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 from tests.conftest import ROOT
-from tests.mindformers.training_runs import LegacyFormat, TrainingRun, assert_one_record_has_every_step_once
+from tests.mindformers.training_runs import (
+    SMALL_MODEL,
+    LegacyFormat,
+    TrainingRun,
+    assert_one_record_has_every_step_once,
+)
 from tests.shared.records import assert_follows
 
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
@@ -317,7 +322,7 @@ LATE = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("changes", "message", "traced"), LATE, ids=["while it is built", "in a step"])
 def test_a_traceback_is_printed_where_the_training_itself_fails(run_forked, corpus, changes, message, traced):
-    model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32"]
+    model = [f"{key}={value}" for key, value in SMALL_MODEL.items()]
     script = ROOT / "scripts" / "launch" / "run_mindformer.py"
     arguments = ["--config", CONFIG, "--train-dataset-dir", corpus, "--num-samples", 64, "--options", *model, *changes]
     errors = run_forked(script, *arguments, expect_exit=1).stderr

@@ -118,7 +118,7 @@ def test_find_takes_classes_of_a_users_folder(corpus, run_program, tmp_path, mon
 
 
 def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
-    model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32", "calculate_per_token_loss=True"]
+    model = [f"{key}={value}" for key, value in {**SMALL_MODEL, "calculate_per_token_loss": True}.items()]
     training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 2, "--options", *model]
     scale = json.loads(run_forked(PROGRAM, "find", "--json", *training).stdout)["loss_scale_value"]
     monitor = "{type: GradientRangeMonitor, every_n_steps: 1, loss_scales: [1]}"

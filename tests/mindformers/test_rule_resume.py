@@ -95,7 +95,6 @@ def replay(rule, record):
     ("name", "form", "processes"),
     [
         pytest.param("log_max", CKPT, 1, id="user's rule"),
-        pytest.param("guided", CKPT, 1, id="ckpt"),
         pytest.param("guided, weights in FP16", CKPT, 1, id="guided, weights in FP16"),
         pytest.param("adaptive, weights in FP16", CKPT, 1, id="adaptive, weights in FP16"),
         pytest.param("guided", LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async"),
