@@ -163,10 +163,10 @@ def test_the_lines_of_mindformers_are_in_a_file(run_forked, corpus, tmp_path):
         # About ten lines of progress, and no bar.
         progress = re.findall(r"^(?:steps|backward passes): (\d+) of (\d+)$", quiet.stderr, re.MULTILINE)
         assert 5 <= len(progress) <= 10
-        size_before = log.stat().st_size
-        loud = run_forked(PROGRAM, command, "--verbose", *size, *training)
-        assert " - INFO - " in loud.stdout + loud.stderr
-        assert log.stat().st_size == size_before
+    size_before = log.stat().st_size
+    loud = run_forked(PROGRAM, command, "--verbose", *size, *training)
+    assert " - INFO - " in loud.stdout + loud.stderr
+    assert log.stat().st_size == size_before
     # Messages of this package are shown, also while MindFormers' are not.
     assert "Loss scaling is recorded in" in shown
     assert (tmp_path / "output" / "loss_scale_record.jsonl").is_file()

@@ -32,7 +32,7 @@ def test_lost_updates_are_those_that_rounding_to_float16_undoes(update):
     assert lost.parameter_share == shares[lost.parameter] == max(shares.values())
 
 
-def test_finder_says_what_is_lost_with_a_learning_rate():
+def test_finder_says_what_is_lost_with_a_learning_rate(graph_mode):
     network, ones = HalfPrecisionSum(2), np.ones(2, np.float32)
     assert find_loss_scale(network, ones, learning_rate=1e-4).lost_updates is None
     network.weight = Parameter(Tensor([1.0, 2.0**-10], mstype.float16), name="weight")
