@@ -21,7 +21,7 @@ STEPS, START = 30, 2.0**24
 # MindFormers' train-step cell keeps the learning rates that the callback prints in these Parameters.
 LEARNING_RATES = ("current_default_lr", "current_grouped_lr")
 # Number of steps in PyNative mode, where each step takes long.
-PYNATIVE_STEPS = 4
+PYNATIVE_STEPS = 5
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}
 BATCH, FEATURES, CLASSES = 8, 12, 4
 
