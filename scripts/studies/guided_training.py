@@ -18,7 +18,7 @@ from scripts.studies import reporting
 
 RULES = ("guided", "adaptive")
 STARTS = (2**32, 2**10)
-STEPS, SEEDS = 400, 1
+STEPS, SEEDS = 400, 3
 LAST = 20
 # A test repeats only this many steps at the beginning of a run, and compares their losses.
 EARLY = slice(10, 20)
