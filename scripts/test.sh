@@ -16,15 +16,10 @@ mypy
 if [ $# -gt 0 ]; then
     exec python -m pytest "${selection[@]}" "$@"
 fi
-# Two cores run three workers, because some tests wait for other processes. MindSpore's threads spin while they wait for
-# each other. The threads of a batch job do not push aside the thread that they wait for.
+# MindSpore's threads spin while they wait for each other, so more workers or threads than cores take longer.
 export OMP_NUM_THREADS=1
 # Compiling a graph allocates many small objects. With a larger cache of freed memory per thread, glibc needs an eighth
 # less time for these tests.
 export GLIBC_TUNABLES=glibc.malloc.tcache_count=60000
-as_batch_job=()
-if command -v chrt > /dev/null; then
-    as_batch_job=(chrt --batch 0)
-fi
 trap 'echo "Everything took $SECONDS seconds."' EXIT
-"${as_batch_job[@]}" python -m pytest --durations=10 --numprocesses 3 --dist loadgroup --no-loadscope-reorder "${selection[@]}"
+python -m pytest --durations=10 --numprocesses 2 --dist loadgroup --no-loadscope-reorder "${selection[@]}"

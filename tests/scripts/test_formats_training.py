@@ -64,6 +64,7 @@ def test_what_is_worse_with_scaling_is_as_the_page_says():
         ("damped", dynamic): {"HiF8"},
         ("damped", FOUND[0]): {"HiF8"},
         ("auxiliary", dynamic): {script.FP16},
+        ("moving", FOUND[1]): {FP8},
         ("digits", dynamic): ALL,
         ("digits", FOUND[0]): {script.FP16},
     }
