@@ -54,11 +54,11 @@ class Analysis:
     phases: tuple[Phase, ...]
     advice: tuple[Advice, ...]
     settings: Configuration | None
-    in_python: bool = False
     # The rows of the run itself and, if there are settings, of these settings; and a function that replays the other
     # policies, which takes long for a long run.
-    _known_rows: tuple[dict[str, Any], ...] = field(default=(), repr=False)
-    _replay: Callable[[], dict[str, tuple[Measures, ...]]] = field(default=dict, repr=False, compare=False)
+    _known_rows: tuple[dict[str, Any], ...] = field(repr=False)
+    _replay: Callable[[], dict[str, tuple[Measures, ...]]] = field(repr=False, compare=False)
+    in_python: bool = False
 
     @cached_property
     def outcomes(self) -> tuple[dict[str, Any], ...]:
@@ -187,7 +187,7 @@ def analyze(
         return dict(compare(policies, traces, progress=progress).measures) if policies else {}
 
     chosen = None if settings is None else settings.configuration
-    return Analysis(run, tuple(phases(changes)), tuple(advice), chosen, in_python, tuple(rows), replay)
+    return Analysis(run, tuple(phases(changes)), tuple(advice), chosen, tuple(rows), replay, in_python)
 
 
 def _row(policy: str, measures: Sequence[Measures]) -> dict[str, Any]:
