@@ -14,6 +14,10 @@ import hypothesis
 import numpy as np
 import pytest
 
+from tests.shared.source_memo import remember_source_lines
+
+remember_source_lines()
+
 # Hypothesis draws the same examples on every machine, however slow the machine is.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")

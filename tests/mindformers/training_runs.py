@@ -296,8 +296,9 @@ class TrainingRun:
             exit_code = self.process.wait(timeout)
         finally:
             self.kill()
-        console = self._console.read_text()[-2000:] if self._console.exists() else ""
-        assert exit_code == 0, self.text()[-5000:] + console
+        ends = [f"{log.name} ends:\n{log.read_text()[-3000:]}" for log in {*self.logs, self._console} if log.exists()]
+        codes = getattr(self.process, "exit_codes", [exit_code])
+        assert exit_code == 0, "\n".join([f"exit codes of the processes: {codes}", *sorted(ends)])
         return self
 
     def wait_until(self, happened, timeout=900):

@@ -12,6 +12,10 @@ sys.argv = [str(Path(__file__).resolve().parents[2] / "scripts" / "launch" / "ru
 
 import mindformers  # noqa: E402, F401
 
+from tests.shared.source_memo import remember_source_lines  # noqa: E402
+
+remember_source_lines()
+
 if __name__ == "__main__":
     import mindspore
     from mindspore.communication import init

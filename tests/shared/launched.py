@@ -9,6 +9,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import traceback
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -93,8 +94,12 @@ def _run_script(command, cwd, environment, *files):
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
-        # A forked process does not run its exit handlers by itself when it ends.
-        atexit._run_exitfuncs()
+        # A forked process does not run its exit handlers by itself when it ends. As at the end of Python, an exception
+        # in a handler is printed and does not change the exit code.
+        try:
+            atexit._run_exitfuncs()
+        except Exception:
+            traceback.print_exc()
 
 
 class ForkedCluster:
@@ -120,9 +125,9 @@ class ForkedCluster:
 
     def wait(self, timeout=None):
         """Wait for all processes; return 0 if all have succeeded, otherwise the exit code of a failed process."""
-        codes = [worker.wait(timeout) for worker in self._workers]
+        self.exit_codes = [worker.wait(timeout) for worker in self._workers]
         self._scheduler.kill_all()
-        return next((code for code in codes if code != 0), 0)
+        return next((code for code in self.exit_codes if code != 0), 0)
 
     def kill_all(self):
         """Kill all processes and the scheduler with SIGKILL."""
