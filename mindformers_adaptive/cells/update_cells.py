@@ -156,7 +156,8 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
             element, as MindFormers passes on resume, is only read. One that is no power of two gives a warning, and
             the next power of two below is used.
         scale_factor (int): 2, and nothing else: the scale moves by whole bits. Default: 2.
-        margin (int): how many bits the loss scale stays below the ceiling that gradients show, 0 to 100. Default: 6.
+        margin (int, optional): how many bits the loss scale stays below the ceiling that gradients show, 0 to 100.
+            Default: None, which means 6, or 2 if the numbers of ``gradient_format`` span less than 36 bits, as in FP8.
         min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
         max_loss_scale (float, optional): the upper bound of the loss scale. Default: None, the largest power of two in
             float32.
@@ -200,7 +201,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
         loss_scale_value: Any,
         scale_factor: float = 2,
         *,
-        margin: int = 6,
+        margin: int | None = None,
         min_loss_scale: float = 1.0,
         max_loss_scale: float | None = None,
         gradient_format: str | Mapping[str, Any] | Format = "float16",

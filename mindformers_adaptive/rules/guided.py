@@ -40,6 +40,11 @@ PARTS = 16
 # The initial value of ``low``. It is above each ceiling that gradients can show, so ``low`` falls to the first ceiling.
 UNSEEN = 1024 * PARTS
 
+# The default of the argument ``margin``, in bits, and the default in formats whose numbers span less than WIDE bits:
+# FP16 spans 40 bits, HiF8 37 and E5M2 32. Where the ceiling moves, a margin of 6 bits loses gradients in E5M2 that the
+# training needs, as scripts/studies/formats_training.py shows.
+MARGIN, NARROW_MARGIN, WIDE = 6, 2, 36
+
 # The largest margin that a user may choose, in bits.
 _LARGEST_MARGIN = 100
 
@@ -96,8 +101,9 @@ class GuidedRule(Rule):
     scaling.
 
     Args:
-        margin (int): how many bits the loss scale stays below the ceiling that gradients show, 0 to 100. A smaller
-            margin skips more steps. Default: 6.
+        margin (int, optional): how many bits the loss scale stays below the ceiling that gradients show, 0 to 100. A
+            smaller margin skips more steps. Default: None, which means 6, or 2 if the numbers of
+            ``gradient_format`` span less than 36 bits, as in FP8.
         scale_factor (float): 2, and nothing else: the scale moves by whole bits. It is here because the other cells
             take it. Default: 2.
         min_loss_scale (float): the floor of the scale, above 0. Default: 1.0, MindSpore's.
@@ -142,17 +148,20 @@ class GuidedRule(Rule):
     @refuses_exchange_rate
     def __init__(
         self,
-        margin: int = 6,
+        margin: int | None = None,
         *,
         scale_factor: float = 2,
         min_loss_scale: float = 1.0,
         max_loss_scale: float | None = None,
         gradient_format: str | Mapping[str, Any] | Format = "float16",
     ) -> None:
-        self.margin = require_integer("margin", margin, 0, "Give 6 bits.", most=_LARGEST_MARGIN, unit="number of bits")
         remedy = "Leave it out, or use AdaptiveLossScaleUpdateCell for other factors."
         self.scale_factor = require_number("scale_factor", scale_factor, "2", lambda factor: factor == 2, remedy)
         super().__init__(min_loss_scale, max_loss_scale, gradient_format)
+        lowest, _, highest = self.gradient_format.exponents
+        default = MARGIN if highest - lowest >= WIDE else NARROW_MARGIN
+        bits = default if margin is None else margin
+        self.margin = require_integer("margin", bits, 0, "Leave it out.", most=_LARGEST_MARGIN, unit="number of bits")
 
     def first_state(self, loss_scale: float) -> dict[str, Any]:
         exponent = int(math.log2(loss_scale))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
+from mindformers_adaptive.rules.formats import FLOAT16, FORMATS, Format
 from mindformers_adaptive.rules.guided import UNSEEN, GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.operations import possible_exponents, safe_exponents
@@ -116,7 +116,7 @@ def test_float16_shows_what_it_always_did():
 @pytest.mark.parametrize("name", [*FORMATS])
 def test_a_format_moves_what_gradients_show_and_nothing_else(name):
     """The rule takes equal steps in all formats if the gradient is the same fraction of the format's largest number."""
-    rule, steps = GuidedRule(gradient_format=name), []
+    rule, steps = GuidedRule(RULE.margin, gradient_format=name), []
     for guided, largest in ((RULE, 65504.0), (rule, FORMATS[name].largest)):
         state = guided.start(2.0**20)
         for bits in (18, 12.5, 13, 9, 16):
@@ -124,6 +124,15 @@ def test_a_format_moves_what_gradients_show_and_nothing_else(name):
             state = guided.step(state, state.loss_scale > ceiling, largest / ceiling)
             steps.append(state)
     assert steps[:5] == steps[5:]
+
+
+def test_default_margin_is_smaller_in_narrow_formats():
+    margins = {name: GuidedRule(gradient_format=name).margin for name in FORMATS}
+    assert margins == {"float16": 6, "bfloat16": 6, "hifloat8": 6, "float8_e5m2": 2, "float8_e4m3fn": 2}
+    # With 5 bits of exponent, numbers span almost 30 bits more than the mantissa has.
+    of_mantissa = {bits: GuidedRule(gradient_format=Format.from_bits(5, bits)).margin for bits in (6, 7)}
+    assert of_mantissa == {6: 2, 7: 6}
+    assert GuidedRule(6, gradient_format="float8_e5m2").margin == 6
 
 
 @pytest.mark.parametrize(("overflows", "expected"), [(0, 32), (1, 22), (2, 12), (3, 2), (4, 0), (5, 0)])
