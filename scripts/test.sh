@@ -12,8 +12,8 @@ fi
 source scripts/environment/make_venv.sh
 ruff check .
 ruff format --check .
-mypy
 if [ $# -gt 0 ]; then
+    mypy
     exec python -m pytest "${selection[@]}" "$@"
 fi
 # MindSpore's threads spin while they wait for each other, so more workers or threads than cores take longer.
@@ -22,4 +22,13 @@ export OMP_NUM_THREADS=1
 # less time for these tests.
 export GLIBC_TUNABLES=glibc.malloc.tcache_count=60000
 trap 'echo "Everything took $SECONDS seconds."' EXIT
-python -m pytest --durations=10 --numprocesses 2 --dist loadgroup --no-loadscope-reorder "${selection[@]}"
+# mypy uses one core, so check the types beside the tests.
+found=$(mktemp)
+mypy > "$found" 2>&1 &
+types=$!
+status=0
+python -m pytest --durations=10 --numprocesses 2 --dist loadgroup --no-loadscope-reorder "${selection[@]}" || status=$?
+wait "$types" || status=$?
+cat "$found"
+rm "$found"
+exit "$status"

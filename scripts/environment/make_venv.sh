@@ -10,7 +10,8 @@ if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     "$python_for_venv" -m venv --clear .venv
     # Given twice, --quiet leaves out pip's warnings, but not its errors.
     pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check)
-    "${pip[@]}" --requirement requirements.txt
+    # Python compiles the modules that are imported by itself; most of these packages' modules are never imported.
+    "${pip[@]}" --no-compile --requirement requirements.txt
     "${pip[@]}" --no-deps --no-build-isolation --editable .
     cp requirements.txt .venv/installed_requirements.txt
 else
