@@ -39,6 +39,7 @@ from mindformers.tools.register import MindFormerRegister
 from mindformers.wrapper import build_wrapper
 from mindspore import Tensor, nn
 
+assert "mindformers_adaptive" not in sys.modules
 network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
 name, arguments = sys.argv[1], json.loads(sys.argv[2])
 scale_sense = {"type": name, "auto_register": f"adaptive_loss_scaling.{name}", **arguments}
@@ -76,9 +77,12 @@ print(state["skipped_steps"], state.get("largest_gradient"))
         (GUIDED, {}, "1 4.0"),
     ],
 )
-def test_auto_register_gives_the_installed_class_and_train_step(run_python, register_path, cell, arguments, printed):
+def test_auto_register_gives_the_installed_class_and_train_step(
+    run_forked, tmp_path, register_path, cell, arguments, printed
+):
+    (tmp_path / "train.py").write_text(BUILD_AND_TRAIN)
     arguments = json.dumps({"loss_scale_value": 2**20, **arguments})
-    finished = run_python("-c", BUILD_AND_TRAIN, cell, arguments, REGISTER_PATH=register_path)
+    finished = run_forked(tmp_path / "train.py", cell, arguments, REGISTER_PATH=register_path)
     assert finished.stdout.splitlines()[-1] == printed
 
 

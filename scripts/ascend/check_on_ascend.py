@@ -162,7 +162,6 @@ def step_checks():
 
 def resume(name):
     half = STEPS // 2
-    whole = take(train_step(name), inputs())[half:]
     first = train_step(name)
     take(first, inputs()[:half])
     with tempfile.TemporaryDirectory() as folder:
@@ -170,9 +169,9 @@ def resume(name):
         mindspore.save_checkpoint(first, file)
         second = train_step(name)
         mindspore.load_param_into_net(second, mindspore.load_checkpoint(file))
-    for number, (resumed, uninterrupted) in enumerate(
-        zip(take(second, inputs()[half:]), whole, strict=True), start=half + 1
-    ):
+    # The first training continues without interruption.
+    both = (take(step, inputs()[half:]) for step in (second, first))
+    for number, (resumed, uninterrupted) in enumerate(zip(*both, strict=True), start=half + 1):
         if resumed != uninterrupted:
             raise AssertionError(
                 f"step {number}: overflow, next loss scale, state and first weight are {resumed} in the resumed "

@@ -65,11 +65,7 @@ def main():
     arguments = parser.parse_args()
     # Keep the output of MindSpore and MindFormers out of the report.
     with output_to_stderr():
-        # Start new processes by "spawn", because a process that has loaded MindSpore cannot be forked. A process runs
-        # only one task and then exits, which frees the memory of the task.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
-            measured = list(pool.map(partial(measure, arguments=arguments), arguments.tasks))
+        measured = measure_all(arguments)
     result = {**versions(), "tasks": {key: task for key, task, _ in measured}}
     if arguments.again:
         result["picture"] = json.loads(DATA.read_text(encoding="utf-8"))["picture"]
@@ -78,6 +74,17 @@ def main():
         result["picture"] = swept
         print(f"\nDrawn: {os.path.relpath(save(draw(swept), arguments.picture))}")
     write_json(arguments.json, result)
+
+
+def measure_all(arguments):
+    """Measure each task in a process of its own, or a single task in this process; return what ``measure()`` returns."""
+    if len(arguments.tasks) == 1:
+        return [measure(*arguments.tasks, arguments)]
+    # Start new processes by "spawn", because a process that has loaded MindSpore cannot be forked. A process runs only
+    # one task and then exits, which frees the memory of the task.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
+        return list(pool.map(partial(measure, arguments=arguments), arguments.tasks))
 
 
 def measure(name, arguments):

@@ -301,7 +301,8 @@ def test_register_path_is_known_to_auto_register_and_to_import(tmp_path, monkeyp
 @pytest.mark.slow
 def test_pynative_run_follows_the_rule_and_saves_its_state(long_corpus, tmp_path):
     output, form = tmp_path / "output", LegacyFormat("ckpt")
-    options = {"context.mode": 1, "runner_wrapper.scale_sense.hysteresis": 2}
+    # Without pynative_synchronize, MindSpore's threads spin while they wait for each other.
+    options = {"context.mode": 1, "context.pynative_synchronize": True, "runner_wrapper.scale_sense.hysteresis": 2}
     run = TrainingRun(output, long_corpus, options | form.save_options(output, every=16, keep=1), steps=16).wait()
     assert list(run.steps()) == list(range(1, 17))
     assert {step.overflow for step in run.steps().values()} == {True, False}

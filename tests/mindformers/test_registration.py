@@ -19,7 +19,7 @@ STOCK = {
 SCALE_SENSE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
 
 
-# This code runs in a separate process, in which no class has been registered yet.
+# This code runs in a separate process, in which MindFormers is imported and no class has been registered yet.
 WATCH_THE_REGISTRY = """
 import json
 import mindformers
@@ -44,8 +44,9 @@ def full_name(cell):
     return f"{cell.__module__}.{cell.__qualname__}"
 
 
-def test_register_alone_replaces_each_stock_class(run_python):
-    output = run_python("-c", WATCH_THE_REGISTRY).stdout
+def test_register_alone_replaces_each_stock_class(run_forked, tmp_path):
+    (tmp_path / "watch.py").write_text(WATCH_THE_REGISTRY)
+    output = run_forked(tmp_path / "watch.py").stdout
     stock, imported, once = json.loads(output.partition("SNAPSHOTS")[2])
     ours = {full_name(cell): full_name(getattr(wrapper, name)) for name, cell in STOCK.items()}
     assert imported == stock

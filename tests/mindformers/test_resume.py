@@ -22,12 +22,7 @@ from tests.shared.versions import NEEDS_SECTION
 pytestmark = pytest.mark.slow
 
 # Run tests that share reference runs in one pytest worker.
-ONE_PROCESS = pytest.mark.xdist_group("resume")
-TWO_PROCESSES = pytest.mark.xdist_group("two processes and the pipeline")
-
-# The checkpoint format and the number of processes of one test case. In this case, the test kills only the second
-# process, and checks that the first process ends too.
-KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
+ONE_WORKER = pytest.mark.xdist_group("resume")
 
 # At step SAVED_AT, the window index, all counters and the overflows in a row are above 0, so a counter lost in the
 # checkpoint is noticed.
@@ -45,81 +40,69 @@ def uninterrupted(long_corpus, compiled, tmp_path_factory):
     """Return a cached function that trains without interruption; it returns the run, output folder and save format."""
 
     @functools.cache
-    def run(steps, processes, optimizer_state):
-        legacy = LegacyFormat("ckpt" if processes == 1 else "safetensors")
-        form = legacy if optimizer_state else CheckpointSection(optimizer_state=False)
+    def run(steps, optimizer_state):
+        form = LegacyFormat("ckpt") if optimizer_state else CheckpointSection(optimizer_state=False)
         output = tmp_path_factory.mktemp("uninterrupted") / "output"
         every = SAVED_AT if steps == LAST else steps
         options = form.save_options(output, every=every, keep=5)
-        graph = compiled(steps, processes, optimizer_state)
-        finished = TrainingRun(output, long_corpus, options, steps, processes, compiled=graph).wait()
+        graph = compiled(steps, optimizer_state)
+        finished = TrainingRun(output, long_corpus, options, steps, compiled=graph).wait()
         return finished, output, form
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("form", "processes"),
+    "form",
     [
-        pytest.param(LegacyFormat("ckpt"), 1, id="ckpt", marks=ONE_PROCESS),
-        pytest.param(LegacyFormat("ckpt", async_save=True), 1, id="ckpt, async", marks=ONE_PROCESS),
-        pytest.param(LegacyFormat("safetensors"), 1, id="safetensors", marks=ONE_PROCESS),
-        pytest.param(LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async", marks=ONE_PROCESS),
-        pytest.param(CheckpointSection(), 1, id="checkpoint section", marks=[NEEDS_SECTION, ONE_PROCESS]),
+        pytest.param(LegacyFormat("ckpt"), id="ckpt", marks=ONE_WORKER),
+        pytest.param(LegacyFormat("ckpt", async_save=True), id="ckpt, async", marks=ONE_WORKER),
+        pytest.param(LegacyFormat("safetensors"), id="safetensors", marks=ONE_WORKER),
+        pytest.param(LegacyFormat("safetensors", async_save=True), id="safetensors, async", marks=ONE_WORKER),
+        pytest.param(CheckpointSection(), id="checkpoint section", marks=[NEEDS_SECTION, ONE_WORKER]),
         pytest.param(
-            CheckpointSection(async_save=True), 1, id="checkpoint section, async", marks=[NEEDS_SECTION, ONE_PROCESS]
+            CheckpointSection(async_save=True), id="checkpoint section, async", marks=[NEEDS_SECTION, ONE_WORKER]
         ),
         pytest.param(
             CheckpointSection(optimizer_state=False),
-            1,
             id="checkpoint section without optimizer state",
             marks=NEEDS_SECTION,
         ),
-        pytest.param(LegacyFormat("ckpt"), 2, id="ckpt, two processes", marks=TWO_PROCESSES),
     ],
 )
-def test_killed_and_resumed_run_takes_the_same_steps(
-    uninterrupted, long_corpus, compiled, tmp_path, form, processes, request
-):
-    in_a_save = processes == 1 and not form.async_save and form.optimizer_state
+def test_killed_and_resumed_run_takes_the_same_steps(uninterrupted, long_corpus, compiled, tmp_path, form, request):
+    in_a_save = not form.async_save and form.optimizer_state
     kills = request.config.getoption("--kills") if in_a_save else 1
     last = LAST + 25 * (kills - 1)
-    reference, reference_output, reference_form = uninterrupted(last, processes, form.optimizer_state)
-    output, ranks, resumed_from, complete = tmp_path / "output", range(processes), 0, set()
-    expected = [reference.steps(rank) for rank in ranks]
-    assert list(expected[0]) == list(range(1, last + 1))
+    reference, reference_output, reference_form = uninterrupted(last, form.optimizer_state)
+    output, resumed_from, complete = tmp_path / "output", 0, set()
+    expected = reference.steps()
+    assert list(expected) == list(range(1, last + 1))
     # The log does not show the windows and counters of the rule, so compute them by a replay.
-    states = replay([step.overflow for step in expected[0].values()])
-    assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in expected[0].values()]
+    states = replay([step.overflow for step in expected.values()])
+    assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in expected.values()]
 
     options = form.save_options(output, every=1 if in_a_save else SAVED_AT, keep=3)
-    in_this = {"compiled": compiled(last, processes, form.optimizer_state)}
-    if (form, processes) == KILLED_IN_PART:
-        in_this |= {"environment": {"MS_NODE_TIMEOUT": "20"}}
+    graph = compiled(last, form.optimizer_state)
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
         # Pause the run before its last step, so that it does not end before the test kills it.
         held = last - UNTAKEN if in_a_save else SAVED_AT + 4
-        how = in_this | {"hold_after": None if kill == kills else held - resumed_from}
-        # Start this run with msrun, which ends the first process when the second process is killed.
-        how |= {"by_msrun": (form, processes) == KILLED_IN_PART and kill < kills}
-        with TrainingRun(output, long_corpus, options | resume, last, processes, **how) as run:
+        hold_after = None if kill == kills else held - resumed_from
+        with TrainingRun(output, long_corpus, options | resume, last, hold_after=hold_after, compiled=graph) as run:
             if kill == kills:
                 run.wait()
             elif in_a_save:
                 after = max(resumed_from + 1, SAVED_AT)
                 kill_while_saving(run, form, output, after, held, random.Random(kill))
             else:
-                run.wait_until_saved(form, output, processes)
-                if (form, processes) == KILLED_IN_PART:
-                    run.kill_one(rank=1)
+                run.wait_until_saved(form, output)
         if kill:
             resumed_from = run.restored_state()["cur_iter"] - 1
             assert resumed_from in complete
-        for rank in ranks:
-            steps = run.steps(rank)
-            assert steps == {step: expected[rank][step] for step in range(resumed_from + 1, max(steps) + 1)}
-            assert not kill or run.restored_state(rank) == states[resumed_from]
+            assert run.restored_state() == states[resumed_from]
+        steps = run.steps()
+        assert steps == {step: expected[step] for step in range(resumed_from + 1, max(steps) + 1)}
         # MindFormers rewrites the file that names the last complete checkpoint after each save. If the run was killed
         # while this file was empty, the checkpoint of the last step is already complete.
         complete = {form.newest_complete(output) or max(steps)}
@@ -131,49 +114,19 @@ def test_killed_and_resumed_run_takes_the_same_steps(
             # emptied it.
             form.note(output).write_text("")
             complete.add(max(steps))
-    assert [max(run.steps(rank)) for rank in ranks] == [last] * processes
-    for rank in ranks:
-        saved_by_reference = reference_form.last_saved(reference_output, rank)
-        assert_last_save_is_that_of_the_reference(form.last_saved(output, rank), saved_by_reference, states[last])
+    assert max(steps) == last
+    saved = form.last_saved(output)
+    assert_ends_with_the_parameters_of(saved, reference_form.last_saved(reference_output), CARRIED)
+    assert {name: saved[PARAMETER_OF[name]] for name in states[last]} == states[last]
     for name in ("scale_window", "window_index", "growth_num", "down_num", "consecutive_overflows"):
         assert len({state[name] for state in states[2 * SAVED_AT :]}) > 1, f"the state's {name} never changes"
-    assert_one_record_has_every_step_once(output, expected[0])
-    for rank in ranks[1:]:
-        for step, first in run.steps(0).items():
-            # Each process prints the loss of its own data. So the log lines of two processes differ in the loss, and in
-            # nothing else.
-            assert run.steps(rank)[step].loss != first.loss
-            assert run.steps(rank)[step]._replace(loss=first.loss) == first
+    assert_one_record_has_every_step_once(output, expected)
 
 
-@TWO_PROCESSES
-def test_two_processes_go_on_from_any_save_in_safetensors(uninterrupted, long_corpus, compiled, tmp_path):
-    reference, reference_output, form = uninterrupted(LAST, 2, True)
-    assert form == LegacyFormat("safetensors")
-    output = shutil.copytree(reference_output, tmp_path / "output")
-    options = form.save_options(output, every=SAVED_AT, keep=3)
-    options |= form.resume_options(output, resume_training=f"tiny_llama_rank_0-1_{SAVED_AT}.safetensors")
-    resumed = TrainingRun(output, long_corpus, options, LAST, 2, compiled=compiled(LAST, 2, True)).wait()
-    states = replay([step.overflow for step in reference.steps().values()])
-    for rank in range(2):
-        expected = reference.steps(rank)
-        assert resumed.steps(rank) == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
-        assert resumed.restored_state(rank) == states[SAVED_AT]
-        saved, saved_by_reference = form.last_saved(output, rank), form.last_saved(reference_output, rank)
-        assert_last_save_is_that_of_the_reference(saved, saved_by_reference, states[LAST])
-    assert_one_record_has_every_step_once(output, reference.steps())
-
-
-def assert_last_save_is_that_of_the_reference(saved, saved_by_reference, state):
-    """Assert that two runs saved equal Parameters at the end, and that the rule's saved state is ``state``."""
-    assert_ends_with_the_parameters_of(saved, saved_by_reference, CARRIED)
-    assert {name: saved[PARAMETER_OF[name]] for name in state} == state
-
-
-@ONE_PROCESS
+@ONE_WORKER
 @pytest.mark.parametrize("scale_sense", ["1.0", "{type: NoLossScaleUpdateCell}"])
 def test_a_run_goes_on_at_the_fixed_scale_of_its_file(uninterrupted, long_corpus, tmp_path, scale_sense):
-    _, reference_output, form = uninterrupted(LAST, 1, True)
+    _, reference_output, form = uninterrupted(LAST, True)
     newest = f"tiny_llama_rank_0-1_{2 * SAVED_AT}.ckpt"
     options = {"runner_wrapper.scale_sense": scale_sense} | form.resume_options(reference_output, newest)
     resumed = TrainingRun(tmp_path / "output", long_corpus, options, LAST).wait()
@@ -221,9 +174,9 @@ def unfinished(output):
     return sorted(file.name for file in output.rglob("*") if re.search(r"\.tmp$|^tmp|^\.loss", file.name))
 
 
-@ONE_PROCESS
+@ONE_WORKER
 def test_run_past_a_torn_checkpoint_takes_the_nearest_window(uninterrupted, long_corpus, tmp_path):
-    reference, reference_output, form = uninterrupted(LAST, 1, True)
+    reference, reference_output, form = uninterrupted(LAST, True)
     saved_at = 2 * SAVED_AT
     before = replay([step.overflow for step in reference.steps().values()])[saved_at]
     window, index = before["scale_window"] - 1, before["window_index"] - 1

@@ -43,7 +43,7 @@ RULES = {
     ),
     "log_max": (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
 }
-CKPT, WITHOUT_OPTIMIZER = LegacyFormat("ckpt"), CheckpointSection(optimizer_state=False)
+CKPT = LegacyFormat("ckpt")
 # The folders in which Python finds this package and the user's rule.
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "examples")])}
 
@@ -73,12 +73,12 @@ def cut_back(output, form, processes):
     """Remove the checkpoints that a complete run saved after step ``SAVED_AT``, as if it had stopped at this step."""
     for rank in range(processes):
         note = form.note(output, rank)
-        if form == CKPT:
-            name = f"tiny_llama_rank_{rank}-1_{SAVED_AT}.ckpt"
+        if isinstance(form, LegacyFormat):
+            name = f"tiny_llama_rank_{rank}-1_{SAVED_AT}.{form.extension}"
             note.write_text(json.dumps({"last_epoch": 1, "last_step": SAVED_AT, "last_ckpt_file": name}))
         else:
             note.write_text(str(SAVED_AT))
-        for saved in [*note.parent.glob("*.ckpt"), *note.parent.glob("iteration_*")]:
+        for saved in [*note.parent.glob("tiny_llama*"), *note.parent.glob("iteration_*")]:
             if int(saved.stem.rpartition("_")[2]) > SAVED_AT:
                 saved.unlink() if saved.is_file() else shutil.rmtree(saved)
 
@@ -95,28 +95,34 @@ def replay(rule, record):
     ("name", "form", "processes"),
     [
         pytest.param("log_max", CKPT, 1, id="user's rule"),
-        pytest.param("guided, weights in FP16", CKPT, 1, id="guided, weights in FP16"),
         pytest.param("adaptive, weights in FP16", CKPT, 1, id="adaptive, weights in FP16"),
-        pytest.param("guided", LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async"),
-        pytest.param("guided", CheckpointSection(), 1, id="checkpoint section", marks=NEEDS_SECTION),
         pytest.param(
-            "guided", WITHOUT_OPTIMIZER, 1, id="checkpoint section without optimizer state", marks=NEEDS_SECTION
+            "guided, weights in FP16",
+            CheckpointSection(),
+            1,
+            id="guided, weights in FP16, checkpoint section",
+            marks=NEEDS_SECTION,
         ),
-        pytest.param("guided", CKPT, 2, id="ckpt, two processes"),
+        pytest.param(
+            "guided",
+            CheckpointSection(optimizer_state=False),
+            1,
+            id="checkpoint section without optimizer state",
+            marks=NEEDS_SECTION,
+        ),
+        pytest.param("guided", LegacyFormat("safetensors"), 2, id="safetensors, two processes"),
     ],
 )
 def test_stopped_and_resumed_run_takes_the_same_steps(
     uninterrupted, long_corpus, compiled, tmp_path, name, form, processes
 ):
-    shared = form if form in (CKPT, WITHOUT_OPTIMIZER) else CKPT
-    reference, reference_output = uninterrupted(name, shared, processes)
+    reference, reference_output = uninterrupted(name, form, processes)
     graph = {"compiled": compiled(name, form.optimizer_state, processes), "environment": ENVIRONMENT}
     expected, output = reference.steps(), tmp_path / "output"
     options = options_of(name, form, output)
-    # If the rule is a user's rule, or the checkpoint format differs from the format of the uninterrupted run, really
-    # kill a run and resume it. In all other cases, resume from a copy of the checkpoints that the uninterrupted run
+    # Kill a run of a user's rule. In all other cases, resume from a copy of the checkpoints that the uninterrupted run
     # saved up to step SAVED_AT.
-    if form is not shared or name == "log_max":
+    if name == "log_max":
         with TrainingRun(output, long_corpus, options, LAST, hold_after=SAVED_AT + 4, **graph) as run:
             run.wait_until_saved(form, output)
         assert run.steps() == {step: expected[step] for step in run.steps()}
@@ -129,7 +135,7 @@ def test_stopped_and_resumed_run_takes_the_same_steps(
     for rank in range(processes):
         steps = reference.steps(rank)
         assert resumed.steps(rank) == {step: steps[step] for step in range(SAVED_AT + 1, LAST + 1)}
-        saved, saved_by_reference = form.last_saved(output, rank), shared.last_saved(reference_output, rank)
+        saved, saved_by_reference = form.last_saved(output, rank), form.last_saved(reference_output, rank)
         assert_ends_with_the_parameters_of(saved, saved_by_reference, carried)
         if name.endswith("FP16"):
             # The state of MindFormers' AdamW is float32, so it takes twice as many bytes as the FP16 weight.

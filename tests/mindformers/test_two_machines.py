@@ -1,18 +1,29 @@
-"""Two machines (network namespaces) train together. A cut network cable ends both processes; then both resume."""
+"""Two machines train in data parallel. When one is lost, both processes end; both resume, and skip steps together."""
 
-import contextlib
+import json
 import os
 import shutil
 import subprocess
 
 import pytest
+import yaml
 
+from mindformers_adaptive.record.step import FIELDS
+from mindformers_adaptive.record.writer import read_record
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.state_dict import RUN
+from tests.conftest import ROOT
 from tests.mindformers.training_runs import LegacyFormat, Machine, TrainingRun
+from tests.shared.records import assert_follows
 
+# The runs below follow one another, so run these tests in one pytest worker.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
-FORM = LegacyFormat("ckpt")
-SAVED_EVERY = 4
+FORM, SAVED_EVERY, LAST = LegacyFormat("ckpt"), 4, 32
+# Some steps after the last checkpoint, so that the resumed run repeats these steps.
+LOST_AFTER = 2 * SAVED_EVERY + 3
+# Steps of the resumed run in which the second process overflows on purpose.
+PLANTED = {14, 15, 20, 21, 22, 28}
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 
@@ -22,73 +33,165 @@ def ip(*words):
 
 @pytest.fixture(scope="module")
 def machines():
-    """Yield two network namespaces, which simulate machines, with a cable between them."""
-    if shutil.which("ip") is None:
-        pytest.skip("The command 'ip' is missing. Install the package iproute2.")
+    """Yield two network namespaces with a cable between them, which simulate machines; None if they are not allowed."""
     names = [f"machine{number}-{os.getpid()}" for number in (0, 1)]
     try:
         for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"Creating a network namespace failed: {error.stderr.strip()}. Run with CAP_SYS_ADMIN.")
+            ip("netns", "add", name)
         ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             for device in ("lo", "cable"):
                 ip("-n", name, "link", "set", device, "up")
         yield [Machine(name, number, ADDRESSES[0]) for number, name in enumerate(names)]
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        print(f"Without the command 'ip' (iproute2) and CAP_SYS_ADMIN, a process is killed instead: {error}")
+        yield None
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        if shutil.which("ip") is not None:
+            for name in names:
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-@contextlib.contextmanager
-def training(machines, output, corpus, compiled, options, hold_after=None):
-    """Train in two processes, one on each simulated machine, with one output folder; kill both processes at the end."""
-    options = {**FORM.save_options(output, SAVED_EVERY, keep=2), **options}
+def as_option(value):
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
+
+
+def records(output):
+    return [read_record(output / f"loss_scale_record_rank_{rank}.jsonl") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def until_lost(machines, long_corpus, compiled, tmp_path_factory):
+    """Train until the second machine is lost; return the folder, each process's steps and records, and the last save.
+
+    The cable between the machines is cut. Without network namespaces, there is one machine, and the second of its two
+    processes is killed.
+    """
+    output = tmp_path_factory.mktemp("two") / "output"
+    options = FORM.save_options(output, SAVED_EVERY, keep=2)
+    options["callbacks.2"] = as_option({"type": "LossScaleMonitor", "all_ranks": True})
     # Let MindSpore give up an unreachable machine after 20 seconds. By default this takes half a minute or more.
     soon = {"MS_NODE_TIMEOUT": "20", "MS_HEARTBEAT_RETRY_TIMEOUT": "20"}
-    how = {"processes": 2, "by_msrun": True, "environment": soon, "hold_after": hold_after}
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                TrainingRun(
-                    output, corpus, options, 200, machine=machine, compiled=compiled / str(machine.number), **how
-                )
-            )
-            for machine in machines
-        ]
-
-
-def steps_of(runs):
-    """Return, for each machine, the training steps that it has printed."""
-    return [run.steps(rank) for rank, run in enumerate(runs)]
-
-
-def test_cut_cable_ends_both_and_both_resume(machines, long_corpus, tmp_path):
-    output, compiled = tmp_path / "output", tmp_path / "compiled"
-    # Disconnect the machines some steps after the last checkpoint, so that the resumed run repeats these steps.
-    cut_after = SAVED_EVERY + 3
-    with training(machines, output, long_corpus, compiled, {}, hold_after=cut_after) as runs:
-        runs[0].wait_until(lambda: all(len(steps) == cut_after for steps in steps_of(runs)))
-        ip("-n", machines[1].namespace, "link", "set", "cable", "down")
-        assert [run.process.wait(120) for run in runs] == [1, 1]
-        before = steps_of(runs)
-    ip("-n", machines[1].namespace, "link", "set", "cable", "up")
+    how = {"processes": 2, "by_msrun": True, "environment": soon, "hold_after": LOST_AFTER, "compiled": compiled(2)}
+    runs = [TrainingRun(output, long_corpus, options, LAST, machine=machine, **how) for machine in machines or [None]]
+    try:
+        runs[0].wait_until(lambda: all(len(runs[-1 if rank else 0].steps(rank)) == LOST_AFTER for rank in range(2)))
+        if machines:
+            ip("-n", machines[1].namespace, "link", "set", "cable", "down")
+            assert [run.process.wait(120) for run in runs] == [1, 1]
+        else:
+            runs[0].kill_one(rank=1)
+        steps = [runs[0].steps(0), runs[-1].steps(1)]
+    finally:
+        for run in runs:
+            run.kill()
     saved = FORM.newest_complete(output)
-    assert saved == FORM.newest_complete(output, rank=1)
-    with training(machines, output, long_corpus, compiled, FORM.resume_options(output)) as resumed:
-        resumed[0].wait_until(lambda: all(len(steps) >= SAVED_EVERY for steps in steps_of(resumed)))
-        after = steps_of(resumed)
+    assert saved == FORM.newest_complete(output, rank=1) == 2 * SAVED_EVERY
+    return output, steps, records(output), saved
+
+
+@pytest.fixture(scope="module")
+def resumed(until_lost, long_corpus, compiled):
+    """Resume both processes to the end; the second overflows in steps PLANTED. Return the run and its folder."""
+    output, *_ = until_lost
+    saving = {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": SAVED_EVERY}
+    planted = {"type": "PlantedOverflow", "auto_register": "run_callbacks.PlantedOverflow", "rank": 1}
+    callbacks = [
+        {"type": "MFLossMonitor", "per_print_times": 1},
+        saving | {"keep_checkpoint_max": 2, "integrated_save": False, "checkpoint_format": "ckpt"},
+        {"type": "LossScaleMonitor", "all_ranks": True},
+        {"type": "GradientRangeMonitor", "every_n_steps": LAST // 2, "all_ranks": True},
+        planted | {"steps": sorted(PLANTED)},
+    ]
+    options = {"callbacks": as_option(callbacks)} | FORM.resume_options(output)
+    arguments = ["--register-path", str(ROOT / "tests" / "mindformers")]
+    run = TrainingRun(output, long_corpus, options, LAST, 2, arguments=arguments, compiled=compiled(2))
+    return run.wait(), output
+
+
+def test_lost_machine_ends_both_and_both_resume(until_lost, resumed):
+    _, before, recorded, saved = until_lost
+    run, output = resumed
+    after = [run.steps(rank) for rank in range(2)]
     for own_before, own_after in zip(before, after, strict=True):
-        assert next(iter(own_after)) == saved + 1
-        again = own_before.keys() & own_after.keys()
-        assert set(range(saved + 1, cut_after + 1)) == again
+        assert [*own_after] == [*range(saved + 1, LAST + 1)]
+        again = range(saved + 1, LOST_AFTER + 1)
         assert {step: own_after[step] for step in again} == {step: own_before[step] for step in again}
-    # Each machine has its own data, so the losses differ. The gradient norms and loss scales are the same.
+    # Each process has its own data, so the losses differ. The gradient norms and loss scales are the same.
     for first, second in (before, after):
-        both = first.keys() & second.keys()
-        assert len(both) >= SAVED_EVERY
-        assert [first[step][1:] for step in both] == [second[step][1:] for step in both]
-        assert [first[step].loss for step in both] != [second[step].loss for step in both]
+        assert [step[1:] for step in first.values()] == [step[1:] for step in second.values()]
+        assert [step.loss for step in first.values()] != [step.loss for step in second.values()]
+    for rank, (old, record) in enumerate(zip(recorded, records(output), strict=True)):
+        restored, at_save = run.restored_state(rank), old[saved - 1]
+        assert restored["loss_scale"] == at_save["next_loss_scale"]
+        assert {name: restored[name] for name in FIELDS[5:10]} == {name: at_save[name] for name in FIELDS[5:10]}
+        assert record[: len(old)] == old
+
+
+def test_an_overflow_of_one_process_is_skipped_by_all(resumed):
+    first, second = records(resumed[1])
+    assert [line["step"] for line in first] == list(range(1, LAST + 1))
+    assert {line["step"] for line in first if line["overflow"]} > PLANTED
+    rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
+    assert_follows(rule, rule.start(2.0**20), first)
+    shared = [field for field in FIELDS if field != "loss"]
+    for line, other in zip(first, second, strict=True):
+        assert {field: line.get(field) for field in shared} == {field: other.get(field) for field in shared}
+
+
+def test_both_processes_hold_the_same_weights_and_state(resumed):
+    first, second = (FORM.last_saved(resumed[1], rank) for rank in range(2))
+    assert first["step_num"] == LAST
+    assert len(first) > 40
+    # Each process writes its own record, so each has a different run number. Leave it out of the comparison.
+    for saved in (first, second):
+        assert saved.pop(RUN) > 0
+    assert first == second
+
+
+def test_each_process_records_the_ranges_of_its_own_gradients(resumed):
+    run, output = resumed
+    files = sorted(output.glob("gradient_ranges*"))
+    assert [file.name for file in files] == [f"gradient_ranges_rank_{rank}.jsonl" for rank in range(2)]
+    lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    for step, *of_both in zip((LAST // 2, LAST), *lines, strict=True):
+        assert [line["step"] for line in of_both] == [step, step]
+        assert of_both[0]["weights"] == of_both[1]["weights"]
+        assert of_both[0]["loss_scale"] == of_both[1]["loss_scale"]
+        at_scale = [line["batches"][0]["loss_scales"][0] for line in of_both]
+        # Each process has its own data, so the losses differ. A step is skipped if one of the two processes overflows.
+        assert at_scale[0]["loss"] != at_scale[1]["loss"]
+        assert run.steps()[step].overflow == (at_scale[0]["overflow"] or at_scale[1]["overflow"])
+
+
+def test_one_process_goes_on_from_a_checkpoint_of_two(resumed, long_corpus, tmp_path):
+    # A step of one process has half as many samples as a step of two processes, so MindFormers counts twice as many
+    # steps before the resume.
+    alone = TrainingRun(tmp_path / "alone", long_corpus, FORM.resume_options(resumed[1]), 2 * LAST + 2).wait()
+    last, restored = records(resumed[1])[0][-1], alone.restored_state()
+    assert restored["loss_scale"] == last["next_loss_scale"]
+    assert {name: restored[name] for name in FIELDS[5:10]} == {name: last[name] for name in FIELDS[5:10]}
+    assert list(alone.steps()) == [2 * LAST + 1, 2 * LAST + 2]
+
+
+def test_launch_many_on_several_machines():
+    script = ROOT / "scripts" / "launch" / "launch_many.sh"
+
+    def launch(*arguments, **variables):
+        environment = {**os.environ, "DRY_RUN": "1", **variables}
+        return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True)
+
+    on_second = launch("8", "--config", "my.yaml", MACHINES="2", MACHINE="1", MASTER_ADDRESS="10.0.0.1")
+    assert on_second.stdout.split() == [
+        *("msrun", "--worker_num=16", "--local_worker_num=8", "--node_rank=1", "--master_addr=10.0.0.1"),
+        *("--master_port=8118", "--join=True", "--log_dir=output/msrun"),
+        *(str(ROOT / "scripts" / "launch" / "run_mindformer.py"), "--config", "my.yaml"),
+    ]
+    without_address = launch("8", MACHINES="2", MACHINE="1")
+    assert without_address.returncode != 0
+    assert all(part in without_address.stderr for part in ("MASTER_ADDRESS: must", "machine 0"))
+    without_number = launch("--config", "my.yaml")
+    assert without_number.returncode == 2
+    parts = ("first argument", "number of processes", "got '--config'", "bash scripts/launch/launch_many.sh 2")
+    assert all(part in without_number.stderr for part in parts)

@@ -186,7 +186,7 @@ def test_digits_are_learned_and_held_out_ones_are_the_same(trainings):
     assert [tensor.shape for tensor in data.batch(0)] == [(32, 1, 8, 8), (32,)]
     assert not np.array_equal(data.batch(0)[1].asnumpy(), other.batch(0)[1].asnumpy())
     np.testing.assert_array_equal(data.held_out[0][0].asnumpy(), other.held_out[0][0].asnumpy())
-    run = Trainings(task, look_every=1000).run(METHOD[OURS], seed=0, steps=40)
+    run = Trainings(task, look_every=1000).run(fixed(512.0), seed=0, steps=40)
     assert run["quality"] < 1.5 < 2.0 < run["looks"][0]["quality"]
 
 
