@@ -259,10 +259,11 @@ def without_numbers(lines):
 
 @pytest.mark.slow
 def test_demo_from_the_found_scale_skips_at_most_1_of_100_steps(run_forked, tmp_path):
-    # Run the demo with one layer on samples a quarter as long, and stop after 100 of its 400 steps.
+    # Run the demo with one layer of half its width on samples a quarter as long, and stop after 100 of its 400 steps.
     corpus = write_corpus(tmp_path / "corpus", samples=800)
     training = ["--config", CONFIG, "--train-dataset-dir", corpus]
-    options = ["--options", "model.model_config.seq_length=32", "model.model_config.num_layers=1"]
+    sizes = {"seq_length": 32, "hidden_size": 64, "num_layers": 1}
+    options = ["--options", *(f"model.model_config.{name}={size}" for name, size in sizes.items())]
     text = run_forked(PROGRAM, "find", *training, "--batches", 2, *options).stdout.strip()
     scale = yaml.safe_load(text.split("\n\n")[1])["runner_wrapper"]["scale_sense"]["loss_scale_value"]
     assert 2**12 <= scale == 2 ** (int(re.search(r"without overflow was 2\^(\d+)", text)[1]) - MARGIN)

@@ -46,15 +46,7 @@ def assert_is_what_happened(lines, printed):
         assert len({line[name] for line in lines}) > 1, f"{name} has the same value in all lines"
 
 
-def stop_after_saving(run, form, output, step):
-    """Stop a run by SIGTERM once it has saved the checkpoint of a step."""
-    run.wait_until_saved(form, output)
-    os.kill(run.process.pid, signal.SIGTERM)
-    assert run.process.wait(60) == -signal.SIGTERM
-    assert form.newest_complete(output) == step
-
-
-def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
+def test_run_killed_and_resumed_has_one_record(corpus, tmp_path):
     output, record, form = tmp_path / "output", tmp_path / "it.jsonl", LegacyFormat("ckpt")
     options = form.save_options(output, SAVED_EVERY, keep=2)
     options["callbacks.2"] = f"{{type: LossScaleMonitor, every_n_steps: 3, record_path: {record}}}"
@@ -68,21 +60,18 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
     saved, before = form.newest_complete(output), read_record(record)
     assert (saved, [line["step"] for line in before]) == (SAVED_EVERY, list(range(1, 13)))
 
-    options |= form.resume_options(output)
-    with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as stopped:
-        stop_after_saving(stopped, form, output, saved + SAVED_EVERY)
-    superseded = f"went on to step {len(before)}: the steps after {saved} were removed"
-    assert stopped.text().count(superseded) == 1
-
     scalars = tmp_path / "scalars"
-    last = TrainingRun(output, corpus, options | {"tensorboard.tensorboard_dir": scalars}).wait()
+    options |= form.resume_options(output) | {"tensorboard.tensorboard_dir": scalars}
+    last = TrainingRun(output, corpus, options).wait()
+    superseded = f"went on to step {len(before)}: the steps after {saved} were removed"
+    assert last.text().count(superseded) == 1
     lines = read_record(record)
-    assert_is_what_happened(lines, killed.steps() | stopped.steps() | last.steps())
-    assert read_log(record).resumed == (saved + 1, saved + SAVED_EVERY + 1)
+    assert_is_what_happened(lines, killed.steps() | last.steps())
+    assert read_log(record).resumed == (saved + 1,)
     assert read_log(record).saved == (*range(SAVED_EVERY, LAST, SAVED_EVERY), LAST)
     # The event file of TensorBoard has the scalars of MindFormers too.
     written = read_scalars(scalars / "rank_0")
-    assert written["loss"].keys() == last.steps().keys() == set(range(saved + SAVED_EVERY + 1, LAST + 1))
+    assert written["loss"].keys() == last.steps().keys() == set(range(saved + 1, LAST + 1))
     windows = {line["step"]: line["scale_window"] for line in lines}
     assert written["loss_scaling/scale_window"] == {step: windows[step] for step in last.steps()}
     changes = sum(windows[step] != windows[step - 1] for step in last.steps())
@@ -90,11 +79,14 @@ def test_run_killed_stopped_and_resumed_has_one_record(corpus, tmp_path):
 
 
 @NEEDS_SECTION
-def test_a_run_that_saves_by_the_checkpoint_section_is_resumed(corpus, tmp_path):
+def test_a_stopped_run_that_saves_by_the_checkpoint_section_is_resumed(corpus, tmp_path):
     output, form = tmp_path / "output", CheckpointSection()
     options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, SAVED_EVERY, 2)}
     options |= {"runner_wrapper.scale_sense.history_size": 9}
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as stopped:
-        stop_after_saving(stopped, form, output, SAVED_EVERY)
+        stopped.wait_until_saved(form, output)
+        os.kill(stopped.process.pid, signal.SIGTERM)
+        assert stopped.process.wait(60) == -signal.SIGTERM
+    assert form.newest_complete(output) == SAVED_EVERY
     resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
     assert_is_what_happened(read_record(output / "loss_scale_record.jsonl"), stopped.steps() | resumed.steps())

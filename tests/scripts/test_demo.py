@@ -24,7 +24,8 @@ STEPS = 100
 def run_demo(run_python, corpus, *options, expect_exit=0):
     """Run the demo in ``tmp_path`` on a small corpus, with changed values in its YAML file."""
     arguments = ["--corpus", corpus, "--output_dir", "output", "--steps", STEPS]
-    arguments += ["--options", "model.model_config.seq_length=32", "model.model_config.num_layers=1", *options]
+    sizes = {"seq_length": 32, "hidden_size": 64, "num_layers": 1}
+    arguments += ["--options", *(f"model.model_config.{name}={size}" for name, size in sizes.items()), *options]
     return run_python(ROOT / "scripts" / "demo" / "demo.py", *arguments, expect_exit=expect_exit)
 
 
