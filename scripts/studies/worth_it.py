@@ -77,7 +77,7 @@ def main():
 
 
 def measure_all(arguments):
-    """Measure each task in a process of its own, or a single task in this process; return what ``measure()`` returns."""
+    """Measure each task in a process of its own, a single task in this process; return the results of ``measure()``."""
     if len(arguments.tasks) == 1:
         return [measure(*arguments.tasks, arguments)]
     # Start new processes by "spawn", because a process that has loaded MindSpore cannot be forked. A process runs only

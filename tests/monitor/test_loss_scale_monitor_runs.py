@@ -79,7 +79,7 @@ def test_run_killed_and_resumed_has_one_record(corpus, tmp_path):
 
 
 @NEEDS_SECTION
-def test_a_stopped_run_that_saves_by_the_checkpoint_section_is_resumed(corpus, tmp_path):
+def test_a_run_that_saves_by_the_checkpoint_section_is_resumed(corpus, tmp_path):
     output, form = tmp_path / "output", CheckpointSection()
     options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, SAVED_EVERY, 2)}
     options |= {"runner_wrapper.scale_sense.history_size": 9}
