@@ -40,10 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rule",
         "--policy",
         dest="policy",
-        default="adaptive",
         metavar="NAME",
         help=f"whose settings to try: {', '.join(map(repr, RULES))}, 'both' in one table, or 'module.Class', a rule of "
-        "your own; default: adaptive",
+        "your own; default: 'both' for logs with the largest gradients, otherwise 'adaptive'",
     )
     parser.add_argument("--exchange-rate", type=_refused_rate, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -62,15 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Search for the settings of a loss-scaling rule that cost least, and print the best settings."""
-    policies = list(RULES) if options.policy == "both" else [options.policy]
+    policies = list(RULES) if options.policy == "both" else [options.policy or "adaptive"]
     tried = [_read_tried(text) for text in options.grid]
     twice = [name for name, count in Counter(name for name, _ in tried).items() if count > 1]
     if twice:
         raise UsageError(
             f"'--grid' must name each argument once, but {twice[0]!r} is given twice. Give all its values in one list."
         )
-    configurations = _configurations(policies, dict(tried))
     sources = read_sources(options, policies)
+    # The formats of the gradients that the logs have; None for a log without gradients and for a made-up trace.
+    formats = {
+        source.trace.gradient_format if source.run is not None and source.trace.largest_gradient is not None else None
+        for source in sources
+    }
+    if options.policy is None and len(formats) == 1 and (of_logs := formats.pop()) is not None:
+        policies, tried = list(RULES), [("gradient_format", [of_logs.to_config()]), *tried]
+    configurations = _configurations(policies, dict(tried))
     runs = [source.run for source in sources if source.run is not None]
     assumptions = {
         name: [source.trace if source.run is None else source.run.to_trace(name) for source in sources]

@@ -216,6 +216,10 @@ def test_record_with_gradients_is_compared_with_the_guided_rule(run_program, gui
     right = f"gradient_format={json.loads(Path(guided_record).read_text().splitlines()[0])['gradient_format']}"
     tuned = json.loads(run_program("tune", "--json", "--policy", "guided", "--grid", right, "--", guided_record)[1])
     assert tuned["rows"][0]["skipped"] == 0
+    code, printed, error = run_program("tune", "--json", guided_record)
+    assert (code, error) == (0, "")
+    both = json.loads(printed)["rows"]
+    assert both[0] == tuned["rows"][0]
 
 
 @pytest.mark.parametrize("guided_record", FORMATS[1:], indirect=True, ids=["float8"])
