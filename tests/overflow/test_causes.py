@@ -49,9 +49,9 @@ PLANTED = {
     "head": ({"lm_head": 3000.0}, "lm_head", "lm_head.weight"),
     "norm": ({"norm_out": 3000.0}, "model.norm_out", "model.norm_out.weight"),
     "attention": (
-        {"layers.1.attention.wo": 3000.0},
-        "model.layers.1.attention.wo",
-        "model.layers.1.attention.wo.weight",
+        {"layers.0.attention.wo": 3000.0},
+        "model.layers.0.attention.wo",
+        "model.layers.0.attention.wo.weight",
     ),
     "feed forward": (
         {"0.feed_forward.w2": 1e3},
@@ -101,7 +101,7 @@ class Norms(nn.Cell):
         return self.loss(hidden, tokens[:, 1])
 
 
-def trained(network, batch, steps=5):
+def trained(network, batch, steps):
     train_step = nn.TrainOneStepCell(network, nn.Adam(network.trainable_params(), 1e-3))
     train_step.set_train()
     for _ in range(steps):
@@ -120,8 +120,10 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize(("steps", "scale"), [(0, 1.0), (5, 2.0**16)])
-@pytest.mark.parametrize("case", HEALTHY)
+@pytest.mark.parametrize(
+    ("case", "steps", "scale"),
+    [*((case, 0, 1.0) for case in HEALTHY if case != "llama"), *((case, 2, 2.0**16) for case in HEALTHY)],
+)
 def test_nothing_is_named_in_a_healthy_network(case, steps, scale):
     mindspore.set_seed(0)
     make, batch = HEALTHY[case]

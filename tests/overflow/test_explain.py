@@ -104,8 +104,8 @@ def test_gradients_that_are_watched_are_those_that_are_not(model):
     assert {name: np.float32(weight.largest) for name, weight in reading.weights.items()} == plain
     # The recorded calls of layers are in the order in which the forward pass executes the layers.
     layers = [call.layer for call in reading.calls if not call.operator]
-    assert layers.index("model.layers.0.attention.wq") < layers.index("model.layers.1.attention_norm")
-    assert layers.index("model.layers.1.feed_forward.w1") < layers.index("lm_head")
+    assert layers.index("model.layers.0.attention.wq") < layers.index("model.layers.0.ffn_norm")
+    assert layers.index("model.layers.0.feed_forward.w1") < layers.index("lm_head")
 
 
 def test_passes_are_at_most_three_of_a_batch_before_trials():
