@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ from typing import Any
 from mindformers_adaptive.lab.policies import refuse_unknown, start_rule
 from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.description import all_arguments
+from mindformers_adaptive.rules.description import all_arguments, is_of_this_package
 from mindformers_adaptive.rules.ladder import window_ladder
 from mindformers_adaptive.rules.pasting import cell_call, commented
 from mindformers_adaptive.rules.rule import Rule
@@ -69,7 +70,7 @@ class Configuration:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             try:
-                rule, start = start_rule(policy, arguments)
+                rule, start = start_rule(policy, arguments, _made)
             except UserWarning as warning:
                 raise ValueError(f"{warning} A configuration must have valid values, so give another value.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
@@ -192,6 +193,21 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
             "windows from 'min_scale_window' to 'max_scale_window'."
         )
     return configurations
+
+
+def _made(rule_class: type[Rule], /, **arguments: Any) -> Rule:
+    """Return the rule with these arguments. Equal rules of this package are one object, because a rule never changes.
+
+    A grid has every rule with several initial loss scales, and tracing the step of a rule takes most of the time.
+    """
+    if is_of_this_package(rule_class) and all(isinstance(value, Real | None) for value in arguments.values()):
+        return _made_once(rule_class, **arguments)
+    return rule_class(**arguments)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _made_once(rule_class: type[Rule], /, **arguments: Any) -> Rule:
+    return rule_class(**arguments)
 
 
 def _configured(policy: str | type[Rule], arguments: Mapping[str, Any]) -> Configuration:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from mindformers_adaptive.lab.dynamic_rule import DynamicRule
@@ -72,17 +72,22 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     return Policy(name, rule, rule.start(**start))
 
 
-def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
+def start_rule(
+    policy: str | type[Rule], arguments: Mapping[str, Any], make: Callable[..., Rule] | None = None
+) -> tuple[Rule, Any]:
     """Return a loss-scaling rule and the state of the rule before the first step.
 
     Args:
         policy (Union[str, type]): the name or the class of the rule.
         arguments (Mapping): the arguments of the rule and of its start, by name. Arguments left out have defaults.
+        make (Callable, optional): takes the class and the rule's arguments, and returns the rule. Default: None, the
+            class makes a new rule.
     """
     rule_class = find_rule(policy)
     refuse_unknown(policy, arguments, all_arguments(rule_class))
     of_start = {"loss_scale_value", *rule_class.start_arguments}
-    rule = rule_class(**{name: value for name, value in arguments.items() if name not in of_start})
+    of_rule = {name: value for name, value in arguments.items() if name not in of_start}
+    rule = rule_class(**of_rule) if make is None else make(rule_class, **of_rule)
     start_values = {name: value for name, value in arguments.items() if name in of_start}
     return rule, rule.start(**{"loss_scale_value": DEFAULT_LOSS_SCALE, **start_values})
 

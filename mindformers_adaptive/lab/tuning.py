@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -100,16 +101,12 @@ class Tuning:
         there is no such configuration, it is the cheapest of all. Of equally cheap configurations ``advised`` is taken,
         or else the one nearest to the ceiling, and of equally near ones the first.
         """
-        return int(self._order()[0])
+        return int(self._order[0])
 
+    @cached_property
     def _order(self) -> NDArray[np.int64]:
-        """Return the indices of the configurations, best first: by mean cost, ``advised``, bits below the ceiling.
-
-        Uncertain configurations come last: those for less than 90 % of whose steps the traces show whether they
-        overflow.
-        """
-        undecided = [self.known_share(index) < DECIDED_FROM for index in range(len(self.configurations))]
-        other = [each != self.advised for each in self.configurations]
+        """Return the indices of the configurations, best first, see :attr:`best`. Uncertain ones come last."""
+        undecided, other = self._known_shares < DECIDED_FROM, [each != self.advised for each in self.configurations]
         order: NDArray[np.int64] = np.lexsort([self._below(), other, self.costs.mean(axis=1), undecided])
         return order
 
@@ -152,9 +149,13 @@ class Tuning:
 
     def known_share(self, index: int) -> float:
         """Return the share of a configuration's steps, over all traces, whose outcome is known and not assumed."""
-        steps = [len(trace) for trace in self.traces]
-        known = np.average([result.measures[index].known_share for result in self.sweeps], weights=steps)
-        return min(float(known), self.bounded)
+        return float(self._known_shares[index])
+
+    @cached_property
+    def _known_shares(self) -> NDArray[np.float64]:
+        each = [result.column("known_share") for result in self.sweeps]
+        shares: NDArray[np.float64] = np.average(each, axis=0, weights=[len(trace) for trace in self.traces])
+        return np.minimum(shares, self.bounded)
 
     def certainty(self) -> dict[str, Any]:
         """Return how far the recommendation can be trusted, ready for JSON.
@@ -207,7 +208,7 @@ class Tuning:
                 "known_share": self.known_share(index),
                 "on_front": bool(front[index]),
             }
-            for index in self._order()[:count].tolist()
+            for index in self._order[:count].tolist()
         ]
 
     def text(self, count: int = 0) -> str:
@@ -218,8 +219,7 @@ class Tuning:
         """
         [best, *equally_good] = self.rows(len(self.configurations))
         refusal, known = self._without_settings(), best["known_share"]
-        guess = ", partly assumed" * (known < DECIDED_FROM)
-        tried = f"{counted(len(self.configurations), 'setting')}{guess}"
+        tried = counted(len(self.configurations), "setting") + ", partly assumed" * (known < DECIDED_FROM)
         itself = [f"The run itself: {self._run_itself()}."] if self.recorded else []
         numbers = [f"Best of {tried}: {best['configuration']} ({_lost(best)}).", *itself, *self.notes]
         settings = self.recommended.update_cell() if self.in_python else self.recommended.scale_sense()

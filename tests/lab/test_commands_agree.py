@@ -28,9 +28,12 @@ from tests.record.log_writers import WRITERS, random_run
 pytestmark = pytest.mark.slow
 
 SAMPLES = Path(__file__).parents[1] / "record" / "samples"
-RECORDS = Path(__file__).parents[1] / "plots" / "runs"
+RUNS = Path(__file__).parents[1] / "plots" / "runs"
+RECORDS = [RUNS / name / "loss_scale_record.jsonl" for name in ("devices_1", "scale_512")]
 with zipfile.ZipFile(SAMPLES / "field_logs.zip") as field_logs:
-    FIELD = [name for name in field_logs.namelist() if name != "L17_wrapped.log"]
+    # One log has no line that states a step. Another one has a gap of 50,000 steps, which take long to replay; a log
+    # with gaps is among the random ones too.
+    FIELD = sorted({*field_logs.namelist()} - {"L17_wrapped.log", "missing_steps.jsonl"})
 
 
 def run_of(overflow, scales, known=True):
@@ -157,7 +160,7 @@ def test_commands_agree_on_logs_of_others(commands, tmp_path, name):
         assert commands.disagreements(logs.extract(name, tmp_path)) == []
 
 
-@pytest.mark.parametrize("log", [*SAMPLES.glob("*.log"), *RECORDS.glob("*/loss_scale_record.jsonl")], ids=str)
+@pytest.mark.parametrize("log", [*SAMPLES.glob("*.log"), *RECORDS], ids=str)
 def test_commands_agree_on_samples(commands, log):
     assert commands.disagreements(log) == []
 
