@@ -25,14 +25,8 @@ from tests.shared.versions import BEFORE_1_7
 pytestmark = pytest.mark.slow
 
 
-def recomputed():
-    network = Layers()
-    network.first.recompute()
-    return network
-
-
 class LowRank(nn.Cell):
-    """Frozen dense layers with a trainable update of rank 2, as in LoRA."""
+    """Frozen dense layers with a trainable update of rank 2, as in LoRA. The first half of the update is recomputed."""
 
     def __init__(self):
         super().__init__()
@@ -40,6 +34,7 @@ class LowRank(nn.Cell):
         for weight in self.network.trainable_params():
             weight.requires_grad = False
         self.down = nn.Dense(12, 2, has_bias=False).to_float(mstype.float16)
+        self.down.recompute()
         self.up = nn.Dense(2, 4, weight_init="zeros", has_bias=False).to_float(mstype.float16)
 
     def construct(self, features, target):
@@ -68,11 +63,15 @@ def one_hot(batches):
         yield features, np.eye(scores.shape[1], dtype=np.float32)[scores.argmax(axis=1)]
 
 
-# The arguments of train_both() for each MindFormers feature.
+# The arguments of train_both() for MindFormers features. A training has two features if they do not hide each other.
 FEATURES = {
-    "accumulation": {"build": lambda: MeanOverMicroBatches(Layers(), 2), "use_clip_grad": True},
+    "accumulation and moving average of weights": {
+        "build": lambda: MeanOverMicroBatches(Layers(), 2),
+        "use_clip_grad": True,
+        # MindFormers before 1.7 has no PmaAdamW.
+        "build_optimizer": adamw if BEFORE_1_7 else averaging,
+    },
     "loss per token": {"build": SumAndNumber, "calculate_per_token_loss": True, "use_clip_grad": True},
-    "recompute and local_norm": {"build": recomputed, "local_norm": True},
     "clipping and grouped learning rates": {
         "build": Layers,
         "use_clip_grad": True,
@@ -81,19 +80,12 @@ FEATURES = {
         "lr_scheduler": schedule(),
         "grouped_lr_scheduler": [{"lr_scheduler": schedule(0.1)}],
     },
-    "low rank": {"build": LowRank},
-    "moving average of weights": {"build": Layers, "build_optimizer": averaging},
+    "low rank, recompute and local_norm": {"build": LowRank, "local_norm": True},
     "vision": {"build": Vision, "batches": list(one_hot(rows(1))) * STEPS},
 }
 
 
-NAMES = [
-    pytest.param(name, marks=pytest.mark.skipif(BEFORE_1_7 and "average" in name, reason="no PmaAdamW before 1.7"))
-    for name in FEATURES
-]
-
-
-@pytest.mark.parametrize("feature", NAMES)
+@pytest.mark.parametrize("feature", FEATURES)
 def test_losses_and_weights_equal_the_stock_cells_at_each_scale(graph_mode, feature):
     seen = train_both(**FEATURES[feature])
     assert sum(seen.overflows) >= 2
@@ -108,7 +100,7 @@ def test_losses_and_weights_equal_the_stock_cells_at_each_scale(graph_mode, feat
 DROPPING = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 3.5}
 
 
-@pytest.mark.parametrize("feature", [*NAMES, "dropping by norm"])
+@pytest.mark.parametrize("feature", [*FEATURES, "dropping by norm"])
 def test_the_same_holds_in_pynative_mode(feature):
     arguments = FEATURES.get(feature, {"build": Layers, **DROPPING})
     # A per-token loss overflows at a lower loss scale, so start at a lower scale.

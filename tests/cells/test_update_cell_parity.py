@@ -52,14 +52,7 @@ def without_counters(state):
     return state._replace(skipped_steps=0, consecutive_overflows=0)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "factor", "steps"),
-    [
-        ((1000, 20), 2, 2500),
-        ((30, 4), 3, 2000),
-        ((4, 2), 1.5, 1000),
-    ],
-)
+@pytest.mark.parametrize(("bounds", "factor", "steps"), [((1000, 20), 2, 2500), ((4, 2), 1.5, 300)])
 def test_equals_mindformers_own_cell_where_its_ladder_is_right(graph_mode, bounds, factor, steps):
     largest, smallest = bounds
     theirs = MindFormersUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
@@ -106,11 +99,11 @@ def test_checkpoints_have_mindformers_parameters_and_more(hysteresis, more):
     assert (len(theirs), len(ours - theirs), theirs <= ours) == (6, more, True)
 
 
-@pytest.mark.parametrize(("window", "factor"), [(1, 2), (20, 2), (7, 3), (100, 1.5)])
+@pytest.mark.parametrize(("window", "factor"), [(1, 2), (7, 3), (20, 1.5)])
 def test_one_window_is_mindspores_dynamic_cell(graph_mode, window, factor):
     theirs = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, factor, window)
     ours = AdaptiveLossScaleUpdateCell(INITIAL_SCALE, factor, window, max_scale_window=window, min_scale_window=window)
-    assert len(list(steps_of_both(theirs, ours, ["cur_iter", "last_overflow_iter"], steps=300))) == 300
+    assert len(list(steps_of_both(theirs, ours, ["cur_iter", "last_overflow_iter"], steps=150))) == 150
 
 
 def steps_of_both(theirs, ours, names, steps):

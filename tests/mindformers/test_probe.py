@@ -11,6 +11,7 @@ import pytest
 from mindformers_adaptive.mindformers.training_probe import TrainingSource, load_weights, probe
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
 from tests.mindformers.training_runs import SMALL_MODEL, TrainingRun
+from tests.monitor.event_files import read_scalars
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graph_mode", "registry_put_back")]
 
@@ -123,6 +124,7 @@ def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
     scale = json.loads(run_forked(PROGRAM, "find", "--json", *training).stdout)["loss_scale_value"]
     monitor = "{type: GradientRangeMonitor, every_n_steps: 1, loss_scales: [1]}"
     options = {"calculate_per_token_loss": True, "callbacks.1": monitor}
+    options["tensorboard.tensorboard_dir"] = tmp_path / "board"
     options |= {"runner_wrapper.scale_sense.loss_scale_value": scale, "runner_wrapper.scale_sense.scale_window": 20}
     options |= {"runner_wrapper.scale_sense.min_scale_window": 20, "runner_wrapper.scale_sense.max_scale_window": 1000}
     with TrainingRun(tmp_path / "run", corpus, options, steps=8) as run:
@@ -138,6 +140,9 @@ def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
             norm = at_scale["overall"]["norm"] / at_scale["loss_scale"] / batch["grad_scale_factor"]
             assert logged.overflow or norm == pytest.approx(float(logged.global_norm.strip("[]")), rel=1e-3)
     assert len(lines) == len(steps) == 8
+    events = read_scalars(tmp_path / "board" / "rank_0")
+    assert 8 in events["lm_head.weight/grad"]
+    assert 4 in events["gradients/norm"]
 
 
 def test_gradients_are_written_as_the_optimizer_takes_them(corpus, run_program):
