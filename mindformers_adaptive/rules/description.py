@@ -76,6 +76,7 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
     return arguments
 
 
+@functools.cache
 def all_arguments(rule_class: Any) -> dict[str, Any]:
     """Return by name the defaults of ``loss_scale_value`` and of all arguments of a rule's constructor and start().
 

@@ -10,7 +10,7 @@ from mindformers_adaptive import AdaptiveLossScaleManager, GradientGuidedLossSca
 
 pytestmark = pytest.mark.slow
 
-FEATURES, STEPS, SAVED_AT = 4, 120, 60
+FEATURES, STEPS, SAVED_AT = 4, 120, 90
 MANAGERS = {
     "adaptive": lambda: AdaptiveLossScaleManager(2**24, 2, 1, 20, 1),
     "guided": lambda: GradientGuidedLossScaleManager(2**24),

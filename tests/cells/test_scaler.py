@@ -31,7 +31,14 @@ def test_with_one_window_it_is_the_dynamic_loss_scaler(graph_mode, scale_window)
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled"), [("adaptive", True), ("guided", True), ("guided", False), ("log_max", False)]
+    ("mode", "name", "compiled"),
+    [
+        ("graph", "adaptive", True),
+        ("graph", "guided", False),
+        ("pynative", "guided", True),
+        ("pynative", "log_max", False),
+    ],
+    indirect=["mode"],
 )
 def test_overflows_are_skipped_and_other_steps_are_as_in_fp32(mode, compiled, name):
     kind, dense, reference = KINDS[name], Dense(), Dense()

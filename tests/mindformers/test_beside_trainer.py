@@ -19,7 +19,7 @@ from tests.shared.versions import BEFORE_1_7
 
 pytestmark = pytest.mark.slow
 
-STEPS, START = 30, 2.0**22
+STEPS, START = 20, 2.0**22
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}
 
 

@@ -97,10 +97,12 @@ def test_what_mindformers_trains_is_trained(scale_sense, keys):
     assert scale_after_a_step(load(section)) == max(first_scale(scale_sense) / factor, 1)
 
 
-@pytest.mark.parametrize(("scale_sense", "keys"), TRAINED, ids=str)
+# The first ten sections differ only in the power of two, and a scale_sense that is a number has no type to change.
+WITH_A_TYPE = [TRAINED[0], *((scale_sense, keys) for scale_sense, keys in TRAINED[9:] if isinstance(scale_sense, dict))]
+
+
+@pytest.mark.parametrize(("scale_sense", "keys"), WITH_A_TYPE, ids=str)
 def test_only_the_type_has_to_be_changed(scale_sense, keys):
-    if not isinstance(scale_sense, dict):
-        pytest.skip("This scale_sense is a number, so it has no type to change.")
     section = {"type": TRAIN_STEP, "scale_sense": {**scale_sense, "type": "AdaptiveLossScale"}, **keys}
     if "scale_window" not in scale_sense:
         with pytest.raises(TypeError, match=r"lacks scale_factor, scale_window.*'scale_factor: 2'.*'scale_window: 20'"):

@@ -230,7 +230,7 @@ def test_each_of_two_runs_in_a_folder_goes_on_in_its_own_record(path, tmp_path, 
     ranges = path.with_name("ranges.jsonl")
 
     def callbacks():
-        # The gradient record goes on in the same way from each form of a checkpoint, so measure gradients with one only.
+        # The gradient record goes on in the same way from each form of a checkpoint.
         measuring = [GradientRangeMonitor(every_n_steps=1, record_path=ranges)] if form == "ckpt" else []
         return [LossScaleMonitor(path), *measuring]
 

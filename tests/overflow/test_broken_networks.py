@@ -14,12 +14,10 @@ from tests.overflow.overflowing import (
     Block,
     Calls,
     Convolutions,
-    MaskedScores,
     Mixer,
     Recurrent,
     Residuals,
     Stack,
-    filled_mask,
     planted,
     values,
 )
@@ -168,12 +166,3 @@ def test_an_unusually_low_scale_is_named(case):
     # The same network with a mean as the loss holds a usual scale.
     explanation, _ = explained(make(), (Tensor(batch / 2**10),), remedies=False)
     assert not any(cause.kind == "scale" for cause in explanation.causes)
-
-
-def test_usual_masks_and_weights_are_no_cause():
-    for network, batch in (
-        (Stack(MaskedScores(filled_mask(6))), (Tensor(values(1, 6, 4)),)),
-        *((make(), (Tensor(batch),)) for make, batch in NETWORKS.values()),
-    ):
-        explanation, _ = explained(network, batch, remedies=False)
-        assert not explanation.causes, str(explanation)

@@ -39,7 +39,7 @@ def assert_within(run, truth):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), every=st.sampled_from([1, 2, 7, 10, 50]))
 def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
     truth = random_run(np.random.default_rng(seed), 200 // every * every)
@@ -75,7 +75,7 @@ def damaged(random, lines):
 @pytest.mark.parametrize(
     "name", [name for name in WRITERS if "deepspeed" not in name or name == "deepspeed of three ranks"]
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), every=st.sampled_from([1, 5, 10]))
 def test_lines_that_are_cut_or_lost_widen_the_bounds(tmp_path_factory, name, seed, every):
     random = np.random.default_rng(seed)
@@ -85,7 +85,7 @@ def test_lines_that_are_cut_or_lost_widen_the_bounds(tmp_path_factory, name, see
     assert_within(read(tmp_path_factory.getbasetemp(), damaged(random, lines)), truth)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), every=st.sampled_from([1, 5]))
 def test_a_restart_supersedes_what_came_after_its_checkpoint(tmp_path_factory, seed, every):
     random = np.random.default_rng(seed)

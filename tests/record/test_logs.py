@@ -529,7 +529,7 @@ def mutilated(draw, lines):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_mutilated_logs_raise_only_value_errors(name, data, tmp_path_factory):
     log = tmp_path_factory.getbasetemp() / f"mutilated_{name}.log"

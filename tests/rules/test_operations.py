@@ -16,7 +16,6 @@ from mindspore import Tensor
 from mindformers_adaptive import RuleLossScaleUpdateCell, rules
 from mindformers_adaptive.rules import Rule, float32, int32, operations
 from mindformers_adaptive.rules.lanes import Lanes
-from tests.conftest import mindspore_mode
 from tests.shared.every_rule import Owned
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -357,11 +356,10 @@ def test_numpy_gives_what_the_operations_mean(expected, rule_class):
     assert_results(expected, rule.results([rule.step(states[0], False), *ends[1:]]))
 
 
-@pytest.mark.parametrize(("rule_class", "mode"), [(OfVectors, "graph"), (OfNumbers, "graph"), (OfNumbers, "pynative")])
-def test_cell_gives_what_the_operations_mean(expected, mode, rule_class):
+@pytest.mark.parametrize("rule_class", [OfVectors, OfNumbers])
+def test_cell_gives_what_the_operations_mean(expected, graph_mode, rule_class):
     rule = rule_class()
-    with mindspore_mode(mode):
-        assert_results(expected, rule.results(in_cell(rule, rule.starts())))
+    assert_results(expected, rule.results(in_cell(rule, rule.starts())))
 
 
 @pytest.mark.filterwarnings("ignore:The rule 'of_.*' computed a subnormal number")
@@ -448,25 +446,20 @@ def test_elements_are_picked_by_one_flag_each(graph_mode, rule):
         assert owned.update_cell.rule_state() == state
 
 
-def test_vectors_are_reduced_and_taken_from_in_one_way():
+def test_vectors_are_reduced_and_taken_from_in_one_way(graph_mode):
     rule = OfPlaces()
     cases = [(vector, index) for vector in VECTORS for index in INDICES]
     states = [rule.start(1.0)._replace(vector=vector, index=index) for vector, index in cases]
-    cells = []
-    for mode in ("graph", "pynative"):
-        with mindspore_mode(mode):
-            cells.append((mode, Owned(RuleLossScaleUpdateCell(rule, 1.0))))
+    owned = Owned(RuleLossScaleUpdateCell(rule, 1.0))
     for (vector, index), state, in_lane in zip(cases, states, in_lanes(rule, states), strict=True):
         plain = [Plain(number, "float32") for number in vector]
         integers, floats = of_vectors(plain, Plain(index, "int32"), PLAIN)
         wanted = [value.number for value in (*integers, *floats)]
         states = {"lanes": in_lane, "one run": rule.step(state, False)}
-        for mode, owned in cells:
-            with mindspore_mode(mode):
-                owned.update_cell.vector.set_data(Tensor(np.float32(vector)))
-                owned.update_cell.index.set_data(Tensor(np.int32(index)))
-                owned.step(False)
-                states[mode] = rule.State(**{**state._asdict(), **owned.update_cell.rule_state()._asdict()})
+        owned.update_cell.vector.set_data(Tensor(np.float32(vector)))
+        owned.update_cell.index.set_data(Tensor(np.int32(index)))
+        owned.step(False)
+        states["cell"] = rule.State(**{**state._asdict(), **owned.update_cell.rule_state()._asdict()})
         for way, after in states.items():
             ours = [getattr(after, f"i{n}") for n in range(8)] + [getattr(after, f"f{n}") for n in range(5)]
             assert all(map(is_equal, wanted, ours)), (way, vector, index, ours, wanted)
