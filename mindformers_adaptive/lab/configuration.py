@@ -150,7 +150,8 @@ class Configuration:
         return values | {name: getattr(self.start, name) for name in self.rule.start_arguments}
 
     def _changed(self, always: Sequence[str] = ()) -> list[tuple[str, Any]]:
-        defaults = all_arguments(type(self.rule))
+        rule_class: Any = type(self.rule)
+        defaults = all_arguments(rule_class)
         return [(name, value) for name, value in self.arguments.items() if name in always or value != defaults[name]]
 
 
