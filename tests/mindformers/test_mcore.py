@@ -114,8 +114,8 @@ def test_find_agrees_with_qwen3(run):
     # All steps before the first applied step were skipped. So the first applied step uses the initial weights.
     first_applied = next(line for line in lines if not line["overflow"])
     batch = rows(STEPS)[first_applied["step"] - 1]
-    found = find_loss_scale(build_train_step(build_qwen3(num_hidden_layers=1)), batch)
-    assert found.ceiling in (first_applied["loss_scale"], 2 * first_applied["loss_scale"])
+    recommendation = find_loss_scale(build_train_step(build_qwen3(num_hidden_layers=1)), batch)
+    assert recommendation.ceiling in (first_applied["loss_scale"], 2 * first_applied["loss_scale"])
 
 
 @pytest.mark.parametrize("per_token", [False, True])
