@@ -11,8 +11,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from tests.conftest import ROOT
 from tests.shared.launched import run_in_processes
 
-# Run these tests in one pytest worker, because they share the results of one script.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes and the pipeline")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,7 @@ def seen(tmp_path_factory):
     return json.loads((folder / "seen.json").read_text())
 
 
-KINDS = ["sharded 1", "sharded 2", "sharded 4", "plain"]
+KINDS = ["sharded 1", "sharded 2", "plain"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +48,7 @@ def test_accumulated_gradients_are_cleared_in_every_step(seen):
     assert [step["accumulated"] for kind in KINDS for step in seen[kind]] == [0.0] * len(KINDS) * len(OVERFLOWS)
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS[:2])
 def test_weights_equal_accumulation_in_the_ordinary_train_step(seen, kind):
     for step in seen[kind]:
         np.testing.assert_allclose(step["weight"], step["control"], rtol=2.0**-9)

@@ -3,6 +3,7 @@
 Run as a script, this module is the scheduler through which the processes of a ``ForkedCluster`` find each other.
 """
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import mindformers  # noqa: E402, F401
 from tests.shared.source_memo import remember_source_lines  # noqa: E402
 
 remember_source_lines()
+
+# MindFormers looks up a module before each training. The first such look-up lists the files of all modules, and Python
+# keeps this list.
+inspect.getmodule(inspect.currentframe())
 
 if __name__ == "__main__":
     import mindspore
