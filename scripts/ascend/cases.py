@@ -138,7 +138,7 @@ def _steps():
     yield from _in_each_way("watched", "watched_step", (STOCK,))
     for ranks in (2, 8):
         yield from _in_each_way(f"data_parallel_{ranks}", "plain_step", world=World(ranks, mode=_DATA))
-    split = World(2, mode=_SEMI_AUTO)
+    split = World(2, 1, _SEMI_AUTO)
     yield from _in_each_way("semi_auto_2", "plain_step", world=split, arguments={"network": "split"})
     per_token = {**per_token, "network": "split, SumAndNumber"}
     yield from _in_each_way("per_token_semi_auto_2", "mf_step", (STOCK, GUIDED), world=split, arguments=per_token)

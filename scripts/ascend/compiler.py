@@ -35,15 +35,8 @@ def main(log, results, *names):
     # With the default number of threads on one or two cores, MindSpore fails to build a graph with a branch.
     mindspore.runtime.dispatch_threads_num(5)
     mindspore.set_context(mode=mindspore.GRAPH_MODE, jit_config={"jit_level": "O0"})
-    world = CASES[names[0]].world
-    if world.ranks > 1 and CASES[names[0]].function != "launched":
+    if CASES[names[0]].world.ranks > 1 and CASES[names[0]].function != "launched":
         mindspore.communication.init()
-        mindspore.set_auto_parallel_context(
-            parallel_mode=world.mode,
-            pipeline_stages=world.stages,
-            enable_parallel_optimizer=world.shards_optimizer,
-            gradients_mean=True,
-        )
     from scripts.ascend import steps
 
     # MindSpore collects garbage before it compiles a graph. Freeze all modules, so that the collection skips them.
@@ -52,6 +45,8 @@ def main(log, results, *names):
     for name in names:
         case = CASES[name]
         os.environ["DRY_RUN_CHIP"] = CHIPS[case.chip]
+        if case.world.ranks > 1 and case.function != "launched":
+            share_work(case.world)
         graphs_before, log_before = set(Path(GRAPHS).rglob(LAST_GRAPHS)), Path(log).stat().st_size
         error, start = "", time.monotonic()
         try:
@@ -67,6 +62,18 @@ def main(log, results, *names):
             file.write(json.dumps(result) + "\n")
     # Exit without cleanup, because threads of MindSpore would wait for a device.
     os._exit(0)
+
+
+def share_work(world):
+    import mindspore
+
+    mindspore.reset_auto_parallel_context()
+    mindspore.set_auto_parallel_context(
+        parallel_mode=world.mode,
+        pipeline_stages=world.stages,
+        enable_parallel_optimizer=world.shards_optimizer,
+        gradients_mean=True,
+    )
 
 
 def kernels_in(log):

@@ -72,14 +72,13 @@ def parse_arguments(description):
     return arguments
 
 
-def compile_cases(cases, cache=CACHE, logs=None, level=1):
-    """Compile the given cases. Consecutive cases share a process if they simulate the same ranks (``world``).
+def compile_cases(cases, cache=CACHE, logs=None):
+    """Compile the given cases. Consecutive cases share a process if they simulate the same rank of as many ranks.
 
     Args:
         cases (Iterable[Case]): what to compile.
         cache (Path): the folder for the stand-ins of CANN's libraries. Default: a folder in ``output/``.
         logs (Path, optional): a folder for MindSpore's logs. Default: None.
-        level (int): MS_SIMULATION_LEVEL. Default: 1, which selects kernels.
 
     Yields:
         dict for each case, in order: ``case``, the name; ``error``; ``seconds``; ``kernels`` and ``moved`` as
@@ -89,7 +88,7 @@ def compile_cases(cases, cache=CACHE, logs=None, level=1):
     stand_ins = folder_of_stand_ins(cache)
     for group in _in_processes(cases):
         while group:
-            finished = _compile_group(group, stand_ins, logs, level)
+            finished = _compile_group(group, stand_ins, logs)
             yield from finished
             group = group[len(finished) :]
 
@@ -98,13 +97,17 @@ def _in_processes(cases):
     groups = []
     for case in cases:
         last = groups[-1][-1] if groups else None
-        if last is None or case.needs_process or last.needs_process or case.world != last.world:
+        if last is None or case.needs_process or last.needs_process or rank_of(case) != rank_of(last):
             groups.append([])
         groups[-1].append(case)
     return groups
 
 
-def _compile_group(cases, stand_ins, logs, level):
+def rank_of(case):
+    return case.world.rank, case.world.ranks
+
+
+def _compile_group(cases, stand_ins, logs):
     """Compile test cases in a new process; return a result for each compiled case, and an error for a case that failed.
 
     If a case ends the process, the case's error is the last result, and the later cases have no result.
@@ -124,7 +127,7 @@ def _compile_group(cases, stand_ins, logs, level):
             process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=environment(stand_ins, cases[0], level),
+                env=environment(stand_ins, cases[0]),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -148,13 +151,14 @@ def _compile_group(cases, stand_ins, logs, level):
     return outcomes
 
 
-def environment(stand_ins, case, level):
+def environment(stand_ins, case):
     """Return the environment variables of a dry run."""
     cann = stand_ins / "latest"
     modules = (cann / "python", ROOT, ROOT / "scripts" / "examples")
     return {
         **os.environ,
-        "MS_SIMULATION_LEVEL": str(level),
+        # At this level, MindSpore selects kernels.
+        "MS_SIMULATION_LEVEL": "1",
         "RANK_SIZE": str(case.world.ranks),
         "RANK_ID": str(case.world.rank),
         "PYTHONPATH": _prepended("PYTHONPATH", modules),

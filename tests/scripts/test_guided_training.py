@@ -10,8 +10,8 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
-from scripts.studies.guided_training import RULES, summary, tables
-from scripts.studies.worth_training import CompiledTraining, LlamaTraining, adaptive, weights_of
+from scripts.studies.guided_training import summary, tables
+from scripts.studies.worth_training import CompiledTraining, LlamaTraining, weights_of
 from tests.conftest import mindspore_mode
 from tests.shared.pages import figure
 from tests.shared.records import assert_follows
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.xdist_group("guided training")
 
 FEATURES = 16
 BATCH = 8
-LLAMA_STEPS = 40
+# The window of MindSpore's dynamic loss scaling beside the adapters, in steps.
+WINDOW = 200
 
 
 class HalfPrecisionLayers(nn.Cell):
@@ -118,39 +119,38 @@ def in_graph_mode():
 
 @pytest.fixture(scope="module")
 def layers():
-    """Return three ``Runs`` objects, by the name of the update cell with which they train the dense layers."""
+    """Return two ``Runs`` objects, by the name of the update cell with which they train the dense layers."""
     return {
         "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
-        "adaptive": Runs(HalfPrecisionLayers, adaptive),
         "dynamic": Runs(HalfPrecisionLayers, lambda start: nn.DynamicLossScaleUpdateCell(start, 2, 1000)),
     }
 
 
 def surge(step):
-    """Return the factor of a step's loss, and so of its gradients: about a thousand in steps 150 to 199, else 1."""
-    return 2.0**10 if 150 <= step < 200 else 1.0
+    """Return the factor of a step's loss, and so of its gradients: about a thousand in steps 100 to 119, else 1."""
+    return 2.0**10 if 100 <= step < 120 else 1.0
 
 
 @pytest.mark.slow
 def test_a_surge_of_the_gradients_costs_a_few_steps(layers):
-    records = {name: runs.train(2.0**32, batches(300, surge)) for name, runs in layers.items()}
+    records = {name: runs.train(2.0**32, batches(220, surge)) for name, runs in layers.items()}
     lost = {name: len(skipped(record)) for name, record in records.items()}
     assert_follows_the_rule(records["guided"])
     assert lost["guided"] <= 11
-    assert 2 * lost["guided"] <= lost["dynamic"] < lost["adaptive"]
+    assert 2 * lost["guided"] <= lost["dynamic"]
     # 100 steps after the surge of the gradients, the guided loss scale has almost recovered, and the dynamic scale has
     # not.
-    assert records["guided"][-1]["next_loss_scale"] >= records["guided"][148]["loss_scale"] / 2**3
-    assert records["dynamic"][-1]["next_loss_scale"] <= records["dynamic"][148]["loss_scale"] / 2**8
+    assert records["guided"][-1]["next_loss_scale"] >= records["guided"][98]["loss_scale"] / 2**3
+    assert records["dynamic"][-1]["next_loss_scale"] <= records["dynamic"][98]["loss_scale"] / 2**8
     final = {name: np.mean([row["loss"] for row in record[-20:]]) for name, record in records.items()}
-    assert final["guided"] <= 1.1 * min(final.values())
+    assert final["guided"] <= 1.1 * final["dynamic"]
 
 
 def test_planted_infs_cost_themselves_and_no_other_step(layers):
-    planted = list(range(40, 161, 40))
+    planted = [30, 60]
 
     def with_infs():
-        for step, (x, target, factor) in enumerate(batches(180), start=1):
+        for step, (x, target, factor) in enumerate(batches(80), start=1):
             x[0, 0] = math.inf if step in planted else x[0, 0]
             yield x, target, factor
 
@@ -162,12 +162,12 @@ def test_planted_infs_cost_themselves_and_no_other_step(layers):
 @pytest.mark.slow
 def test_adapters_of_frozen_layers_skip_hardly_more_steps():
     def make_dynamic(start):
-        return nn.DynamicLossScaleUpdateCell(start, 2, 1000)
+        return nn.DynamicLossScaleUpdateCell(start, 2, WINDOW)
 
     records = {}
     for name, make_cell in (("guided", GradientGuidedLossScaleUpdateCell), ("dynamic", make_dynamic)):
         runs = Runs(AdaptedLayers, make_cell, learning_rate=0.001)
-        records[name] = runs.train(2.0**32, batches(1100, outputs=FEATURES, batch=1))
+        records[name] = runs.train(2.0**32, batches(WINDOW + 60, outputs=FEATURES, batch=1))
     guided, dynamic = records["guided"], records["dynamic"]
     assert_follows_the_rule(guided)
     before = {name: [row["overflow"] for row in record].index(False) for name, record in records.items()}
@@ -178,28 +178,10 @@ def test_adapters_of_frozen_layers_skip_hardly_more_steps():
     assert len(skipped(guided)) <= 5 < len(skipped(dynamic))
     # The adapters' gradients do not show the late overflows: at the loss scale of the skipped step, they would still
     # fit in FP16.
-    late = [step for step in skipped(dynamic) if step > 1000]
+    late = [step for step in skipped(dynamic) if step > WINDOW]
     assert late
     for step in late:
         assert 65504 / guided[step - 1]["largest_gradient"] > dynamic[step - 1]["loss_scale"]
-
-
-@pytest.fixture(scope="module")
-def small_llama():
-    """Return, for each rule, a ``LlamaTraining``: the demo's training, but with one small layer."""
-    return {rule: LlamaTraining(rule, LLAMA_STEPS, seq_length=32, hidden_size=32, num_layers=1) for rule in RULES}
-
-
-@pytest.mark.parametrize(("start", "before", "after"), [(2**32, 6, 1), (2**10, 0, 0)])
-@pytest.mark.slow
-def test_a_small_llama_loses_the_search_for_its_scale_only(small_llama, start, before, after):
-    records = {name: training.run(start, seed=0) for name, training in small_llama.items()}
-    lost = {name: summary(record) for name, record in records.items()}
-    assert_follows_the_rule(records["guided"])
-    assert lost["guided"]["before"] <= before
-    assert lost["guided"]["after"] <= after
-    assert lost["adaptive"]["before"] >= 2 * lost["guided"]["before"]
-    assert lost["guided"]["loss"] <= lost["adaptive"]["loss"] + 0.05
 
 
 def test_the_script_prints_what_its_records_hold():
@@ -222,6 +204,21 @@ def test_the_figures_of_the_page_begin_as_a_training_does_now():
     held = figure("guided_training")
     training = held["trainings"][0]
     assert (training["rule"], training["from"]) == ("guided", 2**32)
-    now = summary(LlamaTraining("guided", held["steps"]).run(2**32, seed=0, stop=20))
-    assert now["before"] == pytest.approx(training["runs"][0]["before"], abs=1)
-    assert now["early"] == pytest.approx(training["runs"][0]["early"], abs=0.05)
+    record = LlamaTraining("guided", held["steps"]).run(2**32, seed=0, stop=20)
+    assert_follows_the_rule(record)
+    now, [known, *_] = summary(record), training["runs"]
+    assert now["before"] == pytest.approx(known["before"], abs=1)
+    assert now["early"] == pytest.approx(known["early"], abs=0.05)
+
+
+def test_in_the_figures_only_the_search_for_the_scale_loses_steps():
+    by_start = {}
+    for training in figure("guided_training")["trainings"]:
+        by_start.setdefault(training["from"], {})[training["rule"]] = training["runs"]
+    assert set(by_start) == {2**32, 2**10}
+    for start, runs in by_start.items():
+        for guided, adaptive in zip(runs["guided"], runs["adaptive"], strict=True):
+            assert guided["before"] <= (6 if start == 2**32 else 0)
+            assert guided["after"] <= 1
+            assert adaptive["before"] >= 2 * guided["before"]
+            assert guided["loss"] <= adaptive["loss"] + 0.05
