@@ -50,6 +50,7 @@ CELLS = {
     GUIDED: "`GradientGuidedLossScaleUpdateCell`",
     GUIDED_HISTORY: "`GradientGuidedLossScaleUpdateCell`, `history_size=100`",
 }
+QUICK_CELLS = (EMPTY, MINDFORMERS, ADAPTIVE, HISTORY)
 
 MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
 # The times under the name GRADIENTS are for one measurement by GradientRangeMonitor, not for a train step.
@@ -58,6 +59,7 @@ QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
 STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)
 # An update takes less time than train steps vary by. So each round also times UPDATE_CALLS updates without a step.
 UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), 200
+QUICK_UPDATES = (DYNAMIC, GUIDED)
 FORWARD, BACKWARD = "forward", "forward and backward"
 
 SPREAD = "train steps with the same cell, standard deviation"
@@ -125,7 +127,8 @@ def measure_update(arguments):
 
     set_mode(arguments.mode)
     calls = 5 if arguments.quick else arguments.calls
-    times = compare({name: partial(make_updates, name, calls) for name in CELLS}, arguments.copies, arguments.rounds)
+    ways = {name: partial(make_updates, name, calls) for name in (QUICK_CELLS if arguments.quick else CELLS)}
+    times = compare(ways, arguments.copies, arguments.rounds)
     set_mode("graph")
     # MindSpore cannot export an update cell that keeps a history: the history's Parameters belong to no cell.
     kernels = {name: count_kernels(WithLossScale(make_update_cell(name))) for name in CELLS if "history" not in name}
@@ -210,7 +213,7 @@ def measure_step(arguments):
     with tempfile.TemporaryDirectory() as folder:
         taken = take_turns(ways_of_a_step(task, names, folder), arguments.copies, arguments.rounds)
     calls = 5 if arguments.quick else UPDATE_CALLS
-    updates = {name: partial(make_updates, name, calls) for name in UPDATES}
+    updates = {name: partial(make_updates, name, calls) for name in (QUICK_UPDATES if arguments.quick else UPDATES)}
     return {
         "task": f"{task.name}, {task.about}",
         "loss_scale": START,
@@ -290,11 +293,12 @@ def step_tables(result):
     extra = [*([name, extra_cost(times, name)] for name in names), [SPREAD, f"{result['spread']:.1f}"]]
     forward, both = (ratio(times, name, DYNAMIC)[0] for name in (FORWARD, BACKWARD))
     parts = {FORWARD: forward, "backward": both - forward, "detection, clipping, optimizer, scaling": 1.0 - both}
+    shares = ([name, f"{update_share(result, name):.2%}"] for name in result["updates"] if name != DYNAMIC)
     return {
         "extra": [["way of scaling", "extra time, percent"], *extra],
         "scales": scales_table(result["scales"], result["loss_scale"]),
         "parts": [["part", "share"], *([name, f"{share:.0%}"] for name, share in parts.items())],
-        "updates": [["update cell", "share"], *([name, f"{update_share(result, name):.2%}"] for name in UPDATES[1:])],
+        "updates": [["update cell", "share"], *shares],
     }
 
 

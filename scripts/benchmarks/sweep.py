@@ -19,7 +19,7 @@ from scripts.benchmarks.paired_timing import compare, ratio, with_error
 
 # Three sizes: the number of configurations; the steps of the short trace, which the sweep and separate replays both
 # use; and the steps of the long trace, which only the sweep uses.
-SIZES, QUICK_SIZES = (1000, 2000, 100_000), (20, 400, 800)
+SIZES, QUICK_SIZES = (1000, 2000, 100_000), (10, 200, 400)
 RULE, SWEEP, LONG_SWEEP = "each configuration by itself", "the vectorised sweep", "the vectorised sweep, long trace"
 
 
