@@ -84,6 +84,7 @@ def sampled(policy, random, spikes):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the training (default: {STEPS})")
     parser.add_argument("--record", help="file for the record of the run, which analyze and plot read")
     arguments = parser.parse_args()
     scaler = make_scaler(arguments.rule)
@@ -96,7 +97,7 @@ def main():
     optimizer = nn.Adam(policy.trainable_params(), learning_rate=1e-2)
     train_step = make_train_step(policy, optimizer, scaler)
     print("step    right  spike  overflow   next loss scale")
-    for step in range(1, STEPS + 1):
+    for step in range(1, arguments.steps + 1):
         spikes, used_scale = step % SPIKE_EVERY == 0, scaler.state()["loss_scale"]
         right, *batch = sampled(policy, random, spikes)
         loss, applied = train_step(*batch)

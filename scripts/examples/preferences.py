@@ -73,6 +73,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
     parser.add_argument("--layers", type=int, help="of the model (default: as in the YAML file)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the training (default: {STEPS})")
     parser.add_argument("--record", help="file for the record of the run, which analyze and plot read")
     arguments = parser.parse_args()
     init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))
@@ -81,9 +82,9 @@ def main():
     mindspore.set_seed(0)
     log_probability = AnswerLogProbability(build_network(model))
     batch_size, length = model.model_config.batch_size, model.model_config.seq_length + 1
-    samples = pairs(STEPS * batch_size, length)
+    samples = pairs(arguments.steps * batch_size, length)
     before = [
-        np.concatenate([log_probability(Tensor(batch)).asnumpy() for batch in np.split(part, STEPS)])
+        np.concatenate([log_probability(Tensor(batch)).asnumpy() for batch in np.split(part, arguments.steps)])
         for part in samples
     ]
     columns = ["preferred", "other", "preferred_before", "other_before"]
