@@ -242,7 +242,7 @@ def help_of(script, *arguments):
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [str(script), *arguments, "--help"])
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             runpy.run_path(str(script), run_name="__main__")
     return options_in(printed.getvalue())
 

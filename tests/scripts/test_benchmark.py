@@ -92,7 +92,7 @@ def run_quickly(graph_mode, monkeypatch, capfd, tmp_path):
     def run(command):
         file = tmp_path / "result.json"
         monkeypatch.setattr("sys.argv", ["costs.py", command, "--quick", "--json", str(file)])
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             benchmark.main()
         printed = capfd.readouterr().out
         assert "nan" not in printed
@@ -179,7 +179,10 @@ def test_a_long_record_goes_through_every_command(monkeypatch, capsys, tmp_path)
 def test_growth_is_that_from_the_shortest_to_the_longest_record():
     measured = {benchmark_long.JSON: [(0.5, 10.0), (2.0, 20.0)], "analyze": [(1.0, 30.0), (6.0, 40.0)]}
     _, *rows = benchmark_long.tables({"steps": [300, 900], "found": measured})["commands"]
-    assert rows == [[benchmark_long.JSON, "0.50", "2.00", "4", "1.0", "20"], ["analyze", "1.00", "6.00", "6", "3.0", "40"]]
+    assert rows == [
+        [benchmark_long.JSON, "0.50", "2.00", "4", "1.0", "20"],
+        ["analyze", "1.00", "6.00", "6", "3.0", "40"],
+    ]
 
 
 @pytest.mark.parametrize(
