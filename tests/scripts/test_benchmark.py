@@ -176,7 +176,7 @@ def test_a_long_record_goes_through_every_command(monkeypatch, capsys, tmp_path)
     assert (len(run), run.problems, run.notes) == (300, (), ())
 
 
-def test_growth_is_that_from_the_shortest_to_the_longest_record():
+def test_growth_is_from_the_shortest_to_the_longest_record():
     measured = {benchmark_long.JSON: [(0.5, 10.0), (2.0, 20.0)], "analyze": [(1.0, 30.0), (6.0, 40.0)]}
     _, *rows = benchmark_long.tables({"steps": [300, 900], "found": measured})["commands"]
     assert rows == [

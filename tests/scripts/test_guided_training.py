@@ -211,7 +211,7 @@ def test_the_figures_of_the_page_begin_as_a_training_does_now():
     assert now["early"] == pytest.approx(known["early"], abs=0.05)
 
 
-def test_in_the_figures_only_the_search_for_the_scale_loses_steps():
+def test_in_the_figures_only_the_search_loses_steps():
     by_start = {}
     for training in figure("guided_training")["trainings"]:
         by_start.setdefault(training["from"], {})[training["rule"]] = training["runs"]
