@@ -83,22 +83,6 @@ def test_source_distribution_runs_its_own_tests(unpacked):
     with_exit_code(0, subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True))
 
 
-def test_source_distribution_installs_in_its_version(sdist, tmp_path):
-    pip("install", "--no-deps", "--no-build-isolation", "--target", tmp_path, sdist[0])
-    printed = subprocess.run(
-        [tmp_path / "bin" / "adaptive-loss-scale", "--version"],
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    version = re.search(r"^## ([\d.]+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
-    assert printed.startswith(f"mindformers_adaptive {version}\n")
-    assert sdist[0].name == f"mindformers_adaptive-{version}.tar.gz"
-    # CITATION.cff does not repeat the version of the package.
-    assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text())
-
-
 def test_public_ci_runs_both_commands_and_every_pair_and_python():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
     assert jobs["reference"]["strategy"]["matrix"]["command"] == ["scripts/demo.sh", "scripts/test.sh"]
@@ -184,23 +168,6 @@ def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
     assert required["mindformers"] | required["plot"] | required["tensorboard"] < required["dev"]
 
 
-def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
-    installed = tmp_path / "installed"
-    pip("install", "--no-deps", "--target", installed, wheel)
-
-    def run(*arguments):
-        command = [sys.executable, *arguments]
-        environment = {"PYTHONPATH": str(installed), "PATH": "", "HOME": str(tmp_path)}
-        finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        return finished.stdout.splitlines()[-1]
-
-    assert run("-m", "mindformers_adaptive.register_path") == str(installed / "mindformers_adaptive" / "register_path")
-    code = (
-        "import mindformers_adaptive as m; print(m.__file__, m.AdaptiveLossScaleUpdateCell(1, 2, 20).get_loss_scale())"
-    )
-    assert run("-c", code) == f"{installed / 'mindformers_adaptive' / '__init__.py'} 1.0"
-
-
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
     """Return the program folder (bin) of a virtual environment with this package, but without MindSpore.
@@ -229,6 +196,27 @@ def run_bare(bare, tmp_path):
         return with_exit_code(expect_exit, finished)
 
     return run
+
+
+def test_installed_program_has_the_version_of_the_change_log(run_bare, sdist):
+    version = re.search(r"^## ([\d.]+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert run_bare("adaptive-loss-scale", "--version").stdout.startswith(f"mindformers_adaptive {version}\n")
+    assert sdist[0].name == f"mindformers_adaptive-{version}.tar.gz"
+    # CITATION.cff does not repeat the version of the package.
+    assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+
+def test_installed_wheel_works_away_from_the_checkout(bare, run_bare, tmp_path):
+    [installed] = bare.parent.glob("lib/python*/site-packages/mindformers_adaptive")
+    assert run_bare("python", "-m", "mindformers_adaptive.register_path").stdout.strip() == f"{installed}/register_path"
+    code = (
+        "import mindformers_adaptive as m; print(m.__file__, m.AdaptiveLossScaleUpdateCell(1, 2, 20).get_loss_scale())"
+    )
+    # This Python has MindSpore.
+    environment = {"PYTHONPATH": str(installed.parent), "PATH": "", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == f"{installed}/__init__.py 1.0"
 
 
 @pytest.mark.parametrize(

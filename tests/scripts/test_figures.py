@@ -71,7 +71,7 @@ def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
     file = tmp_path / "sweep.json"
     figures.measure(Figure("python -m scripts.benchmarks.costs sweep --quick", "benchmark"), file)
     measured = json.loads(file.read_text())
-    assert (measured["command"], measured["steps"][SWEEP]) == ("python -m scripts.benchmarks.costs sweep --quick", 400)
+    assert (measured["command"], measured["steps"][SWEEP]) == ("python -m scripts.benchmarks.costs sweep --quick", 200)
     before = file.read_bytes()
     with pytest.raises(figures.subprocess.CalledProcessError):
         figures.measure(Figure("python -m scripts.benchmarks.costs sweep --rounds 0", "benchmark"), file)

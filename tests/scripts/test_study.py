@@ -13,7 +13,6 @@ from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.rules.formats import FORMATS
 from scripts.studies import study
-from tests.conftest import ROOT
 from tests.shared.pages import figure
 
 pytestmark = pytest.mark.slow
@@ -25,12 +24,15 @@ def rows_of(printed, heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
 
 
-def test_study_prints_the_figures_of_direct_calls(run_python, tmp_path):
-    arguments = ["--steps", "300", "--seeds", "2", "--picture", "study.svg"]
-    printed = run_python(ROOT / "scripts" / "studies" / "study.py", *arguments).stdout
-    picture = (tmp_path / "study.svg").read_bytes()
-    assert run_python(ROOT / "scripts" / "studies" / "study.py", *arguments).stdout == printed
-    assert (tmp_path / "study.svg").read_bytes() == picture
+def test_study_prints_the_figures_of_direct_calls(tmp_path, monkeypatch, capsys):
+    picture = tmp_path / "study.svg"
+    monkeypatch.setattr("sys.argv", ["study.py", "--steps", "300", "--seeds", "2", "--picture", str(picture)])
+    runs = []
+    for _ in range(2):
+        study.main()
+        runs.append((capsys.readouterr().out, picture.read_bytes()))
+    assert runs[0] == runs[1]
+    printed = runs[0][0]
     assert "8 kinds, 2 seeds (0 to 1) of 300 steps each" in printed
 
     row = {row[0]: row for row in rows_of(printed, "All from the initial scale 2^16")}["spikes"]
@@ -56,10 +58,6 @@ def test_figures_of_the_page_are_those_of_the_present_rules():
     steps, seeds = data["steps"], data["seeds"]
     assert (steps, seeds, list(data["same"][study.ADAPTIVE])) == (10_000, 5, [*KINDS, study.MEAN])
     traces = {key: each for key, each in study.traces_by_place(steps, seeds).items() if key[1] in REPEATED}
-    spikes = (study.EXACT, "spikes")
-    adaptive = {study.ADAPTIVE: study.POLICIES[study.ADAPTIVE]}
-    repeated = study.study(adaptive, {spikes: traces[spikes]})[study.EXACT][study.ADAPTIVE]["spikes"]
-    assert repeated == pytest.approx(data["same"][study.ADAPTIVE]["spikes"])
     for group, by_policy in study.study(study.GUIDED_AND_FIXED, traces).items():
         for policy, on_kinds in by_policy.items():
             for kind in REPEATED & on_kinds.keys():
@@ -76,7 +74,7 @@ def test_page_says_what_its_data_say():
 
 def test_most_adaptive_skips_are_raises_below_a_window_of_500():
     for kind in KINDS:
-        run = replay(make_policy("adaptive"), synthetic_trace(kind, 10_000, seed=0))
+        run = replay(make_policy("adaptive"), synthetic_trace(kind, 5000, seed=0))
         skipped = np.flatnonzero(run.overflow)
         changes = np.flatnonzero(np.diff(run.loss_scale)) + 1
         raised = np.diff(run.loss_scale)[changes - 1] > 0
