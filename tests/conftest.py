@@ -18,6 +18,11 @@ from tests.shared.source_memo import remember_source_lines
 
 remember_source_lines()
 
+# Keep compiled modules, even if the environment forbids it: the tests start many processes, and each of them would
+# compile the modules that it imports again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Hypothesis draws the same examples on every machine, however slow the machine is.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")

@@ -17,7 +17,6 @@ from mindformers_adaptive import (
     AdaptiveLossScaler,
     AdaptiveLossScaleUpdateCell,
     FixedScaleTrainOneStepCell,
-    GradientGuidedLossScaleManager,
     GradientGuidedLossScaler,
     GradientGuidedLossScaleUpdateCell,
     RuleLossScaleUpdateCell,
@@ -83,14 +82,12 @@ WAYS = {
     "guided": lambda: of_cell(lambda: GradientGuidedLossScaleUpdateCell(2.0**12), optimizer="Adam"),
     "own rule": lambda: of_cell(lambda: RuleLossScaleUpdateCell(LogMaxRule(), 2.0**12)),
     "fixed cell": lambda: of_cell(lambda: nn.FixedLossScaleUpdateCell(256.0)),
-    "fixed number": lambda: of_cell(lambda: Tensor(256.0, mindspore.float32)),
     "dynamic": lambda: of_cell(lambda: nn.DynamicLossScaleUpdateCell(2.0**12, 2, 3)),
     "none": lambda: of_cell(NoLossScaleUpdateCell),
     "FixedScaleTrainOneStepCell": fixed_without_skipping,
     "MFTrainOneStepCell": lambda: of_cell(adaptive, MFTrainOneStepCell, "AdamWeightDecay", use_clip_grad=True),
     "own train step": lambda: of_cell(adaptive, WithAverage),
     "manager": lambda: of_manager(AdaptiveLossScaleManager(2.0**12)),
-    "guided manager": lambda: of_manager(GradientGuidedLossScaleManager(2.0**12)),
     "fixed manager": lambda: of_manager(amp.FixedLossScaleManager(1.0, drop_overflow_update=False)),
 }
 OVERFLOWS = [False, False, True, False, False, True, False]

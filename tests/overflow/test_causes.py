@@ -50,11 +50,6 @@ def model():
 PLANTED = {
     "head": ({"lm_head": 3000.0}, "lm_head", "lm_head.weight"),
     "norm": ({"norm_out": 3000.0}, "model.norm_out", "model.norm_out.weight"),
-    "attention": (
-        {"layers.0.attention.wo": 3000.0},
-        "model.layers.0.attention.wo",
-        "model.layers.0.attention.wo.weight",
-    ),
     "feed forward": (
         {"0.feed_forward.w2": 1e3},
         "model.layers.0.feed_forward.w2",
