@@ -11,6 +11,7 @@ import argparse
 import base64
 import gc
 import json
+import logging
 import re
 import shutil
 import sys
@@ -50,6 +51,8 @@ def main():
     # Most objects that Sphinx creates live until the site is built, so garbage collection would only scan the same
     # objects again and again.
     gc.disable()
+    # Sphinx logs 75,000 lines at this level, which are not shown.
+    logging.disable(logging.DEBUG)
     # Put docs/site on the import path, because Sphinx's conf.py imports modules from this folder.
     sys.path.insert(0, str(DOCS / "site"))
     with tempfile.TemporaryDirectory() as folder:

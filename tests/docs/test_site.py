@@ -3,7 +3,6 @@
 import ast
 import functools
 import html
-import html.parser
 import http.server
 import importlib
 import inspect
@@ -130,23 +129,24 @@ def site(tmp_path_factory):
     return folder / "built"
 
 
-class Page(html.parser.HTMLParser):
-    """Collects the links of a page, the files that the page loads, and its anchors."""
+class Page:
+    """The links of a page, the files that the page loads, and its anchors."""
+
+    # In the site's pages, an angle bracket only begins or ends a tag. html.parser takes six times as long.
+    _TAG = re.compile(r"<(\w+) ([^<>]*)>")
+    _ATTRIBUTE = re.compile(r'\b(?<!-)(id|href|src|rel)="([^"]*)"')
 
     def __init__(self, file):
-        super().__init__()
         self.links, self.loaded, self.anchors = [], [], set()
-        self.feed(file.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attributes):
-        values = dict(attributes)
-        self.anchors.add(values.get("id"))
-        if tag == "a" and "href" in values:
-            self.links.append(values["href"])
-        elif tag == "link" and values.get("rel") not in ("index", "search", "next", "prev"):
-            self.loaded.append(values["href"])
-        elif "src" in values:
-            self.loaded.append(values["src"])
+        for tag, attributes in self._TAG.findall(file.read_text(encoding="utf-8")):
+            values = {name: html.unescape(value) for name, value in self._ATTRIBUTE.findall(attributes)}
+            self.anchors.add(values.get("id"))
+            if tag == "a" and "href" in values:
+                self.links.append(values["href"])
+            elif tag == "link" and values.get("rel") not in ("index", "search", "next", "prev"):
+                self.loaded.append(values["href"])
+            elif "src" in values:
+                self.loaded.append(values["src"])
 
 
 @functools.cache
