@@ -222,6 +222,14 @@ def test_default_grid_has_each_configuration_once():
     assert len({configuration.label for configuration in tried}) == len(tried)
 
 
+def test_equal_rules_of_a_grid_are_one_object():
+    configurations = grid("adaptive", loss_scale_value=[2.0**8, 2.0**16], hysteresis=[1, 2])
+    assert len({id(each.rule) for each in configurations}) == 2
+    # 1 and True are equal in Python, but True is still no number of overflows.
+    with pytest.raises(TypeError, match="'hysteresis' must be an integer"):
+        Configuration("adaptive", hysteresis=True)
+
+
 def test_grid_leaves_out_windows_that_do_not_fit():
     tried = grid("adaptive", min_scale_window=[20, 100], max_scale_window=[50, 100], scale_window=[20, 100])
     names = ("min_scale_window", "max_scale_window", "scale_window")
