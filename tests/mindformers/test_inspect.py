@@ -63,9 +63,8 @@ def test_newest_file_of_unknown_steps_has_the_largest_numbers(tmp_path):
     assert {checkpoint.step for checkpoint in checkpoints} == {None}
 
 
-@pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("kind", CELLS)
-def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, inspect, inspect_json, kind, file_format):
+def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, inspect, inspect_json, kind):
     # The expected state after one clean step and two overflows. Every counter that can change within three steps has
     # changed.
     expected = {"loss_scale": 2.0**10, "cur_iter": 4, "last_overflow_iter": 3}
@@ -76,19 +75,20 @@ def test_shows_what_the_train_step_of_each_cell_saved(graph_mode, tmp_path, insp
     train_step = Dense().train_step(CELLS[kind](2.0**12, 2, 20))
     for overflow in (False, True, True):
         train_step(*Dense.batch(overflow))
-    file = save(train_step, tmp_path / "mine", file_format)
-    exit_code, shown = inspect_json(file)
-    assert (exit_code, shown["kind"]) == (0, kind)
-    assert {name: shown[name] for name in STATE} == {name: expected.get(name) for name in STATE}
-    exit_code, printed, errors = inspect(file)
-    assert (exit_code, errors) == (0, "")
-    [summary, _, *details] = printed.splitlines()
-    assert (f"step {expected['cur_iter']} " in summary, "2^10" in summary) == (True, True)
-    lines = dict(line.partition("  #")[0].rstrip().split(": ") for line in details)
-    assert {name: lines.get(name) for name in STATE} == {
-        name: f"{expected[name]:.0f}" if name in expected else None for name in STATE
-    }
-    assert (lines["file"], lines["kind"]) == (file.name, kind)
+    for file_format in FORMATS:
+        file = save(train_step, tmp_path / "mine", file_format)
+        exit_code, shown = inspect_json(file)
+        assert (exit_code, shown["kind"]) == (0, kind)
+        assert {name: shown[name] for name in STATE} == {name: expected.get(name) for name in STATE}
+        exit_code, printed, errors = inspect(file)
+        assert (exit_code, errors) == (0, "")
+        [summary, _, *details] = printed.splitlines()
+        assert (f"step {expected['cur_iter']} " in summary, "2^10" in summary) == (True, True)
+        lines = dict(line.partition("  #")[0].rstrip().split(": ") for line in details)
+        assert {name: lines.get(name) for name in STATE} == {
+            name: f"{expected[name]:.0f}" if name in expected else None for name in STATE
+        }
+        assert (lines["file"], lines["kind"]) == (file.name, kind)
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
