@@ -3,6 +3,9 @@
 
 source scripts/environment/python.sh
 
+# Otherwise Python would compile the modules again in each process.
+unset PYTHONDONTWRITEBYTECODE
+
 # The stamp is written last: a .venv without it, or with the stamp of other requirements, is not complete.
 if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     echo "Installing MindSpore, MindFormers and the tools into .venv (about 3.5 GB) ..."
@@ -10,7 +13,7 @@ if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     "$python_for_venv" -m venv --clear .venv
     # Given twice, --quiet leaves out pip's warnings, but not its errors.
     pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check)
-    # Python compiles the modules that are imported by itself; most of these packages' modules are never imported.
+    # Python compiles a module when it is first imported; most modules of these packages never are.
     "${pip[@]}" --no-compile --requirement requirements.txt
     "${pip[@]}" --no-deps --no-build-isolation --editable .
     cp requirements.txt .venv/installed_requirements.txt
