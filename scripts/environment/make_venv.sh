@@ -13,8 +13,9 @@ if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     "$python_for_venv" -m venv --clear .venv
     # Given twice, --quiet leaves out pip's warnings, but not its errors.
     pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check)
-    # Python compiles a module when it is first imported; most modules of these packages never are.
+    # pip would compile the modules one after the other.
     "${pip[@]}" --no-compile --requirement requirements.txt
+    .venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib || true
     "${pip[@]}" --no-deps --no-build-isolation --editable .
     cp requirements.txt .venv/installed_requirements.txt
 else

@@ -8,7 +8,7 @@ Prints Markdown: of each rule the skipped steps in 1000, and the share of applie
 
 import argparse
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -275,6 +275,19 @@ def changed(name, value):
         setattr(guided_module, name, present)
 
 
+class Started(NamedTuple):
+    """The guided rule and its first state, as a configuration has them."""
+
+    rule: guided_module.GuidedRule
+    start: Any
+
+    @classmethod
+    def anew(cls):
+        # Equal configurations share one rule, which would still have the constants of before.
+        rule = guided_module.GuidedRule()
+        return cls(rule, rule.start(2.0**16))
+
+
 def study_of_constants(groups):
     results = {}
     for name, values in CONSTANTS.items():
@@ -283,7 +296,7 @@ def study_of_constants(groups):
                 results[f"{name} {value}"] = measure(Configuration("guided", margin=value), groups)
             else:
                 with changed(name, value):
-                    results[f"{name} {value}"] = measure(Configuration("guided"), groups)
+                    results[f"{name} {value}"] = measure(Started.anew(), groups)
     return results
 
 
