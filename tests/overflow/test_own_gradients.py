@@ -21,16 +21,16 @@ def explained(network, batch, loss_scale, graph):
         return explain_overflow(network, [batch], loss_scale, remedies=False, graph=graph)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize(("layer", "inputs"), [(OwnGradient, 1), (OwnGradientOfTwo, 2)])
+@pytest.mark.parametrize(
+    ("layer", "inputs", "graph"), [(OwnGradient, 1, False), (OwnGradientOfTwo, 2, False), (OwnGradientOfTwo, 2, True)]
+)
 def test_a_cell_with_its_own_gradient_is_named(layer, inputs, graph):
     origin = explained(WithOwnGradient(layer(), inputs), ONES, 2.0**10, graph).origin
     assert (origin.phase, origin.layer, origin.layer_class) == ("backward", "layer", layer.__name__)
 
 
-@pytest.mark.parametrize("function", [ops.sign, ops.round, ops.floor])
-def test_a_gradient_that_reaches_no_weight_is_no_limit(function):
-    explanation = explained(Hiding(function), ONES, 1.0, graph=False)
+def test_a_gradient_that_reaches_no_weight_is_no_limit():
+    explanation = explained(Hiding(ops.round), ONES, 1.0, graph=False)
     assert explanation.safe_scale == 2.0**40
     assert "nor up to 2^40" in explanation.headline
 
@@ -59,10 +59,7 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "graph"),
-    [*((case, False) for case in TOO_LARGE), ("label", True), ("index of two", True)],
-)
+@pytest.mark.parametrize(("case", "graph"), [*((case, False) for case in TOO_LARGE), ("index of two", True)])
 def test_an_index_out_of_range_is_said_with_its_column(case, graph):
     loss, tokens, labels, column = TOO_LARGE[case]
     batch = tuple(Tensor(np.array(column, np.int32)) for column in (tokens, labels))
