@@ -303,13 +303,13 @@ def test_pynative_run_follows_the_rule_and_saves_its_state(long_corpus, tmp_path
     output, form = tmp_path / "output", LegacyFormat("ckpt")
     changes = {"hysteresis": 2, "loss_scale_value": 2**17}
     options = {"context.mode": 1} | {f"runner_wrapper.scale_sense.{key}": value for key, value in changes.items()}
-    run = TrainingRun(output, long_corpus, options | form.save_options(output, every=8, keep=1), steps=8).wait()
-    assert list(run.steps()) == list(range(1, 9))
+    run = TrainingRun(output, long_corpus, options | form.save_options(output, every=5, keep=1), steps=5).wait()
+    assert list(run.steps()) == list(range(1, 6))
     assert {step.overflow for step in run.steps().values()} == {True, False}
     assert_one_record_has_every_step_once(output, run.steps())
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1, hysteresis=2)
     state = assert_follows(rule, rule.start(2.0**17), read_record(output / "loss_scale_record.jsonl"))
-    values = to_values(rule, state, 8)
+    values = to_values(rule, state, 5)
     expected = {field.parameter: values[field.name] for field in all_fields(rule)} | {"scale_sense": state.loss_scale}
     assert form.last_saved(output).items() >= expected.items()
 
