@@ -553,3 +553,13 @@ def test_in_an_mcore_model(qwen3, changes, scale, expected):
     batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
     with planted(qwen3.network, changes):
         assert named(qwen3, batch, scale) == expected
+
+
+def test_in_a_graph_of_an_mcore_model(qwen3):
+    from tests.mindformers import mcore_on_cpu
+
+    batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
+    with mindspore_mode("graph"), watched_passes(qwen3, graph=True) as passes:
+        for changes, scale, (phase, layer, _) in IN_QWEN3.values():
+            scale = min(scale, 2.0**20)
+            assert origin_of(passes, qwen3.network, changes, batch, scale) == (phase, layer)
