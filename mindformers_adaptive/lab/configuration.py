@@ -146,7 +146,9 @@ class Configuration:
 
     def _values(self) -> dict[str, Any]:
         """Return the arguments to write into settings: those that differ from their defaults, and the usual ones."""
-        values = dict(self._changed(self.rule.usual_arguments))
+        changed = self._changed(self.rule.usual_arguments)
+        # Where the default is None, the rule has chosen a value, such as its margin by the format of the gradients.
+        values = {name: vars(self.rule).get(name) if value is None else value for name, value in changed}
         return values | {name: getattr(self.start, name) for name in self.rule.start_arguments}
 
     def _changed(self, always: Sequence[str] = ()) -> list[tuple[str, Any]]:

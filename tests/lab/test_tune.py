@@ -222,6 +222,13 @@ def test_default_grid_has_each_configuration_once():
     assert len({configuration.label for configuration in tried}) == len(tried)
 
 
+@pytest.mark.parametrize(("gradient_format", "margin"), [("float16", 6), ("float8_e5m2", 2)])
+def test_settings_to_paste_name_the_margin(gradient_format, margin):
+    configuration = Configuration("guided", gradient_format=gradient_format)
+    assert f"  margin: {margin}\n" in configuration.scale_sense()
+    assert f"    margin={margin},\n" in configuration.update_cell()
+
+
 def test_equal_rules_of_a_grid_are_one_object():
     configurations = grid("adaptive", loss_scale_value=[2.0**8, 2.0**16], hysteresis=[1, 2])
     assert len({id(each.rule) for each in configurations}) == 2
