@@ -72,7 +72,7 @@ def advise(
     first = float(start[0].figures["scale"] if start else scale[0])
     # A run that records largest gradients uses a rule that follows these gradients. Such a rule has no scale window, so
     # do not recommend settings of the adaptive rule.
-    if run.largest_gradient is not None or not 1.0 <= first <= LARGEST_LOSS_SCALE:
+    if run.column("largest_gradient") is not None or not 1.0 <= first <= LARGEST_LOSS_SCALE:
         return start, None
     smallest = float(scale[scale >= SMALLEST_LOSS_SCALE].min())
     arguments = {
@@ -124,7 +124,8 @@ def _accepted(
 
 def _short_run(run: RecordedRun, ways: Ways, changes: Sequence[Change]) -> list[Advice]:
     """Return advice if the run is shorter than the scale window, so that the loss scale can never rise."""
-    steps, window = int(run.step[-1]), math.inf if run.scale_window is None else float(np.nanmin(run.scale_window))
+    steps, windows = int(run.step[-1]), run.column("scale_window")
+    window = math.inf if windows is None else float(np.nanmin(windows))
     if run.step[0] != 1 or not steps < window < math.inf or any(change.kind == "raise" for change in changes):
         return []
     change = f"Find a loss scale to start from: {ways.find}"

@@ -73,13 +73,14 @@ def start_up_of(run: RecordedRun) -> StartUp:
 
 def facts_of(run: RecordedRun) -> dict[str, Any]:
     """Return the facts about a run, ready for JSON; see :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
-    start_up, loss = start_up_of(run), np.empty(0) if run.loss is None else run.loss
+    start_up, dropped, loss = start_up_of(run), run.steps_where("dropped_by_norm"), run.column("loss")
+    loss = np.empty(0) if loss is None else loss
     finite, bad = loss[np.isfinite(loss)], np.flatnonzero(np.isinf(loss))
     first_steps = min(_START_UP, len(run))
     return {
         "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
         "skipped": _skipped(run),
-        "dropped_by_norm": {"count": len(run.dropped_by_norm), "ranges": _ranges(run.dropped_by_norm)},
+        "dropped_by_norm": {"count": len(dropped), "ranges": _ranges(dropped)},
         "start_up": {
             "a_scale_held": start_up.highest is not None,
             **_bounded("before_first_applied", *_before_first_applied(run)),
@@ -172,12 +173,12 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
     Examples:
         >>> flags = np.array([False, False])
         >>> arrays = np.array([1, 2]), np.array([64.0, 64.0]), flags, ~flags
-        >>> run = RecordedRun("run", (), "jsonl", *arrays, gradient_norm=np.array([0.5, 2.0]))
+        >>> run = RecordedRun("run", (), "jsonl", *arrays, {"gradient_norm": np.array([0.5, 2.0])})
         >>> shown_by_gradients(run)
         {'by': 'norms', 'steps': 2, 'lowest': 32752.0, 'median': 81880.0}
     """
-    for name, gradients in (("largest gradients", run.largest_gradient), ("norms", run.gradient_norm)):
-        if gradients is None:
+    for name, field in (("largest gradients", "largest_gradient"), ("norms", "gradient_norm")):
+        if (gradients := run.column(field)) is None:
             continue
         ceilings = implied_ceilings(
             np.where(run.overflow | np.isinf(gradients), np.nan, gradients), run.gradient_format
@@ -199,7 +200,8 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
     known = run.overflow & run.position_known
     runs = consecutive_runs(np.flatnonzero(known))
     longest = runs[np.argmax(runs[:, 1] - runs[:, 0])] if len(runs) else None
-    seconds = np.empty(0) if run.seconds is None else run.seconds[run.overflow if fewest == most else known]
+    seconds = run.column("seconds")
+    seconds = np.empty(0) if seconds is None else seconds[run.overflow if fewest == most else known]
     stated = seconds[~np.isnan(seconds)]
     return {
         "count": fewest if fewest == most else None,

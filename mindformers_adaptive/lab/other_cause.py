@@ -65,31 +65,30 @@ def other_cause(run: RecordedRun, in_python: bool = False) -> Advice | None:
 
 def _bad_loss(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
     """Advise searching for the faulty layer if the loss was inf or NaN even before the loss scale was applied."""
-    if run.loss is not None and np.isinf(run.loss).any():
+    loss = run.column("loss")
+    if loss is not None and (bad := np.isinf(loss)).any():
         why = "This is the loss before scaling: no loss scale can help."
-        applied = run.step[np.isinf(run.loss) & run.position_known & ~run.overflow]
-        applied = applied[~np.isin(applied, run.dropped_by_norm)]
+        applied = run.step[bad & run.position_known & ~run.overflow]
+        applied = applied[~np.isin(applied, run.steps_where("dropped_by_norm"))]
         if len(applied):
             why += (
                 f" {len(applied)} of these steps were not skipped and changed the weights: go back to a checkpoint "
                 f"before step {applied[0]}. {AGAINST_BAD_LOSS}"
             )
-        yield _to_the_layer(run, ways, "loss", run.loss, np.isinf(run.loss), why)
+        yield _to_the_layer(run, ways, "loss", loss, bad, why)
 
 
 def _bad_gradients(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
     """Advise searching for the faulty layer if gradients were inf or NaN in applied steps, or at a loss scale of 1."""
-    if run.gradient_norm is None:
+    if (norm := run.column("gradient_norm")) is None:
         return
-    bad = np.isinf(run.gradient_norm)
-    bad_and_applied = bad & run.position_known & ~run.overflow & ~np.isin(run.step, run.dropped_by_norm)
+    bad, dropped = np.isinf(norm), np.isin(run.step, run.steps_where("dropped_by_norm"))
+    bad_and_applied = bad & run.position_known & ~run.overflow & ~dropped
     if _is_always_one(run) and (bad & ~bad_and_applied).any():
-        yield _to_the_layer(
-            run, ways, "gradients", run.gradient_norm, bad, "The loss scale was 1: no loss scale can help."
-        )
+        yield _to_the_layer(run, ways, "gradients", norm, bad, "The loss scale was 1: no loss scale can help.")
     elif bad_and_applied.any():
         why = "These steps were not skipped, so the weights may be inf or NaN since then."
-        yield _to_the_layer(run, ways, "gradients", run.gradient_norm, bad_and_applied, why)
+        yield _to_the_layer(run, ways, "gradients", norm, bad_and_applied, why)
 
 
 def _to_the_layer(
@@ -118,7 +117,7 @@ def _collapse(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
         if length < _COLLAPSE and not (length >= _COLLAPSE_AT_ONE_SCALE and stays):
             continue
         in_a_row = step[last] - step[first] == last - first
-        held = "min_loss_scale" if run.largest_gradient is not None else "min_loss_scale, hysteresis"
+        held = "min_loss_scale" if run.column("largest_gradient") is not None else "min_loss_scale, hysteresis"
         lower = f"Lower {held} or a fixed scale first. " if stays and scale[last] > 1 else ""
         yield Advice(
             "collapse",
@@ -173,7 +172,7 @@ def _late_streak(run: RecordedRun, ways: Ways) -> Iterator[Advice]:
         if last - first + 1 < _LATE_STREAK or first < HELD or not applied[before].all() or not applied[after].any():
             continue
         changes = []
-        for name, values in (("loss", run.loss), ("gradient norm", run.gradient_norm)):
+        for name, values in (("loss", run.column("loss")), ("gradient norm", run.column("gradient_norm"))):
             if values is None or not (np.isfinite(values[before]).any() and np.isfinite(values[after]).any()):
                 continue
             old, new = (float(np.median(part[np.isfinite(part)])) for part in (values[before], values[after]))

@@ -121,7 +121,8 @@ def changes_of(run: RecordedRun) -> list[Change]:
     """
     first, last = _units(run)
     scale = np.append(run.loss_scale, run.final_loss_scale)
-    stated = np.full(len(run), math.nan) if run.next_loss_scale is None else run.next_loss_scale
+    stated = run.column("next_loss_scale")
+    stated = np.full(len(run), math.nan) if stated is None else stated
     follows = np.append(np.diff(run.step) == 1, True)
     known, skipped = np.flatnonzero(~np.isnan(scale)), np.flatnonzero(run.overflow)
     # Look only at the few steps where the loss scale changes.
@@ -185,8 +186,8 @@ def _kind_of_step(before: float, after: float, run: RecordedRun, index: int) -> 
 
 
 def _window(run: RecordedRun, index: int) -> int | None:
-    window = math.nan if run.scale_window is None else float(run.scale_window[index])
-    return None if math.isnan(window) else int(window)
+    windows = run.column("scale_window")
+    return None if windows is None or math.isnan(windows[index]) else int(windows[index])
 
 
 def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, here: int) -> int | None:

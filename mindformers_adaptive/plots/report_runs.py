@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +82,8 @@ def _told(name: str, source: str, run: RecordedRun) -> RunTold:
 
 def _losses(run: RecordedRun) -> str:
     """Return a phrase with the first and the last finite loss, and the number of steps with inf or NaN."""
-    loss: Any = np.array([math.nan]) if run.loss is None else run.loss
-    finite, broken = loss[np.isfinite(loss)], run.step[np.isinf(loss)] if run.loss is not None else []
+    if (loss := run.column("loss")) is None:
+        return "not known"
+    finite, broken = loss[np.isfinite(loss)], run.step[np.isinf(loss)]
     said = f"{finite[0]:.4g} at first, {finite[-1]:.4g} at the end" if len(finite) else "not known"
     return f"{said}; inf or NaN in {counted(len(broken), 'step')}, first {broken[0]}" if len(broken) else said

@@ -148,7 +148,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     at = np.full(len(run), True) if run.without_line is None else ~run.without_line
     [fewest, most], unknown = run.skipped_bounds(), np.full(len(run), np.nan)
     gradients = run.applied_gradients()
-    optional = (run.loss, run.scale_window, gradients, run.gradient_norm)
+    optional = (run.column("loss"), run.column("scale_window"), gradients, run.column("gradient_norm"))
     loss, window, shown, norm = (unknown if values is None else values for values in optional)
     loss = np.where(np.isinf(loss), loss, np.clip(loss, -_LARGEST, _LARGEST))
     norm = np.where((norm > 0) & (norm < np.inf) & ~run.overflow, np.minimum(norm, _LARGEST), np.nan)[at]
@@ -171,6 +171,6 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         bounds=(fewest, most if run.is_numbered else None),
         ceiling=ceiling if has_ceiling else None,
         gradient_norm=None if np.isnan(norm).all() else norm,
-        resumed=np.array(run.resumed, np.float64),
-        saved=np.array(run.saved, np.float64),
+        resumed=run.steps_where("resumed").astype(np.float64),
+        saved=run.steps_where("saved").astype(np.float64),
     )

@@ -57,6 +57,7 @@ class LogRows:
         step (NDArray): int64 of shape (rows,), as for all arrays here: the last step of each row, increasing.
         steps (NDArray): int64, how many steps the row is about, including a filled gap before its line.
         gap (NDArray): int64, how many of these steps have no line.
+        restarts (NDArray): bool, whether the run was restarted before the row.
         follows (NDArray): bool, whether the row begins at the step after the row before.
         flag (NDArray): int64, whether the last step of the row overflowed; -1 if unknown.
         used (NDArray), after (NDArray): float64, the scale that the last step used, and the scale after it.
@@ -101,7 +102,7 @@ class LogRows:
     def _find_steps(self) -> None:
         """Find how many steps each row of the log covers, and whether the row follows the row before without a gap."""
         rows, before = np.arange(len(self.step)), np.append(0, self.step[:-1])
-        restarts = np.isin(rows, [row - self._first for row in self._lines.after_restart])
+        self.restarts = np.isin(rows, [row - self._first for row in self._lines.after_restart])
         stated, apart = self.columns["steps"], self.step - before
         covered = np.where(stated > 0, stated, int(self._format.every_step))
         has_only_total = (self.total >= 0) & np.isnan(self.stated_after) & (self.stated < 0) & (self.flag < 0)
@@ -112,11 +113,11 @@ class LogRows:
         self.steps = np.minimum(covered, apart)
         gap = apart - self.steps
         is_unread = np.isin(rows, [row - self._first for row in self._lines.after_damage] + list(self.overflows))
-        fill = is_unread & (gap <= _LONGEST_INTERVAL) & ~restarts & (rows > 0)
-        fill |= self._group_by_totals(gap, restarts)
+        fill = is_unread & (gap <= _LONGEST_INTERVAL) & ~self.restarts & (rows > 0)
+        fill |= self._group_by_totals(gap)
         self.gap = np.where(fill, gap, 0)
         self.steps = self.steps + self.gap
-        self.follows = (self.step - self.steps == before) & ~restarts
+        self.follows = (self.step - self.steps == before) & ~self.restarts
         if self._format.every_step:
             self.gap = np.where(stated > 0, self.steps, self.gap)
         texts = [
@@ -146,7 +147,7 @@ class LogRows:
         self.stated[rows[first + 1]] = np.where((once >= 0) & (again >= once), again - once, -1)
         return steps
 
-    def _group_by_totals(self, gap: Integers, restarts: Flags) -> Flags:
+    def _group_by_totals(self, gap: Integers) -> Flags:
         """Group the rows between two totals of skipped steps: the difference of the totals counts their skipped steps.
 
         Return for each row whether it is in such a group. The difference covers the gaps before these rows too.
@@ -157,7 +158,7 @@ class LogRows:
         lasts = np.append(np.append(0, self.step[ends]), LARGEST_STEP)
         totals = np.append(np.append(max(self._total_at_start, 0), self.total[ends]), 0)
         count, length = np.diff(totals), np.diff(lasts)
-        missing, restarted = (np.bincount(group, weights, len(count)) for weights in (gap, restarts))
+        missing, restarted = (np.bincount(group, weights, len(count)) for weights in (gap, self.restarts))
         is_right = (count >= 0) & (count <= length) & (restarted == 0)
         is_right[0] &= begins
         is_right[-1] = False

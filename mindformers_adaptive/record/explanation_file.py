@@ -42,7 +42,8 @@ def explanation_of(run: RecordedRun) -> list[str]:
         return []
     if step is None:
         return [f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES]]
-    is_bad = run.overflow if run.loss is None else run.overflow | np.isinf(run.loss)
+    loss = run.column("loss")
+    is_bad = run.overflow if loss is None else run.overflow | np.isinf(loss)
     if step not in run.step[is_bad].tolist():
         return []
     first, *later = (f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.record.run_folder import is_from_program
+from mindformers_adaptive.record.step import COLUMNS
 from mindformers_adaptive.record.trace import Trace, consecutive_runs, implied_ceilings, just_below, require_one_length
 from mindformers_adaptive.rules.formats import FLOAT16, find_format
 
@@ -35,8 +37,10 @@ class RecordedRun:
             several steps, a guess that agrees with the line.
         position_known (NDArray): bool of shape (steps,), whether the log states for this very step that it overflowed
             or was applied. False if the log only counts the skipped steps of an interval, and the step was inferred.
-        loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say; inf for a NaN in a record.
-        seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
+        columns (Mapping[str, NDArray]): what else the log states of the steps, by the name of a field of
+            ``mindformers_adaptive.record.step.Step``, such as "loss": float64 of shape (steps,), nan where the log does
+            not say. A flag is 0 or 1. A loss or gradient norm of NaN is inf. A column is absent if nothing is known of
+            it. Default: no columns.
         scale_factor (float): the factor by which an overflow divides the loss scale, as the log shows; 2 if the log
             does not show it.
         lines_read (int): how many lines the files have.
@@ -48,27 +52,15 @@ class RecordedRun:
             step, and ``overflow`` is exact.
         final_loss_scale (float): the scale after the last step, nan where nothing is known of it.
         lines_superseded (int): how many used lines are superseded by later lines about the same steps.
-        largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute gradient of the step,
-            unscaled, nan where the log does not say; None where it never does.
-        gradient_norm (NDArray, optional): float64 of shape (steps,), the norm of all gradients of the step, unscaled,
-            nan where the log does not say, inf for a NaN in a record; None where it never does.
-        dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow but were dropped because their
-            gradients were too large, as far as the log says.
-        next_loss_scale (NDArray, optional): float64 of shape (steps,), the scale after the step, nan where the log does
-            not name it beside the one that the step used; None where it never does.
-        scale_window (NDArray, optional): float64 of shape (steps,), the scale window after the step, in steps, nan
-            where the log does not say; None where it never does.
         gradient_format (Format): the format of the gradients, also by its name or numbers. Default: float16.
         without_line (NDArray, optional): bool of shape (steps,), whether the step has no line of its own in a record
             but is counted by other lines. Default: None, for no step.
         is_numbered (bool): whether the log numbers all of its steps. Where overflows at its end have no number, the run
             has at least the steps that their scales need, and nothing bounds how many were skipped.
-        resumed (tuple[int, ...]): numbers of the first steps after the training was resumed, as far as the log says.
-        saved (tuple[int, ...]): numbers of the steps after which a checkpoint was saved, as far as the log says.
 
     Raises:
         TypeError: if an argument that must be an array has another type.
-        ValueError: if the arrays do not have one length, or the steps do not increase.
+        ValueError: if the arrays do not have one length, the steps do not increase, or a column has an unknown name.
 
     Examples:
         >>> run = RecordedRun("run", ("run.log",), "jsonl", np.array([1, 2, 3]), np.array([4.0, 2.0, 2.0]),
@@ -84,8 +76,7 @@ class RecordedRun:
     loss_scale: Floats
     overflow: Flags
     position_known: Flags
-    loss: Floats | None = None
-    seconds: Floats | None = None
+    columns: Mapping[str, Floats] = field(default_factory=dict)
     scale_factor: float = 2.0
     lines_read: int = 0
     lines_used: int = 0
@@ -94,21 +85,13 @@ class RecordedRun:
     lines: NDArray[np.int64] | None = None
     final_loss_scale: float = np.nan
     lines_superseded: int = 0
-    largest_gradient: Floats | None = None
-    dropped_by_norm: tuple[int, ...] = ()
-    next_loss_scale: Floats | None = None
-    scale_window: Floats | None = None
     gradient_format: Any = FLOAT16
     without_line: Flags | None = None
-    gradient_norm: Floats | None = None
     is_numbered: bool = True
-    resumed: tuple[int, ...] = ()
-    saved: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
-        arrays += [self.largest_gradient, self.gradient_norm, self.next_loss_scale, self.scale_window]
-        require_one_length(f"run {self.name!r}", *arrays, self.without_line)
+        arrays = self.step, self.loss_scale, self.overflow, self.position_known, self.without_line
+        require_one_length(f"run {self.name!r}", *arrays, *map(self.column, self.columns))
         object.__setattr__(self, "gradient_format", find_format(self.gradient_format))
         if (np.diff(self.step) <= 0).any():
             raise ValueError(f"The steps of the run {self.name!r} must increase. Give each step once, in order.")
@@ -118,6 +101,34 @@ class RecordedRun:
 
     def __len__(self) -> int:
         return len(self.step)
+
+    def column(self, name: str) -> Floats | None:
+        """Return the column of a field, or None if the log never states the field.
+
+        Args:
+            name (str): the name of the field, such as "loss"; one of ``mindformers_adaptive.record.step.COLUMNS``.
+
+        Returns:
+            NDArray, optional: float64 of shape (steps,), nan where the log does not say.
+
+        Raises:
+            ValueError: if no column can have this name.
+        """
+        if name not in COLUMNS:
+            raise ValueError(f"A column's name must be one of {COLUMNS}, but got {name!r}. Choose one of them.")
+        return self.columns.get(name)
+
+    def steps_where(self, flag: str) -> NDArray[np.int64]:
+        """Return the numbers of the steps for which the log says that a flag is true.
+
+        Args:
+            flag (str): the name of the flag, such as "saved" for the steps after which a checkpoint was saved.
+
+        Returns:
+            NDArray, int64 of shape (numbers,).
+        """
+        values = self.column(flag)
+        return self.step[:0] if values is None else self.step[values == 1]
 
     @property
     def is_from_program(self) -> bool:
@@ -196,9 +207,9 @@ class RecordedRun:
             NDArray, optional: float64 of shape (steps,), unscaled, nan where they are not known; None if none shows
             anything.
         """
-        if self.largest_gradient is None:
+        if (largest := self.column("largest_gradient")) is None:
             return None
-        gradients = np.where(~self.overflow & self.position_known, self.largest_gradient, np.nan)
+        gradients = np.where(~self.overflow & self.position_known, largest, np.nan)
         return None if np.isnan(implied_ceilings(gradients)).all() else np.where(np.isinf(gradients), np.nan, gradients)
 
     @property
@@ -266,7 +277,7 @@ class RecordedRun:
             ceiling = assumed(scale, self.overflow, self.scale_factor)
         ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
         lower, below = np.where(known, lower, 0.0), np.where(known, below, np.inf)
-        return Trace(self.name, ceiling, lower, below, self.seconds, gradients, self.gradient_format)
+        return Trace(self.name, ceiling, lower, below, self.column("seconds"), gradients, self.gradient_format)
 
 
 def bound_shares(trace: Trace) -> dict[str, float]:

@@ -12,7 +12,7 @@ from mindformers_adaptive.record.bounds import LogRows
 from mindformers_adaptive.record.log_formats import LogFormat
 from mindformers_adaptive.record.log_lines import LogLines
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.step import LogLine
+from mindformers_adaptive.record.step import COLUMNS, LogLine
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 
 __all__ = ["run_of_lines"]
@@ -41,16 +41,7 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
     rows = LogRows(lines, log_format, name_of)
     loss_scale, overflow, known = _expand(rows)
     gradient_format = _format_of(lines, rows.notes, name_of)
-    ends, columns = np.cumsum(rows.steps), rows.columns
-
-    def at_last_steps(values: Floats) -> Floats | None:
-        array = np.full(len(overflow), np.nan)
-        array[ends - 1] = values
-        return None if np.isnan(array).all() else array
-
-    seconds, window = columns["seconds"], columns["scale_window"]
-    seconds = np.repeat(np.where((seconds >= 0) & (seconds < math.inf), seconds, np.nan), rows.steps)
-    without_line = np.zeros(len(overflow), bool)
+    ends, without_line = np.cumsum(rows.steps), np.zeros(len(overflow), bool)
     for row in np.flatnonzero(rows.gap).tolist():
         without_line[ends[row] - rows.steps[row] : ends[row] - rows.steps[row] + rows.gap[row]] = True
     return RecordedRun(
@@ -61,31 +52,38 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
         loss_scale=loss_scale,
         overflow=overflow,
         position_known=known,
-        loss=at_last_steps(columns["loss"]),
-        seconds=None if np.isnan(seconds).all() else seconds,
+        columns=_columns(rows),
         scale_factor=rows.factor,
         notes=tuple(rows.notes),
         lines=rows.prefix_bounds(),
         final_loss_scale=float(rows.after[-1]),
         lines_superseded=lines.superseded,
-        largest_gradient=at_last_steps(columns["largest_gradient"]),
-        gradient_norm=at_last_steps(columns["gradient_norm"]),
-        dropped_by_norm=tuple(rows.step[columns["dropped_by_norm"] == 1].tolist()),
-        next_loss_scale=at_last_steps(rows.stated_after),
-        scale_window=at_last_steps(np.where((window >= 1) & (window < math.inf), window, np.nan)),
         gradient_format=gradient_format,
         without_line=without_line if without_line.any() else None,
         is_numbered=not rows.has_tail,
-        resumed=_resumed_at(lines),
-        saved=tuple(lines.array("step")[lines.array("saved") == 1].tolist()),
     )
 
 
-def _resumed_at(lines: LogLines) -> tuple[int, ...]:
-    """Return the first step after each resume: a record marks this step; in other logs the step number goes back."""
-    is_marked = lines.array("resumed") == 1
-    is_marked[sorted(lines.after_restart)] = True
-    return tuple(lines.array("step")[is_marked].tolist())
+def _columns(rows: LogRows) -> dict[str, Floats]:
+    """Return the columns of the run: the values that each line states, at the last step of the line."""
+    stated, ends = {name: rows.columns[name] for name in COLUMNS}, np.cumsum(rows.steps)
+    window, seconds = stated["scale_window"], stated["seconds"]
+    stated["scale_window"] = np.where((window >= 1) & (window < math.inf), window, np.nan)
+    stated["seconds"] = np.where((seconds >= 0) & (seconds < math.inf), seconds, np.nan)
+    stated["next_loss_scale"] = rows.stated_after
+    # A record marks the first step after a resume. In other logs, the step number goes back there.
+    stated["resumed"] = np.where(rows.restarts, 1, stated["resumed"])
+    columns = {}
+    for name, values in stated.items():
+        # An unknown number is nan, an unknown flag is -1.
+        is_known = ~np.isnan(values) if values.dtype.kind == "f" else values >= 0
+        if is_known.any():
+            columns[name] = np.full(int(rows.steps.sum()), np.nan)
+            columns[name][ends - 1] = np.where(is_known, values, np.nan)
+    if "seconds" in columns:
+        # The time that a line states is the mean time of all its steps.
+        columns["seconds"] = np.repeat(stated["seconds"], rows.steps)
+    return columns
 
 
 def _expand(rows: LogRows) -> tuple[Floats, Flags, Flags]:

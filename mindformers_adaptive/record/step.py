@@ -6,7 +6,7 @@ To add a field, add a line here and a line where the field is measured.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from mindformers_adaptive.text.files import json_text
 
 __all__ = [
+    "COLUMNS",
     "FIELDS",
     "LARGEST_STEP",
     "MARKS",
@@ -105,6 +106,13 @@ _BY_NAME = {field.name: field for field in msgspec.structs.fields(Step)}
 # The fields that every line of a run's record has, and the fields that only some of these lines have.
 FIELDS = tuple(name for name, field in _BY_NAME.items() if field.default is not msgspec.UNSET)
 RARE_FIELDS = tuple(name for name in _BY_NAME if name not in FIELDS)
+# The optional fields that are numbers or flags. A run has a column for each of these fields that its log states.
+# Integers are left out: they count for a rule, and -1 stands for unknown in LogLines, but can be a window index.
+COLUMNS = tuple(
+    name
+    for name, hint in get_type_hints(Step).items()
+    if not _BY_NAME[name].required and {float, bool}.intersection(get_args(hint))
+)
 # The fields of a record line that say whether the run was resumed before the step, or saved after it. They do not
 # describe the step itself, and differ between a run that was resumed and a run that never stopped.
 MARKS = ("resumed", "saved")

@@ -127,9 +127,9 @@ def signs_of(run: RecordedRun) -> list[str]:
     """Return a sentence for each sign in a recorded run: a jump of the loss, and an unusually low loss scale."""
     jump = LossJump()
     said = []
-    if run.loss is not None:
+    if (column := run.column("loss")) is not None:
         # In a run, an unknown loss is nan, and inf stands for NaN too.
-        losses = (None if math.isnan(loss) else loss for loss in run.loss.tolist())
+        losses = (None if math.isnan(loss) else loss for loss in column.tolist())
         steps = zip(run.step.tolist(), losses, run.overflow.tolist(), strict=True)
         said = [message for step in steps if (message := jump.check(*step))]
     low = low_scale_of(run)

@@ -258,7 +258,7 @@ def test_run_with_gradients_is_judged_by_their_ceilings(gradient_format):
     assert outcomes["as recorded"]["headroom_lost"] == pytest.approx(expected)
     assert outcomes["guided from 2^18"]["skipped"] == run.skipped_steps
     # Without gradients in the record, the analysis cannot know that a higher loss scale was possible.
-    without = {row["policy"]: row for row in analyze(dataclasses.replace(run, largest_gradient=None)).outcomes}
+    without = {row["policy"]: row for row in analyze(dataclasses.replace(run, columns={})).outcomes}
     assert without["as recorded"]["headroom_lost"] < expected - 0.5
     assert not any(name.startswith("guided") for name in without)
 
@@ -266,6 +266,6 @@ def test_run_with_gradients_is_judged_by_their_ceilings(gradient_format):
 @pytest.mark.parametrize(("known", "is_replayed"), [(2, False), (3, True)])
 def test_rule_that_follows_gradients_is_replayed_with_1_percent(known, is_replayed):
     _, run = guided_run()
-    gradients = np.where(np.arange(len(run)) < len(run) - known, np.nan, run.largest_gradient)
-    outcomes = analyze(dataclasses.replace(run, largest_gradient=gradients)).outcomes
+    gradients = np.where(np.arange(len(run)) < len(run) - known, np.nan, run.column("largest_gradient"))
+    outcomes = analyze(dataclasses.replace(run, columns={"largest_gradient": gradients})).outcomes
     assert any(row["policy"].startswith("guided") for row in outcomes) == is_replayed

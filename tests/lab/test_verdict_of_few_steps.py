@@ -17,7 +17,8 @@ LINE = " iteration {:8d}/ 5000 | lm loss: {} | loss scale: {} | grad norm: {} | 
 def run_of(flags, scales, loss=None):
     overflow = np.array(flags)
     steps = np.arange(1, len(overflow) + 1)
-    return RecordedRun("run", (), "jsonl", steps, np.array(scales), overflow, np.full(len(steps), True), loss=loss)
+    columns = {} if loss is None else {"loss": loss}
+    return RecordedRun("run", (), "jsonl", steps, np.array(scales), overflow, np.full(len(steps), True), columns)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 19])

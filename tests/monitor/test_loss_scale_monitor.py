@@ -291,7 +291,7 @@ def test_epochs_and_trainings_with_one_monitor_go_on(path):
     train(network, [monitor], OVERFLOWS[:4], epochs=2)
     train(network, [monitor], OVERFLOWS[:3])
     assert without_loss(read_record(path)) == replay([*OVERFLOWS[:4] * 2, *OVERFLOWS[:3]])
-    assert read_log(path).resumed == ()
+    assert read_log(path).steps_where("resumed").tolist() == []
 
 
 @pytest.mark.parametrize("history_size", [0, 5])
@@ -431,7 +431,7 @@ def test_no_checkpoint_is_ahead_of_the_record(path, tmp_path, monkeypatch, kind,
     train(build_again(history_size=7), [*(callbacks[name] for name in order), seen], OVERFLOWS[:25])
     assert seen.ends[:2] == [10, 20]
     # The record marks the step of every checkpoint, also of the checkpoint that is saved at the end of the training.
-    assert read_log(path).saved == (10, 20, 25)
+    assert read_log(path).steps_where("saved").tolist() == [10, 20, 25]
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:25])
     assert all(line["loss"] is not None for line in read_record(path))
     assert "_check_save_ckpt" not in vars(saver)

@@ -67,8 +67,8 @@ def test_run_killed_and_resumed_has_one_record(corpus, tmp_path):
     assert last.text().count(superseded) == 1
     lines = read_record(record)
     assert_is_what_happened(lines, killed.steps() | last.steps())
-    assert read_log(record).resumed == (saved + 1,)
-    assert read_log(record).saved == (*range(SAVED_EVERY, LAST, SAVED_EVERY), LAST)
+    assert read_log(record).steps_where("resumed").tolist() == [saved + 1]
+    assert read_log(record).steps_where("saved").tolist() == [*range(SAVED_EVERY, LAST, SAVED_EVERY), LAST]
     # The event file of TensorBoard has the scalars of MindFormers too.
     written = read_scalars(scalars / "rank_0")
     assert written["loss"].keys() == last.steps().keys() == set(range(saved + 1, LAST + 1))

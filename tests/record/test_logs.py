@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mindformers_adaptive.record.log_formats import FORMATS
 from mindformers_adaptive.record.logs import read_log, run_of_record
 from mindformers_adaptive.record.run import ASSUMPTIONS
-from mindformers_adaptive.record.step import FIELDS, Step, field_descriptions
+from mindformers_adaptive.record.step import COLUMNS, FIELDS, Step, field_descriptions
 from mindformers_adaptive.record.writer import RunRecord
 from mindformers_adaptive.text.files import json_text
 from tests.conftest import ROOT
@@ -71,10 +71,11 @@ MINDFORMERS = {
 def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
-    assert (run.first_loss_scales(), run.final_loss_scale, run.loss[-1]) == (None, 32768.0, 2.5)
+    assert (run.first_loss_scales(), run.final_loss_scale, run.column("loss")[-1]) == (None, 32768.0, 2.5)
     # A log line of MindFormers up to 0.7 has the time of a network call. A call may take several steps, so the seconds
     # per step are unknown.
-    assert run.seconds is None if "507.205" in MINDFORMERS[version] else run.seconds[-1] == 0.507
+    seconds = run.column("seconds")
+    assert seconds is None if "507.205" in MINDFORMERS[version] else seconds[-1] == 0.507
 
 
 def test_mindformers_epochs_norms_and_losses_are_read(tmp_path):
@@ -83,8 +84,8 @@ def test_mindformers_epochs_norms_and_losses_are_read(tmp_path):
     run = read(tmp_path, *lines)
     assert run.step.tolist() == [1, 2, 3, 4]
     # A loss or gradient norm of NaN is read as inf, not as unknown.
-    assert np.isinf(run.loss).tolist() == [False, False, True, False]
-    np.testing.assert_array_equal(run.gradient_norm, [1.5, 1.5, np.inf, 1.5])
+    assert np.isinf(run.column("loss")).tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(run.column("gradient_norm"), [1.5, 1.5, np.inf, 1.5])
 
 
 def test_a_scale_in_eight_digits_is_the_float32_it_stands_for(tmp_path):
@@ -103,7 +104,7 @@ def test_steps_dropped_for_their_norm_are_no_overflows(tmp_path):
         skip.format("False"),
     ]
     run = read(tmp_path, *lines)
-    assert (run.dropped_by_norm, run.skipped_bounds()) == ((1,), (0, 0))
+    assert (run.steps_where("dropped_by_norm").tolist(), run.skipped_bounds()) == ([1], (0, 0))
 
 
 def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
@@ -146,7 +147,7 @@ def test_lines_of_other_monitors_are_no_problems(tmp_path):
 def test_each_variant_of_megatron_line_is_read(tmp_path, text):
     run = read(tmp_path, text)
     assert (run.log_format, run.step[0], run.problems) == ("megatron", 1, ())
-    assert (run.loss[0], run.seconds[0]) == (2.5, 1.25)
+    assert (run.column("loss")[0], run.column("seconds")[0]) == (2.5, 1.25)
 
 
 def test_a_falling_scale_outweighs_a_count_of_0(tmp_path):
@@ -213,7 +214,8 @@ def test_the_outputs_that_mindspore_prints_are_read(tmp_path):
     run = read(
         tmp_path, line.format(1, False, "1.67772e+07"), "epoch time: 1 ms\n", line.format(2, True, "8.38861e+06")
     )
-    assert (run.log_format, run.overflow.tolist(), run.loss.tolist()) == ("mindspore", [False, True], [1.5, 1.5])
+    assert (run.log_format, run.overflow.tolist()) == ("mindspore", [False, True])
+    assert run.column("loss").tolist() == [1.5, 1.5]
     assert (run.loss_scale.tolist(), run.final_loss_scale) == ([2.0**24, 2.0**24], 2.0**23)
 
 
@@ -224,7 +226,8 @@ def test_samples_have_the_skips_of_their_flags_and_counts():
     assert run.loss_scale[1:9].tolist() == [2.0**k for k in (23, 22, 21, 20, 19, 19, 20, 19)]
     # MindFormers' own update cell halves the scale at the first overflow; hysteresis would have kept it.
     assert (np.isnan(run.loss_scale[0]), run.first_loss_scales()) == (True, (2.0**23, 2.0**24))
-    assert (run.lines_read, run.lines_used, run.problems, run.loss[0], run.seconds[0]) == (32, 32, (), 4.155150, 4.705)
+    assert (run.lines_read, run.lines_used, run.problems) == (32, 32, ())
+    assert (run.column("loss")[0], run.column("seconds")[0]) == (4.155150, 4.705)
     run = read_log(LOGS / "megatron_gpt2_n4.log")
     # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. The run started at 2^32
     # and tolerated its first overflow, but the log does not state this.
@@ -399,22 +402,23 @@ def test_what_the_package_writes_is_read(tmp_path):
     assert (run.loss_scale[[0, 3]].tolist(), run.problems) == ([float("inf"), 8.0], ())
     # The record has no count of skipped steps, so it does not show whether the two missing steps were skipped.
     assert run.skipped_bounds() == (2, 4)
-    assert run.loss[0] == np.inf
+    assert run.column("loss")[0] == np.inf
 
 
 def test_every_field_of_the_schema_has_a_meaning(tmp_path):
     descriptions = field_descriptions()
     assert list(descriptions) == list(Step.__struct_fields__)
     assert all(descriptions.values())
-    values = dict.fromkeys(FIELDS, 3) | {"step": 1, "overflow": False, "dropped_by_norm": True}
-    values |= {"seconds": 3, "resumed": True, "saved": True}
+    flags = {"dropped_by_norm", "resumed", "saved", "applied_bad_loss"}
+    values = dict.fromkeys([*FIELDS, "seconds"], 3) | {"step": 1, "overflow": False} | dict.fromkeys(flags, True)
     run = read(tmp_path, json_text({"run": 7, **values, "novelty": {"step": [1]}}) + "\n")
-    numbers = ("loss", "loss_scale", "next_loss_scale", "scale_window", "largest_gradient", "gradient_norm", "seconds")
-    assert [getattr(run, name).tolist() for name in numbers] == [[3.0]] * 7
-    assert (run.dropped_by_norm, run.resumed, run.saved) == ((1,), (1,), (1,))
+    assert {name: column.tolist() for name, column in run.columns.items()} == {
+        name: [1.0 if name in flags else 3.0] for name in COLUMNS
+    }
+    assert [run.steps_where(flag).tolist() for flag in flags] == [[1]] * 4
     assert (run.skipped_bounds(), run.notes) == ((0, 0), ())
     for content in ([values], [{**values, "run": 7}]):
-        assert run_of_record(content).loss.tolist() == [3.0]
+        assert run_of_record(content).column("loss").tolist() == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -437,12 +441,23 @@ def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
     assert "run.log:2: looks like a step's line" in run.problems[0]
 
 
+def test_flags_are_of_the_steps_on_whose_lines_they_stand(tmp_path):
+    run = read(tmp_path, *(record_line(step, saved=step in (0, 4)) for step in (0, 1, 4, 5)), record_line(5, True))
+    # A line of step 0 is about no step of the run. The two lines of step 5 disagree, so the run restarted there.
+    assert run.step.tolist() == [1, 4, 5]
+    assert [run.steps_where(flag).tolist() for flag in ("saved", "resumed", "applied_bad_loss")] == [[4], [5], []]
+    assert run.column("applied_bad_loss") is None
+
+
 def test_a_value_that_cannot_be_is_unknown(tmp_path):
     line = {"step": 1, "overflow": True, "loss_scale": 0, "next_loss_scale": 8.0, "loss": "nan", "seconds": -4}
     line |= {"largest_gradient": "many", "scale_window": 0}
     run = read(tmp_path, json.dumps(line) + "\n", record_line(2, True, 8.0, gradient_norm="inf"))
-    assert (run.skipped_bounds(), run.loss_scale[1], run.loss[0]) == ((2, 2), 8.0, np.inf)
-    assert (run.seconds, run.largest_gradient, run.scale_window, run.gradient_norm[1]) == (None, None, None, np.inf)
+    assert (run.skipped_bounds(), run.loss_scale[1], run.column("loss")[0]) == ((2, 2), 8.0, np.inf)
+    assert (run.columns.keys(), run.column("gradient_norm")[1]) == (
+        {"loss", "next_loss_scale", "gradient_norm"},
+        np.inf,
+    )
 
 
 def test_a_flag_that_no_line_names_follows_from_the_counts(tmp_path):

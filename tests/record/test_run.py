@@ -102,7 +102,8 @@ def test_every_assumption_agrees_with_every_step(steps):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": np.ones(3)}, r"All arrays of the run 'run' must have one number for each step"),
+        ({"columns": {"loss": np.ones(3)}}, r"All arrays of the run 'run' must have one number for each step"),
+        ({"columns": {"los": np.ones(2)}}, r"A column's name must be one of \('loss', .*, but got 'los'"),
         ({"step": np.array([2, 2])}, r"The steps of the run 'run' must increase"),
     ],
 )

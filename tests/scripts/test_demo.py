@@ -90,7 +90,7 @@ def assert_record_is_what_the_rule_and_the_log_say(run):
     assert [entry["overflow"] for entry in record] == log.overflow.tolist()
     # MindFormers prints eight digits of the loss scale, and six decimals of the loss.
     np.testing.assert_allclose([entry["loss_scale"] for entry in record[1:]], log.loss_scale[1:], rtol=1e-6)
-    np.testing.assert_allclose([entry["loss"] for entry in record], log.loss, rtol=0, atol=1e-6)
+    np.testing.assert_allclose([entry["loss"] for entry in record], log.column("loss"), rtol=0, atol=1e-6)
     return record
 
 

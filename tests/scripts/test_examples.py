@@ -98,7 +98,8 @@ def test_block_of_mindformers_page_trains_by_the_rule(run_forked, tmp_path):
     # The example trains for three epochs of 64 samples, in batches of 4. No step overflows, because the loss scale
     # starts at 1.
     assert (len(run), run.log_format) == (48, "mindformers")
-    assert run.loss[-1] < run.loss[0]
+    loss = run.column("loss")
+    assert loss[-1] < loss[0]
     expected = [1.0, *(scale for scale, _ in path_of(AdaptiveRule(2, 1000, 20), 1.0, 20, run.overflow.tolist()))]
     assert run.loss_scale.tolist() == expected[:-1]
     assert set(expected) == {1.0, 2.0, 4.0}

@@ -6,7 +6,7 @@ import numpy as np
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.step import FIELDS
+from mindformers_adaptive.record.step import COLUMNS, FIELDS
 
 NAMES = ("layers.0.attention.wq.weight", "layers.1.attention.wo.weight", "lm_head.weight")
 SIZE = 1000
@@ -50,12 +50,15 @@ def record_of(scales, skipped=(), **values_by_name):
 
 
 def run_of(scale, overflow, known=True, first_step=1, **attributes):
-    """Return a run as read from a log: each step's loss scale, overflow flag, and whether the flag is certain."""
+    """Return a run as read from a log: each step's loss scale, overflow flag, and whether the flag is certain.
+
+    ``attributes`` are columns or other attributes of the run.
+    """
+    columns = {name: values for name in COLUMNS if (values := attributes.pop(name, None)) is not None}
     step = np.arange(first_step, first_step + len(scale))
     scale, overflow = np.array(scale, np.float64), np.array(overflow, bool)
-    return RecordedRun(
-        "run", ("run.log",), "jsonl", step, scale, overflow, np.broadcast_to(known, len(step)), **attributes
-    )
+    arrays = step, scale, overflow, np.broadcast_to(known, len(step)), columns
+    return RecordedRun("run", ("run.log",), "jsonl", *arrays, **attributes)
 
 
 def assert_follows(rule, state, lines):
