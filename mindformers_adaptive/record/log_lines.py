@@ -184,6 +184,10 @@ class LogLines:
                 "If these lines are of another run, read each run from a file of its own."
             )
 
+    def has_step(self) -> bool:
+        """Return whether a line is about a step of the run. A line of step 0 states the scale before the first step."""
+        return len(self.overflows) > 0 or bool((self.array("step") > 0).any())
+
     def array(self, name: str) -> NDArray[Any]:
         """Return a column of log data as an array, with nan or -1 for values that a log line does not state."""
         return np.asarray(self.columns[name])

@@ -140,7 +140,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
                 is_used = True
         used += is_used
     lines.finish()
-    if not len(lines) and not lines.overflows:
+    if not lines.has_step():
         raise ValueError(_nothing_found(paths, formats, texts.number, nearest))
     run = run_of_lines(lines, log_format, texts.name_of)
     if np.isnan(run.filled_loss_scale).all():
@@ -182,11 +182,6 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
             f"'record' must be a list of lines, each a dict, but got {str(record)[:80]!r} of type "
             f"{type(record).__name__}. Read the file with mindformers_adaptive.record.writer.read_record."
         )
-    if all("missing_steps" in content for content in record):
-        raise ValueError(
-            "The record must have at least 1 step to draw, but has none. Wait until the run has taken a step, or check "
-            "that the file is the record of this run."
-        )
     lines = LogLines()
     for number, content in enumerate(record, start=1):
         is_gap = "missing_steps" in content
@@ -199,6 +194,11 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
             )
         lines.add(line, number, "line {}".format)
     lines.finish()
+    if all("missing_steps" in content for content in record) or not lines.has_step():
+        raise ValueError(
+            "The record must have at least 1 step to draw, but has none. Wait until the run has taken a step, or check "
+            "that the file is the record of this run."
+        )
     return run_of_lines(lines, FORMATS["jsonl"], "line {}".format)
 
 

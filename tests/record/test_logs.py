@@ -449,6 +449,13 @@ def test_flags_are_of_the_steps_on_whose_lines_they_stand(tmp_path):
     assert run.column("applied_bad_loss") is None
 
 
+def test_a_log_of_step_0_alone_has_no_step(tmp_path):
+    with pytest.raises(ValueError, match=r"No line of .*run\.log \(1 line\) states a step"):
+        read(tmp_path, record_line(0))
+    with pytest.raises(ValueError, match="at least 1 step to draw, but has none"):
+        run_of_record([{"step": 0, "overflow": False, "loss_scale": 4.0}])
+
+
 def test_a_value_that_cannot_be_is_unknown(tmp_path):
     line = {"step": 1, "overflow": True, "loss_scale": 0, "next_loss_scale": 8.0, "loss": "nan", "seconds": -4}
     line |= {"largest_gradient": "many", "scale_window": 0}
