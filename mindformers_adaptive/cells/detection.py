@@ -36,6 +36,8 @@ class LargestGradient(nn.Cell):
         is_distributed (bool): whether several processes train together; then the largest value in all processes counts.
         is_divided (bool): whether the gradients were divided by more than the loss scale. Then :meth:`keep_divisor` is
             called first in each step, and the gradients are measured as they were before this division. Default: False.
+        sum_of_squares (MultitypeFuncGraph, optional): the function that returns the sum of squares of a gradient, of
+            one element, when the same step clips by the norm. MindSpore then computes these sums once. Default: None.
 
     Inputs:
         - **gradients** (tuple[Tensor]) - unscaled, of any shapes and floating-point dtypes.
@@ -44,12 +46,14 @@ class LargestGradient(nn.Cell):
         Tensor, bool of shape (), whether any gradient is an inf or a NaN.
     """
 
-    def __init__(self, update_cell: Any, is_distributed: bool = False, is_divided: bool = False) -> None:
+    def __init__(
+        self, update_cell: Any, is_distributed: bool = False, is_divided: bool = False, sum_of_squares: Any = None
+    ) -> None:
         super().__init__(auto_prefix=False)
         # Bypass nn.Cell.__setattr__, which would make this cell an owner of the Parameter. A Parameter must have one
         # owner, and the update cell, a child of the train-step cell, owns this Parameter already.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
-        self.is_divided = is_divided
+        self.is_divided, self.sum_of_squares = is_divided, sum_of_squares
         self.is_distributed = is_distributed
         self.on_cpu = context.get_context("device_target") == "CPU"
         self.largest_float32 = Tensor(LARGEST_FLOAT32, mstype.float32)
@@ -63,7 +67,10 @@ class LargestGradient(nn.Cell):
         each = ops.stack(_hyper_map(_largest_on_cpu if self.on_cpu else _reduce_max, magnitudes))
         # On a CPU, both reductions drop a NaN that is not the first element. So detect NaN by a sum of the magnitudes
         # or of their squares, which is NaN only if a magnitude is NaN.
-        sums = ops.stack(_hyper_map(_half_sum_of_squares if self.on_cpu else _reduce_sum, magnitudes))
+        if self.sum_of_squares is not None:
+            sums = ops.addn(_hyper_map(self.sum_of_squares, gradients))
+        else:
+            sums = ops.stack(_hyper_map(_half_sum_of_squares if self.on_cpu else _reduce_sum, magnitudes))
         without_nan = ops.less_equal(sums, self.infinite)
         if self.is_divided:
             each = each * self.largest_gradient

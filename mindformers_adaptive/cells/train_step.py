@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from mindformers.core.clip_grad import ClipGradNorm, get_square_sum
 from mindformers.tools.logger import logger
 from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore import dtype as mstype
@@ -132,7 +133,7 @@ class LossScaleTrainStep(SeesLoads):
         update_cell = self.loss_scaling_manager
         update_cell.declare_signal()
         self.keeps_divisor = self._tells_divisor()
-        measure = LargestGradient(update_cell, self.is_distributed, is_divided=self.keeps_divisor)
+        measure = LargestGradient(update_cell, self.is_distributed, self.keeps_divisor, self._sum_of_squares())
         self.measure_largest_gradient = measure
         if self.clips_before_detection and self.use_clip_grad:
             self.clip_grad_norm = _MeasuredClipping(measure, self.clip_grad_norm)
@@ -142,6 +143,13 @@ class LossScaleTrainStep(SeesLoads):
             # In a graph, the user's get_overflow_status() cannot measure the largest gradient. So measure it first.
             self.own_overflow_status = self.get_overflow_status
             self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
+
+    def _sum_of_squares(self) -> Any:
+        """Return the function by which MindFormers' clipping computes norms, if the same gradients are clipped so."""
+        # Where MindSpore cuts the weights, it looks for these sums in the graph, to add them up over the devices.
+        cuts_weights = context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel")
+        is_shared = type(getattr(self, "clip_grad_norm", None)) is ClipGradNorm and not cuts_weights
+        return get_square_sum if is_shared and self.use_clip_grad else None
 
     def _tells_divisor(self) -> bool:
         """Return whether each step also divides the gradients by the number of tokens, and reports this number."""

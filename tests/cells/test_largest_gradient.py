@@ -1,8 +1,11 @@
 """The train-step cells hand the largest gradient of each step to an update cell that asks for it."""
 
 import collections
+import functools
 import math
+import re
 
+import mindspore
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
@@ -131,6 +134,20 @@ def test_graph_with_another_cell_is_what_it_was(graph_mode):
     assert [adaptive[name] for name in of_the_pass] == [0, 0, 0, 0]
     # The graph has one Abs for each of the two gradients, and no other pass over the gradients.
     assert (guided["Abs"], guided["IsFinite"], adaptive["IsFinite"]) == (2, 0, 0)
+
+
+def test_clipping_and_measuring_share_their_sums(graph_mode, tmp_path):
+    clipping = functools.partial(MFTrainOneStepCell, use_clip_grad=True)
+    step = Dense().train_step(GradientGuidedLossScaleUpdateCell(2.0**10), clipping).set_train()
+    mindspore.set_context(save_graphs=2, save_graphs_path=str(tmp_path))
+    try:
+        step(*Dense.batch())
+    finally:
+        mindspore.set_context(save_graphs=0)
+    (graph,) = tmp_path.rglob("*_validate_*.ir")
+    kernels = re.findall(r"(Square|L2Loss|Abs)\(", graph.read_text(encoding="utf-8"))
+    # One square is that of the loss. Each of the two gradients is squared once, for its norm and to detect a NaN.
+    assert collections.Counter(kernels) == {"Square": 3, "Abs": 2}
 
 
 class OwnDetection(TrainOneStepWithLossScaleCell):

@@ -5,6 +5,7 @@ import itertools
 import mindspore
 import numpy as np
 import pytest
+from mindformers.core.clip_grad import get_square_sum
 from mindspore import Tensor, amp, nn, ops
 
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
@@ -26,9 +27,12 @@ class Detection(nn.Cell):
         self.update_cell = GradientGuidedLossScaleUpdateCell(2**10)
         self.update_cell.declare_signal()
         self.largest_gradient = LargestGradient(self.update_cell)
+        self.beside_clipping = LargestGradient(self.update_cell, sum_of_squares=get_square_sum)
 
     def construct(self, gradients):
-        return has_inf_or_nan(gradients), self.largest_gradient(gradients), ops.logical_not(amp.all_finite(gradients))
+        of_mindspore = ops.logical_not(amp.all_finite(gradients))
+        measured = self.largest_gradient(gradients), self.beside_clipping(gradients)
+        return has_inf_or_nan(gradients), *measured, of_mindspore
 
 
 def gradients_of(dtype, value, number, at):
