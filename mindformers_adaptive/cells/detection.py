@@ -9,7 +9,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 
-__all__ = ["LargestGradient", "has_inf_or_nan", "refuse_sparse_gradients"]
+__all__ = ["LargestGradient", "MeasuredClipping", "has_inf_or_nan", "refuse_sparse_gradients"]
 
 _hyper_map = ops.HyperMap()
 _reduce_max = ops.ReduceMax()
@@ -92,6 +92,18 @@ class LargestGradient(nn.Cell):
         # the divisor would not be registered with any cell, and a graph loaded from MindSpore's compile cache does not
         # update such a Parameter.
         ops.assign(self.largest_gradient, ops.reshape(ops.cast(divisor, mstype.float32), ()))
+
+
+class MeasuredClipping(nn.Cell):
+    """Measures the largest gradient, then clips the gradients with another cell."""
+
+    def __init__(self, measure: LargestGradient, clip: Any) -> None:
+        super().__init__(auto_prefix=False)
+        self.measure, self.clip = measure, clip
+
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
+        self.measure(gradients)
+        return self.clip(gradients)
 
 
 def _sum_of_differences(gradient: Any) -> Any:

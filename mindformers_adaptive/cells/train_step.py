@@ -14,7 +14,12 @@ from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.constant_scale import ignore_scaler_state
-from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan, refuse_sparse_gradients
+from mindformers_adaptive.cells.detection import (
+    LargestGradient,
+    MeasuredClipping,
+    has_inf_or_nan,
+    refuse_sparse_gradients,
+)
 from mindformers_adaptive.cells.division_check import DivisionCheck
 from mindformers_adaptive.cells.loads import SeesLoads, write
 from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, require_update_cell
@@ -136,7 +141,7 @@ class LossScaleTrainStep(SeesLoads):
         measure = LargestGradient(update_cell, self.is_distributed, self.keeps_divisor, self._sum_of_squares())
         self.measure_largest_gradient = measure
         if self.clips_before_detection and self.use_clip_grad:
-            self.clip_grad_norm = _MeasuredClipping(measure, self.clip_grad_norm)
+            self.clip_grad_norm = MeasuredClipping(measure, self.clip_grad_norm)
         elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
             self.measures_at_detection = True
         else:
@@ -301,18 +306,6 @@ class PerTokenTrainStep(LossScaleTrainStep):
         if self.keeps_divisor:
             self.measure_largest_gradient.keep_divisor(divisor)
         return loss, grads, divisor
-
-
-class _MeasuredClipping(nn.Cell):
-    """Measures the largest gradient, then clips the gradients with another cell."""
-
-    def __init__(self, measure: LargestGradient, clip: Any) -> None:
-        super().__init__(auto_prefix=False)
-        self.measure, self.clip = measure, clip
-
-    def construct(self, gradients: tuple[Any, ...]) -> Any:
-        self.measure(gradients)
-        return self.clip(gradients)
 
 
 def _follows_a_rule(train_step: Any) -> bool:

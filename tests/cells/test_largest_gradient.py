@@ -146,7 +146,7 @@ def test_clipping_and_measuring_share_their_sums(graph_mode, tmp_path):
         mindspore.set_context(save_graphs=0)
     (graph,) = tmp_path.rglob("*_validate_*.ir")
     kernels = re.findall(r"(Square|L2Loss|Abs)\(", graph.read_text(encoding="utf-8"))
-    # One square is that of the loss. Each of the two gradients is squared once, for its norm and to detect a NaN.
+    # The loss has one square. Each of the two gradients is squared once, for its norm and to detect a NaN.
     assert collections.Counter(kernels) == {"Square": 3, "Abs": 2}
 
 
