@@ -19,50 +19,38 @@ from pathlib import Path
 from scripts.benchmarks.paired_timing import (
     compare,
     ratio,
-    spread_percent,
-    take_turns,
     time_above,
-    typical_times,
     with_error,
 )
 from scripts.benchmarks.scales import measure_scales, scales_table
 from scripts.benchmarks.sweep import measure_sweep, sweep_tables
+from scripts.benchmarks.update_cells import (
+    ADAPTIVE,
+    CELLS,
+    DYNAMIC,
+    EMPTY,
+    GUIDED,
+    HISTORY,
+    MINDFORMERS,
+    START,
+    make_update_cell,
+)
 from scripts.studies.reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
-# A loss scale at which no step of the demo overflows, not even the first. The demo's loss scale settles at this value.
-START = 2.0**14
-# The scale window for measuring whole steps. No measurement fills this window, so the loss scale never changes.
-LARGE_WINDOW = 1000
 # With a window of 20 clean steps, one overflow in 25 steps keeps the scales of all update cells within float32.
 STEPS_PER_OVERFLOW = 25
+# How often each copy of a way of scaling is timed. One takes some hundredths of a step.
+SCALING_ROUNDS = 200
 
-EMPTY, DYNAMIC, MINDFORMERS = "empty call", "MindSpore's dynamic", "MindFormers' adaptive"
-ADAPTIVE, HYSTERESIS, HISTORY = "adaptive", "adaptive, hysteresis=2", "adaptive, history_size=100"
-GUIDED, GUIDED_HISTORY = "guided", "guided, history_size=100"
-# Display names of the update cells in the table of update times.
-CELLS = {
-    EMPTY: "empty call",
-    DYNAMIC: "MindSpore's `DynamicLossScaleUpdateCell`",
-    MINDFORMERS: "MindFormers' `AdaptiveLossScaleUpdateCell`",
-    ADAPTIVE: "`AdaptiveLossScaleUpdateCell`",
-    HYSTERESIS: "`AdaptiveLossScaleUpdateCell`, `hysteresis=2`",
-    HISTORY: "`AdaptiveLossScaleUpdateCell`, `history_size=100`",
-    GUIDED: "`GradientGuidedLossScaleUpdateCell`",
-    GUIDED_HISTORY: "`GradientGuidedLossScaleUpdateCell`, `history_size=100`",
-}
 QUICK_CELLS = (EMPTY, MINDFORMERS, ADAPTIVE, HISTORY)
 
-MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
+LOOK_EVERY = 100
+MONITOR = "adaptive, LossScaleMonitor"
 # The times under the name GRADIENTS are for one measurement by GradientRangeMonitor, not for a train step.
 GRADIENTS = f"adaptive, GradientRangeMonitor every {LOOK_EVERY} steps"
-QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
-STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)
-# An update takes less time than train steps vary by. So each round also times UPDATE_CALLS updates without a step.
-UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), 200
-QUICK_UPDATES = (DYNAMIC, GUIDED)
-FORWARD, BACKWARD = "forward", "forward and backward"
-
-SPREAD = "train steps with the same cell, standard deviation"
+SCALINGS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, HISTORY, GUIDED)
+QUICK_SCALINGS = (DYNAMIC, ADAPTIVE, GUIDED)
+STEP, FORWARD, BACKWARD = "train step", "forward", "forward and backward"
 
 PLAIN, ALL_FINITE, NUMPY = "ReduceMax alone", "amp.all_finite", "NumPy's pass"
 DETECTIONS = {ADAPTIVE: "adaptive cell", GUIDED: "guided cell, with the largest gradient"}
@@ -156,39 +144,6 @@ def make_updates(name, calls):
     return update
 
 
-def make_update_cell(name, held=False):
-    """Return an update cell. With ``held``, the cell computes everything but leaves the loss scale unchanged."""
-    from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
-    from mindspore import nn, ops
-
-    from mindformers_adaptive import wrapper
-
-    class EmptyUpdateCell(nn.Cell):
-        def construct(self, loss_scale, overflow):
-            # Give this baseline of the times one kernel, because MindSpore does not run a graph without kernels.
-            return ops.logical_not(overflow)
-
-        def get_loss_scale(self):
-            return START
-
-    bounds = {"min_loss_scale": START, "max_loss_scale": START} if held else {}
-    window = LARGE_WINDOW if held else 20
-    adaptive = partial(wrapper.AdaptiveLossScaleUpdateCell, START, 2, 20, **bounds)
-    guided = partial(wrapper.GradientGuidedLossScaleUpdateCell, START, **bounds)
-    cells = {
-        EMPTY: EmptyUpdateCell,
-        "no scaling": wrapper.NoLossScaleUpdateCell,
-        "fixed": lambda: nn.FixedLossScaleUpdateCell(START),
-        DYNAMIC: lambda: nn.DynamicLossScaleUpdateCell(START, 2, window),
-        MINDFORMERS: lambda: MindFormersUpdateCell(START, 2, window),
-        HYSTERESIS: lambda: adaptive(hysteresis=2),
-        HISTORY: lambda: adaptive(history_size=100),
-        GUIDED: guided,
-        GUIDED_HISTORY: lambda: guided(history_size=100),
-    }
-    return cells.get(name, adaptive)()
-
-
 def update_tables(result):
     times = result["times"]
     rows = [["update cell", "ratio", "above an empty call", "one update", "kernels"]]
@@ -200,122 +155,135 @@ def update_tables(result):
     return {"cells": rows}
 
 
-# The command "step": measure the time of a train step
+# The command "step": measure the time of a train step, and of what ways of scaling add to it
 
 
 def measure_step(arguments):
-    """Return the times of train steps, of their parts, of updates alone, and of a backward pass at each loss scale."""
+    """Return the times of a train step, of its parts, of scaling by each cell, and of a backward pass at each scale.
+
+    Two train steps with the same cell may differ by more than two ways of scaling do. So what differs is measured on
+    its own: detection, clipping and update, and the callbacks.
+    """
     from scripts.studies.worth_tasks import SMALL_TASKS, Llama
 
     task = SMALL_TASKS["damped"] if arguments.quick else Llama(steps=10_000)
-    names = (*(QUICK_STEPS if arguments.quick else STEPS), GRADIENTS)
+    scalings = {name: partial(make_scaling, task, name) for name in (QUICK_SCALINGS if arguments.quick else SCALINGS)}
     set_mode("graph")
     with tempfile.TemporaryDirectory() as folder:
-        taken = take_turns(ways_of_a_step(task, names, folder), arguments.copies, arguments.rounds)
-    calls = 5 if arguments.quick else UPDATE_CALLS
-    updates = {name: partial(make_updates, name, calls) for name in (QUICK_UPDATES if arguments.quick else UPDATES)}
+        times = compare(ways_of_a_step(task, folder), arguments.copies, arguments.rounds)
     return {
         "task": f"{task.name}, {task.about}",
         "loss_scale": START,
-        "times": typical_times(taken),
-        "spread": spread_percent(taken) if arguments.copies > 1 else math.nan,
-        "updates": compare(updates, arguments.copies, arguments.rounds),
-        "update_calls": calls,
+        "times": times,
+        "scalings": compare(scalings, arguments.copies, 3 if arguments.quick else SCALING_ROUNDS),
         "scales": measure_scales(task, arguments),
     }
 
 
-def ways_of_a_step(task, names, folder):
-    """Return, by name, functions that build what is timed: train steps, parts of a step, a measurement of gradients."""
+def ways_of_a_step(task, folder):
+    """Return, by name, functions that build what is timed: a train step, its parts, and the callbacks beside it."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
 
     from mindformers_adaptive.gradients.backward import backward_pass
 
     network, batch = task.network(mstype.float16, 0), task.data(0).batch
-    ways = {name: partial(make_step, task, network, batch, name, folder) for name in names}
     scale = Tensor(START, mstype.float32)
 
     def make_backward():
         backward = backward_pass(network)
         return lambda count: backward(scale, *batch(count))[1][0].asnumpy()
 
-    return ways | {FORWARD: lambda: lambda count: network(*batch(count)).asnumpy(), BACKWARD: make_backward}
+    def make_step():
+        train_step = task.train_step(network, make_update_cell(DYNAMIC, held=True))
+        return lambda count: train_step(*batch(count))[0].asnumpy()
+
+    callbacks = {name: partial(make_callback, task, network, batch, name, folder) for name in (MONITOR, GRADIENTS)}
+    forward = {FORWARD: lambda: lambda count: network(*batch(count)).asnumpy(), BACKWARD: make_backward}
+    return {STEP: make_step, **callbacks, **forward}
 
 
-def make_step(task, network, batch, name, folder):
-    """Return a function that runs one train step, or for ``name`` GRADIENTS one measurement of the gradients."""
-    from mindspore import Tensor
+def make_scaling(task, name):
+    """Return a function that does what ``name`` adds to a train step: it detects overflow, clips and updates."""
+    import mindspore
+    import numpy as np
+    from mindspore import Tensor, nn
     from mindspore import dtype as mstype
+
+    class Scaling(nn.Cell):
+        def __init__(self, train_step):
+            super().__init__(auto_prefix=False)
+            self.train_step, self.clips = train_step, getattr(train_step, "use_clip_grad", False)
+
+        def construct(self, gradients):
+            overflow = self.train_step.get_overflow_status(gradients[0], gradients)
+            clipped = self.train_step.clip_grad_norm(gradients) if self.clips else gradients
+            return self.train_step.process_loss_scale(overflow), clipped
+
+    network, random = task.network(mstype.float16, 0), np.random.default_rng(0)
+    shapes = [weight.shape for weight in network.trainable_params()]
+    # Without mindspore.mutable(), MindSpore would compile the gradients into the graph as constants.
+    gradients = mindspore.mutable(tuple(Tensor(random.normal(size=shape).astype(np.float32)) for shape in shapes))
+    train_step = task.train_step(network, make_update_cell(name, held=True))
+    scaling = Scaling(train_step)
+
+    def scale(_):
+        scaling(gradients)[0].asnumpy()
+        if (loss_scale := train_step.scale_sense.asnumpy().item()) not in (1.0, START):
+            raise RuntimeError(f"{name} set the loss scale to {loss_scale:g}, not {START:g}. Lower START in costs.py")
+
+    return scale
+
+
+def make_callback(task, network, batch, name, folder):
+    """Return a function that calls a callback once, as MindSpore does in a training: a monitor, or a measurement."""
     from mindspore.train.callback import RunContext
     from mindspore.train.model import _InternalCallbackParam
 
     from mindformers_adaptive import GradientRangeMonitor, LossScaleMonitor
 
-    train_step = task.train_step(network, make_update_cell(name, held=True))
-    if name == "no scaling":
-        # Use the loss scale of the other train steps. At a loss scale of 1, the same backward pass takes longer.
-        train_step.set_sense_scale(Tensor(START, mstype.float32))
-
-    def plain_step(count):
-        train_step(*batch(count))[0].asnumpy()
-        if (loss_scale := train_step.scale_sense.asnumpy().item()) != START:
-            raise RuntimeError(
-                f"A timed step ({name}) set the loss scale to {loss_scale:g}, not {START:g}. Lower START in costs.py"
-            )
-
-    if name not in (MONITOR, GRADIENTS):
-        return plain_step
+    train_step = task.train_step(network, make_update_cell(ADAPTIVE, held=True))
     # Each callback locks its record, so each record has a folder of its own.
     record = Path(tempfile.mkdtemp(dir=folder), "record.jsonl")
     callback = LossScaleMonitor(record) if name == MONITOR else GradientRangeMonitor(1, record_path=record)
     params = _InternalCallbackParam(train_network=train_step, network=train_step, list_callback=[callback])
     params.update(cur_step_num=0, cur_epoch_num=1, batch_num=10**6, dataset_sink_mode=False)
+    params.net_outputs = train_step(*batch(0))
     context = RunContext(params)
     callback.on_train_begin(context)
 
-    def step(count):
+    def call(count):
         params.cur_step_num += 1
         params.train_dataset_element = batch(count)
-        if name == GRADIENTS:
-            callback.on_train_step_begin(context)
-            return
-        params.net_outputs = train_step(*params.train_dataset_element)
-        callback.on_train_step_end(context)
-        params.net_outputs[0].asnumpy()
+        (callback.on_train_step_end if name == MONITOR else callback.on_train_step_begin)(context)
 
-    return step
+    return call
 
 
 def step_tables(result):
     times = result["times"]
-    names = [name for name in times if name not in (FORWARD, BACKWARD)]
-    extra = [*([name, extra_cost(times, name)] for name in names), [SPREAD, f"{result['spread']:.1f}"]]
-    forward, both = (ratio(times, name, DYNAMIC)[0] for name in (FORWARD, BACKWARD))
+    names = [*result["scalings"], MONITOR, GRADIENTS]
+    forward, both = (ratio(times, name, STEP)[0] for name in (FORWARD, BACKWARD))
     parts = {FORWARD: forward, "backward": both - forward, "detection, clipping, optimizer, scaling": 1.0 - both}
-    shares = ([name, f"{update_share(result, name):.2%}"] for name in result["updates"] if name != DYNAMIC)
     return {
-        "extra": [["way of scaling", "extra time, percent"], *extra],
+        "extra": [["way of scaling", "extra time, percent"], *([name, extra_cost(result, name)] for name in names)],
         "scales": scales_table(result["scales"], result["loss_scale"]),
         "parts": [["part", "share"], *([name, f"{share:.0%}"] for name, share in parts.items())],
-        "updates": [["update cell", "share"], *shares],
     }
 
 
-def extra_cost(times, name):
+def extra_cost(result, name):
     """Return, as text, the extra time of a step with the cell ``name``, in percent of a step with the dynamic cell."""
     if name == DYNAMIC:
         return "0"
-    of_looks = ratio(times, GRADIENTS, DYNAMIC)[0] / LOOK_EVERY if name == GRADIENTS else 0.0
-    value, error = ratio(times, ADAPTIVE if name == GRADIENTS else name, DYNAMIC)
-    percent = 100.0 * (value - 1.0 + of_looks)
-    return ("+" if percent >= 0 else "") + with_error(percent, 100.0 * error, 1)
-
-
-def update_share(result, name):
-    """Return how much longer an update takes than the dynamic cell's update, as a share of the whole train step."""
-    extra = time_above(result["updates"], name, DYNAMIC)[0] / result["update_calls"]
-    return extra / time_above(result["times"], DYNAMIC)[0]
+    times, scalings, callback = result["times"], result["scalings"], (0.0, 0.0)
+    if name in (MONITOR, GRADIENTS):
+        callback = [each / (LOOK_EVERY if name == GRADIENTS else 1) for each in time_above(times, name)]
+        name = ADAPTIVE
+    extra, error = time_above(scalings, name, DYNAMIC)
+    step = time_above(times, STEP)[0] / 100.0
+    percent = (extra + callback[0]) / step
+    return ("+" if percent >= 0 else "") + with_error(percent, math.hypot(error, callback[1]) / step, 2)
 
 
 # The command "detection": measure the time of the overflow detection
@@ -394,7 +362,6 @@ CAPTIONS = {
     "extra": f"Extra time of a step at 2^14 against {DYNAMIC} cell, in percent, ± its standard error:",
     "scales": "The same backward pass by loss scale: time against that at 2^14, and shares of the weights' gradients:",
     "parts": "Where the time of a step goes in graph mode, as a share of the whole step:",
-    "updates": f"An update alone above one of {DYNAMIC} cell, as a share of the whole step:",
     "passes": f"Overflow detection as a multiple of a plain pass over the same bytes ({PLAIN}), ± its standard error:",
     "speeds": "The lab's sweep against each configuration by itself, on one core, ± the standard error:",
 }

@@ -99,12 +99,6 @@ def time_above(typical, name, above=None):
     return value - taken_off, math.hypot(error, of_taken_off)
 
 
-def spread_percent(times):
-    """Return by how many percent the times of equal copies vary: their standard deviation, averaged over all ways."""
-    _, logarithms = _compared(times)
-    return 100.0 * float(np.mean([np.var(of_copies, ddof=1) for of_copies in logarithms.values()])) ** 0.5
-
-
 def with_error(value, error, digits):
     """Return a number with its standard error as text, or the number alone if the error is NaN.
 

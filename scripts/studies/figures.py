@@ -69,7 +69,7 @@ FIGURES = {
     "formats": Figure(f"python -m {FORMATS}", FORMATS),
     "update": Figure(f"python -m {COSTS} update", COSTS),
     "update_pynative": Figure(f"python -m {COSTS} update --mode PyNative --rounds 20 --calls 20", COSTS),
-    "step": Figure(f"python -m {COSTS} step --copies 2 --rounds 30", COSTS),
+    "step": Figure(f"python -m {COSTS} step", COSTS),
     "detection": Figure(f"python -m {COSTS} detection", COSTS),
     "sweep": Figure(f"python -m {COSTS} sweep", COSTS),
     "long_records": Figure("python -m scripts.benchmarks.long_records", "scripts.benchmarks.long_records"),

@@ -15,8 +15,18 @@ from scripts.benchmarks import costs as benchmark
 from scripts.benchmarks import long_records as benchmark_long
 from scripts.benchmarks import scales as benchmark_scales
 from scripts.benchmarks import sweep as benchmark_sweep
-from scripts.benchmarks.costs import ADAPTIVE, CELLS, DYNAMIC, EMPTY, GRADIENTS, MINDFORMERS
-from scripts.benchmarks.paired_timing import ratio, spread_percent, take_turns, time_above, typical_times
+from scripts.benchmarks.costs import GRADIENTS, MONITOR, STEP
+from scripts.benchmarks.paired_timing import ratio, take_turns, time_above, typical_times
+from scripts.benchmarks.update_cells import (
+    ADAPTIVE,
+    CELLS,
+    DYNAMIC,
+    EMPTY,
+    GUIDED_HISTORY,
+    HISTORY,
+    HYSTERESIS,
+    MINDFORMERS,
+)
 from tests.shared.pages import figure
 
 pytestmark = pytest.mark.slow
@@ -46,7 +56,6 @@ def test_times_are_compared_within_a_round():
 def test_error_comes_from_differences_between_copies_of_a_way():
     taken = rounds(base=(100.0, 100.0), other=(110.0, 100.0 / 1.1))
     assert ratio(typical_times(taken), "other", "base") == (pytest.approx(1.0), pytest.approx(math.log(1.1)))
-    assert spread_percent(taken) == pytest.approx(100 * math.log(1.1))
     value, error = ratio(times(base=(100.0,), other=(110.0,)), "other", "base")
     assert (value, math.isnan(error)) == (pytest.approx(1.1), True)
 
@@ -75,8 +84,10 @@ def test_copies_take_turns_in_random_order():
 
 
 def test_a_look_every_100_steps_costs_a_hundredth_of_it():
-    taken = times(**{DYNAMIC: (100.0, 100.0), ADAPTIVE: (101.0, 101.0), GRADIENTS: (200.0, 200.0)})
-    assert [benchmark.extra_cost(taken, name) for name in taken] == ["0", "+1.0 ± 0.0", "+3.0 ± 0.0"]
+    of_a_step = times(**{STEP: (100.0, 100.0), MONITOR: (0.5, 0.5), GRADIENTS: (200.0, 200.0)})
+    result = {"times": of_a_step, "scalings": times(**{DYNAMIC: (3.0, 3.0), ADAPTIVE: (4.0, 4.0)})}
+    costs = [benchmark.extra_cost(result, name) for name in (DYNAMIC, ADAPTIVE, MONITOR, GRADIENTS)]
+    assert costs == ["0", "+1.00 ± 0.00", "+1.50 ± 0.00", "+3.00 ± 0.00"]
 
 
 def lines_of(printed, columns):
@@ -111,24 +122,21 @@ def test_update_prints_each_cell_with_the_kernels_of_the_page(run_quickly):
     times = r"-?\d+\.\d\d ± \d+\.\d\d, -?\d+\.\d µs, \d+\.\d µs"
     assert all(re.fullmatch(times, ", ".join(row[1:4])) for row in rows)
     kernels = result["kernels"]
-    assert kernels[EMPTY] < kernels[ADAPTIVE] < kernels[benchmark.HYSTERESIS] < kernels[MINDFORMERS]
-    assert set(CELLS) - set(kernels) == {benchmark.HISTORY, benchmark.GUIDED_HISTORY}
+    assert kernels[EMPTY] < kernels[ADAPTIVE] < kernels[HYSTERESIS] < kernels[MINDFORMERS]
+    assert set(CELLS) - set(kernels) == {HISTORY, GUIDED_HISTORY}
     assert [row[4] for row in rows] == [str(kernels.get(name, "unknown")) for name in cells]
     for name in ("update", "update_pynative"):
         assert figure(name)["kernels"] == kernels
 
 
-def test_step_prints_ways_parts_and_updates(run_quickly):
+def test_step_prints_ways_and_parts(run_quickly):
     printed, result = run_quickly("step")
-    names = [*benchmark.QUICK_STEPS, GRADIENTS]
-    assert list(result["times"]) == [*names, "forward", "forward and backward"]
+    assert list(result["times"]) == [STEP, MONITOR, GRADIENTS, "forward", "forward and backward"]
     extra = dict(lines_of(printed, "| way of scaling | extra time, percent |"))
-    assert list(extra) == [*names, benchmark.SPREAD]
+    assert list(extra) == [*benchmark.QUICK_SCALINGS, MONITOR, GRADIENTS]
     assert extra.pop(DYNAMIC) == "0"
-    assert re.fullmatch(r"\d+\.\d", extra.pop(benchmark.SPREAD))
-    assert all(re.fullmatch(r"[+-]\d+\.\d ± \d+\.\d", cell) for cell in extra.values())
+    assert all(re.fullmatch(r"[+-]\d+\.\d\d ± \d+\.\d\d", cell) for cell in extra.values())
     assert len(lines_of(printed, "| part | share |")) == 3
-    assert [row[0] for row in lines_of(printed, "| update cell | share |")] == list(benchmark.QUICK_UPDATES[1:])
     scales = lines_of(printed, "| loss scale | time | subnormal gradients | gradients that are 0 |")
     assert [row[0] for row in scales] == [f"2^{exponent}" for exponent in benchmark_scales.EXPONENTS]
     assert {row[0]: row[1] for row in scales}["2^14"] == "1.00 ± 0.00"
