@@ -18,8 +18,8 @@ if [ $# -gt 0 ]; then
 fi
 # MindSpore's threads spin while they wait for each other, so more workers or threads than cores take longer.
 export OMP_NUM_THREADS=1
-# Compiling a graph allocates many small objects. With jemalloc and huge pages, it takes a quarter less time; with glibc
-# and a larger cache of freed memory per thread, an eighth.
+# Compiling a graph allocates many small objects. It takes less time with jemalloc and huge pages, or else with a larger
+# cache of freed memory per thread in glibc.
 allocator=$(python -c "from ctypes.util import find_library; print(find_library('jemalloc') or '')")
 if [ -n "$allocator" ]; then
     export LD_PRELOAD=$allocator MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1,metadata_thp:always,thp:always

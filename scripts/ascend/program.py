@@ -163,7 +163,7 @@ def environment(stand_ins, case):
         "RANK_ID": str(case.world.rank),
         "PYTHONPATH": _prepended("PYTHONPATH", modules),
         "LD_LIBRARY_PATH": _prepended("LD_LIBRARY_PATH", [cann / "lib64"]),
-        "LD_PRELOAD": str(stand_ins / "chip.so"),
+        "LD_PRELOAD": _prepended("LD_PRELOAD", [stand_ins / "replaced.so"]),
         "DRY_RUN_CHIP": CHIPS[case.chip],
         "ASCEND_HOME_PATH": str(cann),
         "ASCEND_OPP_PATH": str(cann / "opp"),

@@ -73,12 +73,15 @@ static struct { void *less; long color; void *parent, *leftmost, *rightmost; siz
 static void *called(const char *name) { fprintf(stderr, "CALLED%s\\n", name); fflush(stderr); abort(); }
 """.replace("CALLED", CALLED)
 
-# In a dry run, MindSpore needs the name of the Ascend chip, but cannot find it. So this C function replaces MindSpore's
-# function and returns the name from an environment variable. The C function calls the constructor of std::string in the
+# Two functions that replace MindSpore's own. In a dry run, a thread of MindSpore asks for reports of the device again and
+# again, which would keep a core busy: wait a little before the answer that there are none. MindSpore also needs the
+# name of the Ascend chip, but cannot find it: return the name from an environment variable. The second function calls the constructor of std::string in the
 # ABI of MindSpore's wheel. The function must have an even address, because an odd address in a C++ pointer to a member
 # function marks a virtual function.
-CHIP = """
+REPLACED = """
 #include <stdlib.h>
+#include <unistd.h>
+int _ZN9mindspore6device6ascend27SimuFuncIaclrtProcessReportIiEET_i(int milliseconds) { usleep(1000); return 0; }
 void _ZNSsC1EPKcRKSaIcE(void *string, const char *text, const void *allocator);
 __attribute__((aligned(16))) void *_ZNK9mindspore9MsContext18ascend_soc_versionEv(void *string) {
   char allocator;
@@ -110,7 +113,7 @@ def folder_of_stand_ins(cache):
         cache (Path): the parent folder, with a folder for each MindSpore. It may be removed at any time.
 
     Returns:
-        Path, the folder with ``latest/lib64``, ``latest/python`` and ``chip.so``.
+        Path, the folder with ``latest/lib64``, ``latest/python`` and ``replaced.so``.
     """
     content = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     folder = Path(cache, f"mindspore-{importlib.metadata.version('mindspore')}-{content}").absolute()
@@ -143,7 +146,7 @@ def _make(folder):
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "sys_version.py").write_text("__sys_version__ = '9.0'\n")
-    _compile(CHIP, folder / "chip.so", "-l:libstdc++.so.6")
+    _compile(REPLACED, folder / "replaced.so", "-l:libstdc++.so.6")
 
 
 def _wanted():

@@ -269,11 +269,11 @@ def test_megatron_prints_the_section(run_program):
 
 
 @pytest.mark.slow
-def test_find_and_probe_print_json_alone_and_agree(run_python, run_forked, corpus, tmp_path):
+def test_find_and_probe_print_json_alone_and_agree(run_forked, corpus, tmp_path):
     model = [f"model.model_config.{key}" for key in ("seq_length=32", "hidden_size=32", "num_layers=1")]
     common = ["--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", "--train_dataset_dir", corpus, "--batches", 1]
     common += ["--gradient-format", "hifloat8", "--options", *model]
-    recommendation = json.loads(run_python("-m", "mindformers_adaptive", "find", "--json", *common).stdout)
+    recommendation = json.loads(run_forked(PROGRAM, "find", "--json", *common).stdout)
     scales = ["1", "2^12", str(int(recommendation["ceiling"])), str(int(2 * recommendation["ceiling"]))]
     sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
     ranges = json.loads(run_forked(PROGRAM, "probe", "--json", *common, *sweep).stdout)
