@@ -73,11 +73,11 @@ static struct { void *less; long color; void *parent, *leftmost, *rightmost; siz
 static void *called(const char *name) { fprintf(stderr, "CALLED%s\\n", name); fflush(stderr); abort(); }
 """.replace("CALLED", CALLED)
 
-# Two functions that replace MindSpore's own. In a dry run, a thread of MindSpore asks for reports of the device again and
-# again, which would keep a core busy: wait a little before the answer that there are none. MindSpore also needs the
-# name of the Ascend chip, but cannot find it: return the name from an environment variable. The second function calls the constructor of std::string in the
-# ABI of MindSpore's wheel. The function must have an even address, because an odd address in a C++ pointer to a member
-# function marks a virtual function.
+# Two functions that replace MindSpore's own. The first: in a dry run, a thread of MindSpore asks for reports of the
+# device without a pause, which would keep a core busy, so wait a little before the answer that there are none. The
+# second: MindSpore needs the name of the Ascend chip, but cannot find it, so return the name from an environment
+# variable. This function calls the constructor of std::string in the ABI of MindSpore's wheel. It must have an even
+# address, because an odd address in a C++ pointer to a member function marks a virtual function.
 REPLACED = """
 #include <stdlib.h>
 #include <unistd.h>
