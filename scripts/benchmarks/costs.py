@@ -16,12 +16,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from scripts.benchmarks.paired_timing import (
-    compare,
-    ratio,
-    time_above,
-    with_error,
-)
+from scripts.benchmarks.paired_timing import compare, ratio, time_above, with_error
 from scripts.benchmarks.scales import measure_scales, scales_table
 from scripts.benchmarks.sweep import measure_sweep, sweep_tables
 from scripts.benchmarks.update_cells import (

@@ -84,7 +84,8 @@ def _ensure_server():
     # The fork server finds the modules to preload only in the folders of its environment variable PYTHONPATH.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        # A forked process copies each page that it writes to, so huge pages would cost time there.
+        # A forked process copies each page that it writes to, so huge pages would cost time there. scripts/test.sh sets
+        # the options for huge pages last.
         patch.setenv("MALLOC_CONF", os.environ.get("MALLOC_CONF", "").partition(",metadata_thp")[0])
         forkserver.ensure_running()
 
