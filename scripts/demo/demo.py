@@ -118,7 +118,10 @@ def train(name, folder, arguments):
                 progress.update(step - progress.n)
                 if progress.disable and step >= printed + arguments.steps / LINES:
                     printed = step
-                    print(f"{name:<16}  step {step} of {arguments.steps}, {state}", file=sys.stderr, flush=True)
+                    # One write for the whole line: print writes the line end on its own, and the other training's
+                    # line may come between.
+                    sys.stderr.write(f"{name:<16}  step {step} of {arguments.steps}, {state}\n")
+                    sys.stderr.flush()
     if process.returncode != 0 or not record:
         path = os.path.relpath(console)
         last_lines = console.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
