@@ -8,14 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mindformers_adaptive.mindformers.keys import (
-    FORMER_KEYS,
-    NO_SECTION,
-    PER_TOKEN,
-    SCALE_SENSE,
-    TrainingSettings,
-    settings_of,
-)
+from mindformers_adaptive.mindformers.keys import FORMER_KEYS, NO_SECTION, PER_TOKEN, SCALE_SENSE, value_at
 from mindformers_adaptive.mindformers.scaling_checks import warn_of_scaling
 from mindformers_adaptive.rules import rule_of_cell
 from mindformers_adaptive.rules.checks import number_remedy
@@ -65,29 +58,6 @@ _USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 2
 _STOCK_WINDOW = 1000
 
 
-class _Wrong(NamedTuple):
-    """Names in a configuration that no class has, or that a class does not take.
-
-    Attributes:
-        start (str): the message up to the names.
-        names (list): the names.
-        known (list): the names that could be meant.
-        end (str): the message after the names.
-        error (type): the error to raise.
-        if_none_near (str): advice if no known name is similar. Default: "".
-        warning (Callable, optional): takes a name and the hint at similar names, and returns None if the name is to
-            raise an error; otherwise a text to warn with, or "". Default: None, each name is to raise an error.
-    """
-
-    start: str
-    names: list[str]
-    known: list[str]
-    end: str
-    error: type[Exception] = TypeError
-    if_none_near: str = ""
-    warning: Callable[[str, str], str | None] | None = None
-
-
 def check_config(config: Any) -> None:
     """Check a configuration's settings of train step, loss scaling, resuming, number formats and callbacks.
 
@@ -114,25 +84,30 @@ def check_config(config: Any) -> None:
         return
     # The sections are changed in place.
     with_powers([config.runner_wrapper, config.callbacks])
-    settings = settings_of(config)
-    _check_resuming(settings)
-    _check_format_of_checkpoints(settings)
-    sections = [*_sections_of(settings)]
-    _refuse([wrong for section in sections for wrong in _wrong_names(*section)])
+    _check_resuming(config)
+    _check_format_of_checkpoints(config)
+    sections = [section for section in _sections_of(config) if not _is_loaded_later(*section[:2])]
+    errors = []
+    for section in sections:
+        if (error := _check_names(*section)) is not None:
+            errors.append(error)
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors)))
     for section in sections:
         _check_values(*section)
-    warn_of_scaling(settings)
+    warn_of_scaling(config)
 
 
-def _sections_of(settings: TrainingSettings) -> Iterator[tuple[dict[str, Any], str, _Section]]:
+def _sections_of(config: Any) -> Iterator[tuple[dict[str, Any], str, _Section]]:
     """Yield content, path and schema of each section to check."""
-    if settings.train_step:
-        yield settings.train_step, _TRAIN_STEP, _SCHEMA[_TRAIN_STEP]
-    if "scale_sense" in settings.train_step:
-        _require_section_or_number(settings.scale_sense)
-        if isinstance(settings.scale_sense, dict):
-            yield settings.scale_sense, SCALE_SENSE, _SCHEMA[SCALE_SENSE]
-    for index, callback in enumerate(settings.callbacks):
+    train_step = config.get(_TRAIN_STEP)
+    if train_step and isinstance(train_step, dict):
+        yield train_step, _TRAIN_STEP, _SCHEMA[_TRAIN_STEP]
+        if "scale_sense" in train_step:
+            _require_section_or_number(train_step["scale_sense"])
+            if isinstance(train_step["scale_sense"], dict):
+                yield train_step["scale_sense"], SCALE_SENSE, _SCHEMA[SCALE_SENSE]
+    for index, callback in enumerate(config.get("callbacks") or []):
         if isinstance(callback, dict):
             yield callback, f"callbacks.{index}", _SCHEMA["callbacks.*"]
 
@@ -150,8 +125,8 @@ def _require_section_or_number(scale_sense: Any) -> None:
         raise TypeError(f"'{SCALE_SENSE}' must have a 'type', but {what}. Add 'type: AdaptiveLossScale'.")
 
 
-def _check_resuming(settings: TrainingSettings) -> None:
-    resume = settings.resume
+def _check_resuming(config: Any) -> None:
+    resume = config.get("resume_training")
     # With the text 'true' instead of the value True, MindFormers would look for a checkpoint file named 'true'.
     if not isinstance(resume, bool | str | None) or repr(resume).lower() in ("'true'", "'false'"):
         kind = "the text " if isinstance(resume, str) else ""
@@ -161,14 +136,14 @@ def _check_resuming(settings: TrainingSettings) -> None:
         )
 
 
-def _check_format_of_checkpoints(settings: TrainingSettings) -> None:
+def _check_format_of_checkpoints(config: Any) -> None:
     try:
         from mindformers.checkpoint.layout_adapter import DTensor
     except ImportError:  # MindFormers before 2.0 does not have DTensor
         return
     # DTensor is None if hyper-parallel is not installed. MindFormers would report this only at the first save of a
     # checkpoint.
-    if DTensor is None and settings.checkpoint and settings.mode in (1, "PYNATIVE_MODE"):
+    if DTensor is None and config.get("checkpoint") and value_at(config, "context.mode") in (1, "PYNATIVE_MODE"):
         raise ValueError(
             "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for this "
             "section in PyNative mode, MindFormers needs hyper-parallel, which is not installed. Set 'context.mode' to "
@@ -176,17 +151,20 @@ def _check_format_of_checkpoints(settings: TrainingSettings) -> None:
         )
 
 
-def _wrong_names(section: dict[str, Any], path: str, schema: _Section) -> Iterator[_Wrong]:
-    """Yield the type of a YAML section if there is no such class, or the keys that its class does not take."""
+def _check_names(section: dict[str, Any], path: str, schema: _Section) -> Exception | None:
+    """Return an error if a YAML section names no class, or has keys that its class does not take; otherwise None.
+
+    Warn of keys that have no effect, and of doubtful keys that a user's class may take.
+    """
     name = section.get("type")
-    if _is_loaded_later(section, path):
-        return
     if (cls := _class_of(name, path, schema)) is None:
-        instead = f"{_train_step_instead_of(section)} " if path == _TRAIN_STEP else ""
-        end = f"If {name!r} is a class that you wrote, add the key 'auto_register' to the section '{path}'."
-        start = f"'{path}.type' must name a registered class, but got "
-        yield _Wrong(start, [str(name)], _fitting_classes(schema), end, ValueError, instead)
-        return
+        known = _fitting_classes(schema)
+        is_unlike_all = path == _TRAIN_STEP and not _hint_at(name, known)
+        instead = f"{_train_step_instead_of(section)} " if is_unlike_all else ""
+        return ValueError(
+            f"'{path}.type' must name a registered class, but got {describe_wrong([name], known)}{instead}If "
+            f"{name!r} is a class that you wrote, add the key 'auto_register' to the section '{path}'."
+        )
     names, may_take_more = _arguments_of(cls)
     if path == _TRAIN_STEP and PER_TOKEN not in names and not may_take_more:
         raise TypeError(
@@ -195,45 +173,34 @@ def _wrong_names(section: dict[str, Any], path: str, schema: _Section) -> Iterat
         )
     # The update cell for any rule itself refuses keys that are no arguments of its rule.
     if name == Rule.cell or (schema.only and name not in schema.only):
-        return
+        return None
     accepted = sorted(names - {"network", "optimizer"})
     start = f"'{path}' must have keys that {cls.__name__} takes, but got "
-
-    def warning(key: str, hint: str) -> str | None:
+    refused = []
+    for key in [str(key) for key in section if key not in (*accepted, *_NOT_ARGUMENTS)]:
+        hint, warning = _hint_at(key, accepted), ""
         if may_take_more:
-            return f"{start}{key!r}. {hint}The key is passed to {cls.__name__} unchanged." if hint else ""
-        # MindFormers' train-step cells accept any keyword, and ignore keywords that they do not know.
-        if path == _TRAIN_STEP and (key in FORMER_KEYS or not hint):
+            warning = f"{start}{key!r}. {hint}The key is passed to {cls.__name__} unchanged." if hint else ""
+        elif path == _TRAIN_STEP and (key in FORMER_KEYS or not hint):
+            # MindFormers' train-step cells accept any keyword, and ignore keywords that they do not know.
             remedy = f"Write {_present_key(key, section[key])} instead." if FORMER_KEYS.get(key) else "Take it out."
-            return f"'{path}.{key}' has no effect, because {name} ignores it. {remedy}"
+            warning = f"'{path}.{key}' has no effect, because {name} ignores it. {remedy}"
+        else:
+            refused.append(key)
+        if warning:
+            warnings.warn(warning, stacklevel=4)
+    if not refused:
         return None
-
-    wrong = [str(key) for key in section if key not in (*accepted, *_NOT_ARGUMENTS)]
-    yield _Wrong(start, wrong, accepted, f"It takes {', '.join(accepted)}.", warning=warning)
+    return TypeError(f"{start}{describe_wrong(refused, accepted)}It takes {', '.join(accepted)}.")
 
 
-def _refuse(problems: Iterable[_Wrong]) -> None:
-    """Raise one error for all wrong names, except for those that only give a warning."""
-    messages: dict[str, type[Exception]] = {}
-    for wrong in problems:
-        refused, hints = [], {}
-        for name in wrong.names:
-            hints[name] = did_you_mean(name, wrong.known, most=3, similarity=0.8)
-            warning = wrong.warning and wrong.warning(name, hints[name])
-            if warning:
-                warnings.warn(warning, stacklevel=4)
-            elif warning is None:
-                refused.append(name)
-        if refused:
-            advice = "" if any(hints.values()) else wrong.if_none_near
-            messages[f"{wrong.start}{describe_wrong(refused, wrong.known)}{advice}{wrong.end}"] = wrong.error
-    if messages:
-        raise next(iter(messages.values()))("\n".join(messages))
+def _hint_at(name: str, known: list[str]) -> str:
+    return did_you_mean(name, known, most=3, similarity=0.8)
 
 
 def _check_values(section: dict[str, Any], path: str, schema: _Section) -> None:
     """Check that a section has all arguments that its class requires, and values that the class takes."""
-    cls = None if _is_loaded_later(section, path) else _class_of(section.get("type"), path, schema)
+    cls = _class_of(section.get("type"), path, schema)
     if cls is None or (schema.only and section["type"] not in schema.only):
         return
     positional = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]

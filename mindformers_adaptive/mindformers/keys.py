@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 __all__ = ["ACCUMULATION", "COMPILED_PARALLELISM", "FORMER_KEYS", "NO_SECTION", "PER_TOKEN", "SCALE_SENSE"]
-__all__ += [
-    "WEIGHTS_DTYPE",
-    "TrainingSettings",
-    "given_to_train_step",
-    "micro_batches_of",
-    "model_values",
-    "settings_of",
-    "value_at",
-]
+__all__ += ["WEIGHTS_DTYPE", "given_to_train_step", "micro_batches_of", "model_values", "value_at"]
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
 # What to write in place of a loss-scaling section that is a text, a list or nothing.
@@ -87,52 +79,3 @@ def model_values(config: Any) -> Mapping[str, Any]:
         return section
     parameters = inspect.signature(MindFormerRegister.get_cls("config", name)).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty} | section
-
-
-class TrainingSettings(NamedTuple):
-    """The settings of a training that concern its train step, loss scaling, resuming, formats and callbacks.
-
-    Attributes:
-        train_step (Mapping): the section ``runner_wrapper``, or {} if there is none.
-        scale_sense (object): its key ``scale_sense``: a section, a number, or None.
-        callbacks (list): the sections of the callbacks.
-        resume (object): ``resume_training``.
-        mode (object): ``context.mode``.
-        checkpoint (object): the section ``checkpoint``.
-        compute_dtype (object): the format in which the model computes.
-        weights_dtype (object): the format in which the weights are kept.
-        optimizer (object): the type of the optimizer.
-        eps (object): the ``eps`` of the optimizer.
-    """
-
-    train_step: dict[str, Any]
-    scale_sense: Any
-    callbacks: list[Any]
-    resume: Any
-    mode: Any
-    checkpoint: Any
-    compute_dtype: Any
-    weights_dtype: Any
-    optimizer: Any
-    eps: Any
-
-
-def settings_of(config: Any) -> TrainingSettings:
-    """Return the settings of a configuration that :func:`mindformers_adaptive.mindformers.checks.check_config` checks.
-
-    Args:
-        config (MindFormerConfig): the configuration of a training.
-    """
-    train_step = config.get("runner_wrapper")
-    return TrainingSettings(
-        train_step=train_step if isinstance(train_step, dict) else {},
-        scale_sense=value_at(config, SCALE_SENSE),
-        callbacks=config.get("callbacks") or [],
-        resume=config.get("resume_training"),
-        mode=value_at(config, "context.mode"),
-        checkpoint=config.get("checkpoint"),
-        compute_dtype=model_values(config).get("compute_dtype"),
-        weights_dtype=value_at(config, WEIGHTS_DTYPE),
-        optimizer=value_at(config, "optimizer.type"),
-        eps=value_at(config, "optimizer.eps"),
-    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
-from mindformers_adaptive.mindformers.keys import SCALE_SENSE, WEIGHTS_DTYPE, TrainingSettings
+from mindformers_adaptive.mindformers.keys import SCALE_SENSE, WEIGHTS_DTYPE, model_values, value_at
 from mindformers_adaptive.rules import rule_of_cell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
@@ -22,20 +23,20 @@ _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 _STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
 
 
-def warn_of_scaling(settings: TrainingSettings) -> None:
+def warn_of_scaling(config: Any) -> None:
     """Warn of number formats and initial loss scales with which a training loses weight updates or precision.
 
     Args:
-        settings (TrainingSettings): the settings of a training, with this package registered.
+        config (MindFormerConfig): the configuration of a training, with this package registered.
 
     Raises:
         TypeError: if a fixed loss scale is not a number.
         ValueError: if a fixed loss scale is not positive.
     """
-    _warn_of_lost_updates(settings)
-    if not settings.train_step:
+    _warn_of_lost_updates(config)
+    if value_at(config, "runner_wrapper.type") is None:
         return
-    scale_sense, kind = settings.scale_sense, None
+    scale_sense, kind = value_at(config, SCALE_SENSE), None
     if isinstance(scale_sense, dict):
         cell = scale_sense.get("type")
         rule = rule_of_cell(cell)
@@ -47,7 +48,8 @@ def warn_of_scaling(settings: TrainingSettings) -> None:
     elif scale_sense is not None:
         kind = ""
         warn_of_rounding(SCALE_SENSE, require_positive(SCALE_SENSE, scale_sense), stacklevel=4)
-    warn_of_dtype("model.model_config.compute_dtype", settings.compute_dtype, SCALE_SENSE, kind, stacklevel=4)
+    compute_dtype = model_values(config).get("compute_dtype")
+    warn_of_dtype("model.model_config.compute_dtype", compute_dtype, SCALE_SENSE, kind, stacklevel=4)
 
 
 def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stacklevel: int) -> None:
@@ -76,13 +78,13 @@ def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stackleve
         )
 
 
-def _warn_of_lost_updates(settings: TrainingSettings) -> None:
+def _warn_of_lost_updates(config: Any) -> None:
     # Optimizers compute in float32, but store float16 weights in float16. A weight loses an update that is below half
     # the distance to the next float16 number. Half of this distance is 1/4096 to 1/2048 of the weight.
-    if str(settings.weights_dtype).lower() != "float16":
+    if str(value_at(config, WEIGHTS_DTYPE)).lower() != "float16":
         return
     problem = f"'{WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."
-    optimizer, eps = settings.optimizer, settings.eps
+    optimizer, eps = value_at(config, "optimizer.type"), value_at(config, "optimizer.eps")
     if optimizer in _STATE_AS_WEIGHTS:
         problem += (
             f" 'optimizer.type' is {optimizer}, which then keeps its state in float16 too: gradients of 1e-4 and less "

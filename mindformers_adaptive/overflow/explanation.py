@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from mindformers_adaptive.gradients.reading import WeightsBeyond, as_plain
@@ -154,12 +154,8 @@ class Explanation:
         lines = [self.headline]
         if not self.explains_failure:
             lines.append(_WHAT_TO_GIVE)
-        if self.causes:
-            lines += ["What stands out, and may be the cause:", *_indented(map(str, self.causes))]
-        if helping := [str(each) for each in self.tried if each.helps]:
-            lines += ["What helps, tried in the same passes:", *_indented(helping[:_MOST_TRIED])]
-        elif self.tried:
-            lines += ["Nothing that was tried helps:", *_indented(map(str, self.tried[:_MOST_TRIED]))]
+        for title, entries in self._found():
+            lines += [f"{title}:", *_indented(entries[:_MOST_TRIED])]
         weights = [] if self.weights is None else [str(self.weights)]
         return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *weights, self._how()])])
 
@@ -169,14 +165,16 @@ class Explanation:
         Returns:
             str, of one to three lines.
         """
-        lines = [self.headline]
+        return "\n".join([self.headline, *(f"{title}: {'; '.join(entries)}" for title, entries in self._found())])
+
+    def _found(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield what stands out, and what helps or was tried in vain: a title and a list of texts each."""
         if self.causes:
-            lines.append(f"What stands out, and may be the cause: {'; '.join(map(str, self.causes))}")
+            yield "What stands out, and may be the cause", [str(each) for each in self.causes]
         if helping := [str(each) for each in self.tried if each.helps]:
-            lines.append(f"What helps, tried in the same passes: {'; '.join(helping)}")
+            yield "What helps, tried in the same passes", helping
         elif self.tried:
-            lines.append(f"Nothing that was tried helps: {'; '.join(map(str, self.tried))}")
-        return "\n".join(lines)
+            yield "Nothing that was tried helps", [str(each) for each in self.tried]
 
     def details(self) -> str:
         """Return what the short text omits: the layers closest to overflow, and the changes that did not help.
