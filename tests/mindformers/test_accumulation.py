@@ -102,30 +102,21 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
     assert with_wrapper.config.runner_config.batch_size == 4
 
 
-def test_probe_divides_the_loss_as_the_training_does(corpus):
-    # A training step divides the loss of each of its 2 micro-batches by 2. So probe() at a loss scale must measure the
-    # same as without accumulation at half of this loss scale.
-    changes, scales = options(corpus, MICRO_BATCHES), [2.0**8, 2.0**20, 2.0**22]
+def test_probe_measures_micro_batches_as_the_training_does(corpus):
     whole, parts = {}, {}
 
     def add_to(sums):
-        def add(scale, gradients):
-            for name, each in gradients.items() if scale == scales[0] else ():
-                sums[name] = sums.get(name, 0) + each
+        return lambda _, gradients: sums.update({name: sums.get(name, 0) + each for name, each in gradients.items()})
 
-        return add
-
-    probe(TrainingSource(CONFIG, overrides=options(corpus, 1)), scales[:1], 1, observe=add_to(whole))
-    divided = probe(TrainingSource(CONFIG, overrides=changes), scales, MICRO_BATCHES, observe=add_to(parts))
+    probe(TrainingSource(CONFIG, overrides=options(corpus, 1)), [2.0**8], 1, observe=add_to(whole))
+    source = TrainingSource(CONFIG, overrides=options(corpus, MICRO_BATCHES))
+    ranges = probe(source, [2.0**8], MICRO_BATCHES, observe=add_to(parts))
     for name, gradient in whole.items():
         np.testing.assert_allclose(parts[name] / MICRO_BATCHES, gradient, atol=2.0**-8 * np.abs(gradient).max())
-    lower = [scale / MICRO_BATCHES for scale in scales]
-    alone = probe(TrainingSource(CONFIG, overrides={**changes, ACCUMULATION: 1}), lower, MICRO_BATCHES)
-    assert (divided.micro_batches, alone.micro_batches) == (MICRO_BATCHES, 1)
-    for scale in scales:
-        assert divided.overall(scale) == alone.overall(scale / MICRO_BATCHES)
-        unscaled = alone.overall(scale / MICRO_BATCHES, unscaled=True)
-        assert divided.overall(scale, unscaled=True) == unscaled
+    # The loss of each micro-batch was divided by their number before the backward pass.
+    assert ranges.micro_batches == MICRO_BATCHES
+    scaled, unscaled = ranges.overall(2.0**8).norm, ranges.overall(2.0**8, unscaled=True).norm
+    assert scaled == pytest.approx(unscaled * 2.0**8 / MICRO_BATCHES)
 
 
 STAGES = {"parallel_config.pipeline_stage": 2, "parallel_config.micro_batch_num": 8}
@@ -156,25 +147,24 @@ def test_who_divides_before_the_backward_pass(target, changes, micro_batches):
 def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
     # `find` and `why` measure a configuration with pipeline stages in one process.
     changes = {**SMALL_MODEL, **STAGES, **SEMI_AUTO, "parallel_config.data_parallel": 1}
+    said = r"one of 8 micro-batches\b.* divided by 8 "
+    assert re.search(said, measurement_of_file(TrainingSource(CONFIG, None, corpus, changes), batches=1).measured)
     changes["runner_wrapper.scale_sense"] = "{type: GradientGuidedLossScale, loss_scale_value: 65536, margin: 8}"
-    for command in ("find", "why"):
-        words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
-        code, printed, _ = run_program(command, *words, *(f"{key}={value}" for key, value in changes.items()))
-        assert code == 0
-        assert re.search(r"one of 8 micro-batches\b.* divided by 8 ", printed)
-        # The section to paste has as many lines as the section of the configuration.
-        assert command == "why" or "type: GradientGuidedLossScale\n" in printed
-        assert "window" not in printed
-        around = [line for line in printed.splitlines() if not line.startswith(" ")]
-        assert command == "why" or len(around) <= 9
+    words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
+    code, printed, _ = run_program("find", *words, *(f"{key}={value}" for key, value in changes.items()))
+    assert code == 0
+    assert re.search(said, printed)
+    # The section to paste has as many lines as the section of the configuration.
+    assert "type: GradientGuidedLossScale\n" in printed
+    assert "window" not in printed
+    assert len([line for line in printed.splitlines() if not line.startswith(" ")]) <= 9
 
 
 def test_a_saved_batch_is_cut_into_its_micro_batches(corpus):
     rows = [np.arange(BATCH * 33, dtype=np.int32).reshape(BATCH, 33) % 256]
     save_batch("batch.npz", rows)
-    source = TrainingSource(CONFIG, overrides=options(corpus, 2))
-    explanation = measurement_of_file(source, 2.0**6, batch="batch.npz").explain()
-    assert len(explanation.losses) == 2
+    measurement = measurement_of_file(TrainingSource(CONFIG, overrides=options(corpus, 2)), batch="batch.npz")
+    np.testing.assert_array_equal([columns[0].asnumpy() for columns in measurement.batches], np.split(rows[0], 2))
 
 
 def test_the_model_and_evaluation_see_micro_batches(corpus):
