@@ -42,10 +42,10 @@ def test_a_section_becomes_the_scaler_of_its_rule(section, scaler, expected):
 
 def test_a_number_is_a_scale_that_stays():
     scaler = make_scaler(1024)
-    for finite in (False, *[True] * 2000):
-        state = scaler.rule.step(scaler.update_cell.rule_state(), not finite)
+    state = scaler.update_cell.rule_state()
+    for overflow in (True, *[False] * 2000):
+        state = scaler.rule.step(state, overflow)
         assert state.loss_scale == 1024.0
-        scaler.update_cell.write_rule_state(state, steps=1)
 
 
 @pytest.mark.parametrize(

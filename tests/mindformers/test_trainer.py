@@ -12,15 +12,17 @@ from mindspore.amp import DynamicLossScaleManager
 from mindspore.train import LambdaCallback
 
 from mindformers_adaptive import LossScaleMonitor
+from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.trainer import Trainer
 from mindformers_adaptive.record.step import FIELDS
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-from tests.conftest import ROOT
+from tests.conftest import CONFIG, ROOT
 from tests.mindformers.trained_llama import build_dataset, build_model
 from tests.mindformers.training_runs import training_arguments
+from tests.shared.networks import Dense
 from tests.shared.records import assert_follows
 
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -124,6 +126,27 @@ def test_arguments_that_name_the_guided_cell_train_by_its_rule():
     rule = GuidedRule()
     assert_follows(rule, rule.start(2.0**30), lines)
     assert {line["overflow"] for line in lines} == {True, False}
+
+
+FIXED = [1024, {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1024}, {"type": "NoLossScaleUpdateCell"}]
+
+
+@pytest.mark.usefixtures("registry_put_back", "in_a_folder_of_its_own")
+@pytest.mark.parametrize("scale_sense", [*FIXED, None], ids=str)
+def test_only_a_moving_scale_is_taken_from_a_checkpoint(scale_sense):
+    changes = {} if scale_sense is None else {"runner_wrapper.scale_sense": scale_sense}
+    trainer, dense = Trainer(load_config(CONFIG, changes)), Dense()
+    trainer._check_config_rules()
+    # On a resume, MindFormers writes the loss scale of the checkpoint into the configuration.
+    section, restored = trainer.config.runner_wrapper, Tensor(8.0)
+    if hasattr(section.scale_sense, "loss_scale_value"):
+        section.scale_sense.loss_scale_value = restored
+    else:
+        section.scale_sense = restored
+    trainer.trainer.set_config(trainer.config, is_full_config=True)
+    train_step = trainer.trainer.create_model_wrapper(dense.network, dense.optimizer())
+    expected = 8 if scale_sense is None else 1 if scale_sense == FIXED[-1] else 1024
+    assert float(train_step.scale_sense.asnumpy()) == expected
 
 
 class NotOfMindFormers(nn.Cell):
