@@ -29,7 +29,7 @@ def fixed(loss_scale_value):
 # Sections of YAML files that must train without a warning. Each entry has the value of scale_sense, and a dict of the
 # section's other keys.
 TRAINED = [
-    *((dynamic(2**exponent), CLIPPED) for exponent in (0, 6, 10, 11, 12, 13, 14, 16, 17, 32)),
+    *((dynamic(2**exponent), CLIPPED) for exponent in (0, 16, 32)),
     (dynamic(128, scale_window=100), CLIPPED),
     (dynamic(4096, scale_window=500), CLIPPED),
     (dynamic(1, scale_window=2000), CLIPPED),
@@ -97,8 +97,8 @@ def test_what_mindformers_trains_is_trained(scale_sense, keys):
     assert scale_after_a_step(load(section)) == max(first_scale(scale_sense) / factor, 1)
 
 
-# The first ten sections differ only in the power of two, and a scale_sense that is a number has no type to change.
-WITH_A_TYPE = [TRAINED[0], *((scale_sense, keys) for scale_sense, keys in TRAINED[9:] if isinstance(scale_sense, dict))]
+# A scale_sense that is a number has no type to change.
+WITH_A_TYPE = [(scale_sense, keys) for scale_sense, keys in TRAINED if isinstance(scale_sense, dict)]
 
 
 @pytest.mark.parametrize(("scale_sense", "keys"), WITH_A_TYPE, ids=str)
