@@ -115,7 +115,8 @@ def test_passes_leave_the_network_alone_and_are_told_of(mode):
     assert all(np.array_equal(a, b) for a, b in zip(random, mindspore.get_rng_state(), strict=True))
     assert nn.Cell.__call__ is call
     assert not any("construct" in vars(cell) for _, cell in network.cells_and_names())
-    # The measurement turns dropout off. So the layer ``dropout`` passes its gradient on to ``norm`` unchanged.
+    # The measurement turns dropout off. So the layer ``dropout`` passes on its input and its gradient unchanged.
+    assert ranges.outputs["dropout"] == ranges.outputs["norm"]
     [of_outputs] = select(ranges, "activation_gradients").batches
     assert of_outputs[0].parameters["dropout"] == of_outputs[0].parameters["norm"]
     # A compiled graph rounds at other operations than PyNative mode, so the losses of the two modes differ slightly.
@@ -137,7 +138,7 @@ def test_recomputed_layers_are_measured_once(mode):
 def test_without_layers_it_is_said_how_to_measure_them(graph_mode):
     ranges = gradient_ranges(GraphOnly(), Tensor(X), [1])
     content = ranges.to_dict()
-    assert (ranges.activation_gradients, content.pop("activation_gradients")) == ((), [])
+    assert (ranges.activation_gradients, content.pop("activation_gradients"), ranges.outputs) == ((), [], {})
     # Also test a report that is read from an older file, without activation gradients.
     for old in (ranges, GradientRanges.from_dict(content)):
         with pytest.raises(ValueError, match=r"no activation gradients .* give 'layers'"):
