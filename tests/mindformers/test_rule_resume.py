@@ -13,7 +13,6 @@ from log_max import LogMaxRule
 
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.record.writer import read_record
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.saved_state import all_fields
 from tests.conftest import ROOT
@@ -31,17 +30,12 @@ from tests.shared.versions import NEEDS_SECTION
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
 
 SAVED_AT, LAST = 8, 20
+OWN = "log_max, weights in FP16"
 GUIDED = (GuidedRule(margin=0), "type: GradientGuidedLossScale, margin: 0")
 RULES = {
     "guided": GUIDED,
     "guided, weights in FP16": GUIDED,
-    "adaptive, weights in FP16": (
-        # With hysteresis, the state of the adaptive rule has one more field.
-        AdaptiveRule(max_scale_window=4, min_scale_window=1, hysteresis=2),
-        "type: AdaptiveLossScale, scale_factor: 2, scale_window: 1, max_scale_window: 4, min_scale_window: 1, "
-        "hysteresis: 2",
-    ),
-    "log_max": (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
+    OWN: (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
 }
 CKPT = LegacyFormat("ckpt")
 # The folders in which Python finds this package and the user's rule.
@@ -94,8 +88,7 @@ def replay(rule, record):
 @pytest.mark.parametrize(
     ("name", "form", "processes"),
     [
-        pytest.param("log_max", CKPT, 1, id="user's rule"),
-        pytest.param("adaptive, weights in FP16", CKPT, 1, id="adaptive, weights in FP16"),
+        pytest.param(OWN, CKPT, 1, id="user's rule, weights in FP16"),
         pytest.param(
             "guided, weights in FP16",
             CheckpointSection(),
@@ -122,7 +115,7 @@ def test_stopped_and_resumed_run_takes_the_same_steps(
     options = options_of(name, form, output)
     # Kill a run of a user's rule. In all other cases, resume from a copy of the checkpoints that the uninterrupted run
     # saved up to step SAVED_AT.
-    if name == "log_max":
+    if name == OWN:
         with TrainingRun(output, long_corpus, options, LAST, hold_after=SAVED_AT + 4, **graph) as run:
             run.wait_until_saved(form, output)
         assert run.steps() == {step: expected[step] for step in run.steps()}
@@ -162,7 +155,7 @@ def test_stopped_and_resumed_run_takes_the_same_steps(
 
 
 def test_commands_of_the_page_on_own_rules_read_the_run_of_one(uninterrupted, tmp_path, monkeypatch, capsys):
-    _, output = uninterrupted("log_max", CKPT, 1)
+    _, output = uninterrupted(OWN, CKPT, 1)
     (tmp_path / "output").symlink_to(output)
     monkeypatch.chdir(tmp_path)
     [block] = [text for language, text in blocks(ENGLISH_DOCS / "own_rule.md") if language == "bash"]
