@@ -22,7 +22,6 @@ from tests.overflow.overflowing import (
     HALF,
     Frozen,
     Functional,
-    Masked,
     Residuals,
     Shared,
     Stack,
@@ -180,7 +179,7 @@ def test_a_weight_just_beyond_float16_is_counted():
     network = Functional(lambda x, weight: x.astype(HALF))
     network.weight.set_data(Tensor(np.resize(np.float32([65519, 65520, -65520, 1]), (4, 4))))
     explanation = explain_overflow(network, [(Tensor(values(4, 4)),)], 1.0, remedies=False)
-    assert explanation.weights.elements == 8
+    assert (explanation.weights.elements, explanation.weights.parameters) == (8, ("weight",))
 
 
 def test_of_layers_that_overflow_the_worst_batch_is_told():
@@ -213,14 +212,6 @@ def test_a_lower_scale_is_tried_before_it_is_recommended():
     assert lower.setting == f"loss_scale_value: {lower.safe_scale:.0f}"
 
 
-def test_weights_that_do_not_fit_are_counted(model):
-    with planted(model, {"lm_head": 1e7}):
-        explanation = explain_overflow(model, [tokens()], 1.0, remedies=False)
-        beyond = np.abs(model.lm_head.weight.asnumpy()) > 65519
-    assert explanation.weights.elements == beyond.sum() > 0
-    assert explanation.weights.parameters == ("lm_head.weight",)
-
-
 def test_network_without_overflow_gets_the_layers_next_to_it(model):
     explanation = explain_overflow(model, [tokens()], 2.0**4)
     assert re.match(r"No overflow .* 2\^4, .*up to 2\^", explanation.headline)
@@ -236,12 +227,6 @@ def test_network_without_overflow_gets_the_layers_next_to_it(model):
     # The loss scale can grow by as many powers of two as the backward pass has bits left before an overflow.
     left = min(layer.backward.headroom for layer in explanation.layers if layer.backward is not None)
     assert math.floor(left) == math.log2(explanation.safe_scale) - 4
-
-
-def test_what_a_mask_hides_is_no_overflow():
-    explanation = explain_overflow(Masked(), [(Tensor(np.ones((4, 4), np.float32)),)], 1.0)
-    assert not explanation.overflow
-    assert explanation.losses[0] == pytest.approx(explanation.losses[0])
 
 
 def test_where_nothing_was_seen_to_overflow_no_layer_is_named():

@@ -123,6 +123,10 @@ def test_in_a_frozen_layer_of_llama_with_lora(lora):
         assert named(lora, tokens(), 2.0**18) == ("backward", "lm_head", "MatMul")
 
 
+LARGE, SMALL, ZERO, ONES = (np.full((2, 4), value, np.float32) for value in (300, 1e-4, 0, 1))
+FOURS = np.full((4, 4), 4, np.float32)
+
+
 def mean_of_powers(x, weight):
     return ops.exp(ops.matmul(x.astype(HALF), weight.astype(HALF)))
 
@@ -135,7 +139,7 @@ def logarithm_of_zero(x, weight):
     return ops.log(ops.relu((x - 200) * weight.sum()))
 
 
-SMALL = {
+NETWORKS = {
     "convolution": (Convolutions, values(2, 2, 6, 6, scale=3e4), 1, ("forward", "conv1", "Conv2D")),
     "batch norm": (lambda: Convolutions(gamma=1e5), values(2, 2, 6, 6), 1, ("forward", "conv2", "Conv2D")),
     "convolution, backward": (Convolutions, values(2, 2, 6, 6), 2.0**32, ("backward", "head", "BiasAdd")),
@@ -146,9 +150,9 @@ SMALL = {
         2.0**20,
         ("backward", "state", "MatMul"),
     ),
-    "exp": (lambda: Functional(mean_of_powers), np.full((4, 4), 4, np.float32), 1, ("forward", "", "Exp")),
+    "exp": (lambda: Functional(mean_of_powers), FOURS, 1, ("forward", "", "Exp")),
     "method": (lambda: Functional(products), np.full((4, 4), 10, np.float32), 1, ("forward", "", "Mul")),
-    "logarithm": (lambda: Functional(logarithm_of_zero), np.full((4, 4), 4, np.float32), 1, ("forward", "", "Log")),
+    "logarithm": (lambda: Functional(logarithm_of_zero), FOURS, 1, ("forward", "", "Log")),
     "batch": (Residuals, np.full((2, 4), np.inf, np.float32), 1, ("forward", "", "")),
     "loss in FP16": (LossInHalf, np.full((4, 4), 1e-4, np.float32), 2.0**18, ("backward", "", "")),
     "custom gradient": (WithOwnGradient, np.ones((4, 4), np.float32), 2.0**10, ("backward", "layer", "")),
@@ -167,54 +171,32 @@ SMALL = {
         1,
         ("forward", "layers.1", "Softmax"),
     ),
-    "softmax by hand": (
-        lambda: Stack(Calls(lambda x: ops.exp(x) / ops.exp(x).sum(-1, keepdims=True), 4.0)),
-        np.full((2, 4), 3, np.float32),
-        1,
-        ("forward", "layers.0", "Exp"),
-    ),
-    "layer called twice": (
-        lambda: twice(Calls(ops.relu, 300.0)),
-        np.ones((2, 4), np.float32),
-        1,
-        ("forward", "layers.0.dense", "MatMul"),
-    ),
+    "layer called twice": (lambda: twice(Calls(ops.relu, 300.0)), ONES, 1, ("forward", "layers.0.dense", "MatMul")),
     "layer called twice, backward": (
         lambda: twice(Calls(ops.relu, 64.0)),
-        np.full((2, 4), 1e-4, np.float32),
+        SMALL,
         2.0**14,
         ("backward", "layers.0.dense", "MatMul"),
     ),
     "recomputed": (
         lambda: Stack(recomputed(Calls(ops.relu, 300.0))),
-        np.full((2, 4), 300, np.float32),
+        LARGE,
         1,
         ("forward", "layers.0.dense", "MatMul"),
     ),
     "recomputed, backward": (
         lambda: Stack(Calls(ops.relu), recomputed(Calls(ops.relu, 300.0))),
-        np.full((2, 4), 1e-4, np.float32),
+        SMALL,
         2.0**14,
         ("backward", "layers.1.dense", "MatMul"),
     ),
-    "written in place": (
-        lambda: Stack(Calls(written_in_place)),
-        np.full((2, 4), 300, np.float32),
-        1,
-        ("forward", "layers.0", "Mul"),
-    ),
+    "written in place": (lambda: Stack(Calls(written_in_place)), LARGE, 1, ("forward", "layers.0", "Mul")),
     "smoothed labels": (lambda: Stack(Calls(smoothed, 40.0)), values(4, 4), 1, ("forward", "layers.0", "Log")),
     "square root, backward": (
         lambda: Stack(Calls(lambda x: ops.sqrt((x * x).sum(-1)))),
-        np.zeros((2, 4), np.float32),
+        ZERO,
         1,
         ("backward", "layers.0", "Sqrt"),
-    ),
-    "zero by zero": (
-        lambda: Stack(Calls(lambda x: x / x.abs().sum(-1, keepdims=True))),
-        np.zeros((2, 4), np.float32),
-        1,
-        ("forward", "layers.0", "Truediv"),
     ),
     "depthwise convolution": (
         lambda: Stack(nn.Conv2d(4, 4, 3, group=4, weight_init="ones").to_float(HALF)),
@@ -228,17 +210,12 @@ SMALL = {
         1,
         ("forward", "layers.0", "LayerNorm"),
     ),
-    "head tied to an embedding": (
-        lambda: Tied(200.0),
-        np.arange(8).astype(np.int32),
-        1,
-        ("forward", "", "MatMulExt"),
-    ),
+    "head tied to an embedding": (lambda: Tied(200.0), np.arange(8).astype(np.int32), 1, ("forward", "", "MatMulExt")),
     "mask that is no overflow": (Masked, np.full((4, 4), 60, np.float32), 1, ("forward", "", "BatchMatMul")),
 }
 
 
-@pytest.mark.parametrize(("make", "batch", "scale", "expected"), SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize(("make", "batch", "scale", "expected"), NETWORKS.values(), ids=NETWORKS)
 def test_in_small_networks(make, batch, scale, expected):
     mindspore.set_seed(0)
     network = make()
@@ -303,9 +280,6 @@ def test_a_mask_that_comes_with_the_batch():
         assert not explain_overflow(MaskOfBatch(), [(x, mask)], 1.0, remedies=False).overflow
 
 
-LARGE, ZERO, ONES = np.full((2, 4), 300, np.float32), np.zeros((2, 4), np.float32), np.ones((2, 4), np.float32)
-
-
 def masked_classes(x):
     logits = x.astype(mindspore.float32).masked_fill(Tensor([[False, False, False, True]]), float("-inf"))
     return ops.cross_entropy(logits, Tensor([0, 1], mindspore.int32))
@@ -344,6 +318,9 @@ def added_in_rows(cell, x):
 
 
 METHODS = {
+    # A softmax by hand, and 0 divided by 0.
+    "Exp": (lambda x: ops.exp(x) / ops.exp(x).sum(-1, keepdims=True), LARGE),
+    "Truediv": (lambda x: x / x.abs().sum(-1, keepdims=True), ZERO),
     "Cosh": (lambda x: x.cosh(), LARGE),
     "Sinh": (lambda x: x.sinh(), LARGE),
     "Expm1": (lambda x: x.expm1(), LARGE),
@@ -402,7 +379,7 @@ def test_what_overflows_only_in_a_later_batch():
 
 def test_values_that_overflow_with_a_finite_loss_are_named():
     with mindspore_mode("pynative"):
-        explanation = explain_overflow(Stack(Calls(normed_in_half)), [(Tensor(np.full((2, 4), 300, np.float32)),)], 1.0)
+        explanation = explain_overflow(Stack(Calls(normed_in_half)), [(Tensor(LARGE),)], 1.0)
         masked = Stack(Attention(mask=np.triu(np.ones((6, 6), bool), 1)))
         without = explain_overflow(masked, [(Tensor(values(1, 6, 4)),)], 1.0)
     assert not explanation.overflow
