@@ -105,21 +105,14 @@ def test_in_llama(model, changes, scale, expected):
 LORA = {"pet_type": "lora", "lora_rank": 2, "lora_alpha": 2, "target_modules": ".*wq|.*wv"}
 
 
-@pytest.fixture(scope="module")
-def lora():
+def test_in_a_frozen_layer_of_llama_with_lora():
     mindspore.set_seed(0)
     with mindspore_mode("pynative"):
-        yield get_pet_model(llama(), MindFormerConfig(**LORA))
-
-
-# The output layer (head) has small inputs, so that its product fits into FP16, but its weights are large. The head is
-# not trained, so its weight has no gradient that could show the overflow.
-FROZEN_HEAD = {"lm_head": 3e5, "norm_out": 1e-6}
-
-
-def test_in_a_frozen_layer_of_llama_with_lora(lora):
+        lora = get_pet_model(llama(), MindFormerConfig(**LORA))
     assert len(lora.trainable_params()) == 4
-    with planted(lora, FROZEN_HEAD):
+    # The output layer (head) has small inputs, so that its product fits into FP16, but its weights are large. The head
+    # is not trained, so its weight has no gradient that could show the overflow.
+    with planted(lora, {"lm_head": 3e5, "norm_out": 1e-6}):
         assert named(lora, tokens(), 2.0**18) == ("backward", "lm_head", "MatMul")
 
 
@@ -442,42 +435,6 @@ def test_in_a_graph_a_layer_that_returns_a_tuple_is_named():
     assert (explanation.origin.phase, explanation.origin.layer) == ("forward", "second")
 
 
-def origin_of(passes, network, changes, batch, scale):
-    with mindspore_mode("graph"), planted(network, changes):
-        [seen] = passes([batch], scale)
-    origin = find_origin(seen)
-    return origin.phase, origin.layer
-
-
-@pytest.fixture(scope="module")
-def in_a_graph(lora):
-    """Return a function that runs the Llama with LoRA in graph mode; all tests share the graph."""
-    with mindspore_mode("graph"), watched_passes(lora, graph=True) as passes:
-        yield passes
-
-
-# At the highest loss scale other layers overflow too, earlier than the expected layer, so use a lower loss scale.
-IN_A_GRAPH = IN_LLAMA | {
-    "head, backward": (FROZEN_HEAD, 2.0**18, ("backward", "lm_head", "")),
-    "norm, backward": ({"tok_emb": 1e-8}, 2.0**17, ("backward", "model.norm_out", "")),
-}
-
-
-@pytest.mark.parametrize("case", IN_A_GRAPH)
-def test_in_a_graph_of_llama(in_a_graph, lora, case):
-    changes, scale, (phase, layer, _) = IN_A_GRAPH[case]
-    assert origin_of(in_a_graph, lora, changes, tokens(), scale) == (phase, layer)
-
-
-def test_in_a_graph_the_layer_that_grows_is_named(in_a_graph, lora):
-    with mindspore_mode("graph"), planted(lora, {"lm_head": 3000.0}):
-        [growth] = growing_layers(in_a_graph([tokens()], 2.0))
-    assert growth.layer == "lm_head"
-    assert all(name in str(growth) for name in ("values", "gradients"))
-    with mindspore_mode("graph"):
-        assert not growing_layers(in_a_graph([tokens()], 2.0**10))
-
-
 def test_scratch_outputs_of_batch_norm_are_no_overflow():
     batch = (Tensor(values(2, 2, 6, 6)),)
     with mindspore_mode("pynative"):
@@ -532,11 +489,31 @@ def test_in_an_mcore_model(qwen3, changes, scale, expected):
         assert named(qwen3, batch, scale) == expected
 
 
+# In graph mode there is one graph for all cases, so there are more of them.
+IN_A_GRAPH = IN_QWEN3 | {
+    "embedding": ({"word_embeddings": 1e8}, 1, ("forward", "embedding", "")),
+    "projection": ({"linear_qkv": np.full(1, 4e4)}, 1, ("forward", "decoder.layers.0.self_attention.linear_qkv", "")),
+    "head": ({"output_layer": np.full(1, 4e4), "final_layernorm": 2.0}, 1, ("forward", "output_layer", "")),
+    "weights": ({"output_layer": 1e8}, 1, ("forward", "output_layer", "")),
+    "weight that is NaN": ({"linear_fc2": np.nan}, 1, ("forward", "decoder.layers.0.mlp.linear_fc2", "")),
+    # At the highest loss scale other layers overflow too, earlier than the expected layer, so use a lower loss scale.
+    "large head, backward": ({"output_layer": 3e5, "final_layernorm": 1e-6}, 2.0**18, ("backward", "output_layer", "")),
+    "norm, backward": ({"word_embeddings": 1e-8}, 2.0**17, ("backward", "decoder.final_layernorm", "")),
+}
+
+
 def test_in_a_graph_of_an_mcore_model(qwen3):
     from tests.mindformers import mcore_on_cpu
 
     batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
     with mindspore_mode("graph"), watched_passes(qwen3, graph=True) as passes:
-        for changes, scale, (phase, layer, _) in IN_QWEN3.values():
-            scale = min(scale, 2.0**20)
-            assert origin_of(passes, qwen3.network, changes, batch, scale) == (phase, layer)
+        for case, (changes, scale, (phase, layer, _)) in IN_A_GRAPH.items():
+            with planted(qwen3.network, changes):
+                [seen] = passes([batch], min(scale, 2.0**20))
+            origin = find_origin(seen)
+            assert (origin.phase, origin.layer) == (phase, layer), case
+        with planted(qwen3.network, {"output_layer": 3000.0}):
+            [growth] = growing_layers(passes([batch], 2.0))
+        assert growth.layer == "output_layer"
+        assert all(name in str(growth) for name in ("values", "gradients"))
+        assert not growing_layers(passes([batch], 2.0**10))
