@@ -8,6 +8,9 @@ from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.overflow.explain import explain_overflow
+from tests.conftest import mindspore_mode
+
 HALF = mstype.float16
 VOCABULARY, SEQ_LENGTH, WIDTH = 32, 8, 16
 
@@ -45,6 +48,15 @@ def planted(network, changes):
     finally:
         for weight, value in before.items():
             weight.set_data(Tensor(value, weight.dtype))
+
+
+def explained(network, batch, loss_scale=1.0, *, graph=False, remedies=False, **options):
+    """Explain how a batch, an array or a tuple of Tensors, overflows a network in PyNative or in graph mode."""
+    batch = batch if isinstance(batch, tuple) else (Tensor(batch),)
+    with mindspore_mode("graph" if graph else "pynative"):
+        explanation = explain_overflow(network, [batch], loss_scale, graph=graph, remedies=remedies, **options)
+    print(explanation)
+    return explanation
 
 
 def values(*shape, scale=1.0):

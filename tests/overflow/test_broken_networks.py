@@ -5,8 +5,6 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.overflow.explain import explain_overflow
-from tests.conftest import mindspore_mode
 from tests.overflow.overflowing import (
     HALF,
     Attention,
@@ -18,6 +16,7 @@ from tests.overflow.overflowing import (
     Recurrent,
     Residuals,
     Stack,
+    explained,
     planted,
     values,
 )
@@ -25,12 +24,9 @@ from tests.overflow.overflowing import (
 pytestmark = pytest.mark.slow
 
 
-def explained(network, batch, loss_scale=2.0**16, **options):
-    with mindspore_mode("pynative"):
-        explanation = explain_overflow(network, [batch], loss_scale, **options)
-    print(explanation)
-    # The log of a training has the summary, and ``explain_overflow`` is printed as a whole.
-    return explanation, [str(explanation), explanation.summary()]
+def printed(explanation):
+    """Return what a training's log has of an explanation, and what ``print`` shows."""
+    return [str(explanation), explanation.summary()]
 
 
 NETWORKS = {
@@ -57,17 +53,17 @@ OUTLIERS = [
 @pytest.mark.parametrize(("network", "weight", "is_single"), OUTLIERS)
 def test_a_weight_outlier_is_named(network, weight, is_single):
     make, batch = NETWORKS[network]
-    network, batch = make(), (Tensor(batch),)
+    network = make()
     [changed] = [each.asnumpy().copy() for each in network.get_parameters() if each.name.endswith(weight)]
     if is_single:
         changed.flat[0] = 4000.0 * np.abs(changed).max()
     else:
         changed *= 4000.0
     with planted(network, {weight: changed}):
-        explanation, printed = explained(network, batch, remedies=False)
+        explanation = explained(network, batch, 2.0**16)
     [named] = [cause for cause in explanation.causes if cause.kind == "weights"]
     assert named.layer.endswith(weight)
-    assert all(str(named) in text for text in printed)
+    assert all(str(named) in text for text in printed(explanation))
 
 
 LARGE = [("convolutions", 64.0), ("mixer", 300.0), ("autoencoder", 500.0), ("recurrent", 100.0), ("attention", 64.0)]
@@ -76,12 +72,12 @@ LARGE = [("convolutions", 64.0), ("mixer", 300.0), ("autoencoder", 500.0), ("rec
 @pytest.mark.parametrize(("network", "factor"), LARGE)
 def test_weights_after_too_large_an_update_are_named(network, factor):
     make, batch = NETWORKS[network]
-    network, batch = make(), (Tensor(batch),)
+    network = make()
     with planted(network, {weight.name: factor for weight in network.get_parameters() if weight.ndim > 1}):
-        explanation, printed = explained(network, batch, remedies=False)
+        explanation = explained(network, batch, 2.0**16)
     [named] = [cause for cause in explanation.causes if cause.kind == "weights"]
     assert not named.layer
-    assert all("learning rate" in text for text in printed)
+    assert all("learning rate" in text for text in printed(explanation))
 
 
 @pytest.mark.parametrize(("network", "bad"), [*zip(NETWORKS, [np.nan, np.inf] * 3, strict=True)])
@@ -89,8 +85,8 @@ def test_a_bad_batch_is_named(network, bad):
     make, batch = NETWORKS[network]
     batch = batch.copy()
     batch.flat[-1] = bad
-    explanation, printed = explained(make(), (Tensor(batch),))
-    assert all("the batch itself has inf" in text for text in printed)
+    explanation = explained(make(), batch, 2.0**16, remedies=True)
+    assert all("the batch itself has inf" in text for text in printed(explanation))
     assert not explanation.causes
 
 
@@ -122,10 +118,9 @@ MASKS = {
 @pytest.mark.parametrize("case", MASKS)
 def test_an_empty_row_of_a_mask_is_named(case):
     network = MASKS[case]()
-    explanation, printed = explained(
-        network, (Tensor(values(6, 6) if isinstance(network, Calls) else values(1, 6, 4)),)
-    )
-    assert all("mask leaves nothing of" in text for text in printed)
+    batch = values(6, 6) if isinstance(network, Calls) else values(1, 6, 4)
+    explanation = explained(network, batch, 2.0**16, remedies=True)
+    assert all("mask leaves nothing of" in text for text in printed(explanation))
     assert not explanation.causes
 
 
@@ -159,10 +154,10 @@ LOW = {
 @pytest.mark.parametrize("case", LOW)
 def test_an_unusually_low_scale_is_named(case):
     make, batch = LOW[case]
-    explanation, printed = explained(make(), (Tensor(batch),), remedies=False)
+    explanation = explained(make(), batch, 2.0**16)
     [named] = [cause for cause in explanation.causes if cause.kind == "scale"]
-    assert all(str(named) in text for text in printed)
+    assert all(str(named) in text for text in printed(explanation))
     assert "sum" in str(named)
     # The same network with a mean as the loss holds a usual scale.
-    explanation, _ = explained(make(), (Tensor(batch / 2**10),), remedies=False)
+    explanation = explained(make(), batch / 2**10, 2.0**16)
     assert not any(cause.kind == "scale" for cause in explanation.causes)

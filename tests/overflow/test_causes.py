@@ -7,7 +7,6 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.overflow.causes import large_weights, low_scale
-from mindformers_adaptive.overflow.explain import explain_overflow
 from tests.conftest import mindspore_mode
 from tests.overflow.overflowing import (
     HALF,
@@ -20,6 +19,7 @@ from tests.overflow.overflowing import (
     Residuals,
     Stack,
     WithOwnGradient,
+    explained,
     filled_mask,
     llama,
     planted,
@@ -28,13 +28,6 @@ from tests.overflow.overflowing import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-def causes_of(network, batch, loss_scale, graph=False):
-    with mindspore_mode("graph" if graph else "pynative"):
-        explanation = explain_overflow(network, [batch], loss_scale, remedies=False, graph=graph)
-    print(explanation)
-    return explanation
 
 
 def named(explanation, kind):
@@ -63,7 +56,7 @@ PLANTED = {
 def test_the_layer_that_grows_is_named_with_its_weight(model, case):
     changes, layer, weight = PLANTED[case]
     with planted(model, changes):
-        explanation = causes_of(model, tokens(), 2.0**16)
+        explanation = explained(model, tokens(), 2.0**16)
         [largest] = [np.abs(each.asnumpy()).max() for each in model.get_parameters() if each.name == weight]
     growth = named(explanation, "growth")
     assert list(growth) == [layer]
@@ -76,7 +69,7 @@ def test_the_layer_that_grows_is_named_with_its_weight(model, case):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_gradient_that_grows_without_weights_is_named(graph):
-    explanation = causes_of(WithOwnGradient(), (Tensor(np.ones((4, 4), np.float32)),), 1024.0, graph)
+    explanation = explained(WithOwnGradient(), np.ones((4, 4), np.float32), 1024.0, graph=graph)
     growth = named(explanation, "growth")
     assert list(growth) == ["layer"]
     assert "values" not in str(growth["layer"])
@@ -129,7 +122,7 @@ def test_nothing_is_named_in_a_healthy_network(case, steps, scale):
     batch = (Tensor(batch),)
     with mindspore_mode("pynative"):
         network = trained(make(), batch, steps)
-    explanation = causes_of(network, batch, scale)
+    explanation = explained(network, batch, scale)
     assert not explanation.causes, str(explanation)
 
 
@@ -169,19 +162,15 @@ IN_HALF = {
 @pytest.mark.parametrize("case", IN_HALF)
 def test_a_loss_in_float32_is_tried(case):
     function, size, scale = IN_HALF[case]
-    batch = (Tensor(np.full((8, 4), size, np.float32)),)
-    with mindspore_mode("pynative"):
-        explanation = explain_overflow(SumOfSquares(function), [batch], scale)
-    print(explanation)
+    explanation = explained(SumOfSquares(function), np.full((8, 4), size, np.float32), scale, remedies=True)
     [tried] = [each for each in explanation.tried if "the loss" in each.setting]
     assert tried.helps
     assert tried.setting.endswith("in float32")
 
 
 def test_nothing_helps_lists_what_was_tried():
-    batch = (Tensor(np.full((8, 4), np.inf, np.float32)),)
-    with mindspore_mode("pynative"):
-        text = str(explain_overflow(SumOfSquares(lambda x: x.sum()), [batch], 8.0, settings={"other": lambda: 1 / 0}))
+    network, batch = SumOfSquares(lambda x: x.sum()), np.full((8, 4), np.inf, np.float32)
+    text = str(explained(network, batch, 8.0, remedies=True, settings={"other": lambda: 1 / 0}))
     tried = text[text.index("Nothing that was tried") : text.index("Evidence")]
     assert "a lower loss_scale_value" in tried
     assert "other -> could not be tried" in tried

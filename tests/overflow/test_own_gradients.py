@@ -7,30 +7,24 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflow
-from tests.conftest import mindspore_mode
-from tests.overflow.overflowing import HALF, Hiding, OwnGradient, OwnGradientOfTwo, WithOwnGradient
+from mindformers_adaptive.overflow.explain import PyNativeError
+from tests.overflow.overflowing import HALF, Hiding, OwnGradient, OwnGradientOfTwo, WithOwnGradient, explained
 
 pytestmark = pytest.mark.slow
 
-ONES = (Tensor(np.ones((4, 4), np.float32)),)
-
-
-def explained(network, batch, loss_scale, graph):
-    with mindspore_mode("graph" if graph else "pynative"):
-        return explain_overflow(network, [batch], loss_scale, remedies=False, graph=graph)
+ONES = np.ones((4, 4), np.float32)
 
 
 @pytest.mark.parametrize(
     ("layer", "inputs", "graph"), [(OwnGradient, 1, False), (OwnGradientOfTwo, 2, False), (OwnGradientOfTwo, 2, True)]
 )
 def test_a_cell_with_its_own_gradient_is_named(layer, inputs, graph):
-    origin = explained(WithOwnGradient(layer(), inputs), ONES, 2.0**10, graph).origin
+    origin = explained(WithOwnGradient(layer(), inputs), ONES, 2.0**10, graph=graph).origin
     assert (origin.phase, origin.layer, origin.layer_class) == ("backward", "layer", layer.__name__)
 
 
 def test_a_gradient_that_reaches_no_weight_is_no_limit():
-    explanation = explained(Hiding(ops.round), ONES, 1.0, graph=False)
+    explanation = explained(Hiding(ops.round), ONES)
     assert explanation.safe_scale == 2.0**40
     assert "nor up to 2^40" in explanation.headline
 
@@ -64,6 +58,6 @@ def test_an_index_out_of_range_is_said_with_its_column(case, graph):
     loss, tokens, labels, column = TOO_LARGE[case]
     batch = tuple(Tensor(np.array(column, np.int32)) for column in (tokens, labels))
     with pytest.raises(PyNativeError) as refused:
-        explained(Indexed(loss()), batch, 1024.0, graph)
+        explained(Indexed(loss()), batch, 1024.0, graph=graph)
     assert re.search(rf"index is out of range\b.* classes.* vocabulary.*{column}", str(refused.value))
     assert "shapes and types" not in str(refused.value)

@@ -36,6 +36,7 @@ from tests.overflow.overflowing import (
     Tied,
     WithOwnGradient,
     Writes,
+    explained,
     llama,
     normed_in_half,
     planted,
@@ -56,11 +57,9 @@ def model():
         yield llama()
 
 
-def named(network, batch, loss_scale):
-    with mindspore_mode("pynative"):
-        explanation = explain_overflow(network, [batch], loss_scale, remedies=False)
+def named(network, batch, loss_scale=1):
+    explanation = explained(network, batch, loss_scale)
     assert len(str(explanation).splitlines()) <= 25
-    print(explanation)
     origin = explanation.origin
     return origin.phase, origin.layer, origin.operator.partition(" ")[0]
 
@@ -211,8 +210,7 @@ NETWORKS = {
 @pytest.mark.parametrize(("make", "batch", "scale", "expected"), NETWORKS.values(), ids=NETWORKS)
 def test_in_small_networks(make, batch, scale, expected):
     mindspore.set_seed(0)
-    network = make()
-    assert named(network, (Tensor(batch),), scale) == expected
+    assert named(make(), batch, scale) == expected
 
 
 HIDDEN = np.triu(np.ones((6, 6), bool), 1)
@@ -253,24 +251,21 @@ MASKS = {
 @pytest.mark.parametrize(("mask", "attributes"), MASKS.values(), ids=MASKS)
 def test_a_healthy_mask_hides_no_overflow_and_is_none(mask, attributes):
     layer = MaskedScores(mask, after=4096.0, **attributes)
-    with mindspore_mode("pynative"):
-        backward = explain_overflow(Stack(layer), [(Tensor(values(1, 6, 4, scale=1e-3)),)], 2.0**22, remedies=False)
-        healthy = explain_overflow(Stack(layer), [(Tensor(values(1, 6, 4)),)], 1.0, remedies=False)
+    backward = explained(Stack(layer), values(1, 6, 4, scale=1e-3), 2.0**22)
+    healthy = explained(Stack(layer), values(1, 6, 4))
     assert (backward.origin.phase, backward.origin.layer) == ("backward", "layers.0")
     assert "whatever the loss scale" not in backward.headline
     assert (healthy.overflow, healthy.swallowed, healthy.weights) == (False, "", None)
     # Here the product of query and key overflows too, so inf does not come from the mask only.
     network = Stack(MaskedScores(mask, growth=300.0, **attributes))
-    expected = ("forward", "layers.0", "MatMulExt")
-    assert named(network, (Tensor(values(1, 6, 4, scale=2)),), 1) == expected
+    assert named(network, values(1, 6, 4, scale=2)) == ("forward", "layers.0", "MatMulExt")
 
 
 def test_a_mask_that_comes_with_the_batch():
     mask = Tensor(MINUS_INF[:4, :4].astype(np.float32))
     x = Tensor(np.full((4, 4), 1000, np.float32))
-    assert named(MaskOfBatch(300.0), (x, mask), 1) == ("forward", "scores", "MatMul")
-    with mindspore_mode("pynative"):
-        assert not explain_overflow(MaskOfBatch(), [(x, mask)], 1.0, remedies=False).overflow
+    assert named(MaskOfBatch(300.0), (x, mask)) == ("forward", "scores", "MatMul")
+    assert not explained(MaskOfBatch(), (x, mask)).overflow
 
 
 def masked_classes(x):
@@ -280,8 +275,7 @@ def masked_classes(x):
 
 def test_a_mask_that_is_multiplied_by_0_is_said_to():
     """MindSpore's cross entropy is NaN if a class is masked by -inf: it multiplies the mean log-softmax by 0."""
-    with mindspore_mode("pynative"):
-        explanation = explain_overflow(Stack(Calls(masked_classes)), [(Tensor(ONES),)], 1.0)
+    explanation = explained(Stack(Calls(masked_classes)), ONES, remedies=True)
     assert re.match(r"The -inf of a mask\b.* multiplied\b.* NaN .*: in layers\.0 \(Calls,", explanation.headline)
     assert not explanation.tried
 
@@ -334,7 +328,7 @@ METHODS = {
 def test_methods_and_operators_that_reduce(operator):
     function, batch = METHODS[operator]
     network = Stack(Calls(function), Calls(ops.tanh))
-    assert named(network, (Tensor(batch),), 1) == ("forward", "layers.0", operator)
+    assert named(network, batch) == ("forward", "layers.0", operator)
 
 
 MINUS_INF_ROW = Tensor(np.array([0, -np.inf, 0, 0], np.float16))
@@ -358,7 +352,7 @@ def test_values_that_no_operator_in_sight_makes(make, batch, expected):
     mindspore.set_seed(0)
     network = Stack(make())
     before = [weight.asnumpy().copy() for weight in network.get_parameters()]
-    assert named(network, (Tensor(batch),), 1) == ("forward", *expected)
+    assert named(network, batch) == ("forward", *expected)
     for weight, value in zip(network.get_parameters(), before, strict=True):
         np.testing.assert_array_equal(weight.asnumpy(), value)
 
@@ -371,10 +365,8 @@ def test_what_overflows_only_in_a_later_batch():
 
 
 def test_values_that_overflow_with_a_finite_loss_are_named():
-    with mindspore_mode("pynative"):
-        explanation = explain_overflow(Stack(Calls(normed_in_half)), [(Tensor(LARGE),)], 1.0)
-        masked = Stack(Attention(mask=np.triu(np.ones((6, 6), bool), 1)))
-        without = explain_overflow(masked, [(Tensor(values(1, 6, 4)),)], 1.0)
+    explanation = explained(Stack(Calls(normed_in_half)), LARGE)
+    without = explained(Stack(Attention(mask=np.triu(np.ones((6, 6), bool), 1))), values(1, 6, 4))
     assert not explanation.overflow
     assert re.search(r"layers\.0 \(Calls\) computes inf or NaN\b.* loss does not show$", explanation.headline)
     # The -inf of an attention mask is intended, so it is no overflow.
@@ -383,20 +375,13 @@ def test_values_that_overflow_with_a_finite_loss_are_named():
 
 def test_in_a_graph_the_same_is_measured_and_nothing_is_changed():
     mindspore.set_seed(0)
-    network, batch = Frozen(), (Tensor(values(2, 4)),)
+    network, batch = Frozen(), values(2, 4)
     cells = [(name, id(cell)) for name, cell in network.cells_and_names()]
-    with mindspore_mode("graph"):
-        explanation = explain_overflow(network, [batch], 2.0**10, remedies=False, graph=True)
-    with mindspore_mode("pynative"):
-        op_by_op = explain_overflow(network, [batch], 2.0**10, remedies=False)
+    explanation, op_by_op = (explained(network, batch, 2.0**10, graph=graph) for graph in (True, False))
     origin, other = explanation.origin, op_by_op.origin
     assert (origin.phase, origin.layer, origin.operator) == ("backward", "frozen", "")
-    assert (other.phase, other.layer, other.what, other.reading.size) == (
-        "backward",
-        "frozen",
-        origin.what,
-        origin.reading.size,
-    )
+    assert (other.phase, other.layer) == ("backward", "frozen")
+    assert (other.what, other.reading.size) == (origin.what, origin.reading.size)
     assert (explanation.scales, explanation.losses) == (op_by_op.scales, op_by_op.losses)
     measured, expected = (
         {layer.layer: layer.backward.largest for layer in each.layers if layer.backward}
@@ -430,19 +415,17 @@ class Linear(nn.Cell):
 
 
 def test_in_a_graph_a_layer_that_returns_a_tuple_is_named():
-    with mindspore_mode("graph"):
-        explanation = explain_overflow(Linear(), [(Tensor(LARGE * 50),)], 1.0, remedies=False, graph=True)
+    explanation = explained(Linear(), LARGE * 50, graph=True)
     assert (explanation.origin.phase, explanation.origin.layer) == ("forward", "second")
 
 
 def test_scratch_outputs_of_batch_norm_are_no_overflow():
-    batch = (Tensor(values(2, 2, 6, 6)),)
     with mindspore_mode("pynative"):
         # Fill memory with inf, and free it, because the scratch outputs contain what was there before.
         filled = [Tensor(np.full(size, np.inf, np.float32)) * 1 for size in (2, 4, 8) * 700]
         assert not any(np.isfinite(tensor.asnumpy()).any() for tensor in filled)
         del filled
-        explanation = explain_overflow(Convolutions(), [batch], 1.0)
+        explanation = explained(Convolutions(), values(2, 2, 6, 6))
     assert (explanation.overflow, explanation.swallowed) == (False, "")
 
 
