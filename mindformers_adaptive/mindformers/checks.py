@@ -156,7 +156,7 @@ def _check_names(section: dict[str, Any], path: str, schema: _Section) -> Except
 
     Warn of keys that have no effect, and of doubtful keys that a user's class may take.
     """
-    name = section.get("type")
+    name: Any = section.get("type")
     if (cls := _class_of(name, path, schema)) is None:
         known = _fitting_classes(schema)
         is_unlike_all = path == _TRAIN_STEP and not _hint_at(name, known)
