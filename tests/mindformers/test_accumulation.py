@@ -23,7 +23,7 @@ from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from tests.conftest import CONFIG
 from tests.mindformers.trained_llama import build_dataset, build_model
-from tests.mindformers.training_runs import SMALL_MODEL, training_arguments
+from tests.mindformers.training_runs import SMALL_MODEL, as_options, training_arguments
 
 SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 2
 STEPS = SAMPLES // BATCH
@@ -150,8 +150,8 @@ def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
     said = r"one of 8 micro-batches\b.* divided by 8 "
     assert re.search(said, measurement_of_file(TrainingSource(CONFIG, None, corpus, changes), batches=1).measured)
     changes["runner_wrapper.scale_sense"] = "{type: GradientGuidedLossScale, loss_scale_value: 65536, margin: 8}"
-    words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
-    code, printed, _ = run_program("find", *words, *(f"{key}={value}" for key, value in changes.items()))
+    words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1]
+    code, printed, _ = run_program("find", *words, *as_options(changes))
     assert code == 0
     assert re.search(said, printed)
     # The section to paste has as many lines as the section of the configuration.

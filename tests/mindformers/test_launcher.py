@@ -23,6 +23,7 @@ from tests.mindformers.training_runs import (
     SMALL_MODEL,
     LegacyFormat,
     TrainingRun,
+    as_options,
     assert_one_record_has_every_step_once,
 )
 from tests.shared.records import assert_follows
@@ -78,10 +79,16 @@ OPTIONS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def unchanged():
+    """Return the configuration without any option; no test changes it."""
+    return load()
+
+
 @pytest.mark.parametrize(("option", "text", "key", "expected"), OPTIONS)
-def test_an_option_sets_its_key(option, text, key, expected):
-    before, after = load(), load(f"--{option}={text}")
-    assert value_at(before, key) != expected
+def test_an_option_sets_its_key(unchanged, option, text, key, expected):
+    after = load(f"--{option}={text}")
+    assert value_at(unchanged, key) != expected
     assert value_at(after, key) == expected
     assert type(value_at(after, key)) is type(expected)
 
@@ -148,9 +155,9 @@ def test_num_samples_limits_the_evaluation_data_too():
 
 
 @pytest.mark.parametrize("arguments", [["--run-mode=eval"], ["--run-mode=train", "--options", "run_mode=eval"]])
-def test_mindformers_fills_in_what_the_run_mode_needs(arguments):
+def test_mindformers_fills_in_what_the_run_mode_needs(unchanged, arguments):
     assert "eval_callbacks" in load(*arguments)
-    assert "eval_callbacks" not in load()
+    assert "eval_callbacks" not in unchanged
 
 
 def test_options_have_the_last_word():
@@ -323,9 +330,8 @@ LATE = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("changes", "message", "traced"), LATE, ids=["while it is built", "in a step"])
 def test_a_traceback_is_printed_where_the_training_itself_fails(run_forked, corpus, changes, message, traced):
-    model = [f"{key}={value}" for key, value in SMALL_MODEL.items()]
     script = ROOT / "scripts" / "launch" / "run_mindformer.py"
-    arguments = ["--config", CONFIG, "--train-dataset-dir", corpus, "--num-samples", 64, "--options", *model, *changes]
-    errors = run_forked(script, *arguments, expect_exit=1).stderr
+    arguments = ["--config", CONFIG, "--train-dataset-dir", corpus, "--num-samples", 64, *as_options(SMALL_MODEL)]
+    errors = run_forked(script, *arguments, *changes, expect_exit=1).stderr
     assert message in errors
     assert ("Traceback (most recent call last)" in errors) is traced

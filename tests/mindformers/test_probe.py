@@ -10,7 +10,7 @@ import pytest
 
 from mindformers_adaptive.mindformers.training_probe import TrainingSource, load_weights, probe
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
-from tests.mindformers.training_runs import SMALL_MODEL, TrainingRun
+from tests.mindformers.training_runs import SMALL_MODEL, TrainingRun, as_options
 from tests.monitor.event_files import read_scalars
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graph_mode", "registry_put_back")]
@@ -109,8 +109,7 @@ def test_find_takes_classes_of_a_users_folder(corpus, run_program, tmp_path, mon
     monkeypatch.setenv("REGISTER_PATH", "")
     (tmp_path / "cells_of_a_user.py").write_text(UPDATE_CELL)
     section = "{type: CellOfAUser, auto_register: cells_of_a_user.CellOfAUser, loss_scale_value: 8, scale_factor: 2, "
-    model = [f"{key}={value}" for key, value in SMALL_MODEL.items()]
-    options = ["--options", *model, f"runner_wrapper.scale_sense={section}scale_window: 20}}"]
+    options = as_options({**SMALL_MODEL, "runner_wrapper.scale_sense": f"{section}scale_window: 20}}"})
     command = ["find", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--details", *options]
     assert "in the folder that --register-path names" in run_program(*command)[2]
     code, printed, errors = run_program(*command, "--register-path", tmp_path)
@@ -119,8 +118,8 @@ def test_find_takes_classes_of_a_users_folder(corpus, run_program, tmp_path, mon
 
 
 def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
-    model = [f"{key}={value}" for key, value in {**SMALL_MODEL, "calculate_per_token_loss": True}.items()]
-    training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 2, "--options", *model]
+    model = as_options({**SMALL_MODEL, "calculate_per_token_loss": True})
+    training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, *model]
     scale = json.loads(run_forked(PROGRAM, "find", "--json", *training).stdout)["loss_scale_value"]
     monitor = "{type: GradientRangeMonitor, every_n_steps: 1, loss_scales: [1]}"
     options = {"calculate_per_token_loss": True, "callbacks.1": monitor}
@@ -147,7 +146,7 @@ def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
 
 def test_gradients_are_written_as_the_optimizer_takes_them(corpus, run_program):
     training = ["probe", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", "2"]
-    model = ["--options", *(f"{key}={value}" for key, value in SMALL_MODEL.items())]
+    model = as_options(SMALL_MODEL)
     layers = {12: ["--layers", "*.feed_forward", "--output", "ranges.json"], 14: []}
     for scale in layers:
         sweep = ["--loss-scales", f"2^{scale}", "--gradients", f"{scale}.safetensors"]

@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.mindformers.training_probe import TrainingSource
 from mindformers_adaptive.record.logs import read_log
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
-from tests.mindformers.training_runs import SMALL_MODEL
+from tests.mindformers.training_runs import SMALL_MODEL, as_options
 from tests.overflow.overflowing import Attention, Stack, values
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
@@ -69,7 +69,7 @@ def test_a_yaml_file(case, corpus, weights, run_forked, run_program, tmp_path, m
     weights("start.ckpt", changes)
     options = {**SMALL_MODEL, **options, "load_checkpoint": "start.ckpt"}
     training = ["train", "--config", CONFIG, "--train-dataset-dir", corpus]
-    finished = run_forked(PROGRAM, *training, "--options", *(f"{key}={value}" for key, value in options.items()))
+    finished = run_forked(PROGRAM, *training, *as_options(options))
     command = pasted(finished.stdout + finished.stderr)
     assert command == ["why", "--run", "output"]
     code, printed, errors = run_program(*command)

@@ -17,7 +17,7 @@ from mindformers_adaptive.mindformers.overflow_probe import measurement_of_file
 from mindformers_adaptive.mindformers.run_configuration import read_run, save_configuration
 from mindformers_adaptive.mindformers.training_probe import TrainingSource, probe
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
-from tests.mindformers.training_runs import SMALL_MODEL
+from tests.mindformers.training_runs import SMALL_MODEL, as_options
 from tests.overflow.overflowing import Attention, Stack
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
@@ -48,7 +48,7 @@ def checkpoint(corpus):
 
 @pytest.mark.slow
 def test_layer_is_named_and_settings_of_the_file_are_tried(corpus, checkpoint, run_program):
-    options = ["--options", *(f"{key}={value}" for key, value in MODEL.items()), f"load_checkpoint={checkpoint}"]
+    options = as_options({**MODEL, "load_checkpoint": checkpoint})
     command = ["why", "--config", CONFIG, "--train-dataset-dir", corpus, "--loss-scale", "2^10", "--batches", 1]
     code, printed, _ = run_program(*command, "--details", "--plot", "layers.svg", *options)
     assert code == 0
@@ -66,9 +66,8 @@ def test_layer_is_named_and_settings_of_the_file_are_tried(corpus, checkpoint, r
 
 
 def test_json_has_every_layer_in_the_order_of_execution(corpus, run_program):
-    model = ["--options", *(f"{key}={value}" for key, value in SMALL_MODEL.items())]
     command = ["why", "--config", CONFIG, "--train-dataset-dir", corpus, "--loss-scale", 1, "--batches", 1, "--json"]
-    code, printed, _ = run_program(*command, *model)
+    code, printed, _ = run_program(*command, *as_options(SMALL_MODEL))
     explanation = json.loads(printed)
     assert (code, explanation["overflow"], explanation["tried"]) == (0, False, [])
     layers = [layer["layer"] for layer in explanation["layers"]]
@@ -231,9 +230,8 @@ def test_training_without_monitor_that_skips_every_step_says_so(corpus, checkpoi
     config["callbacks"] = [{"type": "MFLossMonitor", "per_print_times": 1}]
     config["load_checkpoint"] = str(Path.cwd() / checkpoint)
     (tmp_path / "silent.yaml").write_text(yaml.safe_dump(config))
-    model = [f"{key}={value}" for key, value in MODEL.items()]
     training = ["train", "--config", "silent.yaml", "--train-dataset-dir", corpus, "--num-samples", 32]
-    finished = run_forked(PROGRAM, *training, "--options", *model)
+    finished = run_forked(PROGRAM, *training, *as_options(MODEL))
     printed = finished.stdout + finished.stderr
     assert re.search("The loss of step 1 is nan.* no loss scale can help", printed)
     assert re.search("all 4 steps .*overflowed and were skipped", printed)

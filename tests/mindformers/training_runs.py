@@ -37,6 +37,11 @@ _SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window"
 _BATCH_SIZE = 8
 
 
+def as_options(values):
+    """Return command-line arguments that set keys of the YAML file."""
+    return ["--options", *(f"{key}={value}" for key, value in values.items())]
+
+
 def training_arguments(**changes):
     """Return MindFormers' arguments for a short training of the examples' Llama."""
     arguments = {"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False}
@@ -274,9 +279,7 @@ class TrainingRun:
         if hold_after is not None:
             config = _with_hold(config, hold_after, logs)
             arguments = [*arguments, "--register-path", Path(__file__).parent]
-        command += ["--config", config, *arguments]
-        command += ["--options", *(f"{key}={value}" for key, value in options.items())]
-        command = list(map(str, command))
+        command = list(map(str, [*command, "--config", config, *arguments, *as_options(options)]))
         if by_msrun:
             self.process = StartedRun(command, logs, environment, self._console)
         elif processes > 1:
