@@ -148,16 +148,16 @@ def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
     # `find` and `why` measure a configuration with pipeline stages in one process.
     changes = {**SMALL_MODEL, **STAGES, **SEMI_AUTO, "parallel_config.data_parallel": 1}
     said = r"one of 8 micro-batches\b.* divided by 8 "
-    assert re.search(said, measurement_of_file(TrainingSource(CONFIG, None, corpus, changes), batches=1).measured)
-    changes["runner_wrapper.scale_sense"] = "{type: GradientGuidedLossScale, loss_scale_value: 65536, margin: 8}"
+    guided = {"runner_wrapper.scale_sense": "{type: GradientGuidedLossScale, loss_scale_value: 65536, margin: 8}"}
     words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1]
-    code, printed, _ = run_program("find", *words, *as_options(changes))
+    code, printed, _ = run_program("find", *words, *as_options({**changes, **guided}))
     assert code == 0
     assert re.search(said, printed)
     # The section to paste has as many lines as the section of the configuration.
     assert "type: GradientGuidedLossScale\n" in printed
     assert "window" not in printed
     assert len([line for line in printed.splitlines() if not line.startswith(" ")]) <= 9
+    assert re.search(said, measurement_of_file(TrainingSource(CONFIG, None, corpus, changes), batches=1).measured)
 
 
 def test_a_saved_batch_is_cut_into_its_micro_batches(corpus):
