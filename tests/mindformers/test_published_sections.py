@@ -29,6 +29,7 @@ def fixed(loss_scale_value):
 # Sections of YAML files that must train without a warning. Each entry has the value of scale_sense, and a dict of the
 # section's other keys.
 TRAINED = [
+    # The files have ten powers of two as the initial loss scale. Train the smallest, a usual and the largest of them.
     *((dynamic(2**exponent), CLIPPED) for exponent in (0, 16, 32)),
     (dynamic(128, scale_window=100), CLIPPED),
     (dynamic(4096, scale_window=500), CLIPPED),
