@@ -99,6 +99,8 @@ def _forward(seen: Pass) -> list[_Growth]:
 
 
 def _backward(seen: Pass) -> list[_Growth]:
+    norms = [call for call in seen.calls if "Norm" in call.kind]
+    normalizing = {index for norm in norms for index in (norm.index, *_around(seen, norm))}
     growths = []
     for call in _layers(seen):
         outputs = [gradient.reading for gradient in call.gradients if gradient.of_output]
@@ -113,8 +115,9 @@ def _backward(seen: Pass) -> list[_Growth]:
         if not before or not inputs or not all(reading.finite for reading in (*outputs, *values)):
             continue
         factor = max(reading.largest if reading.finite else reading.limit for reading in inputs) / before
-        if "Norm" in call.kind:
-            # A normalization raises small values to about 1, and the gradients by the same factor.
+        if call.index in normalizing:
+            # A normalization, alone or in a block, raises small values to about 1, and the gradients by the same
+            # factor.
             factor *= min(1.0, max((v.reading.largest for v in call.inputs if not v.weight), default=1.0))
         growths.append(_Growth(call, factor, not all(reading.finite for reading in inputs)))
     return growths

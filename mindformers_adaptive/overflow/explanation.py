@@ -15,7 +15,7 @@ from mindformers_adaptive.text.table import align, as_power_of_two
 __all__ = ["Explanation", "Tried"]
 
 # How many layers and how many tried settings a text shows at most, so that the text fits on a screen.
-_MOST_LAYERS, _MOST_TRIED = 5, 9
+_MOST_LAYERS, _MOST_LISTED = 5, 9
 _WHAT_TO_GIVE = (
     "Give the weights of that step, --checkpoint (save_checkpoint_steps saves more of them), and its batch, --batch "
     "(LossScaleMonitor with explain: True saves it)."
@@ -155,7 +155,7 @@ class Explanation:
         if not self.explains_failure:
             lines.append(_WHAT_TO_GIVE)
         for title, entries in self._found():
-            lines += [f"{title}:", *_indented(entries[:_MOST_TRIED])]
+            lines += [f"{title}:", *_indented(entries[:_MOST_LISTED])]
         weights = [] if self.weights is None else [str(self.weights)]
         return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *weights, self._how()])])
 
@@ -168,7 +168,7 @@ class Explanation:
         return "\n".join([self.headline, *(f"{title}: {'; '.join(entries)}" for title, entries in self._found())])
 
     def _found(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield what stands out, and what helps or was tried in vain: a title and a list of texts each."""
+        """Yield what stands out, and what helps or was tried in vain: a title and its entries."""
         if self.causes:
             yield "What stands out, and may be the cause", [str(each) for each in self.causes]
         if helping := [str(each) for each in self.tried if each.helps]:
@@ -184,7 +184,7 @@ class Explanation:
         """
         lines = self._headroom_lines()
         if failing := [str(each) for each in self.tried if not each.helps]:
-            lines += ["No help, tried in the same passes:", *_indented(failing[:_MOST_TRIED])]
+            lines += ["No help, tried in the same passes:", *_indented(failing[:_MOST_LISTED])]
         return "\n".join(lines)
 
     def _how(self) -> str:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
+from mindspore.common.initializer import Normal
 
 from mindformers_adaptive.overflow.causes import large_weights, low_scale
 from tests.conftest import mindspore_mode
@@ -91,6 +92,29 @@ class Norms(nn.Cell):
         return self.loss(hidden, tokens[:, 1])
 
 
+class Block(nn.Cell):
+    """A layer norm and a dense layer, beside which its input passes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dense = nn.LayerNorm((16,)), nn.Dense(16, 16).to_float(HALF)
+
+    def construct(self, hidden):
+        return hidden + self.dense(self.norm(hidden)).astype(mstype.float32)
+
+
+class SmallEmbedding(nn.Cell):
+    """Values as small as those of a large model's embedding, into a block that begins with a layer norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(32, 16, embedding_table=Normal(0.002)), Block()
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, tokens):
+        return self.loss(self.block(self.embedding(tokens[:, 0])), tokens[:, 1])
+
+
 def trained(network, batch, steps):
     train_step = nn.TrainOneStepCell(network, nn.Adam(network.trainable_params(), 1e-3))
     train_step.set_train()
@@ -106,6 +130,7 @@ HEALTHY = {
     "mask": (lambda: Stack(MaskedScores(filled_mask(6))), values(1, 6, 4)),
     "recurrent": (lambda: Recurrent(1.0), values(2, 4, 4)),
     "norms": (Norms, np.random.default_rng(0).integers(16, size=(4, 2)).astype(np.int32)),
+    "small embedding": (SmallEmbedding, np.random.default_rng(0).integers(16, size=(4, 2)).astype(np.int32)),
     "mixer": (Mixer, values(5, 6, 8)),
     "autoencoder": (Autoencoder, values(4, 16)),
     "llama": (llama, tokens()[0].asnumpy()),
@@ -114,7 +139,10 @@ HEALTHY = {
 
 @pytest.mark.parametrize(
     ("case", "steps", "scale"),
-    [*((case, 0, 1.0) for case in ("attention", "convolutions", "norms")), *((case, 2, 2.0**16) for case in HEALTHY)],
+    [
+        *((case, 0, 1.0) for case in ("attention", "convolutions", "norms", "small embedding")),
+        *((case, 2, 2.0**16) for case in HEALTHY),
+    ],
 )
 def test_nothing_is_named_in_a_healthy_network(case, steps, scale):
     mindspore.set_seed(0)
