@@ -12,21 +12,13 @@ __all__ = ["CellWithLossScale"]
 
 
 class CellWithLossScale(SeesLoads, CompiledUpdateCell):
-    """Update cell that reads the loss scale from the Parameter of the train-step cell or scaler that it is bound to.
-
-    Args:
-        *args (Any): as of :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
-        **kwargs (Any): as ``args``.
-    """
+    """Update cell that reads the loss scale from the Parameter of the train-step cell or scaler that it is bound to."""
 
     bound_loss_scale: Any = None
     # The id of this update cell when it was bound to a loss scale. A copy has another id, and can be bound again.
     _bound_id: int | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # The number of the training step whose loss scale this cell has itself.
-        self._known_step = 1
+    # The number of the training step whose loss scale this cell has itself.
+    _known_step = 1
 
     def get_loss_scale(self) -> float:
         """Return the loss scale for the next step. Reading it may wait for the device.

@@ -12,12 +12,12 @@ from mindformers.tools.logger import logger
 from mindspore.train import ModelCheckpoint
 
 from mindformers_adaptive.monitor import reports
-from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
+from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
 from mindformers_adaptive.record.symptoms import LossJump, is_applied_bad_loss
-from mindformers_adaptive.rules.checks import imported, require_flag, require_integer
+from mindformers_adaptive.rules.checks import imported, require_choice, require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
 
@@ -370,11 +370,8 @@ def _is_finite(value: Any) -> bool:
 
 def _require_logger(log: Any) -> Any:
     """Return the function ``log``, imported if it was given by its name."""
-    function = (
-        imported(log, "'log' must be a function, in a YAML file 'module.function', but")
-        if isinstance(log, str)
-        else log
-    )
+    wanted = "'log' must be a function, in a YAML file 'module.function', but"
+    function = imported(log, wanted) if isinstance(log, str) else log
     if function is not None and not callable(function):
         raise TypeError(
             f"'log' must be a function, but got {log!r} of type {type(function).__name__}. Give a function that takes "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from mindformers.tools.logger import logger
@@ -18,11 +18,9 @@ from tensorboardX import SummaryWriter
 
 from mindformers_adaptive.monitor.step_reader import last_step_before
 from mindformers_adaptive.record.writer import RunRecord, new_run
-from mindformers_adaptive.rules.checks import require_flag
+from mindformers_adaptive.rules.checks import require_choice, require_flag, with_type
 
-__all__ = ["RecordingCallback", "require_choice"]
-
-_Choice = TypeVar("_Choice")
+__all__ = ["RecordingCallback"]
 
 _FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
 _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")
@@ -175,19 +173,11 @@ class RecordingCallback(Callback):
         self._writer = None
 
 
-def require_choice(name: str, value: _Choice, choices: Collection[_Choice]) -> _Choice:
-    """Return an argument that must be one of a few words, or raise ValueError."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"'{name}' must be one of {', '.join(map(repr, choices))}, but got {value!r}.")
-    return value
-
-
 def _require_path(name: str, value: Any) -> Path | None:
     """Return a path as a Path, or None if it was left out."""
     if value is not None and not isinstance(value, str | os.PathLike):
         raise TypeError(
-            f"'{name}' must be a path, but got {value!r} of type {type(value).__name__}. Give the path as text, or "
-            f"leave '{name}' out."
+            f"'{name}' must be a path, but got {with_type(value)}. Give the path as text, or leave '{name}' out."
         )
     if value == "":
         raise ValueError(f"'{name}' must be a path, but got ''. Give a file or folder, or leave '{name}' out.")

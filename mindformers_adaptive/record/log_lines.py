@@ -70,7 +70,7 @@ class LogLines:
         self.superseded = self._merged = self._other_loss = 0
         self._pending: list[Any] = []
         self._restarts: list[str] = []
-        self._last_step, self._last_format = -1, None
+        self._last_step = -1
 
     def __len__(self) -> int:
         return len(self.where)
@@ -98,8 +98,8 @@ class LogLines:
         self._last_step = line.step
         self._pending.append(line)
         self.where.append(where)
-        if line.gradient_format is not msgspec.UNSET and line.gradient_format not in (None, self._last_format):
-            self._last_format = line.gradient_format
+        last_format = self.formats[-1][1] if self.formats else None
+        if line.gradient_format is not msgspec.UNSET and line.gradient_format not in (None, last_format):
             self.formats.append((len(self) - 1, line.gradient_format))
         if len(self._pending) >= _BLOCK + _RANKS_APART:
             self._flush(_BLOCK)
@@ -156,7 +156,6 @@ class LogLines:
         # lines between the old lines: an overflow line names no step, but may belong to a dropped step.
         self.overflows = [(row, overflow) for row, overflow in self.overflows if row < rows]
         self.formats = [(row, named) for row, named in self.formats if row < rows]
-        self._last_format = self.formats[-1][1] if self.formats else None
         self.after_damage = {row for row in self.after_damage if row < rows}
         self.after_restart = {row for row in self.after_restart if row < rows} | {rows}
         self.superseded += before - rows

@@ -21,6 +21,7 @@ from mindformers_adaptive.record.pattern import Pattern, suggest_pattern
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_of_lines import run_of_lines
 from mindformers_adaptive.record.step import Step, step_of
+from mindformers_adaptive.rules.checks import require_choice, with_type
 from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
@@ -124,8 +125,11 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
     log_format: LogFormat
     if pattern is not None:
         log_format = Pattern(pattern)
+    elif format is not None:
+        remedy = "Leave 'format' out to recognize the format from the lines of the log."
+        log_format = FORMATS[require_choice("format", format, FORMATS, remedy)]
     else:
-        log_format = _find_format(paths) if format is None else FORMATS[_require_format(format)]
+        log_format = _find_format(paths)
     formats = [log_format, *(FORMATS[name] for name in log_format.printed_with)]
     texts, lines, used, problems, nearest = _TextLines(paths), LogLines(), 0, list[str](), ("", "")
     for text in texts:
@@ -256,18 +260,6 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _require_format(format: object) -> str:
-    names = tuple(FORMATS)
-    if not isinstance(format, str):
-        raise TypeError(f"'format' must be text, but got {format!r} of type {type(format).__name__}. Use {names}.")
-    if format not in FORMATS:
-        raise ValueError(
-            f"'format' must be one of {names}, but got {format!r}. Leave 'format' out to recognize the format from the "
-            "lines of the log."
-        )
-    return format
-
-
 def _names(paths: tuple[Path, ...]) -> str:
     return ", ".join(map(str, paths))
 
@@ -278,8 +270,8 @@ def _require_paths(path: object) -> tuple[Path, ...]:
     for name in paths:
         if not isinstance(name, str | os.PathLike):
             raise TypeError(
-                f"'path' must be a path or an iterable of paths, but got {name!r} of type {type(name).__name__}. Give "
-                "the path of the log file."
+                f"'path' must be a path or an iterable of paths, but got {with_type(name)}. Give the path of the log "
+                "file."
             )
     if not paths:
         raise ValueError("'path' must name at least one log, but got none. Give the path of the log file.")

@@ -12,6 +12,7 @@ from typing import Any
 
 from mindformers_adaptive.record.log_formats import LogFormat
 from mindformers_adaptive.record.step import LARGEST_STEP, LogLine, Step
+from mindformers_adaptive.rules.checks import with_type
 
 __all__ = ["GROUPS", "Pattern", "suggest_pattern"]
 
@@ -52,10 +53,7 @@ class Pattern(LogFormat):
 
     def __init__(self, pattern: str) -> None:
         if not isinstance(pattern, str):
-            raise TypeError(
-                f"'pattern' must be text, but got {pattern!r} of type {type(pattern).__name__}. Give a regular "
-                "expression."
-            )
+            raise TypeError(f"'pattern' must be text, but got {with_type(pattern)}. Give a regular expression.")
         try:
             self._pattern = re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import msgspec
 import numpy as np
 
+from mindformers_adaptive.rules.checks import with_type
 from mindformers_adaptive.text.files import json_text
 
 __all__ = [
@@ -146,9 +147,7 @@ def entry_of(values: Mapping[str, Any], is_step: bool = True) -> dict[str, Any]:
     """
     entry = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     if type(step := entry.get("step")) is not int:
-        raise ValueError(
-            f"'step' must be a whole number, but got {step!r} of type {type(step).__name__}. Give the step's number."
-        )
+        raise ValueError(f"'step' must be a whole number, but got {with_type(step)}. Give the step's number.")
     if missing := [name for name, field in _BY_NAME.items() if is_step and field.required and name not in entry]:
         raise ValueError(f"Step {step} lacks {missing[0]!r}. Give it to append(), as None if it is unknown.")
     for name, value in entry.items():

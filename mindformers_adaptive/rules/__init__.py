@@ -67,9 +67,13 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
         >>> find_rule("guided").cell
         'GradientGuidedLossScale'
     """
-    rule_class: Any = rule
-    if isinstance(rule, str):
-        rule_class = RULES[rule] if rule in RULES else _import(rule)
+    rule_class: Any = RULES.get(rule, rule) if isinstance(rule, str) else rule
+    if isinstance(rule_class, str):
+        wanted = (
+            f"'rule' must be {', '.join(map(repr, RULES))}, or 'module.Class' of a rule of your own in the current "
+            "folder or in Python's search path for modules, but"
+        )
+        rule_class = imported(rule_class, wanted)
     if not (inspect.isclass(rule_class) and issubclass(rule_class, Rule)):
         # Numbers, and Tensors of one element.
         if hasattr(rule, "__float__"):
@@ -118,14 +122,6 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
             f"{', '.join(known)}."
         )
     return rule_class(**arguments)
-
-
-def _import(name: str) -> Any:
-    wanted = (
-        f"'rule' must be {', '.join(map(repr, RULES))}, or 'module.Class' of a rule of your own in the current folder "
-        "or in Python's search path for modules, but"
-    )
-    return imported(name, wanted)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,13 +6,14 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-__all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "imported", "number_remedy", "require_flag"]
-__all__ += ["require_integer", "require_names", "require_number", "require_positive", "to_float32", "warn_of_rounding"]
+__all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "imported", "number_remedy", "require_choice"]
+__all__ += ["require_flag", "require_integer", "require_names", "require_number", "require_positive", "to_float32"]
+__all__ += ["warn_of_rounding", "with_type"]
 
 # The largest int32 number. Step counters are int32 on a device.
 LARGEST_INT32 = 2**31 - 1
@@ -49,7 +50,7 @@ def require_integer(
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         wanted = f"an integer {unit}".rstrip()
-        raise TypeError(f"'{name}' must be {wanted}, but got {_with_type(value)}. {remedy}")
+        raise TypeError(f"'{name}' must be {wanted}, but got {with_type(value)}. {remedy}")
     if least is not None and value < least:
         raise ValueError(f"'{name}' must be at least {least}, but got {value}. {remedy}")
     if int(value) > most:
@@ -74,7 +75,7 @@ def require_number(name: str, value: object, wanted: str, accepts: Callable[[flo
         ValueError: if the number is not finite in float32, or is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"'{name}' must be {wanted}, but got {_with_type(value)}. {remedy}")
+        raise TypeError(f"'{name}' must be {wanted}, but got {with_type(value)}. {remedy}")
     rounded = to_float32(value)
     if not math.isfinite(rounded) or not accepts(rounded):
         raise ValueError(f"'{name}' must be {wanted} in float32, but got {value!r}. {remedy}")
@@ -89,7 +90,7 @@ def require_positive(name: str, value: object) -> float:
         ValueError: if ``value`` is not finite and above 0 in float32.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"'{name}' must be a number, but got {_with_type(value)}. {number_remedy(value)}")
+        raise TypeError(f"'{name}' must be a number, but got {with_type(value)}. {number_remedy(value)}")
     rounded = to_float32(value)
     if not SMALLEST_FLOAT32 <= rounded <= LARGEST_FLOAT32:
         raise ValueError(
@@ -139,7 +140,17 @@ def warn_of_rounding(name: str, loss_scale: object, stacklevel: int, least: floa
 def require_flag(name: str, value: object) -> bool:
     """Return an argument that is True or False; raise TypeError for any other value."""
     if not isinstance(value, bool):
-        raise TypeError(f"'{name}' must be True or False, but got {_with_type(value)}. Give one of the two.")
+        raise TypeError(f"'{name}' must be True or False, but got {with_type(value)}. Give one of the two.")
+    return value
+
+
+def require_choice(name: str, value: object, choices: Collection[str], remedy: str = "Give one of these.") -> str:
+    """Return an argument that must be one of a few words; raise TypeError or ValueError for any other value."""
+    wanted = f"'{name}' must be one of {', '.join(map(repr, choices))}, but got"
+    if not isinstance(value, str):
+        raise TypeError(f"{wanted} {with_type(value)}. {remedy}")
+    if value not in choices:
+        raise ValueError(f"{wanted} {value!r}. {remedy}")
     return value
 
 
@@ -148,12 +159,13 @@ def require_names(name: str, value: object) -> tuple[str, ...]:
     names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else (None,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"'{name}' must be a list of names, but got {_with_type(value)}. Write ['Dense'] for a single one."
+            f"'{name}' must be a list of names, but got {with_type(value)}. Write ['Dense'] for a single one."
         )
     return names
 
 
-def _with_type(value: object) -> str:
+def with_type(value: object) -> str:
+    """Return a wrong value and its type for a message, such as "3 of type int"."""
     return f"{value!r} of type {type(value).__name__}"
 
 

@@ -8,7 +8,7 @@ import keyword
 import math
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
@@ -38,6 +38,21 @@ OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "mov
 _ARGUMENTS_OF_CELLS = {"loss_scale_value", "init_loss_scale", "scale_value", "history_size"}
 _ARGUMENTS_OF_CELLS |= {"rule", "type"}
 _BASE = "mindformers_adaptive.rules.rule"
+
+# Attributes of a rule's class: whether a value is valid, and what it must be.
+_ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "needs_gradients": (lambda value: isinstance(value, bool), "needs_gradients = True or False"),
+    "title": (lambda text: isinstance(text, str) and text.isprintable(), "one line of text as 'title'"),
+    "state": (lambda fields: isinstance(fields, Mapping), "'state' as a dict of names and dtypes"),
+    "recorded": (
+        lambda names: isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names),
+        "'recorded' as a tuple of names, such as ('mean',)",
+    ),
+    "tried": (
+        lambda tried: isinstance(tried, Mapping) and all(isinstance(some, (tuple, list)) for some in tried.values()),
+        "'tried' as a dict of the values to try, such as {'margin': (2.0, 3.0)}",
+    ),
+}
 
 
 @functools.cache
@@ -140,29 +155,17 @@ def check_description(rule: Any) -> None:
             f"{rule.min_loss_scale} and {rule.max_loss_scale}. Pass both to super().__init__(), and do not change them "
             "afterwards."
         )
-    if not isinstance(rule.recorded, (tuple, list)) or not all(isinstance(key, str) for key in rule.recorded):
-        raise ValueError(
-            f"{of} must have 'recorded' as a tuple of names, such as ('mean',), but has {rule.recorded!r}."
-        )
     if hasattr(rule, "signals"):
         raise ValueError(f"{of} has 'signals', which version 2.0 removed. For gradients, set needs_gradients = True.")
-    if not isinstance(rule.needs_gradients, bool):
-        raise ValueError(f"{of} must have needs_gradients = True or False, but has {rule.needs_gradients!r}.")
+    for attribute, (is_sound, wanted) in _ATTRIBUTES.items():
+        if not is_sound(value := getattr(rule, attribute)):
+            raise ValueError(f"{of} must have {wanted}, but has {value!r}.")
     for name in ("keeps_bounds", "fixed_state", *OF_EVERY_RULE):
         owner = next(owner for owner in type(rule).__mro__ if name in vars(owner))
         if not is_of_this_package(owner) and not (name == "start" and callable(rule.start)):
             raise ValueError(
                 f"{of} has {name!r}, which only a rule of this package may have. Leave it out or rename it."
             )
-    if not isinstance(rule.title, str) or not rule.title.isprintable():
-        raise ValueError(f"{of} must have one line of text as 'title', but has {rule.title!r}.")
-    if not isinstance(rule.tried, Mapping) or not all(isinstance(some, (tuple, list)) for some in rule.tried.values()):
-        raise ValueError(
-            f"{of} must have 'tried' as a dict of the values to try, such as {{'margin': (2.0, 3.0)}}, but has "
-            f"{rule.tried!r}."
-        )
-    if not isinstance(rule.state, Mapping):
-        raise ValueError(f"{of} must have 'state' as a dict of names and dtypes, but has {rule.state!r}.")
     _check_names(of, rule)
 
 

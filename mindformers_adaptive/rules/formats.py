@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mindformers_adaptive.rules.checks import require_integer, require_number
+from mindformers_adaptive.rules.checks import require_choice, require_integer, require_number, with_type
 
 __all__ = ["FLOAT16", "FORMATS", "Format", "find_format"]
 
@@ -88,7 +88,7 @@ class Format:
     def __post_init__(self) -> None:
         remedy = f"float16 has 65504, 2^-14 and 2^-24; the known formats are {', '.join(_TITLES)}."
         if not isinstance(self.name, str):
-            raise TypeError(f"'name' must be text, but got {self.name!r} of type {type(self.name).__name__}. {remedy}")
+            raise TypeError(f"'name' must be text, but got {with_type(self.name)}. {remedy}")
         least = 0.0
         for name in ("smallest_subnormal", "smallest_normal", "largest"):
             kind = "a number" if name == "largest" else "a power of two"
@@ -98,11 +98,7 @@ class Format:
                 raise ValueError(f"'{name}' must be {wanted}, but got {number}. {remedy}")
             least = number
         for name, known in (("overflow", _OVERFLOWS), ("rounding", _ROUNDINGS)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"'{name}' must be one of {known}, but got {getattr(self, name)!r}. Give one of these, or leave "
-                    f"'{name}' out to use the default."
-                )
+            require_choice(name, getattr(self, name), known, f"Leave '{name}' out to use the default.")
         # YAML and JSON files have the ``precision`` of a format as lists; turn these lists into tuples.
         object.__setattr__(self, "precision", _pairs_of(self.precision))
         if self.largest % self.quantum(math.frexp(self.largest)[1] - 1):
@@ -245,7 +241,7 @@ def find_format(value: str | Mapping[str, Any] | Format, argument: str = "gradie
     if not isinstance(value, Mapping):
         raise TypeError(
             f"'{argument}' must be one of {names}, or a dict with the keys name, largest, smallest_normal and "
-            f"smallest_subnormal, but got {value!r} of type {type(value).__name__}. The default is float16."
+            f"smallest_subnormal, but got {with_type(value)}. The default is float16."
         )
     fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Format)}
     wrong = [f"{key!r} is unknown" for key in value if key not in fields]
