@@ -156,16 +156,6 @@ def functional_step(dense, scaler, compiled):
     return mindspore.jit(step) if compiled else step
 
 
-@pytest.mark.parametrize("exponent", [10, 24, 32])
-def test_float16_gradient_is_divided_exactly_at_every_scale(mode, exponent):
-    scaler = AdaptiveLossScaler(2**exponent)
-    gradients = (Tensor(np.float16([2.0**15, -(2.0**12)])), Tensor(np.float32([2.0**15])))
-    half, full = scaler.unscale(gradients)
-    assert (half.dtype, full.dtype) == (mindspore.float16, mindspore.float32)
-    np.testing.assert_array_equal(half.asnumpy(), np.float16([2.0 ** (15 - exponent), -(2.0 ** (12 - exponent))]))
-    np.testing.assert_array_equal(full.asnumpy(), np.float32([2.0 ** (15 - exponent)]))
-
-
 def test_scale_takes_a_loss_or_a_tuple_and_keeps_dtypes(mode):
     scaler = AdaptiveLossScaler(1024)
     assert float(scaler.scale(Tensor(1.5))) == 1536.0
@@ -183,14 +173,3 @@ def test_state_goes_into_one_file_with_the_network(graph_mode, tmp_path):
     resumed.load_state_dict(mindspore.load_checkpoint(file))
     assert resumed.state() == scaler.state()
     assert resumed.state()["loss_scale"] == 2**19
-
-
-def test_scale_and_window_out_of_bounds_move_with_a_warning():
-    saved = AdaptiveLossScaler(2**20, 2, 500)
-    scaler = AdaptiveLossScaler(1024, 2, 20, 100, 20, max_loss_scale=2048)
-    with (
-        pytest.warns(UserWarning, match="The checkpoint has 'scale' 1048576.0"),
-        pytest.warns(UserWarning, match="The checkpoint has 'scale_window' 500"),
-    ):
-        scaler.load_state_dict(saved.state_dict())
-    assert (scaler.state()["loss_scale"], scaler.state()["scale_window"]) == (2048, 100)

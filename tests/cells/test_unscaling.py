@@ -148,9 +148,11 @@ def test_the_scaler_divides_in_float32(mode):
     for scale in (*POWERS, *OTHERS):
         scaler.scale_value.set_data(Tensor(scale, mstype.float32))
         gradient = (inputs_at(scale, random).astype(np.float64) * scale).astype(np.float16)
-        [unscaled] = scaler.unscale((Tensor(gradient),))
+        half, full = scaler.unscale((Tensor(gradient), Tensor(gradient.astype(np.float32))))
+        assert (half.dtype, full.dtype) == (mstype.float16, mstype.float32)
         expected = gradient.astype(np.float64) / np.float64(np.float32(scale))
-        np.testing.assert_allclose(unscaled.asnumpy(), expected, 2**-10, 2.0**-25, err_msg=str(scale))
+        np.testing.assert_allclose(half.asnumpy(), expected, 2**-10, 2.0**-25, err_msg=str(scale))
+        np.testing.assert_allclose(full.asnumpy(), expected, 2**-22, err_msg=str(scale))
 
 
 def test_an_overflow_in_bf16_is_detected(mode):

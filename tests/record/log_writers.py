@@ -1,12 +1,21 @@
-"""Make random runs of loss scaling, and write their logs in each supported format, such as Megatron-LM's."""
+"""Make random runs of loss scaling, write their logs in each format, such as Megatron-LM's, and read them."""
 
 import json
 from typing import NamedTuple
 
 import numpy as np
 
+from mindformers_adaptive.record.logs import read_log
+
 STAMP = "[2024-11-04 11:41:27,602] [INFO] "
 MEGATRON_DEEPSPEED = " samples per second: 26.440 | TFLOPs: 59.10 |"
+
+
+def read(folder, *lines, **options):
+    """Write lines of text or bytes to a log in a folder, and read this log."""
+    content = b"".join(line if isinstance(line, bytes) else line.encode() for line in lines)
+    (folder / "run.log").write_bytes(content)
+    return read_log(folder / "run.log", **options)
 
 
 class Run(NamedTuple):

@@ -7,17 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mindformers_adaptive.record.logs import read_log
-from tests.record.log_writers import WRITERS, mindformers, random_run
+from tests.record.log_writers import WRITERS, mindformers, random_run, read
 
 # Logs in these formats count or state every skipped step, so the number of skipped steps is exact.
 EXACT = ("megatron", "megatron with its first step", "deepspeed", "deepspeed of three ranks", "record")
-
-
-def read(folder, lines):
-    log = folder / "run.log"
-    log.write_text("".join(lines), encoding="utf-8")
-    return read_log(log)
 
 
 def assert_within(run, truth):
@@ -45,7 +38,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
     truth = random_run(np.random.default_rng(seed), 200 // every * every)
     # DeepSpeed prints the loss scale only at an overflow. So leave out DeepSpeed logs without an overflow.
     assume(any(truth.flags) or not name.startswith("deepspeed"))
-    run = read(tmp_path_factory.getbasetemp(), WRITERS[name](truth, every))
+    run = read(tmp_path_factory.getbasetemp(), *WRITERS[name](truth, every))
     assert_within(run, truth)
     if run.is_numbered:
         assert run.step.tolist() == list(range(1, len(truth.flags) + 1))
@@ -82,7 +75,7 @@ def test_lines_that_are_cut_or_lost_widen_the_bounds(tmp_path_factory, name, see
     truth = random_run(random, 200)
     assume(any(truth.flags))
     lines = WRITERS[name](truth, every)
-    assert_within(read(tmp_path_factory.getbasetemp(), damaged(random, lines)), truth)
+    assert_within(read(tmp_path_factory.getbasetemp(), *damaged(random, lines)), truth)
 
 
 @settings(max_examples=20)
@@ -100,4 +93,4 @@ def test_a_restart_supersedes_what_came_after_its_checkpoint(tmp_path_factory, s
     lines = mindformers(whole._make(first), every) + mindformers(truth, every)[checkpoint // every :]
     folder = tmp_path_factory.getbasetemp()
     if all(a == b for a, b in itertools.pairwise(truth.after[checkpoint - 1 : checkpoint + 1])):
-        assert_within(read(folder, lines), truth)
+        assert_within(read(folder, *lines), truth)

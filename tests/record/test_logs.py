@@ -23,6 +23,7 @@ from tests.record.log_writers import (
     overflow_line,
     progress_line,
     random_run,
+    read,
     record_line,
 )
 
@@ -37,12 +38,6 @@ SAMPLES = {
 }
 SAMPLES["jsonl"] = [record_line(step, step % 3 == 0, 8.0) for step in range(1, 9)]
 SAMPLES["jsonl"] += ['{"missing_steps": 2, "first_step": 9, "last_step": 10}\n']
-
-
-def read(tmp_path, *lines, format=None):
-    content = b"".join(line if isinstance(line, bytes) else line.encode() for line in lines)
-    (tmp_path / "run.log").write_bytes(content)
-    return read_log(tmp_path / "run.log", format)
 
 
 def assert_same(run, expected):

@@ -14,7 +14,7 @@ from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.pattern import suggest_pattern
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.untrusted import read_yaml
-from tests.record.log_writers import megatron_line, mindformers_line, random_run
+from tests.record.log_writers import megatron_line, mindformers_line, random_run, read
 
 # For each program a pattern, and lines of steps 100, 200 and 300. The loss scale halves between steps 100 and 200.
 PROGRAMS = {
@@ -66,15 +66,10 @@ PROGRAMS = {
 }
 
 
-def read(folder, text, pattern):
-    (folder / "run.log").write_text(text, encoding="utf-8")
-    return read_log(folder / "run.log", pattern=pattern)
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_program_is_read_by_its_pattern(tmp_path, name):
     pattern, text = PROGRAMS[name]
-    run = read(tmp_path, text, pattern)
+    run = read(tmp_path, text, pattern=pattern)
     assert (run.log_format, run.step[-1], run.filled_loss_scale[-1]) == ("pattern", 300, 32768.0)
     bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 300), "fairseq": (1, 300)}.get(name, (0, 300))
     assert run.skipped_bounds() == bounds
@@ -84,11 +79,10 @@ def test_each_program_is_read_by_its_pattern(tmp_path, name):
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name in ("insightface", "yolox")])
 def test_a_refusal_prints_a_pattern_to_try(tmp_path, name):
     text = "no number here: scale\n" + PROGRAMS[name][1]
-    (tmp_path / "run.log").write_text(text)
     with pytest.raises(ValueError, match="may match this pattern") as error:
-        read_log(tmp_path / "run.log")
+        read(tmp_path, text)
     suggested = shlex.split(re.search(r"--pattern (.*?)\s+Looked for", str(error.value))[1])[0]
-    run = read(tmp_path, text, suggested)
+    run = read(tmp_path, text, pattern=suggested)
     assert (run.step[-1], run.final_loss_scale) == (300, 32768.0)
 
 
@@ -117,7 +111,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, seed, every):
         "count": r"lost (?P<skipped>\d+)",
     }
     pattern = " ".join([r"at (?P<step>\d+)", *(groups[part] for part in parts)])
-    run = read(tmp_path_factory.getbasetemp(), "".join(lines), pattern)
+    run = read(tmp_path_factory.getbasetemp(), *lines, pattern=pattern)
     fewest, most = run.skipped_bounds()
     assert fewest <= sum(truth.flags) <= most
     assert fewest == most or ("count" not in parts and not ("flag" in parts and every == 1))
@@ -138,12 +132,12 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, seed, every):
 )
 def test_a_wrong_pattern_is_refused_with_the_remedy(tmp_path, pattern, error, message):
     with pytest.raises(error, match=message):
-        read(tmp_path, "x" + "1" * 60 + "\n", pattern)
+        read(tmp_path, "x" + "1" * 60 + "\n", pattern=pattern)
 
 
 def test_a_word_that_is_no_flag_is_a_problem_of_its_line(tmp_path):
     pattern = r"(?P<step>\d+) (?P<overflow>\w+) (?P<loss_scale>\S+)"
-    run = read(tmp_path, "1 True 8\n2 maybe 8\n3 no 1e400\n4 no 8\n", pattern)
+    run = read(tmp_path, "1 True 8\n2 maybe 8\n3 no 1e400\n4 no 8\n", pattern=pattern)
     assert (run.skipped_bounds(), len(run.problems)) == ((1, 2), 1)
     assert "group 'overflow' must be a word" in run.problems[0]
 
@@ -170,8 +164,7 @@ def test_a_scale_beyond_float64_costs_no_more_than_its_line(tmp_path, name):
     line = megatron_line if name == "megatron" else lambda step, scale: mindformers_line(step, False, scale)
     texts = [line(step, 8.0) for step in range(1, 6)]
     texts[2] = texts[2].replace("scale: 8.0", "scale: 1e400")
-    (tmp_path / "run.log").write_text("".join(texts))
-    assert read_log(tmp_path / "run.log").step.tolist() == [1, 2, 3, 4, 5]
+    assert read(tmp_path, *texts).step.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_pipes_and_devices_are_refused_at_once(run_program, tmp_path):
@@ -184,6 +177,6 @@ def test_pipes_and_devices_are_refused_at_once(run_program, tmp_path):
             code, _, error = run_program(*arguments)
             assert code != 0
             assert ("pipe or a device" in error, file in error) == (True, True)
-        for read in (read_batch, read_record, read_yaml):
+        for reader in (read_batch, read_record, read_yaml):
             with pytest.raises((OSError, ValueError), match="pipe or a device"):
-                read(file)
+                reader(file)

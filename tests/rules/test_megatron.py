@@ -144,20 +144,6 @@ def test_the_program_prints_the_warning_beside_the_section(run_program):
     assert re.match("warning: '--loss-scale' must be a power .* 1000", errors)
 
 
-SCALER = {"scale": 65536.0, "growth_tracker": 12, "hysteresis_tracker": 1}
-
-
-@pytest.mark.parametrize("state", [SCALER, {"grad_scaler": SCALER}, {"optimizer": {}, "grad_scaler": SCALER}])
-def test_scalers_state_is_left_out_with_a_warning_where_missing(state):
-    cell = NoLossScaleUpdateCell()
-    with pytest.warns(UserWarning, match="gradient scaler, .*NoLossScaleUpdateCell .*use AdaptiveLossScaleUpdateCell"):
-        cell.load_state_dict(state)
-    assert cell.get_loss_scale() == 1.0
-    # Megatron-LM saves None as the state if it has no scaler.
-    cell.load_state_dict({"optimizer": {}, "grad_scaler": None})
-    cell.load_state_dict(cell.state_dict())
-
-
 @pytest.mark.parametrize(
     "arguments", ["--bf16", "--tensor-model-parallel-size 2", "--loss-scale 1024", "--bf16 --loss-scale 0"]
 )
