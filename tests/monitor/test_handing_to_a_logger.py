@@ -5,11 +5,11 @@ import re
 import sys
 
 import pytest
+from test_loss_scale_monitor import OVERFLOWS, build, build_again, train
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell
-from tests.monitor.test_loss_scale_monitor import OVERFLOWS, build, build_again, train
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -55,7 +55,7 @@ def test_the_guided_cell_hands_over_the_largest_gradient(path):
 
 def test_with_every_n_steps_no_step_is_lost(path):
     logger = Logger()
-    train(build_again(history_size=7), [LossScaleMonitor(path, every_n_steps=7, log=logger.log)])
+    train(build_again(9), [LossScaleMonitor(path, every_n_steps=7, log=logger.log)])
     assert [*logger.steps] == list(range(1, len(OVERFLOWS) + 1))
 
 

@@ -57,18 +57,30 @@ def build(update_cell=None, train_step_class=TrainOneStepWithLossScaleCell):
     return train_step
 
 
+def floored(history_size):
+    return adaptive(history_size, min_loss_scale=2.0**7)
+
+
+def dynamic():
+    return nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3)
+
+
+def fixed():
+    return nn.FixedLossScaleUpdateCell(8.0)
+
+
 @functools.cache
-def compiled_once(history_size):
-    train_step = build(adaptive(history_size))
+def compiled_once(make, history_size, number):
+    train_step = build(make(history_size) if history_size else make())
     return train_step, [(value, value.asnumpy().copy()) for value in train_step.get_parameters()]
 
 
-def build_again(history_size=0):
-    """Return a train step with an adaptive cell, reset to its initial state. All tests share one compiled train step.
+def build_again(history_size=0, make=adaptive, number=0):
+    """Return a train step, reset to its initial state. All calls with equal arguments share one compiled train step.
 
-    A test that needs two train steps at a time, or loads a checkpoint, calls build() instead.
+    A test that needs two train steps at a time gives them different numbers.
     """
-    train_step, initial = compiled_once(history_size)
+    train_step, initial = compiled_once(make, history_size, number)
     for value, array in initial:
         # Use assign(): a compiled graph keeps the old values of the optimizer's Parameters after set_data().
         ops.assign(value, Tensor(array.copy(), value.dtype))
@@ -129,11 +141,10 @@ def test_record_is_the_rule_step_by_step(path, make):
 
 
 def test_a_training_shorter_than_its_window_is_warned_of(path, messages):
-    network = build(nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 25))
-    for steps in (24, 25):
-        train(network, [LossScaleMonitor(path)], [False] * steps)
+    for steps in (2, 3):
+        train(build_again(make=dynamic), [LossScaleMonitor(path)], [False] * steps)
     [message] = [message for message in messages() if message.startswith("The loss scale cannot rise")]
-    assert re.search(r" 24 steps, .* 25 steps .*'adaptive-loss-scale find'.*'min_scale_window' .* 24\.", message)
+    assert re.search(r" 2 steps, .* 3 steps .*'adaptive-loss-scale find'.*'min_scale_window' .* 2\.", message)
 
 
 def test_record_is_the_rule_in_pynative_mode(path):
@@ -145,7 +156,7 @@ def test_record_is_the_rule_in_pynative_mode(path):
 def test_looking_every_7th_step_records_every_step(path):
     losses, recorded = Losses(), []
     lines = LambdaCallback(on_train_step_end=lambda _: recorded.append(len(path.read_text().splitlines())))
-    train(build_again(history_size=7), [LossScaleMonitor(path, every_n_steps=7), losses, lines], OVERFLOWS[:25])
+    train(build_again(9), [LossScaleMonitor(path, every_n_steps=7), losses, lines], OVERFLOWS[:25])
     lines = read_record(path)
     assert without_loss(lines) == replay(OVERFLOWS[:25])
     assert str([line["loss"] for line in lines]) == str(losses.seen)
@@ -193,13 +204,13 @@ def test_graph_with_four_steps_a_call_leaves_every_step(path):
 
 
 def test_a_new_process_goes_on_from_a_checkpoint(path, tmp_path, messages):
-    network = build(adaptive(history_size=3))
+    network = build_again(3)
     train(network, [LossScaleMonitor(path)], OVERFLOWS[:10])
     mindspore.save_checkpoint(network, str(tmp_path / "10.ckpt"))
     train(network, [LossScaleMonitor(path)], OVERFLOWS[10:13])
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:13])
 
-    resumed = build(adaptive(history_size=3))
+    resumed = build_again(3)
     mindspore.load_checkpoint(str(tmp_path / "10.ckpt"), resumed)
     train(resumed, [LossScaleMonitor(path)], OVERFLOWS[10:])
     assert without_loss(read_record(path)) == replay()
@@ -222,7 +233,7 @@ FORMS = ["ckpt", pytest.param("sidecar", marks=NEEDS_SECTION)]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_of_two_runs_in_a_folder_goes_on_in_its_own_record(path, tmp_path, form):
-    first, second, folder = build_again(), build(), tmp_path / "saved"
+    first, second, folder = build_again(), build_again(number=1), tmp_path / "saved"
     folder.mkdir()
     ranges = path.with_name("ranges.jsonl")
 
@@ -239,7 +250,7 @@ def test_each_of_two_runs_in_a_folder_goes_on_in_its_own_record(path, tmp_path, 
     train(first, [*callbacks(), RunsAnother(run_second)], OVERFLOWS[:24])
     files = [path, ranges] if form == "ckpt" else [path]
     of_first = [file.read_text() for file in files]
-    resumed = build()
+    resumed = build_again()
     restore(resumed, folder, form)
     train(resumed, callbacks(), OVERFLOWS[14:20])
     assert [file.read_text() for file in files] == of_first
@@ -252,11 +263,11 @@ def test_each_of_two_runs_in_a_folder_goes_on_in_its_own_record(path, tmp_path, 
 
 
 def test_run_goes_on_in_a_record_that_was_put_aside(path, tmp_path):
-    network = build()
+    network = build_again()
     train(network, [LossScaleMonitor(path)], OVERFLOWS[:6])
     save(network, tmp_path, "ckpt")
     train(build_again(), [LossScaleMonitor(path)], OVERFLOWS[:10])
-    resumed = build()
+    resumed = build_again()
     restore(resumed, tmp_path, "ckpt")
     train(resumed, [LossScaleMonitor(path)], OVERFLOWS[6:8])
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:10])
@@ -294,7 +305,7 @@ def test_epochs_and_trainings_with_one_monitor_go_on(path):
     assert read_log(path).steps_where("resumed").tolist() == []
 
 
-@pytest.mark.parametrize("history_size", [0, 5])
+@pytest.mark.parametrize("history_size", [0, 9])
 def test_steps_taken_again_replace_those_before(path, history_size):
     network = build_again(history_size)
 
@@ -318,7 +329,7 @@ def test_steps_taken_again_replace_those_before(path, history_size):
 
 
 def test_all_of_mindspores_dynamic_cell_is_recorded(path):
-    network = build(nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3))
+    network = build_again(make=dynamic)
     train(network, [LossScaleMonitor(path)], OVERFLOWS[:10])
     train(network, [LossScaleMonitor(path)], OVERFLOWS[10:])
     expected = replay(max_scale_window=3, min_scale_window=3)
@@ -326,9 +337,11 @@ def test_all_of_mindspores_dynamic_cell_is_recorded(path):
     assert without_loss(read_record(path)) == [line | of_the_ladder for line in expected]
 
 
-@pytest.mark.parametrize("scale_sense", [nn.FixedLossScaleUpdateCell(8.0), Tensor(8.0, mindspore.float32)])
-def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, scale_sense):
-    monitor, network = LossScaleMonitor(path, every_n_steps=2), build(scale_sense)
+@pytest.mark.parametrize(
+    "make", [lambda: build_again(make=fixed), lambda: build(Tensor(8.0, mindspore.float32))], ids=["cell", "Tensor"]
+)
+def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, make):
+    monitor, network = LossScaleMonitor(path, every_n_steps=2), make()
     train(network, [monitor], [True, False])
     train(network, [monitor], [False, False, True])
     unknown = dict.fromkeys(FIELDS[5:])
@@ -371,10 +384,13 @@ class OwnRuleThatCounts(OwnRule):
         return super().construct(loss_scale, overflow)
 
 
-@pytest.mark.parametrize(("cell", "every_n_steps"), [(OwnRule, 1), (OwnRule, 2), (OwnRuleThatCounts, 1)])
+OWN, COUNTING = (functools.partial(cell, INITIAL_SCALE, 2, 3) for cell in (OwnRule, OwnRuleThatCounts))
+
+
+@pytest.mark.parametrize(("cell", "every_n_steps"), [(OWN, 1), (OWN, 2), (COUNTING, 1)])
 def test_with_a_users_update_cell_every_step_is_recorded(path, cell, every_n_steps):
     flags = [True, False, False, True, False, True]
-    monitor, network = LossScaleMonitor(path, every_n_steps), build(cell(INITIAL_SCALE, 2, 3))
+    monitor, network = LossScaleMonitor(path, every_n_steps), build_again(make=cell)
     train(network, [monitor], flags)
     train(network, [monitor], flags)
     lines = read_record(path)
@@ -387,7 +403,7 @@ def test_with_a_users_update_cell_every_step_is_recorded(path, cell, every_n_ste
 
 
 def test_full_or_damaged_count_leaves_steps_that_go_on(tmp_path):
-    network = build(nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3))
+    network = build_again(make=dynamic)
     for count in (2**31 - 3, 2**31 - 1, 0, -(2**31), -5):
         ops.assign(network.loss_scaling_manager.cur_iter, Tensor(count, mindspore.int32))
         record = tmp_path / f"{count}.jsonl"
@@ -397,9 +413,9 @@ def test_full_or_damaged_count_leaves_steps_that_go_on(tmp_path):
         assert steps == list(range(first, first + 6)), count
 
 
-@pytest.mark.parametrize("cell", [adaptive, lambda: GradientGuidedLossScaleUpdateCell(INITIAL_SCALE)])
-def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, cell):
-    network = build(cell())
+@pytest.mark.parametrize("make", [build_again, lambda: build(GradientGuidedLossScaleUpdateCell(INITIAL_SCALE))])
+def test_steps_and_collapse_are_seen_after_a_damaged_count(path, messages, make):
+    network = make()
     network.loss_scaling_manager.cur_iter.set_data(Tensor(2**31 - 1, mindspore.int32))
     with pytest.warns(UserWarning, match="'current_iterator_step' 2147483647, which must lie between .*: 1 is used"):
         train(network, [LossScaleMonitor(path, max_consecutive_overflows=3)], [False, True, True, True])
@@ -428,7 +444,7 @@ def test_no_checkpoint_is_ahead_of_the_record(path, tmp_path, monkeypatch, kind,
         saver = CheckpointMonitor(directory=str(tmp_path), save_checkpoint_steps=10)
     callbacks = {"monitor": LossScaleMonitor(path, every_n_steps=7), "saver": saver}
     seen = SeesRecord(path, saver)
-    train(build_again(history_size=7), [*(callbacks[name] for name in order), seen], OVERFLOWS[:25])
+    train(build_again(9), [*(callbacks[name] for name in order), seen], OVERFLOWS[:25])
     assert seen.ends[:2] == [10, 20]
     # The record marks the step of every checkpoint, also of the checkpoint that is saved at the end of the training.
     assert read_log(path).steps_where("saved").tolist() == [10, 20, 25]
@@ -446,15 +462,15 @@ def test_a_training_that_fails_lets_its_record_go(path):
 
 
 def test_skipped_steps_do_not_fall_when_another_cell_goes_on(path, tmp_path):
-    dynamic = build(nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3))
-    train(dynamic, [LossScaleMonitor(path)], OVERFLOWS[:10])
-    mindspore.save_checkpoint(dynamic, str(tmp_path / "10.ckpt"))
-    resumed = build(adaptive(history_size=2))
+    first = build_again(make=dynamic)
+    train(first, [LossScaleMonitor(path)], OVERFLOWS[:10])
+    mindspore.save_checkpoint(first, str(tmp_path / "10.ckpt"))
+    resumed = build_again(3)
     mindspore.load_checkpoint(str(tmp_path / "10.ckpt"), resumed)
     with pytest.warns(UserWarning, match="fresh"):
         train(resumed, [LossScaleMonitor(path)], OVERFLOWS[10:16])
     mindspore.save_checkpoint(resumed, str(tmp_path / "16.ckpt"))
-    again = build(adaptive())
+    again = build_again()
     mindspore.load_checkpoint(str(tmp_path / "16.ckpt"), again)
     train(again, [LossScaleMonitor(path)], OVERFLOWS[16:])
     lines = read_record(path)
@@ -472,7 +488,7 @@ def test_a_network_without_loss_scaling_is_told_and_trains_on(path, messages):
 
 
 def test_each_window_change_is_one_line_of_the_log(path, messages):
-    train(build_again(history_size=9), [LossScaleMonitor(path, every_n_steps=9)])
+    train(build_again(9), [LossScaleMonitor(path, every_n_steps=9)])
     expected, before = [], {"scale_window": 1, "window_index": 0}
     for line in replay():
         if (before["scale_window"], before["window_index"]) != (line["scale_window"], line["window_index"]):
@@ -488,7 +504,7 @@ def test_each_window_change_is_one_line_of_the_log(path, messages):
 
 def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
     folder = tmp_path / "scalars"
-    train(build_again(history_size=5), [LossScaleMonitor(path, every_n_steps=5, tensorboard_dir=folder)])
+    train(build_again(9), [LossScaleMonitor(path, every_n_steps=5, tensorboard_dir=folder)])
     expected = {
         f"loss_scaling/{field}": {
             line["step"]: float(line[field]) for line in read_record(path) if math.isfinite(line[field])
@@ -511,7 +527,7 @@ COLLAPSE = [False, False, *[True] * 9]
 @pytest.mark.parametrize("every_n_steps", [1, 3])
 def test_collapse_warns_and_again_when_twice_as_long(path, messages, every_n_steps):
     monitor = LossScaleMonitor(path, max_consecutive_overflows=4, every_n_steps=every_n_steps)
-    train(build(adaptive(history_size=3, min_loss_scale=2.0**7)), [monitor], COLLAPSE)
+    train(build_again(3, make=floored), [monitor], COLLAPSE)
     collapses = [message for message in messages() if "collapsed" in message]
     [collapse, longer] = collapses
     assert re.search(r"collapsed: 4 steps .*overflowed up to step 6,", collapse)
@@ -530,11 +546,11 @@ def test_a_collapse_stops_the_training_if_asked_to(path, messages):
     assert re.search(r"Training stops here\b.* 'on_collapse' is 'stop'\.$", messages()[-1])
 
 
-@pytest.mark.parametrize("cell", [None, nn.FixedLossScaleUpdateCell(8.0)])
-def test_collapse_raises_if_asked_to_and_is_recorded(path, cell):
+@pytest.mark.parametrize("make", [adaptive, fixed])
+def test_collapse_raises_if_asked_to_and_is_recorded(path, make):
     monitor = LossScaleMonitor(path, max_consecutive_overflows=4, on_collapse="raise")
     with pytest.raises(RuntimeError, match=r"Loss scaling has collapsed: 4 steps in a row .* up to step 6"):
-        train(build_again() if cell is None else build(cell), [monitor], COLLAPSE)
+        train(build_again(make=make), [monitor], COLLAPSE)
     assert [line["overflow"] for line in read_record(path)] == COLLAPSE[:6]
 
 
@@ -562,7 +578,7 @@ def test_two_monitors_of_one_training_write_both(path, tmp_path, monkeypatch, re
     # Of some callback classes, MindFormers' trainer keeps only one callback. It must keep both LossScaleMonitors.
     callbacks = base_trainer.BaseTrainer.sort_callbacks([*monitors, saver, *seen])
     assert sorted(map(id, callbacks)) == sorted(map(id, [*monitors, saver, *seen]))
-    train(build_again(history_size=9), callbacks, OVERFLOWS[:25])
+    train(build_again(9), callbacks, OVERFLOWS[:25])
     for file, ends in zip((path, other), seen, strict=True):
         assert without_loss(read_record(file)) == replay(OVERFLOWS[:25])
         assert ends.ends[:2] == [10, 20]
