@@ -108,9 +108,9 @@ def test_manager_follows_the_model_and_the_record_has_its_steps(graph_mode, scal
     assert is_same(resumed.get_update_cell().state_dict(), state)
 
 
-def test_operators_are_not_started_from_python_again(kind):
+def test_operators_are_not_started_from_python_again():
     """In PyNative mode too, an update of the loss scale runs as one compiled graph."""
-    taken = []
+    kind, taken = KINDS["guided"], []
 
     class Notes(type(kind.cell())):
         def __getattribute__(self, name):
@@ -130,7 +130,7 @@ def test_operators_are_not_started_from_python_again(kind):
     assert (cell.state()["skipped_steps"], cell.state()["cur_iter"]) == (2, 3)
 
 
-@pytest.mark.parametrize("name", ["adaptive", "guided"])
+@pytest.mark.parametrize(("name", "mode"), [("adaptive", "graph"), ("guided", "pynative")], indirect=["mode"])
 def test_a_subclass_that_adds_to_construct_updates_once(name, mode):
     kind = KINDS[name]
 
@@ -150,7 +150,9 @@ def test_a_subclass_that_adds_to_construct_updates_once(name, mode):
     assert float(owned.scale_sense) == path[-1].state.loss_scale
 
 
-def test_no_counter_wraps_after_the_most_steps(graph_mode, kind):
+@pytest.mark.parametrize("name", ["adaptive", "guided"])
+def test_no_counter_wraps_after_the_most_steps(graph_mode, name):
+    kind = KINDS[name]
     owned, path = Owned(kind.cell()), kind.path(40)
     owned.update_cell.write_rule_state(kind.start(), STEP_LIMIT)
     assert owned.update_cell.state()["cur_iter"] == STEP_LIMIT
@@ -165,7 +167,9 @@ def test_no_counter_wraps_after_the_most_steps(graph_mode, kind):
 @pytest.mark.parametrize(
     "bounds", [{"min_loss_scale": 8.0, "max_loss_scale": 2.0**14}, {"min_loss_scale": 2.0**-20}], ids=["narrow", "wide"]
 )
-def test_scale_stays_within_its_bounds(graph_mode, kind, bounds):
+@pytest.mark.parametrize("name", ["adaptive", "guided", "log_max"])
+def test_scale_stays_within_its_bounds(graph_mode, name, bounds):
+    kind = KINDS[name]
     arguments = {**kind.arguments, "min_loss_scale": 1.0, "max_loss_scale": None, **bounds}
     kind = Kind(kind.rule_class, kind.cell_class, None, None, arguments, 2.0**10, kind.beside)
     owned, scales = Owned(kind.cell()), set()
@@ -177,7 +181,8 @@ def test_scale_stays_within_its_bounds(graph_mode, kind, bounds):
     assert 2.0**10 < max(scales) <= highest < math.inf
 
 
-def test_steps_that_were_undone_are_not_told(graph_mode, kind):
+def test_steps_that_were_undone_are_not_told(graph_mode):
+    kind = KINDS["guided"]
     owned, path = Owned(kind.cell(history_size=3)), kind.path(9)
     cell = owned.update_cell
     for step in path[:3]:
@@ -196,8 +201,8 @@ def test_steps_that_were_undone_are_not_told(graph_mode, kind):
     assert kind.cell().recent_steps() == []
 
 
-def test_steps_before_a_leap_are_not_told(graph_mode, kind):
-    owned = Owned(kind.cell(history_size=8))
+def test_steps_before_a_leap_are_not_told(graph_mode):
+    owned = Owned(KINDS["adaptive"].cell(history_size=8))
     cell = owned.update_cell
     # The update cell takes steps 3 to 6, goes back and takes steps 3 and 4 again, and then leaps to step 9. The history
     # still holds rows of the earlier steps, such as step 6. recent_steps() must not return these rows.
