@@ -26,7 +26,15 @@ TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneSte
 FLOAT16_TOLERANCE = 2.0**-8
 
 
-@pytest.mark.parametrize(("cell", "optimizer"), [(TRAIN_STEP_CELLS[0], "Momentum"), (TRAIN_STEP_CELLS[1], "Adam")])
+@pytest.mark.parametrize(
+    ("cell", "optimizer", "mode"),
+    [
+        (TRAIN_STEP_CELLS[0], "Momentum", "graph"),
+        (TRAIN_STEP_CELLS[0], "Momentum", "pynative"),
+        (TRAIN_STEP_CELLS[1], "Adam", "graph"),
+    ],
+    indirect=["mode"],
+)
 def test_skipped_step_changes_nothing_applied_one_is_as_in_fp32(mode, cell, optimizer):
     half, full = Dense(fp16=True), Dense()
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
@@ -54,7 +62,9 @@ def test_skipped_step_changes_nothing_applied_one_is_as_in_fp32(mode, cell, opti
     assert update_cell.state()["skipped_steps"] == 3
 
 
-@pytest.mark.parametrize("base", TRAIN_STEP_CELLS)
+@pytest.mark.parametrize(
+    ("base", "mode"), list(zip(TRAIN_STEP_CELLS, ("pynative", "graph"), strict=True)), indirect=["mode"]
+)
 def test_subclass_with_arguments_trains_through_overflows(mode, base):
     class CountedTrainStep(base):
         """A user's own subclass, which counts its steps from ``first_step`` on."""
@@ -161,16 +171,18 @@ def test_arguments_of_mindformers_cell_name_the_cell():
         build_wrapper(config, default_args=arguments)
 
 
-def test_without_loss_scaling_no_step_is_skipped(mode):
-    for cell in TRAIN_STEP_CELLS:
-        dense, plain = Dense(), Dense()
-        step = dense.train_step(wrapper.NoLossScaleUpdateCell(), cell)
-        stock = nn.TrainOneStepCell(plain.network, plain.optimizer())
-        for overflow in (False, True):
-            step(*Dense.batch(overflow)), stock(*Dense.batch(overflow))
-            np.testing.assert_array_equal(dense.weight(), plain.weight())
-        assert not np.isfinite(dense.weight()).all()
-        assert float(step.scale_sense) == 1.0
+@pytest.mark.parametrize(
+    ("cell", "mode"), list(zip(TRAIN_STEP_CELLS, ("graph", "pynative"), strict=True)), indirect=["mode"]
+)
+def test_without_loss_scaling_no_step_is_skipped(mode, cell):
+    dense, plain = Dense(), Dense()
+    step = dense.train_step(wrapper.NoLossScaleUpdateCell(), cell)
+    stock = nn.TrainOneStepCell(plain.network, plain.optimizer())
+    for overflow in (False, True):
+        step(*Dense.batch(overflow)), stock(*Dense.batch(overflow))
+        np.testing.assert_array_equal(dense.weight(), plain.weight())
+    assert not np.isfinite(dense.weight()).all()
+    assert float(step.scale_sense) == 1.0
 
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):

@@ -68,7 +68,11 @@ def test_sparse_gradients_are_refused_before_anything_compiles(graph_mode, train
         step.set_train()
 
 
-@pytest.mark.parametrize("train_step_class", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
+@pytest.mark.parametrize(
+    ("train_step_class", "mode"),
+    [(TrainOneStepWithLossScaleCell, "pynative"), (MFTrainOneStepCell, "graph")],
+    indirect=["mode"],
+)
 def test_training_follows_the_gradients(mode, train_step_class):
     dense, cell = Dense(), GradientGuidedLossScaleUpdateCell(2.0**32)
     step, state = dense.train_step(cell, train_step_class).set_train(), cell.rule.start(2.0**32)
@@ -81,7 +85,7 @@ def test_training_follows_the_gradients(mode, train_step_class):
 
 
 @NEEDS_LOSS_PER_TOKEN
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("clip", "mode"), [(False, "graph"), (True, "graph"), (True, "pynative")], indirect=["mode"])
 def test_overflowing_gradient_is_measured_with_a_loss_per_token(mode, clip):
     network = PerToken()
     optimizer = nn.SGD(network.trainable_params(), learning_rate=0.01)
@@ -164,7 +168,7 @@ class OwnDetection(TrainOneStepWithLossScaleCell):
         return loss, overflow, self.scale_sense
 
 
-def test_a_train_step_that_never_measures_gets_one_warning(mode):
+def test_a_train_step_that_never_measures_gets_one_warning(graph_mode):
     step = Dense().train_step(GradientGuidedLossScaleUpdateCell(2.0**8), OwnDetection).set_train()
     for _ in range(4):
         step(*Dense.batch())

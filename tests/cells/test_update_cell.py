@@ -29,8 +29,9 @@ def test_parameters_have_the_names_of_mindformers_own_cell(hysteresis):
 
 
 @pytest.mark.parametrize(
-    ("stock", "hysteresis"),
-    [(nn.TrainOneStepWithLossScaleCell, 1), (mindformers.wrapper.MFTrainOneStepCell, 2)],
+    ("stock", "hysteresis", "mode"),
+    [(nn.TrainOneStepWithLossScaleCell, 1, "pynative"), (mindformers.wrapper.MFTrainOneStepCell, 2, "graph")],
+    indirect=["mode"],
 )
 def test_works_in_the_stock_train_step_cells(mode, stock, hysteresis):
     """On a CPU, MindSpore's train-step cell has to take its branch for Ascend 910B, which uses IsFinite."""
@@ -77,7 +78,7 @@ def test_an_empty_window_warns_and_starts_at_the_smallest():
     assert cell.state()["scale_window"] == 20
 
 
-def test_a_removed_temporary_folder_ends_no_training(mode):
+def test_a_removed_temporary_folder_ends_no_training(graph_mode):
     """MindSpore still compiles a rule if a cleaner of /tmp has removed the folder with the rule's generated code."""
     scales = []
     for window in (3, 3, 5):
