@@ -11,7 +11,7 @@ from typing import ClassVar
 import mindformers.wrapper
 import mindspore
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
@@ -24,7 +24,7 @@ from mindformers_adaptive.rules.saved_state import own_keys
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 from tests.conftest import mindspore_mode
 from tests.shared.every_rule import KINDS, Owned, is_same
-from tests.shared.networks import Dense
+from tests.shared.networks import Dense, resettable
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graph_mode")]
 
@@ -84,12 +84,11 @@ def test_set_train_at_random_places_changes_nothing(name, owner):
 
     cell, dense = CELLS[name](), Dense()
     train_step = dense.train_step(cell, TrainOneStepWithLossScaleCell) if owner == "train step" else Owned(cell)
-    first = [(parameter, parameter.asnumpy().copy()) for parameter in train_step.get_parameters()]
+    reset = resettable(train_step)
 
     def states(places):
         taken = []
-        for parameter, value in first:
-            ops.assign(parameter, Tensor(value))
+        reset()
         for number, overflow in enumerate(overflows):
             if number in places:
                 train_step.set_train()

@@ -1,5 +1,6 @@
 """Test that ``GradientRangeMonitor`` records the right values, and does not change the training."""
 
+import functools
 import json
 import re
 
@@ -21,7 +22,15 @@ from mindformers_adaptive.wrapper import (
     TrainOneStepWithLossScaleCell,
 )
 from tests.monitor.event_files import read_scalars
-from tests.shared.networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
+from tests.shared.networks import (
+    TOKENS,
+    GraphOnly,
+    HalfPrecisionSum,
+    PerToken,
+    resettable,
+    rows,
+    seeded_train_step,
+)
 from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
 pytestmark = pytest.mark.slow
@@ -66,17 +75,22 @@ def test_training_takes_the_same_steps_with_it(mode, tmp_path):
     assert [line["step"] for line in read_record(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def sum_step(size=2):
-    """Return a train step of ``HalfPrecisionSum`` that starts at a loss scale of 2^10."""
-    network = HalfPrecisionSum(size)
+@functools.cache
+def compiled_sum_step():
+    network = HalfPrecisionSum(2)
     optimizer = nn.SGD(network.trainable_params(), 0.25)
-    return TrainOneStepWithLossScaleCell(network, optimizer, AdaptiveLossScaleUpdateCell(2**10, 2, 20))
+    return resettable(TrainOneStepWithLossScaleCell(network, optimizer, AdaptiveLossScaleUpdateCell(2**10, 2, 20)))
+
+
+def sum_step():
+    """Return a train step of ``HalfPrecisionSum`` at its start, at a loss scale of 2^10; it is compiled only once."""
+    return compiled_sum_step()()
 
 
 def sum_training(tmp_path, x, **arguments):
     """Train a network at a loss scale of 2^10. Row i of ``x`` is the gradient of step i; return the gradient record."""
     data = dataset.NumpySlicesDataset(x, shuffle=False).batch(1)
-    return watch(tmp_path, sum_step(x.shape[1]), data, tensorboard_dir=tmp_path, **arguments)
+    return watch(tmp_path, sum_step(), data, tensorboard_dir=tmp_path, **arguments)
 
 
 def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path):
@@ -229,6 +243,10 @@ def test_layers_without_a_measure_do_not_stop_the_training(graph_mode, tmp_path,
     assert [(line["outputs"], line["activation_gradients"]) for line in lines] == [({}, [])] * 3
 
 
+def ones(steps):
+    return dataset.NumpySlicesDataset(np.ones((steps, 2), np.float32)).batch(1)
+
+
 def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
     checkpoint = str(tmp_path / "3.ckpt")
 
@@ -239,9 +257,6 @@ def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
             mindspore.save_checkpoint(params.train_network, checkpoint)
         if params.cur_step_num == 5:
             raise KeyboardInterrupt
-
-    def ones(steps):
-        return dataset.NumpySlicesDataset(np.ones((steps, 2), np.float32)).batch(1)
 
     with pytest.raises(KeyboardInterrupt):
         watch(tmp_path, sum_step(), ones(8), LambdaCallback(on_train_step_end=save_and_fail))
@@ -291,7 +306,7 @@ def test_a_loss_scale_of_inf_is_said_once(graph_mode, tmp_path, mindformers_log)
     network = HalfPrecisionSum(2)
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepWithLossScaleCell(network, optimizer, Tensor(np.inf, mstype.float32))
-    assert watch(tmp_path, step, dataset.NumpySlicesDataset(np.ones((3, 2), np.float32)).batch(1)) is None
+    assert watch(tmp_path, step, ones(3)) is None
     assert len(re.findall("GradientRangeMonitor .*no gradients .*loss scale is inf", mindformers_log.text)) == 1
 
 
@@ -301,7 +316,7 @@ def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
         on_train_begin=lambda run: run.original_args().update(dataset_sink_mode=True),
         on_train_step_begin=lambda run: run.original_args().update(train_dataset_element=()),
     )
-    assert watch(tmp_path, seeded_train_step(), batches(), sink_mode) is None
+    assert watch(tmp_path, sum_step(), ones(3), sink_mode) is None
     assert (
         len(re.findall("GradientRangeMonitor .* data-sink mode .*'runner_config.sink_mode'", mindformers_log.text)) == 1
     )

@@ -34,7 +34,7 @@ from mindformers_adaptive.wrapper import (
     TrainOneStepWithLossScaleCell,
 )
 from tests.monitor.event_files import read_scalars, read_starts
-from tests.shared.networks import Dense, batches
+from tests.shared.networks import Dense, batches, resettable
 from tests.shared.records import missing
 from tests.shared.versions import NEEDS_SECTION
 
@@ -71,8 +71,7 @@ def fixed():
 
 @functools.cache
 def compiled_once(make, history_size, number):
-    train_step = build(make(history_size) if history_size else make())
-    return train_step, [(value, value.asnumpy().copy()) for value in train_step.get_parameters()]
+    return resettable(build(make(history_size) if history_size else make()))
 
 
 def build_again(history_size=0, make=adaptive, number=0):
@@ -80,11 +79,7 @@ def build_again(history_size=0, make=adaptive, number=0):
 
     A test that needs two train steps at a time gives them different numbers.
     """
-    train_step, initial = compiled_once(make, history_size, number)
-    for value, array in initial:
-        # Use assign(): a compiled graph keeps the old values of the optimizer's Parameters after set_data().
-        ops.assign(value, Tensor(array.copy(), value.dtype))
-    return train_step
+    return compiled_once(make, history_size, number)()
 
 
 def data_of(overflows=OVERFLOWS):

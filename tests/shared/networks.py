@@ -157,6 +157,21 @@ def rows(seed=0, count=16):
     return random.normal(size=(count, 8)).astype(np.float32), random.normal(size=(count, 2)).astype(np.float32)
 
 
+def resettable(cell):
+    """Return a function that gives the Parameters of a compiled cell their present values again, and returns the cell.
+
+    The values go into the memory of the Parameters, which the compiled graph uses, and do not count as loaded.
+    """
+    first = [(parameter, parameter.asnumpy().copy()) for parameter in cell.get_parameters()]
+
+    def reset():
+        for parameter, value in first:
+            ops.assign(parameter, Tensor(value.copy(), parameter.dtype))
+        return cell
+
+    return reset
+
+
 class Dense:
     """A dense layer (in FP16 on request), a loss and batches; a batch with an inf overflows at every loss scale."""
 
