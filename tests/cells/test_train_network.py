@@ -35,11 +35,7 @@ MANAGERS = {
 
 @pytest.mark.parametrize(
     ("manager", "level"),
-    [
-        *(("adaptive", level) for level in ("O0", "O2", "O3", "auto")),
-        ("fixed", "O2"),
-        ("dynamic", "O3"),
-    ],
+    [("adaptive", "O0"), ("adaptive", "auto"), ("fixed", "O2"), ("dynamic", "O3")],
 )
 def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling_on_cpu, manager, level):
     dense = Dense()

@@ -294,6 +294,7 @@ def test_mindformers_own_state_goes_on_on_its_ladder(stock, loads_into):
     step.set_train()
     names = ("scale_window", "window_index", "growth_num", "down_num", "cur_iter", "last_overflow_iter")
     assert [cell.state()[name] for name in names] == counters
+    assert float(step.scale_sense) == cell.state()["loss_scale"] == float(checkpoint["scale_sense"])
     assert counters[4] == 61
     assert not {"cur_iter", "window_up_count"} & set(step.parameters_dict())
 
