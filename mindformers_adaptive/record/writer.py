@@ -142,7 +142,9 @@ class RunRecord:
                 if not content.last_step or (last_step and content.run == self.run):
                     return []
                 if not last_step:
-                    return [f"{path} has the steps of an earlier run: it was renamed to {self._rename(content.run)}."]
+                    aside = _unused_name(path, content.run)
+                    os.replace(path, aside)
+                    return [f"{path} has the steps of an earlier run: it was renamed to {aside.name}."]
                 reason = "is the record of another run"
             self.close()
         if is_shared and last_step and self.run:
@@ -153,11 +155,6 @@ class RunRecord:
         with contextlib.suppress(OSError):
             self._lock = _lock(self.path)
         return [f"{wanted} {reason}: this run is recorded in {self.path.name}."]
-
-    def _rename(self, run: int) -> str:
-        aside = _unused_name(self.path, run)
-        os.replace(self.path, aside)
-        return aside.name
 
     def _cut_after(self, last_step: int) -> list[str]:
         """Remove an unfinished last line and the steps after ``last_step``; return a sentence for each removal."""

@@ -123,7 +123,7 @@ def _traced_once(rule: Any, constants: Mapping[str, int]) -> TracedStep:
             )
             raise ValueError(_message(rule, problem))
         values: dict[str, Value] = vars(after)["_values"]
-        moves_by_bits = values["exponent"] is not before["exponent"] or state._reads_exponent()
+        moves_by_bits = values["exponent"] is not before["exponent"] or "exponent" in vars(state).get("_read", ())
         if moves_by_bits and values["loss_scale"] is not before["loss_scale"]:
             problem = "sets loss_scale and also uses exponent, the log2 of loss_scale. Use only one of the two"
             raise ValueError(_message(rule, problem))
@@ -152,15 +152,11 @@ def _shape_of(trace: Trace, outputs: Mapping[str, Value]) -> tuple[Any, ...]:
 
 
 class _ReadState(State):
-    """The state before the step. It records whether the step reads ``exponent``, the log2 of the loss scale."""
+    """The state before the step. It keeps in ``_read`` the names of the values that the step reads."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "exponent":
-            vars(self)["_looked"] = True
+        vars(self).setdefault("_read", set()).add(name)
         return super().__getattr__(name)
-
-    def _reads_exponent(self) -> bool:
-        return bool(vars(self).get("_looked"))
 
 
 def _input(name: str, dtype: str, shape: tuple[int, ...] = ()) -> Any:

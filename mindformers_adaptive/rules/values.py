@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,15 +267,18 @@ def constant(number: Any, dtype: str | None) -> Value:
     numbers = [number_of(element) for element in (number if is_vector else [number])]
     if not numbers:
         raise refused("has an empty vector. Give at least one element")
-    if dtype is None:
-        kinds = {type(element) for element in numbers}
-        dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
+    dtype = _dtype_of(numbers) if dtype is None else dtype
     for element in numbers:
         _check_constant(element, dtype)
     array: NDArray[Any] = np.array(numbers if is_vector else numbers[0], dtype)
     value = Value("constant", (), dtype, array.shape, array)
     value.trace.numbers.append(numbers)
     return value
+
+
+def _dtype_of(numbers: Iterable[bool | int | float]) -> str:
+    kinds = {type(number) for number in numbers}
+    return "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
 
 
 def _check_constant(number: bool | int | float, dtype: str) -> None:
@@ -326,11 +329,7 @@ def of_one_dtype(op: str, *operands: Any) -> tuple[Value, ...]:
     values = [own(operand) for operand in operands if isinstance(operand, Value)]
     if not operands:
         raise refused(f"calls {op} without values. Give at least one number")
-    if not values:
-        kinds = {type(number_of(operand)) for operand in operands}
-        dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
-    else:
-        dtype = values[0].dtype
+    dtype = values[0].dtype if values else _dtype_of(map(number_of, operands))
     remedy = _COMPARE if op in ("and", "or") else "Write int32(...) or float32(...) around one of them"
     for value in values:
         if value.dtype != dtype:
