@@ -10,6 +10,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.division_check import DivisionCheck
 from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 STEPS = 60
@@ -35,28 +36,37 @@ GRADIENTS = {
 }
 
 
-def is_warned(logarithms, start, divided, hidden_overflows=frozenset()):
-    """Return whether the guided rule's training with these gradients is taken for one without division."""
-    rule, check = GuidedRule(), DivisionCheck()
-    state = rule.start(start)
-    for step, gradient in enumerate(2.0 ** np.asarray(logarithms, float)):
-        scale, overflow = state.loss_scale, bool(gradient * state.loss_scale > 65504) or step in hidden_overflows
-        largest = np.inf if overflow else float(np.float32(gradient if divided else gradient * scale))
-        if check.add(scale, largest):
-            return True
-        state = rule.step(state, overflow=overflow, largest_gradient=largest)
-    return False
+def are_warned(logarithms, starts, divided, hidden_overflows):
+    """Return whether each training with the guided rule is taken for one without division.
+
+    Args:
+        logarithms (Sequence): for each training, log2 of the largest gradient in each step.
+        starts (Sequence): for each training, the initial loss scale.
+        divided (bool): whether the train step divides the gradients by the loss scale.
+        hidden_overflows (NDArray): bool of shape (trainings, steps), overflows that the gradients do not explain.
+    """
+    rule, checks = GuidedRule(), [DivisionCheck() for _ in starts]
+    lanes, warned = Lanes([rule] * len(starts), [rule.start(start) for start in starts]), np.zeros(len(starts), bool)
+    for gradients, hidden in zip(2.0 ** np.asarray(logarithms, float).T, hidden_overflows.T, strict=True):
+        scales = lanes.loss_scale.astype(np.float64)
+        overflow = (gradients * scales > 65504) | hidden
+        largest = np.where(overflow, np.inf, gradients if divided else gradients * scales).astype(np.float32)
+        pairs = zip(checks, scales.tolist(), largest.tolist(), strict=True)
+        warned |= [check.add(scale, gradient) for check, scale, gradient in pairs]
+        lanes.step(overflow, largest)
+    return warned
 
 
-@pytest.mark.parametrize("start", [2.0**2, 2.0**16])
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_divided_gradients_are_never_warned_of(name, start):
-    assert not is_warned(GRADIENTS[name], start, divided=True)
+FOUND = ("constant", "slowly shrinking", "small gradients", "little noise")
 
 
-@pytest.mark.parametrize("name", ["constant", "slowly shrinking", "small gradients", "little noise"])
-def test_undivided_gradients_are_found(name):
-    assert is_warned(GRADIENTS[name], 2.0**16, divided=False)
+@pytest.mark.parametrize(
+    ("names", "start", "divided"), [(GRADIENTS, 2.0**2, True), (GRADIENTS, 2.0**16, True), (FOUND, 2.0**16, False)]
+)
+def test_only_undivided_gradients_are_warned_of(names, start, divided):
+    hidden = np.zeros((len(names), STEPS), bool)
+    warned = are_warned([GRADIENTS[name] for name in names], [start] * len(names), divided, hidden)
+    assert dict(zip(names, warned.tolist(), strict=True)) == dict.fromkeys(names, not divided)
 
 
 def random_gradients(random, steps):
@@ -78,14 +88,13 @@ def random_gradients(random, steps):
 
 @pytest.mark.parametrize("divided", [True, False])
 def test_random_trainings(divided):
-    steps, warned = 500, []
-    for seed in range(30):
-        random = np.random.default_rng(seed)
-        hidden = frozenset(random.integers(0, steps, size=random.choice([0, 8])).tolist())
-        gradients = random_gradients(random, steps)
-        warned.append(is_warned(gradients, 2.0 ** random.choice([2, 16, 30]), divided, hidden))
+    randoms, hidden = [np.random.default_rng(seed) for seed in range(30)], np.zeros((30, 500), bool)
+    for random, row in zip(randoms, hidden, strict=True):
+        row[random.integers(0, 500, size=random.choice([0, 8]))] = True
+    gradients = [random_gradients(random, 500) for random in randoms]
+    warned = are_warned(gradients, [2.0 ** random.choice([2, 16, 30]) for random in randoms], divided, hidden)
     # Noise and jumps can hide that the gradients are not divided, but a warning is never wrong.
-    assert not any(warned) if divided else sum(warned) >= 15
+    assert warned.sum() == 0 if divided else warned.sum() >= 15
 
 
 def test_update_that_changes_the_gradient_hides_nothing():

@@ -48,13 +48,17 @@ def elements(size):
 PLACES = [(number, at) for number, shape in enumerate(SHAPES) for at in elements(int(np.prod(shape)))]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [("float32", "graph"), ("float16", "graph"), ("float16", "pynative")], indirect=["mode"]
+)
 def test_inf_or_nan_anywhere_is_an_overflow(mode, dtype):
     detection = Detection()
     largest_of = {"float32": np.finfo(np.float32).max, "float16": 65504.0}[dtype]
     finite = [float(np.clip(value, -largest_of, largest_of)) for value in FINITE]
     seen = set()
-    for value, (number, at) in itertools.product(finite + NOT_FINITE, PLACES):
+    # A step takes long in PyNative mode, whose kernels are the same.
+    places = PLACES if mode == "graph" else PLACES[::3]
+    for value, (number, at) in [*zip(finite, PLACES, strict=False), *itertools.product(NOT_FINITE, places)]:
         gradients = gradients_of(getattr(mindspore, dtype), value, number, at)
         answers = {bool(answer) for answer in detection(gradients)}
         assert answers == {not np.isfinite(value)}, (value, number, at)

@@ -62,8 +62,11 @@ def test_paths_move_all_that_the_rules_keep(kind):
     assert len({step.state.loss_scale for step in kind.path(200)}) > 10
 
 
-def test_scaler_equals_the_rule(kind, mode):
-    scaler = kind.scaler()
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "graph") for name in KINDS), ("guided", "pynative")], indirect=["mode"]
+)
+def test_scaler_equals_the_rule(name, mode):
+    kind, scaler = KINDS[name], KINDS[name].scaler()
     for number, (overflow, gradient, state) in enumerate(kind.path(40 if mode == "graph" else 10), start=1):
         measured = [Tensor([0.0, -gradient], mindspore.float32)] if kind.rule.needs_gradients else []
         assert scaler.adjust(Tensor(not overflow), *measured) is True

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 # For each network: its batches, its optimizer, and a learning rate with which it learns.
 TRAININGS = {
     "autoencoder": (Autoencoder, values(60, 4, 16), nn.SGD, 0.1),
-    "autoencoder, Adam": (Autoencoder, values(60, 4, 16), nn.Adam, 0.01),
     "mixer": (Mixer, values(60, 5, 6, 8), nn.SGD, 0.05),
     "convolutions": (Convolutions, values(60, 2, 2, 6, 6), lambda p, rate: nn.Momentum(p, rate, 0.9), 0.01),
     "linear": (lambda: Autoencoder(is_linear=True), values(60, 4, 16), nn.Adam, 0.01),

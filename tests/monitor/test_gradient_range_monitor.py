@@ -45,7 +45,7 @@ def batches(steps=STEPS):
     return dataset.NumpySlicesDataset((inputs, targets), shuffle=False).batch(4)
 
 
-def train(*callbacks):
+def train(step, *callbacks):
     """Train for a few steps; return the outputs of each step and the Parameters after the last step."""
     outputs = []
 
@@ -53,7 +53,6 @@ def train(*callbacks):
         loss, overflow, loss_scale = run_context.original_args().net_outputs
         outputs.append((loss.asnumpy().item(), bool(overflow), float(loss_scale)))
 
-    step = seeded_train_step(listed_dropout=True)
     keeping = LambdaCallback(on_train_step_end=keep)
     Model(step).train(1, batches(), callbacks=[*callbacks, keeping], dataset_sink_mode=False)
     return outputs, {value.name: value.asnumpy().tobytes() for value in step.get_parameters() if value.name != RUN}
@@ -70,8 +69,11 @@ def watch(tmp_path, network, data, *callbacks, every_n_steps=1, tensorboard_dir=
 
 @pytest.mark.filterwarnings("ignore:The loss of one batch")
 def test_training_takes_the_same_steps_with_it(mode, tmp_path):
-    with_it = train(GradientRangeMonitor(1, [1, 2**30], tmp_path / "record.jsonl", tmp_path, layers=["Dense"]))
-    assert with_it == train()
+    step = seeded_train_step(listed_dropout=True)
+    reset = resettable(step)
+    monitor = GradientRangeMonitor(1, [1, 2**30], tmp_path / "record.jsonl", tmp_path, layers=["Dense"])
+    with_it = train(step, monitor)
+    assert with_it == train(reset())
     assert [line["step"] for line in read_record(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
 
 

@@ -69,7 +69,8 @@ def test_what_is_true_of_a_log_is_said(folder, name):
     run = read_log(folder / name)
     fewest, most = run.skipped_bounds()
     assert (fewest, most if run.is_numbered else None) == bounds
-    text = " ".join(analyze(run).text(details=True).split())
+    # The details replay other rules, which takes long for a run of many steps.
+    text = " ".join(analyze(run).text(details=len(run) < 10_000).split())
     assert [part for part in says if part not in text] == []
     assert [part for part in never if part in text] == []
 
