@@ -20,7 +20,7 @@ RULE = GuidedRule()
 
 def gradient(bits):
     """Return the largest gradient of a step whose ceiling is 2^bits, but at most 3e38."""
-    return min(65504 / 2.0**bits, 3e38)
+    return np.minimum(65504 / 2.0**bits, 3e38)
 
 
 def run(rule, state, events):
@@ -31,14 +31,20 @@ def run(rule, state, events):
     return lanes.states()[0]
 
 
-def train(ceilings, shown=None, start=16, rule=RULE):
-    """Step the rule under ceilings given as log2; return the exponents of the loss scales and the overflow flags."""
-    lanes, exponents = Lanes([rule], [rule.start(2.0**start)]), []
-    for ceiling, bits in zip(ceilings, ceilings if shown is None else shown, strict=True):
-        exponents.append(math.log2(lanes.loss_scale[0]))
+def train(ceilings, shown=None, start=16):
+    """Step the rule under ceilings given as log2; return the exponents of the loss scales and the overflow flags.
+
+    For several trainings side by side, ``ceilings`` and ``shown`` have a column and ``start`` an element for each.
+    """
+    ceilings, starts = np.asarray(ceilings, float), np.atleast_1d(start)
+    shown = ceilings if shown is None else np.array(shown, float)
+    lanes, exponents = Lanes([RULE] * len(starts), [RULE.start(2.0**each) for each in starts]), []
+    for ceiling, bits in zip(ceilings, shown, strict=True):
+        exponents.append(np.log2(lanes.loss_scale.astype(np.float64)))
         overflow = exponents[-1] > ceiling
-        lanes.step(np.array([overflow]), np.array([math.nan if overflow or bits is None else gradient(bits)]))
-    return np.array(exponents), np.array(exponents) > ceilings
+        lanes.step(overflow, np.where(overflow, math.nan, gradient(bits)))
+    exponents = np.reshape(exponents, ceilings.shape)
+    return exponents, exponents > ceilings
 
 
 def bits_of(state):
@@ -194,14 +200,13 @@ def test_an_inf_in_the_data_lowers_the_scale_by_few_bits(every):
     assert exponents[1:][~overflow[:-1]].min() >= 18 - 6 - 4
 
 
-@pytest.mark.parametrize("hidden", [3, 8, 14, 20])
-@pytest.mark.parametrize("start", [16, 28])
-def test_a_ceiling_that_the_gradients_hide_is_found(hidden, start):
-    noise = np.random.default_rng(1).normal(18, 0.3, 6000)
-    exponents, overflow = train(noise, noise + hidden, start)
-    assert overflow.sum() <= 8
-    assert overflow[1000:].sum() <= 4
-    assert 8 <= exponents[-1] <= 18
+def test_a_ceiling_that_the_gradients_hide_is_found():
+    hidden, starts = np.array([(hidden, start) for hidden in (3, 8, 14, 20) for start in (16, 28)]).T
+    noise = np.repeat(np.random.default_rng(1).normal(18, 0.3, (6000, 1)), len(starts), axis=1)
+    exponents, overflow = train(noise, noise + hidden, starts)
+    assert overflow.sum(axis=0).max() <= 8
+    assert overflow[1000:].sum(axis=0).max() <= 4
+    assert 8 <= exponents[-1].min() <= exponents[-1].max() <= 18
 
 
 @pytest.mark.parametrize("nothing", [None, 0.0, math.nan, math.inf, -math.inf, 1e-40])
