@@ -259,10 +259,10 @@ def test_a_sidecar_that_holds_something_else_ends_no_training(kind, tmp_path):
     good = json.loads(json.dumps(in_a_state(kind).update_cell.state()))
     del good["loss_scale"]
     for name, value in good.items():
-        resumed = Owned(kind.cell(loss_scale=8.0))
         not_the_value = [[], [1], [[1]], 2**40, 2.5, -(2**31), math.inf, "x", None]
         not_the_value += [value[:-1], [*value, 0.5], [*value[:-1], [1]], 5] if isinstance(value, list) else []
         for other in not_the_value:
+            resumed = Owned(kind.cell(loss_scale=8.0))
             content = {"format": 1, "loss_scale": 8.0, "state": {**good, name: other}}
             (tmp_path / FILE_NAME).write_text(json_text(content))
             optimizer = types.SimpleNamespace(loss_scaling_manager=resumed.update_cell)
