@@ -180,7 +180,7 @@ def test_a_users_cell_that_moves_the_scale_is_not_fixed(graph_mode):
 def test_a_network_loaded_into_a_new_training_does_not_warn(graph_mode):
     step = build_step()
     mindspore.load_param_into_net(step.network, build_step().network.parameters_dict())
-    step.set_train()
+    step(*Dense.batch())
 
 
 def damage(update_cell, **values):
