@@ -90,11 +90,6 @@ class DynamicRule:
     clean_step_forgives: bool = False
     stops_at_floor: bool = False
 
-    @property
-    def moves_by_one_factor(self) -> bool:
-        """bool: whether the loss scale falls by the same factor as it rises, so that a drop undoes a raise."""
-        return self.backoff_factor is None or math.isclose(self.backoff_factor * self.growth_factor, 1.0)
-
     def start(self, loss_scale: float, scale_window: int | None = None, clean_steps: int = 0) -> DynamicState:
         """Return the state before the first step."""
         return DynamicState(min(self.arithmetic.scale(loss_scale), self.upper_bound), scale_window, clean_steps)

@@ -177,11 +177,6 @@ class Policy:
         return None if isinstance(window, tuple) else window
 
     @property
-    def moves_by_one_factor(self) -> bool:
-        """bool: whether the scale falls only at overflows and rises only at applied steps, each time by one factor."""
-        return bool(getattr(self.rule, "moves_by_one_factor", True))
-
-    @property
     def stopped(self) -> bool:
         """bool: whether the system that this policy imitates would have ended the training with an error by now.
 

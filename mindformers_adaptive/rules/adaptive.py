@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -163,16 +162,12 @@ class AdaptiveRule(Rule):
         self.scale_factor = to_float32(factor)
         self.backoff_factor = None if backoff_factor is None else _checked_backoff(backoff_factor)
         self.drop_factor = self.backoff_factor or to_float32(1.0 / self.scale_factor)
-        # Set moves_by_one_factor only for the step of AdaptiveRule. A subclass with its own next_state() may change the
-        # loss scale by other factors than scale_factor and drop_factor.
-        is_own_step = type(self).next_state is AdaptiveRule.next_state
-        if is_own_step:
-            undoes = math.isclose(self.drop_factor * self.scale_factor, 1.0, rel_tol=2.0**-23)
-            self.moves_by_one_factor = self.backoff_factor is None or undoes
         super().__init__(min_loss_scale, max_loss_scale)
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
+        # A subclass with its own next_state() may change the budget all the same.
+        is_own_step = type(self).next_state is AdaptiveRule.next_state
         self.fixed_state = {"hysteresis_budget": 1} if self.hysteresis == 1 and is_own_step else {}
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -59,8 +59,6 @@ class Rule(metaclass=_CheckedOnCreation):
             False.
         recorded (tuple[str, ...]): the names of the state values that the record of each step has.
         tried (Mapping[str, Sequence]): for some arguments, the values that ``tune`` tries.
-        moves_by_one_factor (bool): whether the scale falls at overflows only and rises at applied steps only, by one
-            factor at a time, so that the scales in a log tell which steps were skipped. Default: False.
 
     Args:
         min_loss_scale (float): the floor of the loss scale, above 0. Default: 1.0, MindSpore's.
@@ -91,7 +89,6 @@ class Rule(metaclass=_CheckedOnCreation):
     needs_gradients: bool = False
     recorded: tuple[str, ...] = ()
     tried: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    moves_by_one_factor: bool = False
 
     # Only the rules of this package set the attributes below.
 

@@ -228,17 +228,6 @@ def test_state_is_all_that_a_policy_remembers(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "by_one_factor"),
-    [
-        *(("adaptive", True), ("guided", False), ("torch", True), ("tests.shared.own_rules.Follow", False)),
-        *(("tests.shared.own_rules.Plain", True), ("tests.shared.own_rules.CappedAdaptive", False)),
-    ],
-)
-def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_factor):
-    assert make_policy(name).moves_by_one_factor is by_one_factor
-
-
-@pytest.mark.parametrize(
     ("name", "params", "error", "message"),
     [
         ("tests.shared.own_rules.Nothing", {}, ValueError, r"'tests.shared.own_rules.Nothing' cannot be imported"),

@@ -55,7 +55,6 @@ class Plain(Rule):
 
     name = "plain"
     state: ClassVar = {"clean_steps": int32}
-    moves_by_one_factor = True
 
     def __init__(self, window=10, **bounds):
         super().__init__(**bounds)
