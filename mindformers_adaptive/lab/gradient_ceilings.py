@@ -17,24 +17,13 @@ from mindformers_adaptive.rules.checks import require_integer
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.untrusted import printable
 
-__all__ = ["INDEPENDENT_CEILINGS", "MOST_STEPS", "checked_steps", "from_gradient_ranges"]
-__all__ += ["independent_ceiling", "random_of", "with_gradients"]
-
-# Four sets of arguments (level, offset, spread, memory) for independent_ceiling(), for trainings in which activation
-# gradients overflow before the gradients of the weights. The first set was measured in a LoRA fine-tuning (rank 4, all
-# other weights frozen, batch size 64). The second set is the first with memory 0, so consecutive steps are independent.
-# The third set was measured with batch size 1, the fourth with only the first of fourteen layers trained.
-INDEPENDENT_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
+__all__ = ["MOST_STEPS", "checked_steps", "from_gradient_ranges", "random_of", "with_gradients"]
 
 # The largest number of steps in a trace: more steps than any training has, and the replay of such a trace still fits
 # into memory.
 MOST_STEPS = 10**7
 
 _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
-
-# Standard deviation, in bits, of the ceilings that independent_ceiling() makes. The value is small because the ceilings
-# varied by less than 0.1 bits in real trainings in which activation gradients overflow first.
-_OWN_SPREAD = 0.05
 
 
 def with_gradients(
@@ -62,34 +51,6 @@ def with_gradients(
         gradients = gradient_format.largest / trace.ceiling / np.exp2(offset + spread * noise)
     shown = np.broadcast_to(gradients, trace.ceiling.shape)
     return dataclasses.replace(trace, largest_gradient=shown, gradient_format=gradient_format)
-
-
-def independent_ceiling(steps: int, seed: int, level: float, offset: float, spread: float, memory: float) -> Trace:
-    r"""Return a trace with a nearly constant ceiling, below the ceilings that the largest gradients imply.
-
-    :math:`\log_2 c_t = level + 0.05\,n_t`. The log2 of the ceilings that the gradients imply is
-    :math:`level + offset + x_t` with :math:`x_t = memory \cdot x_{t-1} + \sqrt{1 - memory^2} \cdot spread \cdot n'_t`.
-
-    Args:
-        steps (int): how many, at least 1.
-        seed (int): at least 0; the same seed gives the same trace.
-        level (float): log2 of the ceiling.
-        offset (float), spread (float): mean and standard deviation of how many bits too high the implied ceilings are.
-        memory (float): correlation of the implied ceilings between consecutive steps, 0 to 1.
-
-    Examples:
-        >>> traces = [independent_ceiling(1000, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
-        >>> [round(float(np.log2(trace.ceiling).mean()), 1) for trace in traces]
-        [19.1, 19.1, 13.2, 22.2]
-    """
-    count = checked_steps(steps)
-    ceiling = np.exp2(level + _OWN_SPREAD * random_of(seed, "ceiling").standard_normal(count))
-    wander = random_of(seed, "shown").standard_normal(count)
-    wander[1:] *= np.sqrt(1 - memory**2)
-    for step in range(1, count):
-        wander[step] += memory * wander[step - 1]
-    gradients = FLOAT16.largest / np.exp2(level + offset + spread * wander)
-    return dataclasses.replace(Trace.exact("own ceiling", ceiling), largest_gradient=gradients)
 
 
 def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:

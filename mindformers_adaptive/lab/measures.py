@@ -1,4 +1,4 @@
-"""The measures of a replayed policy, also in comparison with the oracle, a policy that knows all ceilings."""
+"""The measures of a replayed policy, such as skipped steps and bits below the ceiling."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 
 __all__ = ["FREE_BITS", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "MeasureAccumulator", "Measures"]
-__all__ += ["cost", "entry_skips", "measure", "overflow_flags", "overflows", "recovery_steps", "require_steps"]
-__all__ += ["rows_of"]
+__all__ += ["cost", "measure", "overflow_flags", "overflows", "require_steps", "rows_of"]
 
 # The smallest and the largest normal float32 number. A step with a ceiling above the largest number never overflows; a
 # step with a ceiling below the smallest number always overflows.
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = SMALLEST_FLOAT32, LARGEST_FLOAT32
-
-# The first number: in recovery_steps(), how many bits too low a recovered loss scale may be. The second number: for how
-# many steps after a fall of the ceilings entry_skips() counts skipped steps.
-_RECOVERED_BITS, _ENTRY_STEPS = 2, 20
 
 # The largest number of steps to measure at once. With all steps of a long trace at once, intermediate arrays would fill
 # the memory.
@@ -35,15 +30,7 @@ _STEPS_AT_ONCE = 2**18
 FREE_BITS = 16
 
 # The names of the measures that count steps.
-_COUNTED = [
-    "skipped",
-    "too_low",
-    "unavoidable",
-    "skipped_regret",
-    "unbounded",
-    "longest_skip_run",
-    "steps_to_first_applied",
-]
+_COUNTED = ["skipped", "too_low", "unavoidable", "unbounded", "longest_skip_run", "steps_to_first_applied"]
 _COUNTED += ["scale_changes", "window_changes"]
 
 
@@ -59,7 +46,6 @@ class Measures:
         skipped                 number of t with s_t > c_t
         too_low                 number of applied t with log2(c_t / s_t) > 16 bits and c_t <= the largest float32
         unavoidable             number of t with c_t below the smallest float32: every loss scale overflows there
-        skipped_regret          number of skipped t that are not unavoidable: the oracle applies these
         seconds_lost            sum of seconds_t over the skipped t
         headroom_lost           mean of log2(c_t / s_t), in bits, over the applied t with c_t <= the largest float32
         unbounded               number of t with c_t above the largest float32: no loss scale overflows there, so there
@@ -73,18 +59,15 @@ class Measures:
     Down to 16 bits (``FREE_BITS``) below the ceiling, FP16 loses next to nothing of the gradient, so ``headroom_lost``
     is no loss in itself: steps that are ``too_low`` are.
 
-    The smallest and the largest float32 mean normal numbers. The oracle knows the ceiling of each step and uses exactly
-    the ceiling as the loss scale, or the largest float32 if the ceiling is above it. So the oracle skips only the
-    unavoidable steps and loses no headroom, and ``headroom_regret`` equals ``headroom_lost``. The oracle is bound
-    neither to powers of two nor to the floor of a policy. So no policy does better, a regret is never negative, and one
-    oracle serves every policy. (A scale that must be a power of two loses at least half a bit on average if the
-    ceilings are spread evenly in log2.)
+    The smallest and the largest float32 mean normal numbers. A policy that knew the ceiling of each step and used it as
+    the loss scale would skip only the unavoidable steps, and lose no headroom. (A scale that must be a power of two
+    loses at least half a bit on average if the ceilings are spread evenly in log2.)
 
     ``steps``, the length of the trace, and all other counts are integers.
 
     Attributes:
         seconds_lost (float, optional): None if the trace has no ``seconds``.
-        headroom_lost (float), headroom_regret (float): in bits; nan if there is no step to measure headroom at.
+        headroom_lost (float): in bits; nan if there is no step to measure headroom at.
         steps_to_first_applied (int): the number of all steps if no step is applied.
         known_share (float): from 0 to 1.
 
@@ -99,10 +82,8 @@ class Measures:
     skipped: int
     too_low: int
     unavoidable: int
-    skipped_regret: int
     seconds_lost: float | None
     headroom_lost: float
-    headroom_regret: float
     unbounded: int
     longest_skip_run: int
     steps_to_first_applied: int
@@ -189,10 +170,9 @@ class MeasureAccumulator:
             for name in ("ceiling", "lower_bound", "upper_bound", "seconds")
         )
         overflow, counts = overflow_flags(used, ceiling), self._counts
-        skipped, unavoidable = np.count_nonzero(overflow, axis=0), ceiling < SMALLEST_LOSS_SCALE
+        skipped = np.count_nonzero(overflow, axis=0)
         counts["skipped"] += skipped
-        counts["unavoidable"] += np.count_nonzero(unavoidable, axis=0)
-        counts["skipped_regret"] += np.count_nonzero(overflow & ~unavoidable, axis=0)
+        counts["unavoidable"] += np.count_nonzero(ceiling < SMALLEST_LOSS_SCALE, axis=0)
         counts["unbounded"] += np.count_nonzero(ceiling > LARGEST_LOSS_SCALE, axis=0)
         counts["scale_changes"] += np.count_nonzero(loss_scale[1:] != used, axis=0)
         if scale_window is not None:
@@ -234,7 +214,6 @@ class MeasureAccumulator:
             "steps": np.full(lanes, steps),
             "seconds_lost": np.where(has_seconds, self._seconds, np.array(None)),
             "headroom_lost": headroom,
-            "headroom_regret": headroom,
             "known_share": self._known / steps,
         }
         lists = {name: column.tolist() for name, column in columns.items()}
@@ -266,58 +245,6 @@ def cost(measures: Measures) -> float:
         float.
     """
     return 1000.0 * (measures.skipped + measures.too_low) / measures.steps
-
-
-def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float64]:
-    """Return, for each rise of the ceilings, the number of steps until the loss scale has followed the rise.
-
-    The count begins at the step at which the ceilings have risen completely. The scale has recovered when it is at most
-    2 bits below the largest power of two that does not exceed the level.
-
-    Args:
-        levels (ArrayLike): log2 of the ceilings without noise, shape (steps,), as
-            :func:`~mindformers_adaptive.lab.synthetic.regime_levels` returns it.
-        loss_scale (ArrayLike): the scale that each step used, shape (steps,).
-
-    Returns:
-        NDArray, float64 of shape (rises,); inf if the ceilings change, or the steps end, before the scale recovers.
-
-    Examples:
-        >>> recovery_steps([8.5, 4.0, 8.5, 8.5, 8.5], [2.0**8, 2.0**8, 2.0**4, 2.0**5, 2.0**6]).tolist()
-        [2.0]
-    """
-    level = np.asarray(levels, np.float64)
-    back = np.floor(level) - np.log2(np.asarray(loss_scale, np.float64)) <= _RECOVERED_BITS
-    changes = np.append(np.flatnonzero(np.diff(level)) + 1, len(level))
-    ends = _runs_of_change(level, up=True)[:, 1]
-    stops = changes[np.searchsorted(changes, ends, side="right")]
-    steps = [back[end:stop] for end, stop in zip(ends.tolist(), stops.tolist(), strict=True)]
-    return np.array([part.argmax() if part.any() else math.inf for part in steps], np.float64)
-
-
-def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:
-    """Return, for each fall of the ceilings, how many steps are skipped in the fall and in the next 20 steps.
-
-    Args:
-        levels (ArrayLike): as for :func:`recovery_steps`.
-        overflow (ArrayLike): whether each step was skipped, shape (steps,).
-
-    Returns:
-        NDArray, int64 of shape (falls,).
-
-    Examples:
-        >>> entry_skips([8.5, 4.0, 4.0, 8.5], [False, True, True, False]).tolist()
-        [2]
-    """
-    flags = np.asarray(overflow, np.bool_)
-    runs = _runs_of_change(np.asarray(levels, np.float64), up=False).tolist()
-    return np.array([flags[first : last + _ENTRY_STEPS].sum() for first, last in runs], np.int64)
-
-
-def _runs_of_change(levels: NDArray[np.float64], up: bool) -> NDArray[np.int64]:
-    """Return the first and last step of each rise of ``levels``. If ``up`` is False, return the steps of each fall."""
-    change = np.diff(levels)
-    return consecutive_runs(np.flatnonzero(change > 0 if up else change < 0) + 1)
 
 
 def require_steps(trace: Trace) -> None:

@@ -13,12 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.lab.gradient_ceilings import (
-    INDEPENDENT_CEILINGS,
-    independent_ceiling,
-    random_of,
-    with_gradients,
-)
+from mindformers_adaptive.lab.gradient_ceilings import random_of, with_gradients
 from mindformers_adaptive.lab.measures import overflow_flags
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.record.trace import Trace
@@ -26,6 +21,7 @@ from mindformers_adaptive.rules import Rule, argmin, float32, floor, int32, maxi
 from mindformers_adaptive.rules import guided as guided_module
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.examples.log_max import LogMaxRule
+from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from scripts.studies.reporting import add_json_option, positive, with_captions, write_json
 
 # More than FAR bits below the ceiling, FP16 can lose a part of the gradient that matters.

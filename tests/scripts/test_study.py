@@ -150,6 +150,14 @@ def guided_in_float16():
     return study.study(study.GUIDED_AND_FIXED, shown), traces
 
 
+def test_skips_of_an_entry_are_in_the_fall_and_20_steps():
+    levels = np.array([9.0] * 5 + [6.0, 3.0] + [3.0] * 30 + [9.0] * 3 + [5.0])
+    overflow = np.zeros(len(levels), bool)
+    overflow[[4, 5, 6, 25, 26, 40]] = True
+    assert study.entry_skips(levels, overflow).tolist() == [3, 1]
+    assert study.entry_skips(np.array([3.0, 9.0]), np.full(2, True)).tolist() == []
+
+
 def test_regimes_are_left_and_entered_as_one_replay_does():
     trace = synthetic_trace("one-off regime", 1500, seed=0)
     scales, overflows = study.scales_on(Configuration("guided"), [trace])
