@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindformers_adaptive.lab.analysis_text import DECIDED, scales_in_words, without_advice
 from mindformers_adaptive.plots import canvas
+from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
 
 if TYPE_CHECKING:
@@ -36,14 +37,12 @@ class RunTold:
         source (str): the file from which the run was read.
         analysis (Mapping): what :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict` returns.
         text (str): the analysis as text, as its method ``text`` returns it.
-        losses (str): the first and last loss, in words.
     """
 
     name: str
     source: str
     analysis: Mapping[str, Any]
     text: str
-    losses: str
 
 
 def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, versions: str) -> str:
@@ -121,7 +120,7 @@ def _card(run: RunTold) -> str:
     facts = {
         "steps": f"{steps['count']:,} ({steps['first']:,} to {steps['last']:,})",
         "skipped": f"{at_least}{counts}" + f", {shares}" * (not at_least),
-        "loss": run.losses,
+        "loss": _losses(analysis["loss"]),
         "loss scale": scales_in_words(scale),
     }
     rows = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd>" for name, value in facts.items())
@@ -130,6 +129,13 @@ def _card(run: RunTold) -> str:
         f"<h3>What to change</h3>\n{_advice(analysis)}\n{_skipped_steps(skipped)}<h3>The run</h3>\n<dl>{rows}</dl>\n"
         f"<details><summary>All details</summary><pre>{_escaped(run.text)}</pre></details>\n</article>"
     )
+
+
+def _losses(loss: Mapping[str, Any]) -> str:
+    """Return a phrase with the first and the last finite loss, and the number of steps with inf or NaN."""
+    said = "not known" if loss["last"] is None else f"{loss['first']:.4g} at first, {loss['last']:.4g} at the end"
+    bad = f"; inf or NaN in {counted(loss['bad_steps'], 'step')}, first {loss['first_bad_step']}"
+    return said + bad * bool(loss["bad_steps"])
 
 
 def _advice(analysis: Mapping[str, Any]) -> str:

@@ -8,17 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records
 from mindformers_adaptive.plots.report_page import RunTold, picture, render
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
-from mindformers_adaptive.text.table import counted
 
 __all__ = ["GRADIENTS", "gradients_beside", "write_report"]
 
@@ -55,7 +51,11 @@ def write_report(
     figures = [picture(lambda: draw_runs(drawn), "Loss and loss scale")]
     if gradients:
         figures.append(picture(lambda: draw_gradient_records(gradients), "Gradients by group of Parameters"))
-    analysed = [_told(name, str(records[name]), run) for name, run in runs.items()]
+    analyses = {name: analyze(run) for name, run in runs.items()}
+    analysed = [
+        RunTold(name, str(records[name]), analysis.to_dict(), analysis.text(details=True))
+        for name, analysis in analyses.items()
+    ]
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     page = render(analysed, figures, written=f"Written {now}", versions=versions)
     target = Path(output)
@@ -73,17 +73,3 @@ def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str,
         name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()
     }
     return {name: record for name, path in unambiguous.items() if (record := read_record(path))}
-
-
-def _told(name: str, source: str, run: RecordedRun) -> RunTold:
-    analysis = analyze(run)
-    return RunTold(name, source, analysis.to_dict(), analysis.text(details=True), _losses(run))
-
-
-def _losses(run: RecordedRun) -> str:
-    """Return a phrase with the first and the last finite loss, and the number of steps with inf or NaN."""
-    if (loss := run.column("loss")) is None:
-        return "not known"
-    finite, broken = loss[np.isfinite(loss)], run.step[np.isinf(loss)]
-    said = f"{finite[0]:.4g} at first, {finite[-1]:.4g} at the end" if len(finite) else "not known"
-    return f"{said}; inf or NaN in {counted(len(broken), 'step')}, first {broken[0]}" if len(broken) else said

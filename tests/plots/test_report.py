@@ -110,9 +110,9 @@ def test_names_of_rules_and_settings_are_text():
     values["advice"][0] |= {"change": EVIL, "reason": f"'\"{EVIL}"}
     values["scale_sense"], values["certainty"], values["verdict"] = f"type: {EVIL}", {"known_share": 1.0}, [EVIL]
     values["loss_scale"]["first"] = EVIL
-    page = render([RunTold(EVIL, EVIL, values, EVIL, EVIL)], [], written=EVIL, versions=EVIL)
+    page = render([RunTold(EVIL, EVIL, values, EVIL)], [], written=EVIL, versions=EVIL)
     assert "<script" not in page
-    assert page.count(html.escape(EVIL)) == 13
+    assert page.count(html.escape(EVIL)) == 12
 
 
 def test_bounds_are_told_as_bounds_and_advice_may_lack_settings():
@@ -121,7 +121,7 @@ def test_bounds_are_told_as_bounds_and_advice_may_lack_settings():
     lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
     run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
     analysis = analyze(run)
-    page = render([RunTold("run", "run.log", analysis.to_dict(), analysis.text(), "")], [], written="", versions="")
+    page = render([RunTold("run", "run.log", analysis.to_dict(), analysis.text())], [], written="", versions="")
     assert "<dt>skipped</dt><dd>20 to 23, 50.00% to 57.50%</dd>" in page
     assert "<dd>unknown at first, 2^0 at the end" in page
     assert f"<ol><li>{analysis.advice[0].change.partition(':')[0]}" in page
