@@ -9,16 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from mindformers_adaptive.cli.output import integer, print_result
 from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
-from mindformers_adaptive.cli.train import read_options
+from mindformers_adaptive.cli.train import read_options, value_of_key
 from mindformers_adaptive.gradients import recommendation
-from mindformers_adaptive.mindformers.keys import value_at
 
 __all__ = ["add_arguments", "read_learning_rate", "run"]
 
@@ -52,9 +48,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _moving_scale(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the section ``scale_sense`` with the values of ``--options``, or None for a fixed scale or no scale."""
-    key = "runner_wrapper.scale_sense"
-    overrides = read_options(options.options)
-    section = overrides.get(key, value_at(yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), key))
+    key, overrides = "runner_wrapper.scale_sense", read_options(options.options)
+    section = value_of_key(options, overrides, key)
     if not isinstance(section, Mapping) or section.get("type") == "FixedLossScaleUpdateCell":
         return None
     return {
@@ -65,9 +60,7 @@ def _moving_scale(options: argparse.Namespace) -> dict[str, Any] | None:
 
 def read_learning_rate(options: argparse.Namespace) -> float | None:
     """Return the learning rate, before any schedule, from ``--options`` or the YAML file; None if neither gives it."""
-    config, overrides = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), read_options(options.options)
-    for key in ("lr_schedule.learning_rate", "optimizer.learning_rate"):
-        rate = overrides.get(key, value_at(config, key))
-        if isinstance(rate, int | float) and rate > 0:
-            return float(rate)
-    return None
+    overrides = read_options(options.options)
+    keys = ("lr_schedule.learning_rate", "optimizer.learning_rate")
+    rates = [value_of_key(options, overrides, key) for key in keys]
+    return next((float(rate) for rate in rates if isinstance(rate, int | float) and rate > 0), None)

@@ -27,6 +27,7 @@ from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options", "read_overrides", "run"]
+__all__ += ["value_of_key"]
 
 # The tasks whose results MindFormers prints.
 _WITH_RESULT = ("eval", "predict")
@@ -47,9 +48,9 @@ def run(options: argparse.Namespace) -> None:
     overrides = read_overrides(options)
     is_pynative = pynative_launcher.is_for(options.config, overrides.get("context.mode"))
     task = pynative_launcher if is_pynative else launcher
-    folder = _written(options, overrides, "output_dir") or "output"
+    folder = value_of_key(options, overrides, "output_dir") or "output"
     # Each of several processes has a log file already, and a result of an evaluation or a prediction is for the user.
-    shows_all = options.verbose or is_one_of_several() or _written(options, overrides, "run_mode") in _WITH_RESULT
+    shows_all = options.verbose or is_one_of_several() or value_of_key(options, overrides, "run_mode") in _WITH_RESULT
     try:
         with contextlib.ExitStack() as stack:
             if not shows_all:
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _written(options: argparse.Namespace, overrides: Mapping[str, Any], key: str) -> Any:
+def value_of_key(options: argparse.Namespace, overrides: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key from the command line or the YAML file, before MindFormers loads the file."""
     with contextlib.suppress(ValueError):
         return overrides.get(key, value_at(read_yaml(options.config), key))
