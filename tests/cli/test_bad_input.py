@@ -77,6 +77,18 @@ class Rule(rules.Rule):
 
 
 USAGE = [
+    ([], "required: COMMAND"),
+    (["nonsense"], "invalid choice: 'nonsense'"),
+    (["compare"], "required: LOG"),
+    (["find"], "required: --config"),
+    (["analyze", LOG, "--policy", "adaptive:loss_scale=1"], "unrecognized arguments: --policy"),
+    (["compare", "synthetic:nonsense"], "must be one of stationary, ... 'nonsense'"),
+    (["compare", *SPIKES, "--policies", "torhc"], "'torhc' ... torch"),
+    (["compare", *SPIKES, "--policies", "torch:init_scale"], "NAME=VALUE, but got 'init_scale'"),
+    (["compare", *SPIKES, "--policies", "torch:foo=1"], "no parameter 'foo'"),
+    (["tune", *SPIKES, "--policy", "both", "--grid", "windows=2"], "'adaptive' has no parameter 'windows'"),
+    (["tune", *SPIKES, "--grid", "hysteresis"], "ARGUMENT=VALUE,VALUE"),
+    (["probe", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
     (["compare", "synthetic:spikes", "--steps", "99999999999999"], "--steps: must be an integer from 1 to 10000000"),
     (["compare", "synthetic:spikes", "--steps", "0"], "argument --steps: must be an integer from 1"),
     (["compare", "synthetic:spikes", "--steps", DIGITS], "argument --steps: must be an integer"),
@@ -150,9 +162,10 @@ def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, a
         (tmp_path / f"{name}.py").write_text(text)
     for name in ("folder.html", "folder.png"):
         (tmp_path / name).mkdir()
-    code, said = answer(run_program, *arguments)
-    assert code == 2
-    assert has(said, message)
+    code, printed, error = run_program(*arguments)
+    assert (code, printed) == (2, "")
+    assert not CONTROL.search(error)
+    assert has(error.partition("error: ")[2], message)
 
 
 def line(step, scale, **values):

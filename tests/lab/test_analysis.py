@@ -23,12 +23,6 @@ from tests.shared.records import run_of
 LOGS = ROOT / "tests" / "record" / "samples"
 
 
-def recorded(ceilings, name="dynamic", **params):
-    """Return the run of a policy on a trace with given ceilings, the largest loss scales without overflow."""
-    replayed = replay(make_policy(name, **params), Trace.exact("made", ceilings))
-    return run_of(replayed.loss_scale, replayed.overflow)
-
-
 def test_everything_of_a_small_run_is_told():
     run = run_of([8, 4, 2, 2, 4, 2], [1, 1, 0, 0, 1, 0], seconds=np.array([5.0, 1.0, 1.0, 1.0, np.nan, 1.0]))
     analysis = analyze(run).to_dict()

@@ -21,9 +21,9 @@ from mindformers_adaptive.plots import report_page
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.definitions import HELD, bounds_in_words, held_at, path_in_words, settled
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.text.table import as_power_of_two
 from tests.record.log_writers import WRITERS, random_run
+from tests.shared.records import run_of
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +36,9 @@ with zipfile.ZipFile(SAMPLES / "field_logs.zip") as field_logs:
     FIELD = sorted({*field_logs.namelist()} - {"L17_wrapped.log", "missing_steps.jsonl"})
 
 
-def run_of(overflow, scales, known=True):
-    steps = np.arange(1, len(scales) + 1)
-    return RecordedRun("run", (), "jsonl", steps, np.array(scales), np.array(overflow), np.full(len(steps), known))
-
-
 # Each second step overflows and the scale goes up and down within a factor of 2, so that no scale can hold.
-RESTLESS = run_of([True, False] * 40, [65536.0, 32768.0] * 40)
-CALM = run_of([True] * 4 + [False] * 76, [2.0**k for k in (16, 15, 14, 13)] + [4096.0] * 76)
+RESTLESS = run_of([65536.0, 32768.0] * 40, [True, False] * 40)
+CALM = run_of([2.0**k for k in (16, 15, 14, 13)] + [4096.0] * 76, [True] * 4 + [False] * 76)
 
 
 @pytest.mark.parametrize("run", [RESTLESS, CALM], ids=["restless", "calm"])
@@ -57,7 +52,7 @@ def test_text_and_picture_agree_on_settled_and_on_the_bounds(run):
 
 @pytest.mark.parametrize("clean", [HELD - 1, HELD])
 def test_a_scale_settles_only_where_one_held(clean):
-    run = run_of(([True] + [False] * clean) * 4, ([2.0] + [1.0] * clean) * 4)
+    run = run_of(([2.0] + [1.0] * clean) * 4, ([True] + [False] * clean) * 4)
     assert (settled(run, run.loss_scale) is not None) == (clean == HELD)
 
 
@@ -71,7 +66,7 @@ def test_a_scale_settles_only_where_one_held(clean):
 )
 def test_a_scale_that_returns_has_not_fallen(scales, went):
     flags = [after < before for before, after in zip(scales, scales[1:] + scales[-1:], strict=True)]
-    assert path_in_words(run_of(flags, scales), as_power_of_two) == went
+    assert path_in_words(run_of(scales, flags), as_power_of_two) == went
 
 
 # Build the 900 settings that ``tune`` tries once for all logs.
