@@ -12,15 +12,13 @@ from mindformers_adaptive.public_names import PUBLIC
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.guided import GuidedRule
 from scripts.studies import formats_training, long_training, worth_report
+from scripts.studies.worth_report import ADAPTIVE_HIGH, GUIDED, GUIDED_HIGH, MEGATRON, OURS, WINDOW_1000
 from tests.cells.beside_stock_cell import PYNATIVE_STEPS, STEPS
 from tests.conftest import ROOT
 from tests.shared.pages import figure
 
-ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
-GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
-DYNAMIC = "MindSpore's dynamic, window 1000"
-MEGATRON = "Megatron-LM's, window 1000, hysteresis 2"
-UNSCALED, FIXED = "FP16, no scaling", "fixed 2^16"
+GUIDED_FROM = {OURS: GUIDED, ADAPTIVE_HIGH: GUIDED_HIGH}
+FIXED = "fixed 2^16"
 FP8 = "FP8, E4M3 and E5M2"
 
 
@@ -83,9 +81,9 @@ def guided_is_worse_on_the_moving_ceiling_alone():
 
 
 def guided_is_not_worse_than_dynamic():
-    guided = GUIDED_FROM[FROM_FOUND]
+    guided = GUIDED_FROM[OURS]
     measures = (worth_report.quality_of, worth_report.skipped_of)
-    return not any(tasks_by_winner(guided, DYNAMIC, measure)[DYNAMIC] for measure in measures)
+    return not any(tasks_by_winner(guided, WINDOW_1000, measure)[WINDOW_1000] for measure in measures)
 
 
 def guided_micro_batch_runs():
@@ -96,14 +94,9 @@ def guided_micro_batch_runs():
 
 def worse_without_scaling(key):
     """Return the number formats in which a task is clearly worse without loss scaling than at the best fixed scale."""
-    task = figure("formats")["tasks"][key]
-    less = {
-        name: worth_report.mean_and_interval(
-            formats_training.less_best_fixed(task, of_format["runs"], formats_training.UNSCALED)
-        )
-        for name, of_format in task["formats"].items()
-    }
-    return {name for name, (middle, half) in less.items() if middle < -half}
+    data = figure("formats")
+    verdicts = formats_training.tables(data)["verdicts"]
+    return {row[1] for row in verdicts if (row[0], row[-1]) == (data["tasks"][key]["name"], "yes")}
 
 
 @functools.cache
@@ -155,7 +148,7 @@ SAID = {
         [("evidence", "skips no step in any of its 24 trainings", "24次训练一步都没有跳过")],
     ),
     "adaptive is not better than 2^16": (
-        lambda: [len(tasks_by_winner(FROM_FOUND, FIXED)[who]) for who in (FROM_FOUND, FIXED)] == [0, 2],
+        lambda: [len(tasks_by_winner(OURS, FIXED)[who]) for who in (OURS, FIXED)] == [0, 2],
         [
             (
                 "evidence",
@@ -166,7 +159,7 @@ SAID = {
         ],
     ),
     "the seeds of a fixed 2^16 are too far apart": (
-        lambda: "moving" in tasks_by_winner(FROM_FOUND, FIXED)["-"],
+        lambda: "moving" in tasks_by_winner(OURS, FIXED)["-"],
         [
             (
                 "evidence",
@@ -176,11 +169,11 @@ SAID = {
         ],
     ),
     "adaptive is better than low fixed scales": (
-        lambda: all("moving" in tasks_by_winner(FROM_FOUND, f"fixed 2^{at}")[FROM_FOUND] for at in (6, 9)),
+        lambda: all("moving" in tasks_by_winner(OURS, f"fixed 2^{at}")[OURS] for at in (6, 9)),
         [("evidence", "adaptive scaling is better than a fixed 2^6 and 2^9", "自适应缩放优于固定2^6和2^9")],
     ),
     "a window of 1000 is better on four tasks": (
-        lambda: len(tasks_by_winner(ADAPTIVE, MEGATRON)[MEGATRON]) == 4,
+        lambda: tasks_by_winner(ADAPTIVE_HIGH, MEGATRON)[MEGATRON] == {"damped", "zero", "auxiliary", "digits"},
         [
             (
                 "evidence",

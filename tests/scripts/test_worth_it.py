@@ -14,8 +14,6 @@ from scripts.studies.worth_report import (
     ADAPTIVE_HIGH,
     FP32,
     GUIDED,
-    GUIDED_HIGH,
-    MEGATRON,
     MINDFORMERS,
     OURS,
     UNSCALED,
@@ -141,32 +139,24 @@ def test_page_has_all_tasks_with_all_methods_and_enough_seeds():
     assert {name for pair in worth.PAIRS for name in pair} <= set(METHOD)
 
 
-def better_of(task, first, second, figure=worth.quality_of):
-    higher = task["higher_is_better"] and figure is worth.quality_of
-    return worth.winner(worth.difference(task, first, second, figure), first, second, higher)
+def better_of(task, first, second):
+    return worth.winner(
+        worth.difference(task, first, second, worth.quality_of), first, second, task["higher_is_better"]
+    )
 
 
 def test_intervals_carry_what_the_page_says():
+    # The sentences that compare the rules are checked in test_claims.py.
     tasks = figure("worth")["tasks"]
     needed = {key for key, task in tasks.items() if better_of(task, UNSCALED, FP32) != "-"}
     assert needed == {"damped", "zero", "auxiliary", "moving"}
     for task in tasks.values():
         assert task["runs"][ADAPTIVE_HIGH] == task["runs"][MINDFORMERS]
-        for guided, adaptive in ((GUIDED, OURS), (GUIDED_HIGH, ADAPTIVE_HIGH)):
-            # One of two losses of the moving ceiling is so small that it suffers from a margin of some bits.
-            assert (better_of(task, guided, adaptive) == adaptive) is (task is tasks["moving"])
-            assert better_of(task, guided, adaptive, worth.skipped_of) == guided
-        assert better_of(task, GUIDED, WINDOW_1000) != WINDOW_1000
-        assert better_of(task, GUIDED, WINDOW_1000, worth.skipped_of) != WINDOW_1000
         for method in (OURS, GUIDED):
             assert not any(run["skipped_at_start"] for run in task["runs"][method])
-        if task is not tasks["moving"]:
-            assert better_of(task, OURS, "fixed 2^16") != OURS
     auxiliary = tasks["auxiliary"]
     assert [worth.skipped_of(run) for run in auxiliary["runs"]["fixed 2^16"]].count(auxiliary["steps"]) == 1
     assert better_of(tasks["moving"], OURS, WINDOW_1000) == OURS
-    for key in ("damped", "zero", "auxiliary", "digits"):
-        assert better_of(tasks[key], ADAPTIVE_HIGH, MEGATRON) == MEGATRON
 
 
 def test_moving_ceiling_is_followed():
