@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     # Try the settings of 'analyze' too, so that both commands print the same settings if none cost less.
     if advised is not None and "adaptive" in policies and not tried and advised not in configurations:
         configurations.append(advised)
-    recorded = [source.recorded for source in sources if source.recorded is not None]
+    recorded = [measures for source in sources if (measures := source.recorded) is not None]
     in_python = options.python
     if in_python is None:
         in_python = len(runs) == len(sources) and all(run.is_from_program for run in runs)
