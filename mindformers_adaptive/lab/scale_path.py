@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.trace import consecutive_runs
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["Change", "Phase", "as_range", "changes_of", "path_line", "path_lines", "phases", "ranges"]
+__all__ = ["Change", "Phase", "as_range", "changes_of", "path_line", "path_lines", "phases"]
 
 _HEADING = "   steps      what the loss scale did      loss scale"
 
@@ -202,16 +201,6 @@ def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, her
     if steps < 1 or not begins_in_the_log or run.step[here] - run.step[first] != here - first:
         return None
     return steps if run.position_known[first : here + 1].all() else None
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return increasing numbers as text, with a range for each run of consecutive numbers.
-
-    Examples:
-        >>> ranges([1, 2, 3, 7]), ranges([])
-        ('1-3, 7', 'none')
-    """
-    return ", ".join(as_range(*run) for run in consecutive_runs(numbers).tolist()) or "none"
 
 
 def as_range(first: int, last: int) -> str:
