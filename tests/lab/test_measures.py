@@ -78,15 +78,16 @@ SCALES = st.one_of(st.sampled_from([0.0, 2.0**-140, 2.0**-126, 1.0, 2.0**16, 1e3
 
 @given(st.lists(st.tuples(SCALES, SCALES), min_size=1, max_size=30))
 def test_no_scales_do_better_than_the_ceilings_themselves(pairs):
+    smallest, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
     ceiling, scales = np.array(pairs).T
+    scales = np.maximum(scales, smallest)
     trace = Trace.exact("made", ceiling)
     measures = measure(trace, [*scales, 1.0])
-    smallest, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
     best = measure(trace, [*np.clip(ceiling, smallest, largest), 1.0])
     assert best.skipped == measures.unavoidable == best.unavoidable <= measures.skipped
     assert math.isnan(best.headroom_lost) or best.headroom_lost == 0
     assert math.isnan(measures.headroom_lost) or measures.headroom_lost >= 0
-    assert measures.skipped == sum(overflows(scale, limit) for limit, scale in pairs)
+    assert measures.skipped == sum(overflows(scale, limit) for limit, scale in zip(ceiling, scales, strict=True))
 
 
 def test_cost_is_skipped_steps_and_steps_that_are_too_low():
