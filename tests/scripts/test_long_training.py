@@ -6,14 +6,24 @@ import shutil
 import numpy as np
 import pytest
 
-from scripts.studies import harm, long_training, worth_training
+from scripts.studies import harm, long_training, worth_tasks, worth_training
 from scripts.studies.long_training import LongTraining
+from scripts.studies.worth_tasks import SMALL_TASKS
 from tests.conftest import mindspore_mode
 
 pytestmark = pytest.mark.slow
 
-SMALL = {"look_every": 2, "hidden_size": 32, "num_layers": 1}
 STEPS = 7
+
+
+class Small:
+    """A small task in place of the demo's Llama, which takes long to compile."""
+
+    def __init__(self, steps, **changes):
+        self.held_out_batches = 0
+
+    def __getattr__(self, name):
+        return getattr(SMALL_TASKS["damped"], name)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,8 +37,8 @@ def parameters_of(training):
 
 
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path, monkeypatch):
-    monkeypatch.setattr(long_training, "HELD_OUT_BATCHES", 4)
-    whole = LongTraining("guided", 0, STEPS, tmp_path / "whole.json", **SMALL)
+    monkeypatch.setattr(worth_tasks, "Llama", Small)
+    whole = LongTraining("guided", 0, STEPS, tmp_path / "whole.json", look_every=2)
     whole.go_on(3)
     shutil.copytree(tmp_path, tmp_path / "stopped")
     whole.go_on(STEPS)
@@ -36,7 +46,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path, monkeypatch
     # Use the compiled graphs again. A new run resets their Parameters, so nothing of the finished run is left.
     monkeypatch.setattr(worth_training, "Trainings", lambda *_: whole.trainings)
     whole.trainings.last_ceiling = 20
-    resumed = LongTraining("guided", 0, STEPS, tmp_path / "stopped" / "whole.json", **SMALL)
+    resumed = LongTraining("guided", 0, STEPS, tmp_path / "stopped" / "whole.json", look_every=2)
     assert resumed.step == 3
     resumed.go_on(STEPS)
     assert resumed.seen == seen
@@ -51,7 +61,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path, monkeypatch
     resumed.forget()
     assert list((tmp_path / "stopped").iterdir()) == []
     with pytest.raises(ValueError, match=r"unfinished run in .*'seed': 1.*Remove the file.*--unfinished"):
-        LongTraining("guided", 1, STEPS, tmp_path / "whole.json", **SMALL)
+        LongTraining("guided", 1, STEPS, tmp_path / "whole.json")
 
 
 def run(way, seed, qualities, skipped=(), ceiling=None):
