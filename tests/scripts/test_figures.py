@@ -17,7 +17,7 @@ from scripts.benchmarks import scales as benchmark_scales
 from scripts.benchmarks import sweep as benchmark_sweep
 from scripts.benchmarks.sweep import SWEEP
 from scripts.demo import demo
-from scripts.studies import figures, guided_training, study
+from scripts.studies import figures, guided_training
 from scripts.studies.figures import DATA, FIGURES, PAGES, Figure
 from tests.conftest import ROOT
 from tests.shared.pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
@@ -197,11 +197,3 @@ def test_line_of_a_record_is_what_the_rule_does():
     assert line["next_loss_scale"] == state.loss_scale
     for key in ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps"):
         assert line[key] == getattr(state, key), key
-
-
-def test_figures_of_the_study_are_those_of_its_script():
-    data = figure("study")
-    traces = study.traces_by_place(data["steps"], data["seeds"])
-    by_policy = study.study(study.POLICIES, {key: traces[key] for key in traces if key[0] == study.EXACT})
-    repeated = study.tables({**data, "same": by_policy[study.EXACT]})
-    assert repeated == study.tables(data)
