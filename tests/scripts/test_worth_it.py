@@ -3,13 +3,17 @@
 import functools
 import json
 import math
+import os
+import re
 
 import mindspore
 import numpy as np
 import pytest
 from scipy import stats
 
+from scripts.studies import worth_it, worth_training
 from scripts.studies import worth_report as worth
+from scripts.studies.reporting import output_to_stderr
 from scripts.studies.worth_report import (
     ADAPTIVE_HIGH,
     FP32,
@@ -21,7 +25,7 @@ from scripts.studies.worth_report import (
 )
 from scripts.studies.worth_tasks import SMALL_TASKS, Digits
 from scripts.studies.worth_training import METHODS, Trainings, fixed
-from tests.conftest import ROOT, mindspore_mode
+from tests.conftest import mindspore_mode
 from tests.shared.pages import figure
 
 pytestmark = pytest.mark.slow
@@ -179,20 +183,34 @@ def test_digits_are_learned_and_held_out_ones_are_the_same(trainings):
     assert run["quality"] < 1.5 < 2.0 < run["looks"][0]["quality"]
 
 
-def test_quick_run_prints_tables_and_draws(run_forked, tmp_path):
+def test_quick_run_prints_tables_and_draws(trainings, in_a_folder_of_its_own, monkeypatch, capsys, tmp_path):
     arguments = ["--quick", "--tasks", "damped", "--json", "worth.json", "--picture", "worth.svg"]
-    printed = run_forked(ROOT / "scripts" / "studies" / "worth_it.py", *arguments).stdout
+    monkeypatch.setattr("sys.argv", ["worth_it.py", *arguments])
+    # Use the compiled graphs again. The number of threads can be set only before the first graph.
+    monkeypatch.setattr(worth_training, "Trainings", lambda task: trainings)
+    monkeypatch.setattr(worth_it, "use_one_thread", lambda: None)
+    worth_it.main()
+    printed = capsys.readouterr().out
     result = json.loads((tmp_path / "worth.json").read_text())
     task = result["tasks"]["damped"]
     assert (task["steps"], list(task["runs"])) == (30, [FP32, UNSCALED, OURS])
     for columns, *rows in worth.tables(result).values():
         for row in (columns, *rows):
             assert f"| {' | '.join(row)} |" in printed
-    assert printed.startswith("MindSpore ")
+    assert re.search("^MindSpore .*, MindFormers ", printed, re.MULTILINE)
     assert printed.splitlines()[-1] == "Drawn: worth.svg"
     assert (tmp_path / "worth.svg").read_text().startswith("<?xml")
 
 
-def test_unwritable_file_is_refused_before_training(run_forked):
-    finished = run_forked(ROOT / "scripts" / "studies" / "worth_it.py", "--json", "missing/a.json", expect_exit=2)
-    assert "there is no folder 'missing'" in finished.stderr
+def test_standard_output_holds_the_report_alone(capfd):
+    with output_to_stderr():
+        os.write(1, b"a line of MindSpore\n")
+    os.write(1, b"the report\n")
+    assert capfd.readouterr() == ("the report\n", "a line of MindSpore\n")
+
+
+def test_unwritable_file_is_refused_before_training(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["worth_it.py", "--json", "missing/a.json"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        worth_it.main()
+    assert "there is no folder 'missing'" in capsys.readouterr().err
