@@ -55,7 +55,7 @@ TENSORS, ELEMENTS = (4, 50, 200), 5_000_000
 def main():
     arguments = parse_arguments()
     if arguments.quick:
-        arguments.copies, arguments.rounds = 2, 3
+        arguments.copies, arguments.rounds = 1, 3
     # Keep the output of MindSpore and MindFormers out of the printed result.
     with output_to_stderr():
         sizes = {"copies": arguments.copies, "rounds": arguments.rounds}
@@ -85,7 +85,7 @@ def add_command(commands, measure, about, copies, rounds):
     about_copies = f"times each way is built; fewer need less memory (default: {copies})"
     command.add_argument("--copies", type=positive, default=copies, help=about_copies)
     command.add_argument("--rounds", type=positive, default=rounds, help=f"calls of each copy (default: {rounds})")
-    command.add_argument("--quick", action="store_true", help="2 copies, 3 rounds, small sizes: a test of this script")
+    command.add_argument("--quick", action="store_true", help="1 copy, 3 rounds, small sizes: a test of this script")
     add_json_option(command)
     return command
 

@@ -116,10 +116,11 @@ def run_quickly(graph_mode, monkeypatch, capfd, tmp_path):
 def test_update_prints_each_cell_with_the_kernels_of_the_page(run_quickly):
     printed, result = run_quickly("update")
     cells = benchmark.QUICK_CELLS
-    assert (result["mode"], result["copies"], result["rounds"], tuple(result["times"])) == ("graph", 2, 3, cells)
+    assert (result["mode"], result["copies"], result["rounds"], tuple(result["times"])) == ("graph", 1, 3, cells)
     rows = lines_of(printed, "| update cell | ratio | above an empty call | one update | kernels |")
     assert [row[0] for row in rows] == [CELLS[name] for name in cells]
-    times = r"-?\d+\.\d\d ± \d+\.\d\d, -?\d+\.\d µs, \d+\.\d µs"
+    # With one copy, only the ratio of a cell to itself has an error: 0.
+    times = r"-?\d+\.\d\d( ± 0.00)?, -?\d+\.\d µs, \d+\.\d µs"
     assert all(re.fullmatch(times, ", ".join(row[1:4])) for row in rows)
     kernels = result["kernels"]
     assert kernels[EMPTY] < kernels[ADAPTIVE] < kernels[HYSTERESIS] < kernels[MINDFORMERS]
@@ -135,7 +136,7 @@ def test_step_prints_ways_and_parts(run_quickly):
     extra = dict(lines_of(printed, "| way of scaling | extra time, percent |"))
     assert list(extra) == [*benchmark.QUICK_SCALINGS, MONITOR, GRADIENTS]
     assert extra.pop(DYNAMIC) == "0"
-    assert all(re.fullmatch(r"[+-]\d+\.\d\d ± \d+\.\d\d", cell) for cell in extra.values())
+    assert all(re.fullmatch(r"[+-]\d+\.\d\d", cell) for cell in extra.values())
     assert len(lines_of(printed, "| part | share |")) == 3
     scales = lines_of(printed, "| loss scale | time | subnormal gradients | gradients that are 0 |")
     assert [row[0] for row in scales] == [f"2^{exponent}" for exponent in benchmark_scales.EXPONENTS]
@@ -155,7 +156,7 @@ def test_detection_is_compared_with_a_plain_pass(run_quickly):
     # Each time is printed as a multiple of the time of a plain pass over the tensors. Before the division, the time of
     # an empty call is subtracted from both times. On a busy machine, such a difference may be 0 or negative, so the
     # test also accepts negative numbers, inf and nan.
-    assert all(re.fullmatch(r"(-?\d+\.\d|-?inf|nan)( ± (-?\d+\.\d|-?inf|nan))?", cell) for cell in row[1:]), row
+    assert all(re.fullmatch(r"-?\d+\.\d|-?inf|nan", cell) for cell in row[1:]), row
     assert (list(result["times"]), len(result["times"]["4"])) == (["4"], 6)
 
 
@@ -164,7 +165,7 @@ def test_sweep_comes_to_the_same_as_the_rule(run_quickly):
     columns = "steps | skipped | million steps a second | seconds | times as fast"
     rows = lines_of(printed, f"| 10 configurations replayed by | {columns} |")
     assert [row[1] for row in rows] == ["200", "200", "400"]
-    assert re.fullmatch(r"\d+\.\d ± \d+\.\d", rows[1][5])
+    assert re.fullmatch(r"\d+\.\d", rows[1][5])
     assert (result["configurations"], result["different_configurations"]) == (10, 0)
     assert len(benchmark_sweep.make_configurations()) == 1000
 
