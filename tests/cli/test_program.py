@@ -18,6 +18,7 @@ from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.text.install_hint import install_hint
+from tests.cli.quiet_runs import assert_quiet
 from tests.conftest import PROGRAM, ROOT
 
 LOGS = ROOT / "tests" / "record" / "samples"
@@ -129,13 +130,13 @@ def test_assumption_about_ceilings_changes_the_result(run_program):
 
 def test_tune_recommends_yaml_that_builds_the_cell(run_program):
     tried = ["--grid", "loss_scale_value=2^16", "--grid", "hysteresis=1", "--grid", "scale_factor=2"]
-    result = json.loads(run_program("tune", "--json", "synthetic:random walk", "--steps", "3000", *tried)[1])
+    result = json.loads(run_program("tune", "--json", "synthetic:random walk", "--steps", "1000", *tried)[1])
     section = yaml.safe_load(result["scale_sense"])["scale_sense"]
     assert section.pop("type") == "AdaptiveLossScale"
-    best = replay(make_policy("adaptive", **section), synthetic_traces(3000, seed=0)["random walk"])
+    best = replay(make_policy("adaptive", **section), synthetic_traces(1000, seed=0)["random walk"])
     assert best.measures.skipped == result["rows"][0]["skipped"]
     assert result["certainty"]["verdict"] == "known"
-    text = run_program("tune", "synthetic:random walk", "--steps", "3000", *tried)[1]
+    text = run_program("tune", "synthetic:random walk", "--steps", "1000", *tried)[1]
     assert result["scale_sense"] in text
 
 
@@ -237,7 +238,9 @@ def test_find_and_probe_print_json_alone_and_agree(run_forked, corpus, tmp_path)
     model = [f"model.model_config.{key}" for key in ("seq_length=32", "hidden_size=32", "num_layers=1")]
     common = ["--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", "--train_dataset_dir", corpus, "--batches", 1]
     common += ["--gradient-format", "hifloat8", "--options", *model]
-    recommendation = json.loads(run_forked(PROGRAM, "find", "--json", *common).stdout)
+    found = run_forked(PROGRAM, "find", "--json", *common)
+    assert_quiet(found, tmp_path / "output" / "log" / "find.log")
+    recommendation = json.loads(found.stdout)
     scales = ["1", "2^12", str(int(recommendation["ceiling"])), str(int(2 * recommendation["ceiling"]))]
     sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
     ranges = json.loads(run_forked(PROGRAM, "probe", "--json", *common, *sweep).stdout)

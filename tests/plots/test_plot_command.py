@@ -83,9 +83,10 @@ def test_runs_are_drawn_with_the_gradients_beside_them(plot, tmp_path, picture_o
     beside = tmp_path / "runs" / "64" / "gradient_ranges.jsonl"
     # A run that ends during its first measurement of gradients leaves half a line in the record; a run that ends
     # earlier leaves no file.
+    expected = picture_of(draw_runs(RUNS, {"512": GRADIENTS["512"]}))
     for remove in (lambda: beside.write_text('{"step": 1, "loss_sca'), beside.unlink):
         remove()
-        assert plot(*files, "out.png")[1] == picture_of(draw_runs(RUNS, {"512": GRADIENTS["512"]}))
+        assert plot(*files, "out.png")[1] == expected
 
 
 def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path, picture_of):
