@@ -238,9 +238,9 @@ def test_find_and_probe_print_json_alone_and_agree(run_forked, corpus, tmp_path)
     model = [f"model.model_config.{key}" for key in ("seq_length=32", "hidden_size=32", "num_layers=1")]
     common = ["--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", "--train_dataset_dir", corpus, "--batches", 1]
     common += ["--gradient-format", "hifloat8", "--options", *model]
-    found = run_forked(PROGRAM, "find", "--json", *common)
-    assert_quiet(found, tmp_path / "output" / "log" / "find.log")
-    recommendation = json.loads(found.stdout)
+    finished = run_forked(PROGRAM, "find", "--json", *common)
+    assert_quiet(finished, tmp_path / "output" / "log" / "find.log")
+    recommendation = json.loads(finished.stdout)
     scales = ["1", "2^12", str(int(recommendation["ceiling"])), str(int(2 * recommendation["ceiling"]))]
     sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
     ranges = json.loads(run_forked(PROGRAM, "probe", "--json", *common, *sweep).stdout)

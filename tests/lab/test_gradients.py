@@ -8,7 +8,6 @@ import pytest
 from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges, with_gradients
 from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
 from mindformers_adaptive.record.trace import Trace
-from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from tests.shared.records import gradient_line, unscaled_gradients
 
 
@@ -33,17 +32,6 @@ def test_offset_and_spread_are_in_bits():
 
 def test_a_ceiling_of_0_and_one_without_bound_are_shown_as_such():
     assert with_gradients(Trace.exact("made", [0.0, np.inf])).largest_gradient.tolist() == [np.inf, 0.0]
-
-
-@pytest.mark.parametrize(("level", "offset", "spread", "memory"), INDEPENDENT_CEILINGS)
-def test_a_ceiling_of_its_own_is_not_what_the_gradients_show(level, offset, spread, memory):
-    trace = independent_ceiling(20_000, 0, level, offset, spread, memory)
-    ceiling, beyond = np.log2(trace.ceiling), shown_beyond(trace)
-    assert (ceiling.mean(), ceiling.std()) == (pytest.approx(level, abs=0.01), pytest.approx(0.05, abs=0.005))
-    assert (beyond.mean(), beyond.std()) == (pytest.approx(offset, abs=0.15), pytest.approx(spread, abs=0.1))
-    shown = beyond + ceiling
-    assert np.corrcoef(shown[1:], shown[:-1])[0, 1] == pytest.approx(memory, abs=0.03)
-    assert np.corrcoef(shown, ceiling)[0, 1] == pytest.approx(0, abs=0.05)
 
 
 def sweep_line(step, *batches):

@@ -16,7 +16,6 @@ from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.ladder import window_ladder
-from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from tests.shared.own_rules import Follow, Weigh
 
 # The sweep and the replay sum these measures of a policy in different orders, so the last digits may differ.
@@ -108,7 +107,9 @@ def traces_with_gradients():
     """Return traces whose gradients imply the right ceiling or a wrong one, or are unknown at many or all steps."""
     synthetic = list(synthetic_traces(STEPS, seed=0).values())
     hidden = [with_gradients(trace, offset, 0.4, seed=1) for trace in synthetic for offset in (3.0, -2.0)]
-    independent = [independent_ceiling(STEPS, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
+    # A nearly constant ceiling, as where activation gradients overflow first.
+    constant = Trace.exact("constant", np.exp2(19.1 + 0.05 * np.random.default_rng(0).standard_normal(STEPS)))
+    independent = [with_gradients(constant, offset, 0.7, seed=2) for offset in (1.4, 5.4, 14.4)]
     silent = dataclasses.replace(synthetic[0], largest_gradient=None, seconds=np.ones(STEPS))
     now_and_then = np.where(np.arange(STEPS) % 3 == 0, synthetic[3].largest_gradient, [np.nan, 0.0] * (STEPS // 2))
     return [*synthetic, *hidden, *independent, silent, dataclasses.replace(synthetic[3], largest_gradient=now_and_then)]

@@ -13,6 +13,7 @@ from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.rules.formats import FORMATS
 from scripts.studies import study
+from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from tests.shared.pages import figure
 
 pytestmark = pytest.mark.slow
@@ -159,6 +160,18 @@ def test_skips_of_an_entry_are_in_the_fall_and_20_steps():
     overflow[[4, 5, 6, 25, 26, 40]] = True
     assert study.entry_skips(levels, overflow).tolist() == [3, 1]
     assert study.entry_skips(np.array([3.0, 9.0]), np.full(2, True)).tolist() == []
+
+
+@pytest.mark.parametrize(("level", "offset", "spread", "memory"), INDEPENDENT_CEILINGS)
+def test_a_ceiling_of_its_own_is_not_what_the_gradients_show(level, offset, spread, memory):
+    trace = independent_ceiling(20_000, 0, level, offset, spread, memory)
+    ceiling = np.log2(trace.ceiling)
+    beyond = np.log2(65504 / trace.largest_gradient) - ceiling
+    assert (ceiling.mean(), ceiling.std()) == (pytest.approx(level, abs=0.01), pytest.approx(0.05, abs=0.005))
+    assert (beyond.mean(), beyond.std()) == (pytest.approx(offset, abs=0.15), pytest.approx(spread, abs=0.1))
+    shown = beyond + ceiling
+    assert np.corrcoef(shown[1:], shown[:-1])[0, 1] == pytest.approx(memory, abs=0.03)
+    assert np.corrcoef(shown, ceiling)[0, 1] == pytest.approx(0, abs=0.05)
 
 
 def test_regimes_are_left_and_entered_as_one_replay_does():
