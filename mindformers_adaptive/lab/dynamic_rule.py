@@ -38,12 +38,14 @@ class DynamicState(NamedTuple):
         scale_window (int, optional): number of clean steps before a raise; None if the scale never rises.
         clean_steps (int): steps since the last overflow or raise.
         overflows (int): number of overflows since this number was last reset to 0.
+        stopped (bool): whether the original system would have ended the training with an error.
     """
 
     loss_scale: float
     scale_window: int | None = None
     clean_steps: int = 0
     overflows: int = 0
+    stopped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ class DynamicRule:
         stays_finite (bool): whether a raise beyond the largest float32 number leaves the scale as it is.
         tolerance (int): how many overflows it takes to drop the scale.
         clean_step_forgives (bool): whether a clean step also resets the count of overflows to 0.
+        stops_at_floor (bool): whether the original system ends the training when a scale at the floor would drop.
     """
 
     arithmetic: Arithmetic
@@ -85,24 +88,28 @@ class DynamicRule:
     stays_finite: bool = False
     tolerance: int = 1
     clean_step_forgives: bool = False
+    stops_at_floor: bool = False
 
-    def start(self, loss_scale: float, scale_window: int | None = None) -> DynamicState:
+    def start(self, loss_scale: float, scale_window: int | None = None, clean_steps: int = 0) -> DynamicState:
         """Return the state before the first step."""
-        return DynamicState(min(self.arithmetic.scale(loss_scale), self.upper_bound), scale_window)
+        return DynamicState(min(self.arithmetic.scale(loss_scale), self.upper_bound), scale_window, clean_steps)
 
     def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
-        loss_scale, window, clean_steps, overflows = state
+        loss_scale, window, clean_steps, overflows, stopped = state
         if overflow:
             if overflows + 1 < self.tolerance:
-                return DynamicState(loss_scale, window, 0, overflows + 1)
-            return DynamicState(self._drop(loss_scale), window, 0, self.tolerance)
+                return DynamicState(loss_scale, window, 0, overflows + 1, stopped)
+            stopped = stopped or (self.stops_at_floor and loss_scale == self.floor)
+            return DynamicState(self._drop(loss_scale), window, 0, self.tolerance, stopped)
         if clean_steps + 1 != window:
-            return DynamicState(loss_scale, window, clean_steps + 1, 0 if self.clean_step_forgives else overflows)
+            return DynamicState(
+                loss_scale, window, clean_steps + 1, 0 if self.clean_step_forgives else overflows, stopped
+            )
         raised = self.arithmetic.scale(loss_scale * self.arithmetic.factor(self.growth_factor))
         if not self.stays_finite or math.isfinite(to_float32(raised)):
             loss_scale = min(raised, self.upper_bound)
-        return DynamicState(loss_scale, window)
+        return DynamicState(loss_scale, window, 0, 0, stopped)
 
     def _drop(self, loss_scale: float) -> float:
         numbers = self.arithmetic

@@ -1,4 +1,4 @@
-"""The measures of a replayed policy, such as skipped steps and bits below the ceiling."""
+"""The measures of a replayed policy, also in comparison with the oracle, a policy that knows all ceilings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,15 @@ _STEPS_AT_ONCE = 2**18
 FREE_BITS = 16
 
 # The names of the measures that count steps.
-_COUNTED = ["skipped", "too_low", "unavoidable", "unbounded", "longest_skip_run", "steps_to_first_applied"]
+_COUNTED = [
+    "skipped",
+    "too_low",
+    "unavoidable",
+    "skipped_regret",
+    "unbounded",
+    "longest_skip_run",
+    "steps_to_first_applied",
+]
 _COUNTED += ["scale_changes", "window_changes"]
 
 
@@ -46,6 +54,7 @@ class Measures:
         skipped                 number of t with s_t > c_t
         too_low                 number of applied t with log2(c_t / s_t) > 16 bits and c_t <= the largest float32
         unavoidable             number of t with c_t below the smallest float32: every loss scale overflows there
+        skipped_regret          number of skipped t that are not unavoidable: the oracle applies these
         seconds_lost            sum of seconds_t over the skipped t
         headroom_lost           mean of log2(c_t / s_t), in bits, over the applied t with c_t <= the largest float32
         unbounded               number of t with c_t above the largest float32: no loss scale overflows there, so there
@@ -59,15 +68,18 @@ class Measures:
     Down to 16 bits (``FREE_BITS``) below the ceiling, FP16 loses next to nothing of the gradient, so ``headroom_lost``
     is no loss in itself: steps that are ``too_low`` are.
 
-    The smallest and the largest float32 mean normal numbers. A policy that knew the ceiling of each step and used it as
-    the loss scale would skip only the unavoidable steps, and lose no headroom. (A scale that must be a power of two
-    loses at least half a bit on average if the ceilings are spread evenly in log2.)
+    The smallest and the largest float32 mean normal numbers. The oracle knows the ceiling of each step and uses exactly
+    the ceiling as the loss scale, or the largest float32 if the ceiling is above it. So the oracle skips only the
+    unavoidable steps and loses no headroom, and ``headroom_regret`` equals ``headroom_lost``. The oracle is bound
+    neither to powers of two nor to the floor of a policy. So no policy does better, a regret is never negative, and one
+    oracle serves every policy. (A scale that must be a power of two loses at least half a bit on average if the
+    ceilings are spread evenly in log2.)
 
     ``steps``, the length of the trace, and all other counts are integers.
 
     Attributes:
         seconds_lost (float, optional): None if the trace has no ``seconds``.
-        headroom_lost (float): in bits; nan if there is no step to measure headroom at.
+        headroom_lost (float), headroom_regret (float): in bits; nan if there is no step to measure headroom at.
         steps_to_first_applied (int): the number of all steps if no step is applied.
         known_share (float): from 0 to 1.
 
@@ -82,8 +94,10 @@ class Measures:
     skipped: int
     too_low: int
     unavoidable: int
+    skipped_regret: int
     seconds_lost: float | None
     headroom_lost: float
+    headroom_regret: float
     unbounded: int
     longest_skip_run: int
     steps_to_first_applied: int
@@ -170,9 +184,10 @@ class MeasureAccumulator:
             for name in ("ceiling", "lower_bound", "upper_bound", "seconds")
         )
         overflow, counts = overflow_flags(used, ceiling), self._counts
-        skipped = np.count_nonzero(overflow, axis=0)
+        skipped, unavoidable = np.count_nonzero(overflow, axis=0), ceiling < SMALLEST_LOSS_SCALE
         counts["skipped"] += skipped
-        counts["unavoidable"] += np.count_nonzero(ceiling < SMALLEST_LOSS_SCALE, axis=0)
+        counts["unavoidable"] += np.count_nonzero(unavoidable, axis=0)
+        counts["skipped_regret"] += np.count_nonzero(overflow & ~unavoidable, axis=0)
         counts["unbounded"] += np.count_nonzero(ceiling > LARGEST_LOSS_SCALE, axis=0)
         counts["scale_changes"] += np.count_nonzero(loss_scale[1:] != used, axis=0)
         if scale_window is not None:
@@ -214,6 +229,7 @@ class MeasureAccumulator:
             "steps": np.full(lanes, steps),
             "seconds_lost": np.where(has_seconds, self._seconds, np.array(None)),
             "headroom_lost": headroom,
+            "headroom_regret": headroom,
             "known_share": self._known / steps,
         }
         lists = {name: column.tolist() for name, column in columns.items()}

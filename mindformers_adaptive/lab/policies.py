@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ __all__ = ["POLICY_NAMES", "Policy", "make_policy", "refuse_unknown", "start_rul
 POLICY_NAMES = (*RULES, *PRESETS)
 
 # Arguments of DynamicRule.start(). All other arguments of a policy preset go to the constructor of DynamicRule.
-_STARTS = ("loss_scale", "scale_window")
+_STARTS = ("loss_scale", "scale_window", "clean_steps")
 
 
 def make_policy(name: str | type[Rule], **params: Any) -> Policy:
@@ -38,8 +39,8 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
 
     Returns:
         Policy, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the next
-        step. Rules that use gradients also need the largest unscaled gradient of each applied step. Where the original
-        system would end the training with an error, the replay goes on.
+        step. Rules that use gradients also need the largest unscaled gradient of each applied step. If the original
+        system would end the training with an error, ``stopped`` is True from then on and the replay goes on.
 
     Raises:
         TypeError: if the policy has no such parameter, or a value is not of its type.
@@ -64,7 +65,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         raise ValueError((message + did_you_mean(name, POLICY_NAMES)).rstrip())
     preset = PRESETS[name]
     values = _values_of(name, preset, params)
-    settings = {parameter.sets: values[name] for name, parameter in preset.parameters.items()}
+    settings = {parameter.sets: values[name] for name, parameter in preset.parameters.items() if parameter.sets}
     _check_limits(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
     rule = DynamicRule(**preset.constants, **settings)
@@ -99,7 +100,14 @@ def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, A
         preset_key = preset.aliases.get(key, key)
         if preset_key in values:
             raise TypeError(f"{key!r} and {preset_key!r} of the rule {name!r} are the same parameter. Give only one.")
-        values[preset_key] = preset.parameters[preset_key].check(key, value)
+        parameter = preset.parameters[preset_key]
+        values[preset_key] = parameter.check(key, value)
+        if parameter.sets is None and values[preset_key] != parameter.default:
+            warnings.warn(
+                f"'{key}' of the rule {name!r} has no effect: the loss scaler that this rule imitates always uses "
+                f"{parameter.default}, but got {value!r}. Leave '{key}' out.",
+                stacklevel=4,
+            )
     return {key: values.get(key, parameter.default) for key, parameter in preset.parameters.items()}
 
 
@@ -123,6 +131,12 @@ def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
                 f"'{named[upper]}' must be at least '{named['floor']}' ({floor}), but got {values[named[upper]]}. "
                 f"Raise '{named[upper]}' or lower '{named['floor']}'."
             )
+    if "clean_steps" in named and values[named["clean_steps"]] >= values[named["scale_window"]]:
+        raise ValueError(
+            f"'{named['clean_steps']}' must be below '{named['scale_window']}' ({values[named['scale_window']]}), but "
+            f"got {values[named['clean_steps']]}. The counter of clean steps goes back to 0 at "
+            f"'{named['scale_window']}', so give a smaller number."
+        )
 
 
 class Policy:
@@ -161,6 +175,15 @@ class Policy:
         window = getattr(self.current, "scale_window", None)
         # In the state of a user's rule, scale_window may be a vector. A vector is not a number of steps, so ignore it.
         return None if isinstance(window, tuple) else window
+
+    @property
+    def stopped(self) -> bool:
+        """bool: whether the system that this policy imitates would have ended the training with an error by now.
+
+        DeepSpeed's ``DynamicLossScaler`` does so if a step overflows at its smallest scale, unless
+        ``raise_error_at_min_scale`` is False. A replay can go on: the scale stays the smallest until a raise.
+        """
+        return bool(getattr(self.current, "stopped", False))
 
     def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
         """Update the state after a step that overflowed or was clean, and return the loss scale for the next step.

@@ -30,18 +30,20 @@ _not_negative_or_none: _Check = lambda name, value: 0.0 if value is None else _n
 _factor_above_one = _number("a finite number above 1", lambda number: number > 1, "The usual value is 2.")
 _ratio_below_one = _number("a number between 0 and 1", lambda number: 0 < number < 1, "The usual value is 0.5.")
 _steps: _Check = partial(require_integer, least=1, remedy="Give a positive number of steps.")
+_count: _Check = partial(require_integer, least=0, remedy="A fresh counter is 0.")
 
 
 class Parameter(NamedTuple):
     """A parameter of a preset, which reproduces the loss scaler of another system, such as PyTorch.
 
     Attributes:
-        sets (str): the argument of ``DynamicRule`` or of its ``start()`` that the parameter sets.
+        sets (str, optional): the argument of ``DynamicRule`` or of its ``start()`` that the parameter sets; None if
+            the system accepts the parameter but does not use it.
         default (object): the value if the parameter is left out.
         check (Callable): takes the name of the parameter and a value, and returns the value in its type or raises.
     """
 
-    sets: str
+    sets: str | None
     default: Any
     check: _Check
 
@@ -84,7 +86,12 @@ PRESETS: dict[str, Preset] = {
     # This preset reproduces MindSpore's amp.DynamicLossScaler. This class has no defaults, so use the defaults of
     # DynamicLossScaleManager.
     "dynamic_scaler": Preset(
-        {"scale_value": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
+        {
+            "scale_value": _scale(2.0**24),
+            "scale_factor": _factor,
+            "scale_window": _window(2000),
+            "initial_counter": Parameter("clean_steps", 0, _count),
+        },
         {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True},
     ),
     # This preset reproduces PyTorch's torch.amp.GradScaler, with the arithmetic of the kernel _amp_update_scale_, which
@@ -120,14 +127,16 @@ PRESETS: dict[str, Preset] = {
             "min_scale": Parameter("floor", 1.0, _not_negative),
             "delayed_shift": _tolerance(1),
             "consecutive_hysteresis": Parameter("clean_step_forgives", False, require_flag),
+            "raise_error_at_min_scale": Parameter("stops_at_floor", True, require_flag),
         },
         {"arithmetic": FLOAT64},
     ),
-    # This preset reproduces Apex's amp.scaler.LossScaler, which always doubles and halves the loss scale: it accepts a
-    # scale_factor, but does not use it.
+    # This preset reproduces Apex's amp.scaler.LossScaler, which accepts a scale_factor, but always doubles and halves
+    # the loss scale.
     "apex": Preset(
         {
             "init_scale": _scale(2.0**16),
+            "scale_factor": Parameter(None, 2.0, _factor_above_one),
             "scale_window": _window(2000),
             "min_loss_scale": Parameter("floor", 0.0, _not_negative_or_none),
             "max_loss_scale": Parameter("upper_bound", 2.0**24, _positive),

@@ -132,6 +132,12 @@ def test_apex_cuts_the_start_and_the_raise_to_its_maximum():
     assert [policy.loss_scale, *replay(policy, "!..")] == [3000.0, 1500.0, 3000.0, 3000.0]
 
 
+def test_apex_takes_a_scale_factor_and_does_not_use_it():
+    with pytest.warns(UserWarning, match=r"'scale_factor' of the rule 'apex' has no effect: .* uses 2.0, but got 4"):
+        policy = make_policy("apex", init_scale=1024.0, scale_factor=4)
+    assert policy.step(True) == 512.0
+
+
 @pytest.mark.parametrize(
     ("name", "params", "drop", "growth"),
     [
@@ -160,7 +166,18 @@ def test_arithmetic_of_deepspeed_is_that_of_python_numbers():
 
 
 def test_replay_goes_on_where_deepspeed_would_stop():
-    assert replay(make_policy("deepspeed", init_scale=2.0, scale_window=2), "!!..") == [1.0, 1.0, 1.0, 2.0]
+    policy = make_policy("deepspeed", init_scale=2.0, scale_window=2)
+    seen = [(policy.step(overflow), policy.stopped) for overflow in (True, True, False, False)]
+    assert seen == [(1.0, False), (1.0, True), (1.0, True), (2.0, True)]
+    policy = make_policy("deepspeed", init_scale=2.0, raise_error_at_min_scale=False)
+    assert (replay(policy, "!!!"), policy.stopped) == ([1.0] * 3, False)
+    # delayed_shift=2 tolerates the first overflow, so only the second one at the smallest loss scale stops training.
+    policy = make_policy("deepspeed", init_scale=1.0, delayed_shift=2)
+    assert [(policy.step(True), policy.stopped) for _ in "!!"] == [(1.0, False), (1.0, True)]
+
+
+def test_counter_can_be_preset():
+    assert replay(start("dynamic_scaler", 1024.0, 5, initial_counter=4), "..") == [2048.0, 2048.0]
 
 
 ADAPTIVE = AdaptiveRule(max_scale_window=4, min_scale_window=2, hysteresis=2, min_loss_scale=0.5)
@@ -251,6 +268,8 @@ def test_state_is_all_that_a_policy_remembers(name):
         ("apex", {"min_loss_scale": 2.0**25}, ValueError, r"'max_loss_scale' must be at least 'min_loss_scale'"),
         ("deepspeed", {"min_scale": -1}, ValueError, r"'min_scale' must be .* at least 0 .* got -1\."),
         ("deepspeed", {"consecutive_hysteresis": 1}, TypeError, r"'consecutive_hysteresis' must be True or False"),
+        ("dynamic_scaler", {"initial_counter": -1}, ValueError, r"'initial_counter' must be at least 0, but got -1"),
+        ("dynamic_scaler", {"initial_counter": 2000}, ValueError, r"'initial_counter' must be below 'scale_window'"),
     ],
 )
 def test_bad_arguments_are_refused(name, params, error, message):
