@@ -104,7 +104,7 @@ class Block(nn.Cell):
 
 
 class SmallEmbedding(nn.Cell):
-    """Values as small as those of a large model's embedding, into a block that begins with a layer norm."""
+    """An embedding with small values, as in a large model, and a block that begins with a layer norm."""
 
     def __init__(self):
         super().__init__()
