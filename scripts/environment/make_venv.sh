@@ -15,8 +15,12 @@ if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check)
     # Python 3.11 comes with a pip that takes twice as long. If this one is not to be had, the other does the same.
     "${pip[@]}" pip==26.3 2> /dev/null || true
-    # Python compiles a module when it is first imported. Of all installed modules, fewer than a third ever are.
     "${pip[@]}" --no-compile --requirement requirements.txt
+    # Compile what MindSpore and MindFormers have, and what they import. Some of it gives warnings when it is compiled,
+    # which would be errors in a test. Python compiles a module of another package when it is first imported.
+    packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    .venv/bin/python -W ignore -m compileall -qq -j 0 "$packages/mindspore" "$packages/mindformers" || true
+    .venv/bin/python -W ignore -c "import mindformers" > /dev/null 2>&1 || true
     "${pip[@]}" --no-deps --no-build-isolation --editable .
     cp requirements.txt .venv/installed_requirements.txt
 else
