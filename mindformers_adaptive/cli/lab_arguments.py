@@ -31,7 +31,7 @@ from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.tuning import part_to_sweep
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares
-from mindformers_adaptive.record.run_folder import RECORD, file_in
+from mindformers_adaptive.record.run_folder import RECORD, file_in, record_in
 from mindformers_adaptive.record.symptoms import low_scale_of
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
@@ -143,7 +143,7 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
         elif Path(word).is_dir():
             sources += _read_folder(Path(word), options.ceilings, options.pattern)
         else:
-            sources.append(_read_file(Path(word), options.ceilings, options.pattern))
+            sources.append(_read_file(record_in(word), options.ceilings, options.pattern))
     texts = {policy.partition(":")[0]: policy for policy in policies}
     for name in filter(is_rule_name, texts):
         rule = find_rule(name)

@@ -215,13 +215,22 @@ def test_one_line_is_said_in_the_singular(run_program, tmp_path, text, said):
     assert said in "".join(run_program("compare", "--details", tmp_path / "run.txt")[1:])
 
 
-@pytest.mark.parametrize("command", ["analyze", "compare", "plot", "report"])
-def test_a_pipe_is_no_log(run_program, tmp_path, command):
-    arguments = {"plot": [tmp_path / "a.png"], "report": ["--output", tmp_path / "a.html"]}
+READERS = {"analyze": [], "compare": [], "tune": [], "plot": ["a.png"], "report": ["--output", "a.html"]}
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_log_that_is_nowhere_is_named(run_program, in_a_folder_of_its_own, command):
+    code, said = answer(run_program, command, "nowhere.log", *READERS[command])
+    assert code == 1
+    assert has(said, "There is no file or folder 'nowhere.log'")
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_pipe_is_no_log(run_program, in_a_folder_of_its_own, command):
     reading, writing = os.pipe()
     os.write(writing, line(1, 8.0).encode())
     os.close(writing)
-    code, said = answer(run_program, command, f"/dev/fd/{reading}", *arguments.get(command, []))
+    code, said = answer(run_program, command, f"/dev/fd/{reading}", *READERS[command])
     os.close(reading)
     assert code == 1
     assert has(said, "it is a pipe ... Save its content")
