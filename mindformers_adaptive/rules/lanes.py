@@ -57,12 +57,6 @@ class Lanes:
             arrays[name] = np.array([row[name] for row in rows], np.int32)
         return {**arrays, "loss_scale": np.array([row["loss_scale"] for row in rows], np.float32)}
 
-    def put(self, states: Sequence[Any], places: NDArray[np.int64]) -> None:
-        """Set new rule states in the lanes (runs) at the indices ``places``."""
-        for name, array in self._arrays(states).items():
-            whole = self._values[name] = self._values[name].copy()
-            whole[..., places] = array
-
     @property
     def loss_scale(self) -> NDArray[np.float32]:
         return self._values["loss_scale"]
@@ -106,14 +100,12 @@ class Lanes:
         values["skipped_steps"] = values["skipped_steps"] + overflow
         values["consecutive_overflows"] = (values["consecutive_overflows"] + _ONE) * overflow
 
-    def states(self, places: NDArray[np.int64] | None = None) -> list[Any]:
-        """Return as NamedTuples the rule states of all lanes (runs), or of the lanes at the indices ``places``."""
-        columns, lanes = {}, slice(None) if places is None else places
-        for name in ("loss_scale", "skipped_steps", "consecutive_overflows", "clean_steps"):
-            if name in self._values:
-                columns[name] = self._values[name][lanes].tolist()
+    def states(self) -> list[Any]:
+        """Return the rule states of all lanes (runs) as NamedTuples."""
+        names = ("loss_scale", "skipped_steps", "consecutive_overflows", "clean_steps")
+        columns = {name: self._values[name].tolist() for name in names if name in self._values}
         for field in self._fields:
-            array = self._values[field.name][..., lanes]
+            array = self._values[field.name]
             if field.dtype == "float32" and (np.abs(array[array != 0]) < SMALLEST_FLOAT32).any():
                 self._notice("underflow", 0)
             is_vector = field.shape and not field.parts

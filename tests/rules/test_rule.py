@@ -591,18 +591,6 @@ def test_zeros_of_either_sign_are_numbers_of_their_own():
     assert [math.copysign(1, state.x) for state in lanes.states()] == [1, -1]
 
 
-def test_lanes_go_on_from_states_that_are_put_into_them():
-    rule = rule_of(halved)
-    second = run(rule, [True, True], 8.0)[-1]
-    lanes = Lanes([rule] * 2, [rule.start(8.0)] * 2)
-    before = lanes.loss_scale
-    lanes.put([second], np.array([1]))
-    assert before.tolist() == [8, 8]
-    lanes.step(np.array([False] * 2), np.array([np.nan] * 2))
-    assert lanes.states() == [rule.start(8.0), second._replace(consecutive_overflows=0)]
-    assert lanes.states(np.array([1])) == [rule.step(second, False)]
-
-
 # Subnormal numbers, which some devices flush to 0.
 
 
