@@ -112,7 +112,7 @@ def test_loss_scale_in_the_place_of_the_factor_is_named_once(scaling_class, argu
 
 
 @pytest.mark.parametrize("owner", ["rule_class", "cell_class", "manager_class", "scaler_class"])
-def test_the_former_argument_of_the_guided_rule_names_the_new_one(owner):
+def test_the_guided_rules_former_argument_names_the_new_one(owner):
     arguments = [] if owner == "rule_class" else [2.0**16]
     with pytest.raises(TypeError, match=r"'exchange_rate' is no longer .*'margin'"):
         getattr(KINDS["guided"], owner)(*arguments, exchange_rate=0.05)
