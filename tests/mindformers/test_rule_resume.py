@@ -13,6 +13,7 @@ from log_max import LogMaxRule
 
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.record.writer import read_record
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.saved_state import all_fields
 from tests.conftest import ROOT
@@ -35,6 +36,12 @@ GUIDED = (GuidedRule(margin=0), "type: GradientGuidedLossScale, margin: 0")
 RULES = {
     "guided": GUIDED,
     "guided, weights in FP16": GUIDED,
+    "adaptive, weights in FP16": (
+        # With hysteresis, the state of the adaptive rule has one more field.
+        AdaptiveRule(max_scale_window=4, min_scale_window=1, hysteresis=2),
+        "type: AdaptiveLossScale, scale_factor: 2, scale_window: 1, max_scale_window: 4, min_scale_window: 1, "
+        "hysteresis: 2",
+    ),
     OWN: (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
 }
 CKPT = LegacyFormat("ckpt")
@@ -89,6 +96,7 @@ def replay(rule, record):
     ("name", "form", "processes"),
     [
         pytest.param(OWN, CKPT, 1, id="user's rule, weights in FP16"),
+        pytest.param("adaptive, weights in FP16", CKPT, 1, id="adaptive, weights in FP16"),
         pytest.param(
             "guided, weights in FP16",
             CheckpointSection(),
