@@ -5,6 +5,8 @@ import re
 import sys
 
 import pytest
+
+# Under this name pytest imports the file: both files then share their compiled train steps.
 from test_loss_scale_monitor import OVERFLOWS, build, build_again, train
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
