@@ -55,7 +55,7 @@ def pytest_itemcollected(item):
     if item.get_closest_marker("xdist_group") is None:
         # Run all tests of a file in one worker, so that only one worker computes what they share.
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    if not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+    if not SLOW_FIXTURES.isdisjoint(fixtures(item)):
         item.add_marker("slow")
 
 
@@ -67,11 +67,21 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Run slow tests first, and tests that build MindFormers' trainers last.
+    """Run tests of several processes first, then slow tests, and tests that build MindFormers' trainers last.
 
-    MindFormers' trainers leave settings in the test process that change how later graphs compile.
+    Tests of several processes take longest, because two of them wait until they miss a lost machine. Meanwhile the
+    other tests of several processes run. MindFormers' trainers leave settings in the test process that change how later
+    graphs compile.
     """
-    items.sort(key=lambda item: (any(folder in item.path.parents for folder in TRAINERS), not is_slow(item)))
+    items.sort(
+        key=lambda item: (
+            not has_several_processes(item),
+            "until_lost" in fixtures(item),
+            "cut_off" not in fixtures(item),
+            any(folder in item.path.parents for folder in TRAINERS),
+            not is_slow(item),
+        )
+    )
     for item in items:
         if item.name == "mindformers_adaptive.mindformers.trainer.Trainer":
             # Import MindFormers only for the docstring example of Trainer, because other tests do not need it.
@@ -79,6 +89,14 @@ def pytest_collection_modifyitems(items):
 
             why = "MindFormers before 1.7 writes its log into the output that this docstring example checks"
             item.add_marker(pytest.mark.skipif(BEFORE_1_7, reason=why))
+
+
+def fixtures(item):
+    return getattr(item, "fixturenames", ())
+
+
+def has_several_processes(item):
+    return any(mark.args == ("several processes",) for mark in item.iter_markers("xdist_group"))
 
 
 def is_slow(item):
@@ -276,7 +294,7 @@ def with_exit_code(expected, finished):
     return finished
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """Return a function that makes a folder for a compiled graph. Calls with equal arguments get the same folder."""
     return functools.cache(lambda *_: tmp_path_factory.mktemp("compiled"))

@@ -27,8 +27,7 @@ from tests.mindformers.training_runs import (
 from tests.shared.pages import ENGLISH_DOCS, blocks
 from tests.shared.versions import NEEDS_SECTION
 
-# Run these tests in one pytest worker, so that the uninterrupted runs, which several tests use, are trained only once.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
+pytestmark = pytest.mark.slow
 
 SAVED_AT, LAST = 8, 20
 OWN = "log_max, weights in FP16"
@@ -111,7 +110,13 @@ def replay(rule, record):
             id="checkpoint section without optimizer state",
             marks=NEEDS_SECTION,
         ),
-        pytest.param("guided", LegacyFormat("safetensors"), 2, id="safetensors, two processes"),
+        pytest.param(
+            "guided",
+            LegacyFormat("safetensors"),
+            2,
+            id="safetensors, two processes",
+            marks=pytest.mark.xdist_group("several processes"),
+        ),
     ],
 )
 def test_stopped_and_resumed_run_takes_the_same_steps(

@@ -16,7 +16,8 @@ from tests.conftest import ROOT
 from tests.mindformers.training_runs import LegacyFormat, Machine, TrainingRun
 from tests.shared.records import assert_follows
 
-# The runs below follow one another, so run these tests in one pytest worker.
+# The runs below follow one another, so run these tests in one pytest worker. tests/conftest.py puts other tests between
+# the first test and the tests that wait until the lost machine is missed.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
 FORM, SAVED_EVERY, LAST = LegacyFormat("ckpt"), 4, 32
@@ -31,7 +32,7 @@ def ip(*words):
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def machines():
     """Yield two network namespaces with a cable between them, which simulate machines; None if they are not allowed."""
     names = [f"machine{number}-{os.getpid()}" for number in (0, 1)]
@@ -61,12 +62,12 @@ def records(output):
     return [read_record(output / f"loss_scale_record_rank_{rank}.jsonl") for rank in range(2)]
 
 
-@pytest.fixture(scope="module")
-def until_lost(machines, long_corpus, compiled, tmp_path_factory):
-    """Train until the second machine is lost; return the folder, each process's steps and records, and the last save.
+@pytest.fixture(scope="session")
+def cut_off(machines, long_corpus, compiled, tmp_path_factory):
+    """Train until the second machine is lost; yield the runs and their folder. The processes still wait for each other.
 
-    The cable between the machines is cut. Without network namespaces, there is one machine, and the second of its two
-    processes is killed.
+    The cable between the machines is cut. Without network namespaces, there is one machine, whose two processes wait
+    until :func:`until_lost` kills the second.
     """
     output = tmp_path_factory.mktemp("two") / "output"
     options = FORM.save_options(output, SAVED_EVERY, keep=2)
@@ -79,16 +80,21 @@ def until_lost(machines, long_corpus, compiled, tmp_path_factory):
         runs[0].wait_until(lambda: all(len(runs[-1 if rank else 0].steps(rank)) == LOST_AFTER for rank in range(2)))
         if machines:
             ip("-n", machines[1].namespace, "link", "set", "cable", "down")
-            assert [run.process.wait(120) for run in runs] == [1, 1]
-        else:
-            runs[0].kill_one(rank=1)
-        steps = [runs[0].steps(0), runs[-1].steps(1)]
+        yield runs, output
     finally:
         for run in runs:
             run.kill()
-    saved = FORM.newest_complete(output)
-    assert saved == FORM.newest_complete(output, rank=1) == 2 * SAVED_EVERY
-    return output, steps, records(output), saved
+
+
+@pytest.fixture(scope="module")
+def until_lost(machines, cut_off):
+    """Wait until both processes have ended; return the folder, each process's steps and records, and the last save."""
+    runs, output = cut_off
+    if machines:
+        assert [run.process.wait(120) for run in runs] == [1, 1]
+    else:
+        runs[0].kill_one(rank=1)
+    return output, [runs[0].steps(0), runs[-1].steps(1)], records(output), FORM.newest_complete(output)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +114,11 @@ def resumed(until_lost, long_corpus, compiled):
     arguments = ["--register-path", str(ROOT / "tests" / "mindformers")]
     run = TrainingRun(output, long_corpus, options, LAST, 2, arguments=arguments, compiled=compiled(2))
     return run.wait(), output
+
+
+def test_each_process_has_saved_before_one_is_lost(cut_off):
+    _, output = cut_off
+    assert [FORM.newest_complete(output, rank) for rank in range(2)] == [2 * SAVED_EVERY] * 2
 
 
 def test_lost_machine_ends_both_and_both_resume(until_lost, resumed):
