@@ -63,13 +63,14 @@ def test_example_follows_the_rule_on_real_overflows(run_forked):
 
 
 @pytest.mark.slow
-def test_trainer_with_a_wrapper_follows_the_rule_and_resumes(run_forked):
+def test_trainer_with_a_wrapper_follows_the_rule_and_resumes(run_forked, tmp_path):
     example = EXAMPLES / "mindformers_trainer_wrapper.py"
-    rows = rows_of(run_forked(example).stdout)
+    cached = {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(tmp_path / "compiled")}
+    rows = rows_of(run_forked(example, **cached).stdout)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert_follows_the_rule(rows)
 
-    finished = run_forked(example, "CKP_rank_0-1_16.ckpt")
+    finished = run_forked(example, "CKP_rank_0-1_16.ckpt", **cached)
     resumed = [row | {"step": row["step"] + 16} for row in rows_of(finished.stdout)]
     assert resumed == rows[16:]
     restored = re.findall("Loss scaling goes on from: loss_scale (.*?), .*cur_iter (.*?),", finished.stdout)
