@@ -20,13 +20,15 @@ if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     "${pip[@]}" --no-compile --no-deps --requirement <(grep ^mindspore== requirements.txt) 2> /dev/null &
     "${pip[@]}" --no-compile --requirement <(grep -v ^mind requirements.txt)
     wait
-    "${pip[@]}" --no-compile --requirement requirements.txt
     # Compile what MindSpore and MindFormers have, and what they import. Some of it gives warnings when it is compiled,
     # which would be errors in a test. Python compiles a module of another package when it is first imported.
-    packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    .venv/bin/python -W ignore -m compileall -qq -j 0 "$packages/mindspore" "$packages/mindformers" || true
+    compile=(.venv/bin/python -W ignore -m compileall -qq)
+    "${compile[@]}" .venv/lib/python3*/site-packages/mindspore &
+    "${pip[@]}" --no-compile --requirement requirements.txt
+    "${compile[@]}" .venv/lib/python3*/site-packages/mindformers &
     .venv/bin/python -W ignore -c "import mindformers" > /dev/null 2>&1 || true
     "${pip[@]}" --no-deps --no-build-isolation --editable .
+    wait
     cp requirements.txt .venv/installed_requirements.txt
 else
     echo "Using .venv, which is there already."
