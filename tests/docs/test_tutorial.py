@@ -30,15 +30,19 @@ def shown(output):
 
 
 @pytest.fixture
-def system(run_forked):
-    """Return a function that runs a command of a cell. The program runs in a process that has imported MindFormers."""
+def system(run_forked, compiled):
+    """Return a function that runs a command of a cell. The program runs in a process that has imported MindFormers.
+
+    Both trainings have the same graph, which only the first training compiles.
+    """
+    cache = {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(compiled("tutorial"))}
 
     def run(command):
         program = re.fullmatch(r"adaptive-loss-scale ([^>]+)(?: > (\S+) 2>&1| 2>/dev/null)?", command)
         if program is None:
             print(subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout, end="")
             return
-        finished = run_forked(PROGRAM, *shlex.split(program[1]))
+        finished = run_forked(PROGRAM, *shlex.split(program[1]), **cache)
         if program[2]:
             with open(program[2], "w", encoding="utf-8") as file:
                 file.write(finished.stdout + finished.stderr)
