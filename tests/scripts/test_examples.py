@@ -20,6 +20,7 @@ from tests.shared.pages import figure
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "scripts" / "examples"
+SYNCHRONOUS = ROOT / "tests" / "shared" / "synchronous.py"
 
 
 def path_of(rule, loss_scale, window, overflows):
@@ -158,7 +159,7 @@ def test_preferences_are_learned_with_the_guided_rule(run_forked, tmp_path):
 @pytest.mark.parametrize("rule", ["adaptive", "guided"])
 def test_a_policy_is_learned_although_its_rewards_spike(run_forked, tmp_path, rule):
     options = ["--rule", rule, "--steps", 100, "--record", "record.jsonl"]
-    printed = run_forked(EXAMPLES / "policy_gradient.py", *options).stdout
+    printed = run_forked(SYNCHRONOUS, EXAMPLES / "policy_gradient.py", *options).stdout
     rows = re.findall(r"^ *(\d+) +([\d.]+) +(True|False) +(True|False) +2\^(\d+)$", printed, re.MULTILINE)
     assert [int(step) for step, *_ in rows] == list(range(1, 101))
     overflows = {int(step): overflow == "True" for step, _, _, overflow, _ in rows}
