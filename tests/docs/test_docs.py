@@ -56,9 +56,13 @@ MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train
 
 
 # Runs each file as a separate program. The programs share a process, so only the first compiles its first graph slowly.
+# In PyNative mode, MindSpore waits for each operator, because its threads would otherwise spin while they wait.
 RUN_EACH = """
 import runpy, sys
 
+import mindspore
+
+mindspore.set_context(pynative_synchronize=True)
 for file in sys.argv[1:]:
     print("ran", file)
     runpy.run_path(file, run_name="__main__")
