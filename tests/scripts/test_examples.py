@@ -20,7 +20,7 @@ from tests.shared.pages import figure
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "scripts" / "examples"
-SYNCHRONOUS = ROOT / "tests" / "shared" / "synchronous.py"
+SYNCHRONOUS = ROOT / "tests" / "scripts" / "synchronous.py"
 
 
 def path_of(rule, loss_scale, window, overflows):

@@ -1,6 +1,6 @@
-"""Runs a script whose operators in PyNative mode run one after the other, as in the mode "pynative" of conftest.py.
+"""Runs a script, with its arguments, so that in PyNative mode MindSpore waits for each operator.
 
-Start it with the script's path and the script's arguments.
+The script computes the same, but takes less time: see ``mindspore_mode`` in tests/conftest.py.
 """
 
 import runpy
