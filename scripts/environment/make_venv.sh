@@ -15,11 +15,13 @@ if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
     pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check)
     # Python 3.11 comes with a pip that takes twice as long. If this one is not to be had, the other does the same.
     "${pip[@]}" pip==26.3 2> /dev/null || true
-    # MindSpore is more than half of all, so install it beside most of the rest. Here it may fail: the third command
-    # would install it.
+    # MindSpore is more than half of all, so install it beside most of the rest. Here it may fail, because the third
+    # command would install it. It is stopped if this script ends early.
     "${pip[@]}" --no-compile --no-deps --requirement <(grep ^mindspore== requirements.txt) 2> /dev/null &
+    trap "kill $! 2> /dev/null" EXIT
     "${pip[@]}" --no-compile --requirement <(grep -v ^mind requirements.txt)
     wait
+    trap - EXIT
     # Compile what MindSpore and MindFormers have, and what they import. Some of it gives warnings when it is compiled,
     # which would be errors in a test. Python compiles a module of another package when it is first imported.
     compile=(.venv/bin/python -W ignore -m compileall -qq)
