@@ -69,9 +69,9 @@ def pytest_ignore_collect(collection_path):
 def pytest_collection_modifyitems(items):
     """Run tests of several processes first, then slow tests, and tests that build MindFormers' trainers last.
 
-    Tests of several processes take longest, because two of them wait until they miss a lost machine. Meanwhile the
-    other tests of several processes run. MindFormers' trainers leave settings in the test process that change how later
-    graphs compile.
+    Tests of several processes take longest, because some need two processes that have missed a lost machine. Until
+    these have, the other tests of several processes run. MindFormers' trainers leave settings in the test process that
+    change how later graphs compile.
     """
     items.sort(
         key=lambda item: (

@@ -94,7 +94,9 @@ def until_lost(machines, cut_off):
         assert [run.process.wait(120) for run in runs] == [1, 1]
     else:
         runs[0].kill_one(rank=1)
-    return output, [runs[0].steps(0), runs[-1].steps(1)], records(output), FORM.newest_complete(output)
+    saved = FORM.newest_complete(output)
+    assert saved == FORM.newest_complete(output, rank=1) == 2 * SAVED_EVERY
+    return output, [runs[0].steps(0), runs[-1].steps(1)], records(output), saved
 
 
 @pytest.fixture(scope="module")
