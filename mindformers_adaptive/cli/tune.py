@@ -25,8 +25,8 @@ from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.tuning import tune
-from mindformers_adaptive.record.definitions import DECIDED_FROM, bounded_share
 from mindformers_adaptive.record.run import ASSUMPTIONS
+from mindformers_adaptive.record.thresholds import DECIDED_FROM, bounded_share
 from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.description import all_arguments
 

@@ -20,9 +20,9 @@ from mindformers_adaptive.lab.other_cause import Advice, other_cause
 from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.scale_path import Change
 from mindformers_adaptive.lab.tuning import part_to_sweep
-from mindformers_adaptive.record.definitions import DECIDED_FROM, HELD, TOLERABLE
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import Ways, ways_of
+from mindformers_adaptive.record.thresholds import DECIDED_FROM, HELD, TOLERABLE
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW

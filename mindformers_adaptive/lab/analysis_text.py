@@ -8,8 +8,8 @@ from typing import Any
 
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
-from mindformers_adaptive.record.definitions import HELD
 from mindformers_adaptive.record.run_folder import find_command
+from mindformers_adaptive.record.thresholds import HELD
 from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
 __all__ = ["DECIDED", "analysis_text", "scales_in_words", "without_advice"]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.record.definitions import HELD, held_at, path_in_words
 from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.thresholds import HELD, held_at, path_in_words
 from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.record.definitions import HELD
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import Ways, ways_of
 from mindformers_adaptive.record.symptoms import AGAINST_BAD_LOSS, low_scale_of
+from mindformers_adaptive.record.thresholds import HELD
 from mindformers_adaptive.record.trace import consecutive_runs
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
