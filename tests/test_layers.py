@@ -192,8 +192,3 @@ def test_only_tests_of_scripts_import_scripts():
     # The stand-ins for operators that a CPU lacks are shared with the study of what underflows below the ceiling.
     shared = {"tests/mindformers/mcore_on_cpu.py"}
     assert {str(file.relative_to(ROOT)) for file in importing if file.parent.name != "scripts"} == shared
-
-
-def test_no_file_is_long():
-    lengths = {file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file in MODULES.values()}
-    assert {str(file): length for file, length in lengths.items() if length > 400} == {}

@@ -18,7 +18,7 @@ from mindformers_adaptive.rules import Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
-__all__ = ["SCALERS", "AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler"]
+__all__ = ["AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler"]
 
 _map = ops.HyperMap()
 
@@ -322,8 +322,3 @@ class GradientGuidedLossScaler(RuleLossScaler):
 
     def __init__(self, scale_value: float, scale_factor: float = 2, **arguments: Any) -> None:
         super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)
-
-
-# For each rule class of this package, the loss scaler that has the arguments of the rule. For other rules, use
-# RuleLossScaler.
-SCALERS = {AdaptiveRule: AdaptiveLossScaler, GuidedRule: GradientGuidedLossScaler}

@@ -1,7 +1,6 @@
 """Train, fine-tune, evaluate or predict with MindFormers and adaptive loss scaling.
 
-The options have the names of MindFormers' run_mindformer.py; each sets a key of the YAML file. A file with a section
-'training' goes to MindFormers' PyNative trainer, any other to its graph-mode trainer.
+The options have the names of MindFormers' run_mindformer.py; each sets a key of the YAML file.
 
 examples:
   adaptive-loss-scale train --config my.yaml --epochs 1 --train-dataset-dir my_data
@@ -20,7 +19,7 @@ from typing import Any
 
 from mindformers_adaptive.cli.console import add_verbose, is_one_of_several, lines_in_file, show_training
 from mindformers_adaptive.cli.output import UsageError, integer, read_value, wrong_usage
-from mindformers_adaptive.mindformers import launcher, pynative_launcher
+from mindformers_adaptive.mindformers import launcher
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
@@ -46,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the task of the YAML file. An error that stops a training is printed with its traceback."""
     overrides = read_overrides(options)
-    is_pynative = pynative_launcher.is_for(options.config, overrides.get("context.mode"))
-    task = pynative_launcher if is_pynative else launcher
     folder = value_of_key(options, overrides, "output_dir") or "output"
     # Each of several processes has a log file already, and a result of an evaluation or a prediction is for the user.
     shows_all = options.verbose or is_one_of_several() or value_of_key(options, overrides, "run_mode") in _WITH_RESULT
@@ -56,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
             if not shows_all:
                 terminal = stack.enter_context(lines_in_file("train", folder))
                 stack.enter_context(show_training(terminal, folder))
-            config: Any = task.load_config(options.config, overrides, options.register_path, may_add=OPTION_KEYS)
-            task.launch(config)
+            config = launcher.load_config(options.config, overrides, options.register_path, may_add=OPTION_KEYS)
+            launcher.launch(config)
     except Exception as error:
         if not launcher.had_begun(error):
             raise
@@ -146,13 +143,7 @@ def _true_or_false_or_name(text: str) -> bool | str:
 # Each option of the command: its name on the command line, its key in the YAML file, its type and its help.
 _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("run-mode", "run_mode", str, "what to do: train, finetune, eval or predict"),
-    (
-        "mode",
-        "context.mode",
-        integer(0, 1),
-        "0 compiles the train step as a graph, 1 runs it op by op (PyNative); a file with a section 'training' is for "
-        "MindFormers' PyNative trainer, which needs 1",
-    ),
+    ("mode", "context.mode", integer(0, 1), "0 compiles the train step as a graph, 1 runs it op by op (PyNative)"),
     ("device-target", "context.device_target", str, "Ascend, GPU or CPU"),
     ("device-id", "context.device_id", integer(0), "which device of this machine"),
     ("use-parallel", "use_parallel", _true_or_false, "run as one of several processes that train together"),

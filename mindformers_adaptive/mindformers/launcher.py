@@ -13,7 +13,6 @@ from typing import Any
 from mindformers_adaptive.mindformers.checks import check_config
 from mindformers_adaptive.mindformers.cpu_checks import check_cpu
 from mindformers_adaptive.mindformers.keys import value_at
-from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_trainer
 from mindformers_adaptive.record.run_folder import CONFIG_FILE, file_in
 from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.untrusted import read_yaml
@@ -29,10 +28,9 @@ _RUN_MODES = ("train", "finetune", "eval", "predict")
 # If the 'base_config' of a YAML file leads to more files than this number, one of them must lead back to itself.
 _MOST_FILES = 30
 
-# An error whose traceback passes through these modules, or through this function of MindFormers' PyNative trainer, was
-# raised during the steps of a training, an evaluation or a prediction.
+# An error whose traceback passes through these modules was raised during the steps of a training, an evaluation or a
+# prediction.
 _AT_WORK = ("mindspore.train.model", "mindformers.generation.text_generator")
-_PYNATIVE_LOOP = "_inner_train_loop"
 
 
 def load_config(
@@ -139,10 +137,12 @@ def _check_files(path: str) -> None:
                 f"{file} must hold keys of MindFormers, but holds {str(content)[:80]!r}. Write lines such as 'seed: 0' "
                 "and 'runner_config:'."
             )
-        if is_for_pynative_trainer(content):
+        if isinstance(content.get("training"), Mapping):
             raise ValueError(
-                f"{file} must be for MindFormers' graph-mode trainer here, but has the section 'training' "
-                "of MindFormers' PyNative trainer. Only the command 'adaptive-loss-scale train' takes such a file."
+                f"{file} must be for MindFormers' graph-mode trainer, but has the section 'training' of MindFormers' "
+                "PyNative trainer, which this package does not support. Write the file with 'runner_config' and "
+                "'runner_wrapper', where 'context.mode: 1' trains in PyNative mode, or scale the loss in a training "
+                "loop of your own with AdaptiveLossScaler."
             )
         bases = content.get("base_config", [])
         for base in bases if isinstance(bases, list) else [bases]:
@@ -191,11 +191,10 @@ def set_key(config: Any, key: str, value: Any) -> bool:
 def had_begun(error: BaseException) -> bool:
     """Return whether an error was raised during the steps of a training, an evaluation or a prediction."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    functions = {frame.f_code.co_name for frame in frames}
     # An error that a callback raises before the first step counts as bad input, like the trainer's own early errors.
-    if not functions.isdisjoint(("begin", "on_train_begin", "on_eval_begin")):
+    if any(frame.f_code.co_name in ("begin", "on_train_begin", "on_eval_begin") for frame in frames):
         return False
-    return _PYNATIVE_LOOP in functions or any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
+    return any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
 
 
 def launch(config: Any) -> None:

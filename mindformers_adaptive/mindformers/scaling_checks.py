@@ -12,7 +12,7 @@ from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["FIXED_SCALES", "warn_of_dtype", "warn_of_scaling"]
+__all__ = ["FIXED_SCALES", "warn_of_scaling"]
 
 # Update cells that never change the loss scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
@@ -48,33 +48,29 @@ def warn_of_scaling(config: Any) -> None:
     elif scale_sense is not None:
         kind = ""
         warn_of_rounding(SCALE_SENSE, require_positive(SCALE_SENSE, scale_sense), stacklevel=4)
-    compute_dtype = model_values(config).get("compute_dtype")
-    warn_of_dtype("model.model_config.compute_dtype", compute_dtype, SCALE_SENSE, kind, stacklevel=4)
+    _warn_of_dtype(model_values(config).get("compute_dtype"), kind)
 
 
-def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stacklevel: int) -> None:
+def _warn_of_dtype(dtype: object, kind: str | None) -> None:
     """Warn if a float16 model has no loss scaling, or the loss scale of a bfloat16 model moves.
 
     Args:
-        key (str): the key of the dtype.
         dtype (object): the dtype in which the model computes.
-        section (str): the key of the loss-scaling section.
-        kind (str, optional): the type in that section; "" for a fixed loss scale, None without a section.
-        stacklevel (int): as in ``warnings.warn``.
+        kind (str, optional): the type of ``scale_sense``; "" for a fixed loss scale, None without ``scale_sense``.
     """
-    name, short = str(dtype).lower().rpartition(".")[2], section.rpartition(".")[2]
+    key, name = "model.model_config.compute_dtype", str(dtype).lower().rpartition(".")[2]
     if name in ("float16", "fp16") and kind is None:
         warnings.warn(
-            f"'{key}' is {dtype}, in which small gradients become 0, but there is no '{section}', so the loss is not "
-            f"scaled. Add a section of type AdaptiveLossScale, or '{short}: 1.0' to train without loss scaling.",
-            stacklevel=stacklevel,
+            f"'{key}' is {dtype}, in which small gradients become 0, but there is no '{SCALE_SENSE}', so the loss is "
+            "not scaled. Add a section of type AdaptiveLossScale, or 'scale_sense: 1.0' to train without loss scaling.",
+            stacklevel=5,
         )
     if name in ("bfloat16", "bf16") and kind:
         warnings.warn(
-            f"'{key}' is {dtype}, which has the range of float32 and needs no loss scaling, but '{section}' is of type "
-            f"{kind}. Training goes on with loss scaling. Set '{short}: 1.0' to train without loss scaling, or set "
-            f"'{key}' to float16 if you meant to train in float16.",
-            stacklevel=stacklevel,
+            f"'{key}' is {dtype}, which has the range of float32 and needs no loss scaling, but '{SCALE_SENSE}' is of "
+            f"type {kind}. Training goes on with loss scaling. Set 'scale_sense: 1.0' to train without loss scaling, "
+            f"or set '{key}' to float16 if you meant to train in float16.",
+            stacklevel=5,
         )
 
 

@@ -14,8 +14,8 @@ _REMEDIES = {
     "mindformers": _MINDFORMERS,
     "safetensors": "Install it: pip install safetensors",
     "hyper_parallel": (
-        "MindFormers 2.0.0 cannot be imported without it, nor the PyNative trainer of any MindFormers 2, and PyPI does "
-        "not have it. Install the one that fits from its makers, or another MindFormers: pip install mindformers==1.9.0"
+        "MindFormers 2.0.0 cannot be imported without it, and PyPI does not have it. Install the one that fits from "
+        "its makers, or another MindFormers: pip install mindformers==1.9.0"
     ),
 }
 

@@ -38,10 +38,6 @@ from mindformers_adaptive import (
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.mindformers.checks import check_config
-from mindformers_adaptive.mindformers.pynative_section import check_config as check_pynative_config
-from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_trainer
-from mindformers_adaptive.mindformers.pynative_section import read_config as read_pynative_config
-from mindformers_adaptive.mindformers.pynative_trainer import make_scaler
 from mindformers_adaptive.rules import megatron
 from mindformers_adaptive.rules.guided import MARGIN, NARROW_MARGIN
 from tests.conftest import ROOT
@@ -144,10 +140,6 @@ def test_arguments_of_a_monitor_are_those_of_its_table(monitor):
 @pytest.mark.parametrize("name", blocks_in("yaml"))
 def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
     config = read_yaml(blocks_in("yaml")[name], tmp_path, monkeypatch)
-    if is_for_pynative_trainer(config):
-        without_section, section = read_pynative_config(config)
-        check_pynative_config(without_section, section)
-        assert make_scaler(section).state().items() >= {"loss_scale": 2.0**16, "scale_window": 20}.items()
     if config.runner_wrapper is None:
         callbacks = build_callback(config.callbacks)
         assert [type(callback).__name__ for callback in callbacks] == [entry["type"] for entry in config.callbacks]

@@ -264,6 +264,10 @@ FILES = [
     ("base_config: missing.yaml", "there is no file 'missing.yaml'"),
     ("base_config: 5", "'base_config' must name ... got 5"),
     ("base_config: list.yaml", "list.yaml must hold keys of MindFormers"),
+    (
+        "training: {steps: 3}",
+        "graph-mode trainer, but has the section 'training' ... 'context.mode: 1' ... loop of your own",
+    ),
 ]
 
 
