@@ -219,6 +219,8 @@ def test_a_fixed_scale_stays_after_a_load_in_mid_run(mode):
     with pytest.warns(UserWarning, match="fixed at 256"):
         take(step, [False])
     assert float(step.scale_sense) == 256
+    # The check of a load reads the device, so a load is checked before the next step only.
+    assert step.loaded == set()
 
 
 def test_a_learning_rate_that_is_set_is_used_in_the_next_step(graph_mode):

@@ -26,12 +26,12 @@ SMALL = (
 
 
 @pytest.mark.parametrize("arguments", SMALL)
-def test_every_sequence_of_length_10_in_graph_mode(graph_mode, arguments):
+def test_every_sequence_of_length_12_in_graph_mode(graph_mode, arguments):
     """Try all sequences of overflows. If several lead to the same state of the rule, step this state only once."""
     rule = AdaptiveRule(**arguments)
     sequences, seen = {rule.start(INITIAL_SCALE)}, set()
     owned = Owned(AdaptiveLossScaleUpdateCell.from_rule(rule, *sequences))
-    for steps in range(10):
+    for steps in range(12):
         following = set()
         for state in sequences:
             seen.add(without_counters(state))

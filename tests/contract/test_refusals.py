@@ -131,6 +131,7 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
         ({"history_size": True}, TypeError, "'history_size' must be an integer.* got True of type"),
         ({"history_size": 2.0}, TypeError, "'history_size' must be an integer.* got 2.0 of type"),
         ({"history_size": -1}, ValueError, "'history_size' must be at least 0, but got -1"),
+        ({"history_size": 10**6 + 1}, ValueError, "'history_size' must be .*1000000.* got 1000001"),
         ({"loss_scale": Tensor([1.0, 2.0])}, ValueError, r"'loss_scale_value' must hold one number.* \(2,\).* \(1,\)"),
         ({"loss_scale": Tensor(np.nan)}, ValueError, "'loss_scale_value' nan.* above 0.* set 'loss_scale_value'"),
     ):

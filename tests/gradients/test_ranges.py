@@ -8,12 +8,15 @@ import sys
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
 from mindformers_adaptive.gradients.report import GradientRanges, array_statistics
+from mindformers_adaptive.wrapper import MFTrainOneStepCell
 from tests.shared.networks import (
+    Dense,
     HalfPrecisionSum,
     OnlyLoss,
     WithStateAndDropout,
@@ -109,6 +112,29 @@ def test_nothing_is_changed(mode):
         before = everything(step)
         sweep(rows(seed=2), [1, 2**10, 2**32])
         assert everything(step) == before
+
+
+class SumsLosses(MFTrainOneStepCell):
+    """A train step that adds up its losses in a Parameter beside the weights, as MindFormers' cells do."""
+
+    def __init__(self, network, optimizer, scale_sense):
+        super().__init__(network, optimizer, scale_sense=scale_sense)
+        self.sum_of_losses = Parameter(Tensor(0.5, mstype.float32), name="sum_of_losses", requires_grad=False)
+
+    def grads_for_legacy(self, scaling_sens, *inputs):
+        loss, gradients, divisor = super().grads_for_legacy(scaling_sens, *inputs)
+        return ops.depend(loss, ops.assign_add(self.sum_of_losses, loss)), gradients, divisor
+
+
+def test_sums_of_losses_beside_the_weights_stay(mode):
+    dense = Dense()
+    step = SumsLosses(dense.network, dense.optimizer(), AdaptiveLossScaleUpdateCell(2**10, 2, 20)).set_train()
+    before = everything(step)
+    gradient_ranges(step, dense.batch(), [1, 2**10])
+    assert everything(step) == before
+    # A step itself changes the sum.
+    step(*dense.batch())
+    assert float(step.sum_of_losses) > 0.5
 
 
 def test_nothing_is_changed_by_a_sweep_that_fails():

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindspore import Tensor
+from mindspore import Tensor, get_context
 from mindspore.train import Callback
 
 
@@ -20,6 +20,10 @@ class HoldAfter(Callback):
     def __init__(self, steps):
         super().__init__()
         self._left = steps
+
+    def on_train_begin(self, _):
+        """Print two settings of the section ``context`` as MindSpore has them."""
+        print(f"In the run: mode {get_context('mode')}, graphs in {os.getenv('MS_DEV_SAVE_GRAPHS_PATH')}", flush=True)
 
     def on_train_step_begin(self, _):
         """After ``steps`` steps, wait for the signal that ends the run."""

@@ -59,7 +59,8 @@ def run(corpus, tmp_path, monkeypatch, graph_mode, registry_put_back):
             "lr_schedule.warmup_steps": 0,
             "callbacks": [
                 {"type": "MFLossMonitor"},
-                {"type": "LossScaleMonitor", "record_path": name},
+                # The folder for TensorBoard is for files without a section ``tensorboard``.
+                {"type": "LossScaleMonitor", "record_path": name, "tensorboard_dir": str(tmp_path / f"{name}.board")},
                 {"type": "Weights"},
                 *callbacks,
             ],
@@ -126,6 +127,7 @@ def test_evaluation_monitors_and_recompute_change_no_step(run, tmp_path, caplog)
     assert "local_norm" in caplog.text
     scalars = read_scalars(tmp_path / "board" / "rank_0")
     assert "loss_scaling/loss_scale" in scalars
+    assert [folder.name for folder in tmp_path.glob("*.board")] == ["plain.jsonl.board"]
     assert "weight_norm" in scalars
 
 

@@ -142,4 +142,4 @@ def test_failed_async_save_of_a_file_warns_and_is_not_noted(run_forked, tmp_path
         assert "checkpoint/rank_0/a_rank_0-1_4.safetensors" in rows[step]["files"]
         assert json.loads(rows[step]["note"])["last_ckpt_file"] == "a_rank_0-1_4.safetensors"
     meta = json.loads((tmp_path / "saved" / "checkpoint" / "rank_0" / "meta.json").read_text())
-    assert meta["last_ckpt_file"] == "a_rank_0-1_14.safetensors"
+    assert meta == {"last_epoch": 1, "last_step": 14, "last_ckpt_file": "a_rank_0-1_14.safetensors"}

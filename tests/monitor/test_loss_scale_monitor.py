@@ -628,6 +628,8 @@ def test_step_is_dropped_unless_its_norm_is_below_the_threshold(norm, dropped):
         ((0.5, False, 8.0, 0.1, Tensor(math.inf, mindspore.float32)), math.inf),
         # Without clipping, MindFormers' cells return only the squared norm of each Parameter's gradient.
         ((0.5, False, 8.0, 0.1, None, Tensor([9.0, 16.0], mindspore.float32), (2, 3)), 5.0),
+        # A Tensor of several elements is no norm of all gradients.
+        ((0.5, False, 8.0, 0.1, Tensor([3.0, 4.0], mindspore.float32)), None),
         ((0.5, False, 8.0, 0.1, None), None),
         ((0.5, False, 8.0), None),
         (Tensor(0.5), None),

@@ -50,7 +50,7 @@ def test_run_killed_and_resumed_has_one_record(corpus, tmp_path):
     output, record, form = tmp_path / "output", tmp_path / "it.jsonl", LegacyFormat("ckpt")
     options = form.save_options(output, SAVED_EVERY, keep=2)
     options["callbacks.2"] = f"{{type: LossScaleMonitor, every_n_steps: 3, record_path: {record}}}"
-    options |= {"runner_wrapper.scale_sense.history_size": 3}
+    options |= {"runner_wrapper.scale_sense.history_size": 3, "context.save_graphs_path": "elsewhere"}
 
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as killed:
         # The monitor reads the update cell at every third step, and before each save. After the save at step 10, it
@@ -59,6 +59,8 @@ def test_run_killed_and_resumed_has_one_record(corpus, tmp_path):
         killed.wait_until(lambda: record.exists() and len(read_record(record)) >= 12)
     saved, before = form.newest_complete(output), read_record(record)
     assert (saved, [line["step"] for line in before]) == (SAVED_EVERY, list(range(1, 13)))
+    # The section ``context`` of the YAML file holds in the run; MindSpore's own default is another mode.
+    assert "In the run: mode 0, graphs in elsewhere" in killed.text()
 
     scalars = tmp_path / "scalars"
     options |= form.resume_options(output) | {"tensorboard.tensorboard_dir": scalars}
