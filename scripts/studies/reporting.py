@@ -3,13 +3,17 @@
 import argparse
 import contextlib
 import importlib.metadata
+import json
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 from mindformers_adaptive.text.files import atomic_write, json_text
 
 ROOT = Path(__file__).resolve().parents[2]
+# Lines of data files. They may be longer than lines of code, so that a run fits on a line.
+LINE_LENGTH = 200
 
 
 def positive(text):
@@ -43,7 +47,34 @@ def write_json(file, result):
     """Write a result to a file as JSON. Without a file (None, as without the option ``--json``), write nothing."""
     if file is not None:
         with atomic_write(file) as lines:
-            lines.write(json_text(result, indent=1) + "\n")
+            lines.write(compact_json(json.loads(json_text(result))) + "\n")
+
+
+def compact_json(value, indent=""):
+    """Return a value as JSON in few lines: what fits is on one line, and lists of numbers fill their lines.
+
+    Examples:
+        >>> run = {"seed": 0, "skipped": [*range(20)], "way": "guided"}
+        >>> print(compact_json({"steps": 2, "runs": [run, run]}))
+        {
+         "steps": 2,
+         "runs": [
+          {"seed": 0, "skipped": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19], "way": "guided"},
+          {"seed": 0, "skipped": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19], "way": "guided"}
+         ]
+        }
+    """
+    text, inner = json.dumps(value), indent + " "
+    if len(indent + text) <= LINE_LENGTH or not isinstance(value, dict | list):
+        return text
+    if isinstance(value, dict):
+        rows = [f"{inner}{json.dumps(key)}: {compact_json(each, inner)}" for key, each in value.items()]
+        return "\n".join(["{", ",\n".join(rows), f"{indent}}}"])
+    if any(isinstance(each, dict | list | str) for each in value):
+        rows = [inner + compact_json(each, inner) for each in value]
+        return "\n".join(["[", ",\n".join(rows), f"{indent}]"])
+    filled = textwrap.fill(text[1:-1], LINE_LENGTH, initial_indent=inner, subsequent_indent=inner)
+    return "\n".join(["[", filled, f"{indent}]"])
 
 
 def table(rows):
