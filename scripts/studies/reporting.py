@@ -54,13 +54,13 @@ def compact_json(value, indent=""):
     """Return a value as JSON in few lines: what fits is on one line, and lists of numbers fill their lines.
 
     Examples:
-        >>> run = {"seed": 0, "skipped": [*range(20)], "way": "guided"}
+        >>> run = {"seed": 0, "skipped": [*range(18)], "way": "guided"}
         >>> print(compact_json({"steps": 2, "runs": [run, run]}))
         {
          "steps": 2,
          "runs": [
-          {"seed": 0, "skipped": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19], "way": "guided"},
-          {"seed": 0, "skipped": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19], "way": "guided"}
+          {"seed": 0, "skipped": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], "way": "guided"},
+          {"seed": 0, "skipped": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], "way": "guided"}
          ]
         }
     """
