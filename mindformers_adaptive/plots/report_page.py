@@ -20,7 +20,7 @@ from mindformers_adaptive.text.untrusted import printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["RunTold", "picture", "render"]
+__all__ = ["RunTold", "picture", "render", "without_pictures"]
 
 # Pictures for narrow screens have this share of the usual width. Their letters keep the usual size, to stay readable.
 _NARROW = 0.48
@@ -50,7 +50,7 @@ def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, ver
 
     Args:
         runs (Sequence[RunTold]): at least one.
-        figures (Iterable[str]): what :func:`picture` returned.
+        figures (Iterable[str]): what :func:`picture` or :func:`without_pictures` returned.
         written (str): a phrase that says when the page was written.
         versions (str): the versions of the packages.
 
@@ -90,6 +90,11 @@ def picture(draw: Callable[[], Figure], heading: str) -> str:
         f'<source media="(max-width: 640px)" srcset="{_data(narrow)}"><img alt="{alternative}" src="{_data(wide)}">'
         "</picture>\n</figure>"
     )
+
+
+def without_pictures(error: ImportError) -> str:
+    """Return the HTML of a sentence that says why the page has no pictures, and what to install."""
+    return f'<p class="muted">{_escaped(error)}.</p>'
 
 
 def _data(figure: Figure) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records
-from mindformers_adaptive.plots.report_page import RunTold, picture, render
+from mindformers_adaptive.plots.report_page import RunTold, picture, render, without_pictures
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
@@ -30,6 +30,8 @@ def write_report(
 ) -> Path:
     """Write an HTML page about the given runs. If writing fails, no partial file is left.
 
+    Without matplotlib, the page has no pictures, and says how to install it.
+
     Args:
         records (Mapping): the path of each run's record or log, by the name of the run; at least one. Records of
             gradients in the same folders are drawn too.
@@ -41,16 +43,19 @@ def write_report(
         Path, the file.
 
     Raises:
-        ImportError: if matplotlib is missing.
         OSError: if a file cannot be read or written.
         ValueError: if a file is no record or log, or has no step.
     """
     runs = {name: read_log(path, pattern=pattern) for name, path in records.items()}
     gradients = gradients_beside(records)
     drawn = dict(zip([""] if len(runs) == 1 else runs, runs.values(), strict=True))
-    figures = [picture(lambda: draw_runs(drawn), "Loss and loss scale")]
-    if gradients:
-        figures.append(picture(lambda: draw_gradient_records(gradients), "Gradients by group of Parameters"))
+    try:
+        figures = [picture(lambda: draw_runs(drawn), "Loss and loss scale")]
+        if gradients:
+            figures.append(picture(lambda: draw_gradient_records(gradients), "Gradients by group of Parameters"))
+    except ImportError as error:
+        # The page is worth reading without pictures, and a plain installation has no matplotlib.
+        figures = [without_pictures(error)]
     analyses = {name: analyze(run) for name, run in runs.items()}
     analysed = [
         RunTold(name, str(records[name]), analysis.to_dict(), analysis.text(details=True))

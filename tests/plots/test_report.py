@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -60,6 +61,15 @@ def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path)
     assert [axes.get_ylabel() for axes in shown.axes][:2] == ["loss, unscaled", "gradient norm"]
     assert title(shown).replace("$2^{24}$", "2<sup>24</sup>").replace("$2^{12}$", "2<sup>12</sup>") in page
     assert re.search(r"mindformers_adaptive \d+\.\d+", page)
+
+
+def test_without_matplotlib_the_page_says_what_to_install(page_of, tmp_path, monkeypatch):
+    for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
+    page = page_of(write(tmp_path / "run", gradients=GRADIENTS))
+    assert "<img" not in page
+    assert page.count("pip install &#x27;.[plot]&#x27;") == 1
+    assert "skipped</dt><dd>12, 20.00%" in page
 
 
 def test_an_explanation_beside_the_record_comes_first(page_of, tmp_path):
