@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
-import re
 import sys
-import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,12 +21,8 @@ __all__ = ["add_verbose", "is_one_of_several", "lines_in_file", "show_training"]
 _FOLDER = "log"
 # After a failure, show at most this number of the last lines.
 _LAST = 20
-
-# A log line of this package: its level and its message.
-_MESSAGE = re.compile(r"\[mindformers_adaptive/[^\]]*\] - (\w+) - (.*)")
-# The start of a log line of MindFormers or MindSpore.
-_START = re.compile(r"\d{4}-\d\d-\d\d |\[\w+\] ")
-_STEP = re.compile(r"Epoch:\[\s*(\d+)/\s*(\d+)\], step:\[\s*(\d+)/\s*(\d+)\]")
+# Log messages of files in this folder are this package's.
+_PACKAGE = Path(__file__).parents[1]
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
@@ -75,21 +70,38 @@ def lines_in_file(
 
 
 @contextlib.contextmanager
-def show_training(terminal: IO[str], output_dir: str | os.PathLike[str] = "output") -> Iterator[None]:
-    """Within :func:`lines_in_file`, show each step of a training as progress, and the messages of this package."""
-    file, stopped = Path(output_dir, _FOLDER, "train.log"), threading.Event()
+def show_training(terminal: IO[str]) -> Iterator[list[Any]]:
+    """Within :func:`lines_in_file`, show the progress of a training, and the log messages of this package.
+
+    Yields:
+        list[Callback], to be given to the training.
+    """
     if terminal is sys.stderr:
-        # There is no file, so the lines themselves are shown.
-        yield
+        # There is no file, so MindFormers' lines themselves are shown.
+        yield []
         return
-    reader = threading.Thread(target=_follow, args=(file, file.stat().st_size, terminal, stopped), daemon=True)
-    reader.start()
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        stopped.set()
-        reader.join()
+    from mindformers.tools.logger import get_logger
+
+    from mindformers_adaptive.monitor.training_progress import TrainingProgress
+
+    messages = _OwnMessages(terminal)
+    get_logger().addHandler(messages)
+    with contextlib.ExitStack() as stack:
+        stack.callback(get_logger().removeHandler, messages)
+        yield [TrainingProgress(lambda total: stack.enter_context(progress_bar(total, "steps", terminal, lines=True)))]
+
+
+class _OwnMessages(logging.Handler):
+    """Shows the log messages of this package, also while a progress bar is shown."""
+
+    def __init__(self, terminal: IO[str]) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a message of this package. Messages of other packages stay in the log."""
+        if Path(record.pathname).is_relative_to(_PACKAGE):
+            _show(record.getMessage(), self._terminal, "warning" if record.levelno >= logging.WARNING else "")
 
 
 def _are_files() -> bool:
@@ -111,15 +123,17 @@ def _opened(file: Path) -> IO[bytes] | None:
 @contextlib.contextmanager
 def _redirected(target: int) -> Iterator[IO[str]]:
     """Send standard output and standard error, of Python and of C++, to a file; yield the former standard error."""
-    show_warning: Any = warnings.showwarning
     saved = [os.dup(number) for number in (1, 2)]
     terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
 
-    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        show_warning(message, category, filename, lineno, file or terminal, line)
+    def show(message: Any, *args: Any, **kwargs: Any) -> None:
+        _show(f"warning: {message}", terminal, "warning")
 
     _point_to(target, target)
-    warnings.showwarning = show
+    # On its import, MindFormers sends warnings to its log. Import it first, so that they are shown instead.
+    with contextlib.suppress(ImportError):
+        import mindformers  # noqa: F401
+    show_warning, warnings.showwarning = warnings.showwarning, show
     try:
         yield terminal
     finally:
@@ -151,35 +165,6 @@ def _print_last(file: Path, start: int, terminal: IO[str]) -> None:
         last = deque(lines, _LAST)
     print_text("".join(line.decode("utf-8", "replace") for line in last).rstrip(), terminal)
     print_text(f"These are the last lines of {file}.", terminal)
-
-
-def _follow(file: Path, start: int, terminal: IO[str], stopped: threading.Event) -> None:
-    """Show what a training writes to a file, until the training stops."""
-    with contextlib.ExitStack() as stack, file.open("rb") as lines:
-        lines.seek(start)
-        progress: Callable[[int], None] | None = None
-        shown, unfinished = False, b""
-        while True:
-            # Ask before the last read, so that the last read sees all lines.
-            is_last = stopped.wait(0.5)
-            *whole, unfinished = (unfinished + lines.read()).split(b"\n")
-            for line in whole:
-                text = line.decode("utf-8", "replace")
-                if message := _MESSAGE.search(text):
-                    style = "warning" if message[1] in ("WARNING", "ERROR") else ""
-                    _show(message[2], terminal, style)
-                # A message may have several lines, of which only the first begins like a log line.
-                elif shown and not _START.match(text):
-                    _show(text, terminal)
-                shown = bool(message) or (shown and not _START.match(text))
-                if step := _STEP.search(text):
-                    epoch, epochs, number, of = map(int, step.groups())
-                    if progress is None:
-                        bar = progress_bar(epochs * of, "steps", terminal, lines=True)
-                        progress = stack.enter_context(bar)
-                    progress((epoch - 1) * of + number)
-            if is_last:
-                return
 
 
 def _show(text: str, terminal: IO[str], style: str = "") -> None:

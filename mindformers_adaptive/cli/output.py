@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -21,6 +22,9 @@ __all__ += ["read_picture", "read_scale", "read_source", "read_value", "require_
 
 # Styles of text on a terminal, as parameters of the ANSI code "select graphic rendition".
 _STYLES = {"answer": "1", "error": "1;31", "warning": "33"}
+
+# The text beside a progress bar changes at most once in this time. Reading a step waits for the device.
+_SECONDS = 0.5
 
 
 class UsageError(argparse.ArgumentTypeError):
@@ -158,7 +162,7 @@ def styled(text: str, style: str, file: IO[str]) -> str:
 @contextmanager
 def progress_bar(
     total: int | None, what: str, file: IO[str] | None = None, lines: bool = False
-) -> Iterator[Callable[[int], None]]:
+) -> Iterator[Callable[..., None]]:
     """Show a progress bar if the output is a terminal.
 
     Args:
@@ -168,24 +172,34 @@ def progress_bar(
         lines (bool): print about ten lines of progress if the output is no terminal. Default: False.
 
     Yields:
-        Callable, to be called with the total number of steps done so far.
+        Callable, to be called with the total number of steps done so far and, optionally, with a function that returns
+        the text to show beside it. This function is called only when the progress is shown.
     """
     file = file or sys.stderr
     if not file.isatty():
         part = max(1, -(-(total or 100) // 10))
         printed = [0]
 
-        def print_line(done: int) -> None:
+        def print_line(done: int, text: Callable[[], str] | None = None) -> None:
             if lines and done // part > printed[0]:
                 printed[0] = done // part
-                print(f"{what}: {done}" if total is None else f"{what}: {done} of {total}", file=file, flush=True)
+                of_total = "" if total is None else f" of {total}"
+                print(f"{what}: {done}{of_total}{f', {text()}' if text else ''}", file=file, flush=True)
 
         yield print_line
         return
     from tqdm import tqdm
 
     with tqdm(total=total, desc=what, leave=False, file=file) as bar:
-        yield lambda done: bar.update(done - bar.n)
+        shown = [0.0]
+
+        def move_bar(done: int, text: Callable[[], str] | None = None) -> None:
+            if text and (done == total or time.monotonic() - shown[0] > _SECONDS):
+                bar.set_postfix_str(text(), refresh=False)
+                shown[0] = time.monotonic()
+            bar.update(done - bar.n)
+
+        yield move_bar
 
 
 @cache

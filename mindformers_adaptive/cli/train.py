@@ -50,11 +50,11 @@ def run(options: argparse.Namespace) -> None:
     shows_all = options.verbose or is_one_of_several() or value_of_key(options, overrides, "run_mode") in _WITH_RESULT
     try:
         with contextlib.ExitStack() as stack:
+            callbacks: list[Any] = []
             if not shows_all:
-                terminal = stack.enter_context(lines_in_file("train", folder))
-                stack.enter_context(show_training(terminal, folder))
+                callbacks = stack.enter_context(show_training(stack.enter_context(lines_in_file("train", folder))))
             config = launcher.load_config(options.config, overrides, options.register_path, may_add=OPTION_KEYS)
-            launcher.launch(config)
+            launcher.launch(config, callbacks)
     except Exception as error:
         if not launcher.had_begun(error):
             raise

@@ -13,7 +13,7 @@ from mindformers_adaptive.mindformers.scaling_checks import warn_of_scaling
 from mindformers_adaptive.rules import rule_of_cell
 from mindformers_adaptive.rules.checks import number_remedy
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.text.nearest import describe_wrong, did_you_mean
+from mindformers_adaptive.text.nearest import describe_wrong, did_you_mean, letters_apart
 from mindformers_adaptive.text.untrusted import with_powers
 
 __all__ = ["OWN_AUTO_REGISTER", "check_config"]
@@ -44,8 +44,24 @@ class _Section(NamedTuple):
 _SCHEMA = {
     _TRAIN_STEP: _Section("wrapper", needs=PER_TOKEN, is_tried=False),
     SCALE_SENSE: _Section("wrapper", needs="loss_scale_value", is_complete=True),
-    "callbacks.*": _Section("callback", only=("LossScaleMonitor", "GradientRangeMonitor")),
+    # MFLossMonitor takes any keyword, and MindFormers adds this callback to every training as the first one.
+    "callbacks.*": _Section("callback", only=("LossScaleMonitor", "GradientRangeMonitor", "MFLossMonitor")),
 }
+# Sections that MindFormers reads, although its templates of a configuration do not have them.
+_OUTSIDE_TEMPLATES = [
+    "checkpoint",
+    "generation_config",
+    "grouped_lr_schedule",
+    "profile_cb",
+    "stable_rank_config",
+    "tensorboard",
+]
+# Keys outside of the templates that differ by at most two letters from a key in the templates.
+_LIKE_OTHERS = ("profiler_level",)
+# A key of the top level that differs from a known key by at most this number of letters is a misspelling.
+_MOST_LETTERS = 2
+# A shorter key can be near a known key by chance.
+_SHORTEST = 5
 # The YAML section of a class holds the arguments of the class, and may also hold these keys. type and auto_register
 # name the class. micro_batch_num and parallel_config are set by MindFormers itself.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
@@ -72,18 +88,20 @@ def check_config(config: Any) -> None:
 
     Raises:
         TypeError: if a value has the wrong type, a section has keys that its class does not take, or lacks one.
-        ValueError: if a value is out of range, no class has the name that ``type`` gives, or the ``checkpoint:``
+        ValueError: if a value is out of range, no class has the name that ``type`` gives, a key of the top level is a
+            misspelling of a known one, or the ``checkpoint:``
             section is used in PyNative mode with a MindFormers that needs hyper-parallel for it, which is not
             installed.
 
     Warns:
-        UserWarning: if the loss scale of a bfloat16 model moves, a float16 model has none, or weights are kept in
-            float16.
+        UserWarning: if MindFormers does not read a section, the loss scale of a bfloat16 model moves, a float16 model
+            has none, or weights are kept in float16.
     """
     if config.run_mode in ("eval", "predict"):
         return
     # The sections are changed in place.
     with_powers([config.runner_wrapper, config.callbacks])
+    _check_top_level(config)
     _check_resuming(config)
     _check_format_of_checkpoints(config)
     sections = [section for section in _sections_of(config) if not _is_loaded_later(*section[:2])]
@@ -123,6 +141,26 @@ def _require_section_or_number(scale_sense: Any) -> None:
         what = f"has only {', '.join(scale_sense)}" if scale_sense else "has no keys"
         what = "the 'type' is empty" if "type" in scale_sense else what
         raise TypeError(f"'{SCALE_SENSE}' must have a 'type', but {what}. Add 'type: AdaptiveLossScale'.")
+
+
+def _check_top_level(config: Any) -> None:
+    """Raise an error for a misspelled key of the top level; warn of a section that MindFormers does not read."""
+    from mindformers.tools.register import template
+
+    known = [*template.CONFIG_NAME_TO_CLASS, *template.GeneralConfig.keys(), *_OUTSIDE_TEMPLATES, *_LIKE_OTHERS]
+    for key in [key for key in config if key not in known]:
+        distances = {name: letters_apart(key, name) for name in known} if len(key) >= _SHORTEST else {}
+        nearest = min(distances, key=lambda name: distances[name], default="")
+        if distances and distances[nearest] <= _MOST_LETTERS:
+            raise ValueError(
+                f"{key!r} is not a key that MindFormers reads, so it would have no effect. Write {nearest!r}, or give "
+                "a section of your own a name that is less like it."
+            )
+        if isinstance(config[key], dict | list):
+            warnings.warn(
+                f"MindFormers does not read the section {key!r}, so it has no effect. Check its name, or take it out.",
+                stacklevel=4,
+            )
 
 
 def _check_resuming(config: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ NUM_SAMPLES = "train_dataset.data_loader.num_samples"
 EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
 
 _RUN_MODES = ("train", "finetune", "eval", "predict")
+
+# The start of the keys whose spelling check_config() checks.
+_CHECKED = ("runner_wrapper.", "callbacks.")
 
 # If the 'base_config' of a YAML file leads to more files than this number, one of them must lead back to itself.
 _MOST_FILES = 30
@@ -47,7 +50,8 @@ def load_config(
             see :func:`set_key`. A limit on evaluation samples has no effect if there are no evaluation data. Default:
             None.
         register_path (str, optional): folder of further classes for ``auto_register``. Default: None.
-        may_add (Collection[str]): keys that the file need not have; adding any other key gives a warning. Default: ().
+        may_add (Collection[str]): keys that the file need not have. Adding any other key gives a warning, except in
+            ``runner_wrapper`` and ``callbacks``, whose keys are checked. Default: ().
 
     Returns:
         MindFormerConfig, ready for :func:`launch`.
@@ -78,10 +82,12 @@ def load_config(
     except KeyError as error:
         # MindFormers raises KeyError if a section has an unknown key or lacks a key. Name the file in the error too.
         raise ValueError(f"{path}: {error.args[0]}") from error
+    order = _order_in_file(path, config.callbacks or [])
+    in_file_order = config.callbacks = [config.callbacks[position] for position in order]
     for key, value in overrides.items():
         if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
             continue
-        if not set_key(config, key, value) and key not in (*may_add, EVAL_NUM_SAMPLES):
+        if not (set_key(config, key, value) or key in (*may_add, EVAL_NUM_SAMPLES) or key.startswith(_CHECKED)):
             warnings.warn(
                 f"'{key}' was not in {path}; it is added, as {value!r}. Check the spelling of the key.", stacklevel=2
             )
@@ -94,7 +100,23 @@ def load_config(
     if config.run_mode in ("train", "finetune") and target == "CPU":
         check_cpu(config)
     check_config(config)
+    if config.callbacks is in_file_order:
+        config.callbacks = [in_file_order[order.index(position)] for position in range(len(order))]
     return config
+
+
+def _order_in_file(path: str, callbacks: list[Any]) -> list[int]:
+    """Return the positions of the callbacks in the order of the YAML file.
+
+    MindFormers puts its MFLossMonitor first, but --options and messages count the callbacks as the user sees them.
+    """
+    from mindformers.tools.register import MindFormerConfig
+
+    order: list[int] = []
+    for written in MindFormerConfig._file2dict(path).get("callbacks") or []:
+        same = [position for position, callback in enumerate(callbacks) if callback["type"] == written["type"]]
+        order += [position for position in same if position not in order][:1]
+    return order + [position for position in range(len(callbacks)) if position not in order]
 
 
 def use_register_path(folder: str | None) -> None:
@@ -197,11 +219,12 @@ def had_begun(error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
 
 
-def launch(config: Any) -> None:
+def launch(config: Any, callbacks: Sequence[Any] = ()) -> None:
     """Run the task that a loaded YAML file describes.
 
     Args:
         config (MindFormerConfig): what :func:`load_config` returned.
+        callbacks (Sequence[Callback]): callbacks of a training beside those in the file. Default: none.
     """
     from mindformers.core.context import build_context
 
@@ -214,7 +237,7 @@ def launch(config: Any) -> None:
 
     set_output_path(config.output_dir)
     build_context(config)
-    trainer = LaunchedTrainer(config)
+    trainer = LaunchedTrainer(config, callbacks=list(callbacks))
     if config.run_mode in ("train", "finetune"):
         trainer.train()
     elif config.run_mode == "eval":

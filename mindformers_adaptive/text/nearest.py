@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Sequence
 
-__all__ = ["describe_wrong", "did_you_mean", "nearest_names"]
+__all__ = ["describe_wrong", "did_you_mean", "letters_apart", "nearest_names"]
 
 
 def nearest_names(word: str, known: Collection[str]) -> str:
@@ -61,3 +61,20 @@ def describe_wrong(words: Sequence[str], known: Collection[str]) -> str:
     return listed + "".join(
         f"{hint.rstrip('?. ')} for {word!r}{hint.strip()[-1]} " for word, hint in hints.items() if hint
     )
+
+
+def letters_apart(word: str, other: str) -> int:
+    """Return how many letters must be added, removed or replaced to turn one word into another.
+
+    Examples:
+        >>> letters_apart("runner_wraper", "runner_wrapper"), letters_apart("optimiser", "optimizers")
+        (1, 2)
+    """
+    distances = list(range(len(other) + 1))
+    for row, letter in enumerate(word, start=1):
+        diagonal, distances[0] = distances[0], row
+        for column, known in enumerate(other, start=1):
+            replaced = diagonal + (letter != known)
+            diagonal = distances[column]
+            distances[column] = min(replaced, distances[column] + 1, distances[column - 1] + 1)
+    return distances[-1]

@@ -10,5 +10,9 @@ def assert_quiet(finished, log):
     assert (" - INFO - " in shown, "\x1b" in shown, "\r" in shown) == (False, False, False)
     assert " - INFO - " in log.read_text()
     # About ten lines of progress, and no bar.
-    progress = re.findall(r"^(?:steps|backward passes): (\d+) of (\d+)$", finished.stderr, re.MULTILINE)
+    progress = re.findall(
+        r"^(?:steps|backward passes): (\d+) of (\d+)(?:, loss [\d.]+, loss scale \S+, skipped \d+)?$",
+        finished.stderr,
+        re.MULTILINE,
+    )
     assert 5 <= len(progress) <= 10

@@ -153,12 +153,16 @@ def test_colour_is_for_terminals_only(run_folder, run_program, arguments, colour
 
 @pytest.mark.slow
 def test_the_lines_of_mindformers_are_in_a_file(run_forked, corpus, tmp_path):
-    training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--options", *SMALL]
+    odd_start = "runner_wrapper.scale_sense.loss_scale_value=65535"
+    training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--options", *SMALL, odd_start]
     log = tmp_path / "output" / "log" / "train.log"
     quiet = run_forked(PROGRAM, "train", "--num-samples", 64, *training)
     assert_quiet(quiet, log)
     # Messages of this package are shown, also while MindFormers' are not.
     assert "Loss scaling is recorded in" in quiet.stdout + quiet.stderr
+    assert re.search(r"^steps: 8 of 8, loss [\d.]+, loss scale \S+, skipped \d+$", quiet.stderr, re.MULTILINE)
+    # Warnings are shown too, although MindFormers writes all warnings to its log.
+    assert re.search("^warning: .*loss_scale_value' must be a power of two, but got 65535", quiet.stderr, re.MULTILINE)
     size_before = log.stat().st_size
     # This run fails early, so it takes less time.
     loud = run_forked(PROGRAM, "train", "--verbose", *training, "optimizer.eps=x", expect_exit=1)

@@ -77,6 +77,7 @@ WRONG_TYPES = [
     ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
     ({SCALE_SENSE: {**BY_RULE, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
     ({"callbacks.2.record_path": 5}, "'callbacks.2': 'record_path' must be"),
+    ({"callbacks.0.explian": True}, "'callbacks.0' must have keys that MFLossMonitor takes, but got 'explian'"),
     ({"callbacks": [{**RANGES, "loss_scales": "x"}]}, "'callbacks.0': 'loss_scales' must be a list .*got 'x'"),
 ]
 WRONG_VALUES = [
@@ -86,6 +87,8 @@ WRONG_VALUES = [
     ({SCALE_SENSE: {1: 2}}, f"'{SCALE_SENSE}' must be a section .*keys .*got .1: 2."),
     ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
     ({"callbacks.2.type": "LossScaleMonitr"}, "'callbacks.2.type' must name .* Did you mean 'LossScaleMonitor'"),
+    ({"runner_wraper.scale_sense": 8}, "'runner_wraper' is not a key that MindFormers reads.*Write 'runner_wrapper'"),
+    ({"resume_trainig": True}, "'resume_trainig' is not a key .*Write 'resume_training'"),
     ({SCALE_SENSE: -1}, f"'{SCALE_SENSE}' must be finite and above 0 in float32, but got -1"),
     ({f"{SCALE_SENSE}.loss_scale_value": -1}, f"'{SCALE_SENSE}': 'loss_scale_value' must be finite and above 0"),
     ({f"{SCALE_SENSE}.loss_scale_value": 10**400}, "'loss_scale_value' must be finite and above 0"),
@@ -113,6 +116,27 @@ MISTAKES = [
 def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message):
     with pytest.raises(error, match=message):
         load(changes)
+
+
+def test_callbacks_are_counted_as_in_the_file(tmp_path):
+    content = yaml.safe_load(CONFIG.read_text())
+    # MindFormers itself puts MFLossMonitor first.
+    content["callbacks"] = [{"type": "LossScaleMonitor"}, {"type": "MFLossMonitor"}, {"type": "LossScaleMonitor"}]
+    file = tmp_path / "monitor_first.yaml"
+    file.write_text(yaml.safe_dump(content))
+    config = load_config(file, {"callbacks.2.on_collapse": "stop", "callbacks.1.per_print_times": 7})
+    assert [callback["type"] for callback in config.callbacks] == ["MFLossMonitor", *["LossScaleMonitor"] * 2]
+    assert (config.callbacks[0]["per_print_times"], config.callbacks[2]["on_collapse"]) == (7, "stop")
+    with pytest.raises(ValueError, match=r"'callbacks\.0': 'on_collapse' must be one of"):
+        load_config(file, {"callbacks.0.on_collapse": "abort"})
+    config = load_config(file, {"callbacks": [{"type": "LossScaleMonitor"}]})
+    assert [callback["type"] for callback in config.callbacks] == ["LossScaleMonitor"]
+
+
+def test_a_section_that_mindformers_does_not_read_is_warned_of():
+    with pytest.warns(UserWarning, match="does not read the section 'my_model'"):
+        load({"my_model.hidden_size": 64})
+    load({"tensorboard": {"tensorboard_dir": "board"}, "seed": 1})
 
 
 SEVERAL = [
@@ -353,8 +377,7 @@ def test_unknown_key_of_another_section_is_named_with_the_file(tmp_path):
 
 def test_the_launcher_prints_a_mistake_without_a_traceback(capsys):
     options = ["--config", str(CONFIG), "--options", f"{SCALE_SENSE}.max_scale_windows=5"]
-    with pytest.warns(UserWarning, match="it is added"):
-        assert main(["train", *options]) == 1
+    assert main(["train", *options]) == 1
     assert re.search("adaptive-loss-scale train: error: .*mean 'max_scale_window'", capsys.readouterr().err)
 
 

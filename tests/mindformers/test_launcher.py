@@ -166,9 +166,12 @@ def test_options_have_the_last_word():
 
 
 def test_key_missing_in_the_yaml_file_is_added_with_a_warning():
-    key = "runner_wrapper.scale_sense.hysteresis"
+    key = "lr_schedule.warmup_ratio"
     with pytest.warns(UserWarning, match=rf"'{key}' was not in .*tiny_llama_cpu_fp16.yaml; it is added, as 2\."):
         config = load("--options", f"{key}=2")
+    assert config.lr_schedule.warmup_ratio == 2
+    # The names of these keys are checked, so no warning is needed.
+    config = load("--options", "runner_wrapper.scale_sense.hysteresis=2", "callbacks.2.explain=True")
     assert config.runner_wrapper.scale_sense.hysteresis == 2
 
 
