@@ -95,6 +95,7 @@ def replay(rule, record):
     ("name", "form", "processes"),
     [
         pytest.param(OWN, CKPT, 1, id="user's rule, weights in FP16"),
+        pytest.param("guided", CKPT, 1, id="guided, killed"),
         pytest.param("adaptive, weights in FP16", CKPT, 1, id="adaptive, weights in FP16"),
         pytest.param(
             "guided, weights in FP16",
@@ -126,9 +127,9 @@ def test_stopped_and_resumed_run_takes_the_same_steps(
     graph = {"compiled": compiled(name, form.optimizer_state, processes), "environment": ENVIRONMENT}
     expected, output = reference.steps(), tmp_path / "output"
     options = options_of(name, form, output)
-    # Kill a run of a user's rule. In all other cases, resume from a copy of the checkpoints that the uninterrupted run
-    # saved up to step SAVED_AT.
-    if name == OWN:
+    # Kill a guided run. In all other cases, resume from a copy of the checkpoints that the uninterrupted run saved by
+    # step SAVED_AT.
+    if (name, form) == ("guided", CKPT):
         with TrainingRun(output, long_corpus, options, LAST, hold_after=SAVED_AT + 4, **graph) as run:
             run.wait_until_saved(form, output)
         assert run.steps() == {step: expected[step] for step in run.steps()}

@@ -1,4 +1,4 @@
-"""Two machines train in data parallel. When one is lost, both processes end; both resume, and skip steps together."""
+"""Two machines, or four processes, train in data parallel: they skip steps together, and resume after one is lost."""
 
 import json
 import os
@@ -20,7 +20,9 @@ from tests.shared.records import assert_follows
 # the first test and the tests that wait until the lost machine is missed.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
-FORM, SAVED_EVERY, LAST = LegacyFormat("ckpt"), 4, 32
+# The run that is lost saves in the first format, and the resumed run in the second.
+LOST, FORM = LegacyFormat("safetensors"), LegacyFormat("ckpt")
+SAVED_EVERY, LAST = 4, 32
 # Some steps after the last checkpoint, so that the resumed run repeats these steps.
 LOST_AFTER = 2 * SAVED_EVERY + 3
 # Steps of the resumed run in which the second process overflows on purpose.
@@ -58,8 +60,21 @@ def as_option(value):
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
 
 
-def records(output):
-    return [read_record(output / f"loss_scale_record_rank_{rank}.jsonl") for rank in range(2)]
+def records(output, processes=2):
+    return [read_record(output / f"loss_scale_record_rank_{rank}.jsonl") for rank in range(processes)]
+
+
+def callbacks_with_overflows(rank, steps, save_every):
+    """Return an option and arguments: callbacks that save and record, and make one process overflow in some steps."""
+    saving = {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": save_every}
+    planted = {"type": "PlantedOverflow", "auto_register": "run_callbacks.PlantedOverflow", "rank": rank}
+    callbacks = [
+        {"type": "MFLossMonitor", "per_print_times": 1},
+        saving | {"keep_checkpoint_max": 2, "integrated_save": False, "checkpoint_format": FORM.extension},
+        {"type": "LossScaleMonitor", "all_ranks": True},
+        planted | {"steps": sorted(steps)},
+    ]
+    return callbacks, ["--register-path", str(ROOT / "tests" / "mindformers")]
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +85,7 @@ def cut_off(machines, long_corpus, compiled, tmp_path_factory):
     until :func:`until_lost` kills the second.
     """
     output = tmp_path_factory.mktemp("two") / "output"
-    options = FORM.save_options(output, SAVED_EVERY, keep=2)
+    options = LOST.save_options(output, SAVED_EVERY, keep=2)
     options["callbacks.2"] = as_option({"type": "LossScaleMonitor", "all_ranks": True})
     # Let MindSpore give up an unreachable machine after 20 seconds. By default this takes half a minute or more.
     soon = {"MS_NODE_TIMEOUT": "20", "MS_HEARTBEAT_RETRY_TIMEOUT": "20"}
@@ -94,8 +109,8 @@ def until_lost(machines, cut_off):
         assert [run.process.wait(120) for run in runs] == [1, 1]
     else:
         runs[0].kill_one(rank=1)
-    saved = FORM.newest_complete(output)
-    assert saved == FORM.newest_complete(output, rank=1) == 2 * SAVED_EVERY
+    saved = LOST.newest_complete(output)
+    assert saved == LOST.newest_complete(output, rank=1) == 2 * SAVED_EVERY
     return output, [runs[0].steps(0), runs[-1].steps(1)], records(output), saved
 
 
@@ -103,24 +118,16 @@ def until_lost(machines, cut_off):
 def resumed(until_lost, long_corpus, compiled):
     """Resume both processes to the end; the second overflows in steps PLANTED. Return the run and its folder."""
     output, *_ = until_lost
-    saving = {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": SAVED_EVERY}
-    planted = {"type": "PlantedOverflow", "auto_register": "run_callbacks.PlantedOverflow", "rank": 1}
-    callbacks = [
-        {"type": "MFLossMonitor", "per_print_times": 1},
-        saving | {"keep_checkpoint_max": 2, "integrated_save": False, "checkpoint_format": "ckpt"},
-        {"type": "LossScaleMonitor", "all_ranks": True},
-        {"type": "GradientRangeMonitor", "every_n_steps": LAST // 2, "all_ranks": True},
-        planted | {"steps": sorted(PLANTED)},
-    ]
-    options = {"callbacks": as_option(callbacks)} | FORM.resume_options(output)
-    arguments = ["--register-path", str(ROOT / "tests" / "mindformers")]
+    callbacks, arguments = callbacks_with_overflows(1, PLANTED, SAVED_EVERY)
+    callbacks.append({"type": "GradientRangeMonitor", "every_n_steps": LAST // 2, "all_ranks": True})
+    options = {"callbacks": as_option(callbacks)} | LOST.resume_options(output)
     run = TrainingRun(output, long_corpus, options, LAST, 2, arguments=arguments, compiled=compiled(2))
     return run.wait(), output
 
 
 def test_each_process_has_saved_before_one_is_lost(cut_off):
     _, output = cut_off
-    assert [FORM.newest_complete(output, rank) for rank in range(2)] == [2 * SAVED_EVERY] * 2
+    assert [LOST.newest_complete(output, rank) for rank in range(2)] == [2 * SAVED_EVERY] * 2
 
 
 def test_lost_machine_ends_both_and_both_resume(until_lost, resumed):
@@ -145,22 +152,31 @@ def test_lost_machine_ends_both_and_both_resume(until_lost, resumed):
 def test_an_overflow_of_one_process_is_skipped_by_all(resumed):
     first, second = records(resumed[1])
     assert [line["step"] for line in first] == list(range(1, LAST + 1))
-    assert {line["step"] for line in first if line["overflow"]} > PLANTED
+    assert_all_skip_together(PLANTED, first, second)
+
+
+def assert_all_skip_together(planted, first, *others):
+    """Assert that the records of all processes skip ``planted``, follow the rule, and differ in losses only."""
+    assert {line["step"] for line in first if line["overflow"]} > planted
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
     assert_follows(rule, rule.start(2.0**20), first)
-    shared = [field for field in FIELDS if field != "loss"]
-    for line, other in zip(first, second, strict=True):
-        assert {field: line.get(field) for field in shared} == {field: other.get(field) for field in shared}
+    for record in others:
+        assert [line["loss"] for line in record] != [line["loss"] for line in first]
+        assert [line | {"loss": None} for line in record] == [line | {"loss": None} for line in first]
 
 
 def test_both_processes_hold_the_same_weights_and_state(resumed):
-    first, second = (FORM.last_saved(resumed[1], rank) for rank in range(2))
-    assert first["step_num"] == LAST
+    assert_all_hold_the_same(resumed[1], 2, LAST)
+
+
+def assert_all_hold_the_same(output, processes, step):
+    first, *others = (FORM.last_saved(output, rank) for rank in range(processes))
+    assert first["step_num"] == step
     assert len(first) > 40
     # Each process writes its own record, so each has a different run number. Leave it out of the comparison.
-    for saved in (first, second):
+    for saved in (first, *others):
         assert saved.pop(RUN) > 0
-    assert first == second
+    assert others == [first] * (processes - 1)
 
 
 def test_each_process_records_the_ranges_of_its_own_gradients(resumed):
@@ -186,6 +202,27 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(resumed, long_corpus, tmp_
     assert restored["loss_scale"] == last["next_loss_scale"]
     assert {name: restored[name] for name in FIELDS[5:10]} == {name: last[name] for name in FIELDS[5:10]}
     assert list(alone.steps()) == [2 * LAST + 1, 2 * LAST + 2]
+
+
+def test_four_processes_skip_together_and_two_go_on_from_their_checkpoint(long_corpus, compiled, tmp_path):
+    steps, planted = 12, {9, 11}
+    callbacks, arguments = callbacks_with_overflows(3, planted, steps)
+    options = {"callbacks": as_option(callbacks)}
+    TrainingRun(tmp_path / "four", long_corpus, options, steps, 4, arguments=arguments).wait()
+    records_of_four = records(tmp_path / "four", 4)
+    assert_all_skip_together(planted, *records_of_four)
+    assert_all_hold_the_same(tmp_path / "four", 4, steps)
+
+    # A step of two processes has half as many samples as a step of four.
+    options = FORM.resume_options(tmp_path / "four")
+    two = TrainingRun(tmp_path / "two", long_corpus, options, 2 * steps + 2, 2, compiled=compiled(2)).wait()
+    last = records_of_four[0][-1]
+    for rank in range(2):
+        restored = two.restored_state(rank)
+        assert restored["loss_scale"] == last["next_loss_scale"]
+        assert {name: restored[name] for name in FIELDS[5:10]} == {name: last[name] for name in FIELDS[5:10]}
+        assert list(two.steps(rank)) == [2 * steps + 1, 2 * steps + 2]
+    assert [step[1:] for step in two.steps(0).values()] == [step[1:] for step in two.steps(1).values()]
 
 
 def test_launch_many_on_several_machines():
