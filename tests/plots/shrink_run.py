@@ -1,6 +1,6 @@
 """Make small copies of runs of the demo's model for the repository: ``python tests/plots/shrink_run.py RUN OUT``.
 
-tests/plots/test_figures_of_runs.py draws the figures of docs/en/comparing.md from such copies. The copied runs are
+tests/plots/test_figures_of_runs.py draws the figures of docs/en/lab.md from such copies. The copied runs are
 real runs of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32; some of their Parameters and steps are left out.
 For gradient_ranges.jsonl, a sample has 32 tokens, and ``layers`` is ``["*.feed_forward"]``.
 """

@@ -17,7 +17,7 @@ PAGES = {"en": "## Figures, one by one", "zh": "## 逐一画图"}
 
 def commands_of(language):
     """Return the ``plot`` and ``diff`` commands that the page about comparing runs has in its section about figures."""
-    page = (ROOT / "docs" / language / "comparing.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / language / "lab.md").read_text(encoding="utf-8")
     section = re.split("^##+ ", page.partition(PAGES[language])[2], maxsplit=1, flags=re.MULTILINE)[0]
     code = "".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL)).replace("\\\n", "")
     commands = [shlex.split(line)[1:] for line in code.splitlines()]
@@ -46,7 +46,7 @@ def test_figure_is_built_by_its_command(folder, monkeypatch, run_program, comman
         assert (folder / picture_of(command)).stat().st_size > 20_000
     else:
         for language in PAGES:
-            page = (ROOT / "docs" / language / "comparing.md").read_text(encoding="utf-8")
+            page = (ROOT / "docs" / language / "lab.md").read_text(encoding="utf-8")
             assert f"```text\n{printed}```" in page
 
 

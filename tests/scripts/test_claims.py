@@ -119,7 +119,7 @@ def start_and_next():
 SAID = {
     "a window of 100 is better in both in the random walk": (
         lambda: window_of_100_is_better_in_both() - {"mean"} == {"random walk"},
-        [("study", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优")],
+        [("figures", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优")],
     ),
     "a window of 100 is better in the mean": (
         lambda: all(better_in("mean")),
@@ -184,11 +184,11 @@ SAID = {
     ),
     "LoRA needs scaling in FP8 only": (
         lambda: worse_without_scaling("lora") == {FP8},
-        [("format_study", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放")],
+        [("formats", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放")],
     ),
     "the digits need no scaling": (
         lambda: worse_without_scaling("digits") == set(),
-        [("format_study", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放")],
+        [("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放")],
     ),
     "dynamic scaling does as well in the steady training": (
         lambda: skipped_steady("dynamic") <= min(skipped_steady("guided"), skipped_steady("adaptive")),
