@@ -3,7 +3,8 @@
 The second file is the reference. The relative error is the norm of the difference, as a multiple of the norm of the
 reference; the worst Parameter comes first. Of two folders, each step is compared that both have, with its worst
 Parameter, and the step from which the two drift apart: the first whose error is at least ten times the median of the
-steps before. If there are no two such steps, the newest checkpoint of a folder is used.
+steps before. If there are no two such steps, the newest checkpoint of a folder is used. The output folder of a training
+stands for its checkpoints.
 
 examples:
   adaptive-loss-scale diff output/checkpoint/rank_0 other/checkpoint/rank_0

@@ -1,10 +1,11 @@
 """Show the loss-scale state of the newest checkpoint in a file or folder.
 
 PATH is a .ckpt or .safetensors file, a folder of them, a folder with rank_0, rank_1, ..., a folder iteration_N of
-MindFormers' `checkpoint:` format, or the folder above it. The exit code is 1 if no checkpoint there has a state.
+MindFormers' `checkpoint:` format, the folder above it, or the output folder of a training. The exit code is 1 if no
+checkpoint there has a state.
 
 examples:
-  adaptive-loss-scale inspect output/checkpoint
+  adaptive-loss-scale inspect output
   adaptive-loss-scale inspect output/checkpoint --rule log_max.LogMaxRule
 """
 
@@ -29,7 +30,7 @@ COUNTERS = {
     "step_num": "the step at which the checkpoint was saved",
     "global_step": "steps that the optimizer applied",
     "cur_iter": "number of the next step, from 1",
-    "last_overflow_iter": "the step that overflowed last, 0 without an overflow",
+    "last_overflow_iter": "the step of the last overflow or raise, 0 without one",
     "skipped_steps": "since the start of the training",
     "consecutive_overflows": "skipped steps in a row, up to the last step",
 }
@@ -70,17 +71,17 @@ def _unsound(state: dict[str, Any]) -> Iterator[str]:
     """Yield a note for each number that no training can have saved."""
     for name, value in state.items():
         if name == "loss_scale" and value is not None and not 0 < value < math.inf:
-            yield f"loss_scale is {value:g}, but must be finite and above 0. Give another checkpoint, or a new scale"
+            yield f"loss_scale is {value:g}, but must be finite and above 0"
         elif isinstance(value, float) and not math.isfinite(value):
-            yield f"{name} is {value:g}, but must be finite. Give another checkpoint"
+            yield f"{name} is {value:g}, but must be finite"
         elif name in MEANINGS and isinstance(value, int) and value < (least := -(name == "window_index")):
-            yield f"{name} is {value}, but must not be below {least}. Give another checkpoint"
+            yield f"{name} is {value}, but must not be below {least}"
 
 
 def _summary(state: dict[str, Any]) -> str:
     """Return a sentence that says where the training goes on from: the step, the loss scale, the skipped steps."""
     if list(_unsound(state)):
-        return "This state is not sound, see the notes."
+        return "This state is not sound, see the notes. Give another checkpoint."
     scale, following, skipped = state.get("loss_scale"), state.get("cur_iter"), state.get("skipped_steps")
     at = "an unknown loss scale" if scale is None else f"loss scale {as_power_of_two(scale)}"
     goes_on = f"The training goes on {f'with step {following}' if following else 'from here'} at {at}."

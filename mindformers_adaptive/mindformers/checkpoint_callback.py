@@ -15,7 +15,7 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
-from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.mindformers.checkpoint_formats import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.rules.state_dict import FORM, RUN, to_integer
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restores_sidecar"]

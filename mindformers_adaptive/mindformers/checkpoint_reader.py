@@ -1,33 +1,33 @@
-"""Read the loss-scaling state from checkpoints of every format, and write it to a sidecar file of a checkpoint.
-
-Weights are not kept in memory. MindSpore is imported only to read a ``.ckpt`` file.
-"""
+"""Find the checkpoints in a folder, and read the loss-scaling state of each of them."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindformers_adaptive.mindformers.checkpoint_formats import (
+    SMALL_FILES,
+    SUFFIXES,
+    Fields,
+    Values,
+    last_part,
+    read_file,
+)
+from mindformers_adaptive.record.run_folder import checkpoint_folders
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.fields import Field, form_of, kept_fields
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields
 from mindformers_adaptive.rules.state_dict import FORM
-from mindformers_adaptive.text.files import NOT_FINITE, refuse_pipe, write_json
-from mindformers_adaptive.text.install_hint import install_hint
+from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.table import counted
 
-__all__ = ["FILE_NAME", "Checkpoint", "newest_state", "read_checkpoints", "read_sidecar", "write_sidecar"]
-
-# The sidecar: a file beside common.json that holds the loss-scaling state. MindFormers' `checkpoint:` format itself
-# leaves this state out if the optimizer is not saved.
-FILE_NAME = "loss_scale.json"
-_FORMAT = 1
+__all__ = ["Checkpoint", "newest_state", "read_checkpoints"]
 
 # Checkpoint fields that exist whichever loss-scaling rule is used. MindFormers can also save the loss scale as a number
 # named loss_scale. The Parameter scale_sense comes last and takes precedence.
@@ -39,11 +39,6 @@ _FIELDS = (
 )
 # Parameters of this package's adaptive update cell that MindFormers' own adaptive cell lacks.
 _NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
-
-# _Values: a dict from a key of a checkpoint file, or a name in a loss-scaling state, to the value. _Fields: a dict from
-# the name of a Parameter to the state field that the Parameter holds.
-_Values = dict[str, Any]
-_Fields = dict[str, Field]
 
 
 @dataclass(eq=False)
@@ -62,7 +57,7 @@ class Checkpoint:
 
     path: Path
     rules: tuple[type[Rule], ...]
-    values: _Values
+    values: Values
     parameters: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     unreadable: bool = False
@@ -106,7 +101,7 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     """Read a checkpoint file, or all checkpoints of a folder.
 
     A folder may hold checkpoint files, folders ``rank_N`` with such files, and folders ``iteration_N``. The folder may
-    also be a folder ``rank_N`` or ``iteration_N`` itself.
+    also be a folder ``rank_N`` or ``iteration_N`` itself, or the output folder of a training.
 
     Args:
         path (str): the file or folder.
@@ -130,9 +125,10 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     if _is_iteration(root):
         return [_read_iteration(root, all_rules)]
     checkpoints = []
-    for folder in (root, *filter(Path.is_dir, root.iterdir())):
-        if folder == root or re.fullmatch(r"rank_\d+", folder.name):
-            files = [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
+    roots = dict.fromkeys([root, *checkpoint_folders(root)])
+    for folder in dict.fromkeys([*roots, *(inner for outer in roots for inner in outer.iterdir() if inner.is_dir())]):
+        if folder in roots or re.fullmatch(r"rank_\d+", folder.name):
+            files = [file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file()]
             checkpoints += [_read(file, [file], all_rules) for file in files]
         elif _is_iteration(folder):
             checkpoints.append(_read_iteration(folder, all_rules))
@@ -158,25 +154,44 @@ def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str
     checkpoints = read_checkpoints(path, rules)
     torn = [checkpoint for checkpoint in checkpoints if checkpoint.unreadable]
     with_state = [checkpoint for checkpoint in checkpoints if checkpoint.holds_state]
-    notes = [f"{_name_below(path, checkpoint)}: {'; '.join(checkpoint.problems)}" for checkpoint in torn]
     if not with_state:
-        reason = "; ".join(notes) or f"{counted(len(checkpoints), 'checkpoint')} read, none with a state"
-        raise ValueError(f"There is no loss-scaling state in {str(path)!r}: {reason}. Give another checkpoint.")
+        raise ValueError(f"There is no loss-scaling state in {str(path)!r}: {_why_no_state(path, checkpoints, torn)}")
     steps = [checkpoint.step for checkpoint in with_state]
     newest = with_state[-1] if steps[-1] is None else with_state[steps.index(steps[-1])]
     newer = checkpoints[checkpoints.index(newest) :]
-    notes = [note for checkpoint, note in zip(torn, notes, strict=True) if checkpoint in newer]
+    notes = [*newest.problems, *_what_is_torn(path, [checkpoint for checkpoint in torn if checkpoint in newer])]
     about = {"file": _name_below(path, newest), "rank": newest.rank, "kind": newest.kind}
-    return {**about, **newest.values, "notes": [*newest.problems, *notes]}
+    return {**about, **newest.values, "notes": notes}
+
+
+def _why_no_state(path: str | Path, checkpoints: list[Checkpoint], torn: list[Checkpoint]) -> str:
+    if torn:
+        return f"{'; '.join(_what_is_torn(path, torn)).rstrip('.')}. Give another checkpoint."
+    if not checkpoints:
+        return "it has no .ckpt or .safetensors file. Give a checkpoint, a folder of them, or the folder of a run."
+    return (
+        f"{counted(len(checkpoints), 'checkpoint')} read, none with a loss scale, as of weights that were saved alone. "
+        "Save the train step, not its network: mindspore.save_checkpoint(train_step, FILE)."
+    )
+
+
+def _what_is_torn(path: str | Path, torn: Iterable[Checkpoint]) -> list[str]:
+    """Return a note for each problem of unreadable checkpoints, which names all files that have the problem."""
+    files: dict[str, list[str]] = {}
+    for checkpoint in torn:
+        # Some errors name the file by its full path, which the note has already.
+        problem = "; ".join(checkpoint.problems).replace(f" {checkpoint.path}", "")
+        files.setdefault(problem, []).append(_name_below(path, checkpoint))
+    return [f"{', '.join(names)}: {problem}" for problem, names in files.items()]
 
 
 def _name_below(path: str | Path, checkpoint: Checkpoint) -> str:
     root = Path(path).resolve()
-    return checkpoint.path.name if root == checkpoint.path else str(checkpoint.path.relative_to(root))
+    return checkpoint.path.name if root == checkpoint.path else os.path.relpath(checkpoint.path, root)
 
 
 def _is_iteration(folder: Path) -> bool:
-    return bool(re.fullmatch(r"iteration_\d+", folder.name)) or any((folder / name).is_file() for name in _SMALL_FILES)
+    return bool(re.fullmatch(r"iteration_\d+", folder.name)) or any((folder / name).is_file() for name in SMALL_FILES)
 
 
 def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
@@ -188,7 +203,7 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
 def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format, beginning with the optimizer's files, as a resume does."""
     files = sorted(folder.glob("*-opt-*.safetensors"))
-    return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).is_file())], rules)
+    return _read(folder, [*files, *(folder / name for name in SMALL_FILES if (folder / name).is_file())], rules)
 
 
 def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> Checkpoint:
@@ -198,16 +213,15 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
     origin: dict[str, str] = {}
     any_is_torn = False
     for file in files:
-        read = _SMALL_FILES.get(file.name) or _READERS.get(file.suffix, _refuse)
         try:
-            content = read(file, fields)
+            content = read_file(file, fields)
             values = _by_name(content, _fields_of_form(content, fields, checkpoint), checkpoint.problems)
         except Exception as error:  # each library raises its own errors for a torn file
             name = "" if file == path else f"{file.name} "
             checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
             any_is_torn = True
             continue
-        checkpoint.parameters |= set(map(_last_part, content))
+        checkpoint.parameters |= set(map(last_part, content))
         for name, value in values.items():
             if name not in origin:
                 origin[name], checkpoint.values[name] = file.name, value
@@ -219,11 +233,11 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
     return checkpoint
 
 
-def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -> _Fields:
+def _fields_of_form(content: Values, fields: Fields, checkpoint: Checkpoint) -> Fields:
     """Return the state fields to read. Leave out vectors if the saved rule could order their elements differently."""
     former = {field.parameter for rule in checkpoint.rules for field in rule.former_fields}
     readable = {name: field for name, field in fields.items() if name not in (FORM, *former)}
-    by_name = {_last_part(name): value for name, value in content.items()}
+    by_name = {last_part(name): value for name, value in content.items()}
     for rule in checkpoint.rules if FORM in by_name else ():
         parts = [field.parameter for field in kept_fields(rule) if field.parts and field.parameter in by_name]
         if parts and abs(by_name[FORM]) != form_of(rule):
@@ -232,14 +246,14 @@ def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -
     return readable
 
 
-def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -> _Values:
+def _by_name(content: Mapping[str, Any], fields: Fields, problems: list[str]) -> Values:
     """Return a file's values by their names in ``state()``. Add to ``problems`` which values contradict each other."""
-    values: _Values = {}
+    values: Values = {}
 
     def find(name: str) -> Any:
         # Prefer the key with the fewest parts, at best without a prefix. MindSpore puts a prefix before the name of a
         # Parameter whose cell is a child of another cell.
-        keys = sorted((key for key in content if _last_part(key) == name), key=lambda key: (key.count("."), key))
+        keys = sorted((key for key in content if last_part(key) == name), key=lambda key: (key.count("."), key))
         for other in keys[1:]:
             if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
                 problems.append(f"{keys[0]} is {content[keys[0]]} but {other} is {content[other]}; {keys[0]} is shown")
@@ -255,145 +269,6 @@ def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -
     return values
 
 
-def _read_safetensors(file: Path, fields: _Fields) -> _Values:
-    with install_hint("A .safetensors file"):
-        from safetensors import safe_open
-
-    with safe_open(file, "np") as content:
-        keys = [key for key in content.keys() if _last_part(key) in fields]  # noqa: SIM118 - it is not a dict
-        fitting = [key for key in keys if _fits(fields[_last_part(key)], content.get_slice(key).get_shape())]
-        return {key: content.get_tensor(key).reshape(fields[_last_part(key)].shape).tolist() for key in fitting}
-
-
-def _read_ckpt(file: Path, fields: _Fields) -> _Values:
-    with install_hint("A .ckpt file"):
-        from mindspore import load_checkpoint
-
-    keys: list[str] = []
-
-    def choose(key: str) -> bool:
-        keys.append(key)
-        return _last_part(key) in fields
-
-    if file.stat().st_size == 0:
-        raise ValueError("the file is empty")
-    try:
-        parameters = load_checkpoint(str(file), choice_func=choose)
-    except ValueError:
-        # MindSpore raises ValueError for an intact checkpoint file too, if `choose` has chosen none of its keys.
-        if not keys or any(_last_part(key) in fields for key in keys):
-            raise
-        return {}
-    # Entries that the user appended to the checkpoint may be text.
-    numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
-    fitting = {key: value for key, value in numbers.items() if _fits(fields[_last_part(key)], value.shape)}
-    return {key: value.asnumpy().reshape(fields[_last_part(key)].shape).tolist() for key, value in fitting.items()}
-
-
-def _fits(field: Field, shape: Sequence[int]) -> bool:
-    """Return whether an array has the shape of a state field. A weight of the same name would have another shape."""
-    return tuple(shape) == field.shape if field.shape else set(shape) <= {1}
-
-
-def _read_common(file: Path, fields: _Fields) -> _Values:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return {key: content[key] for key in ("step_num", "global_step", "loss_scale") if content.get(key) is not None}
-
-
-def _read_sidecar(file: Path, fields: _Fields) -> _Values:
-    loss_scale, state = read_sidecar(file.parent) or (None, {})
-    values: _Values = {"scale_sense": loss_scale}
-    for saved_field in fields.values():
-        if all(key in state for key in saved_field.keys):
-            values[saved_field.parameter] = saved_field.value_in(state)
-    # A state that has scale_window but no list_index is from a rule other than the adaptive rule. Its scale_window may
-    # mean something else, so leave it out.
-    if "list_index" not in values:
-        values.pop("scale_window", None)
-    return values
-
-
-def _refuse(file: Path, fields: _Fields) -> _Values:
-    raise ValueError(f"the name of a checkpoint file must end in {' or '.join(_READERS)}, but is {file.name!r}")
-
-
-def _last_part(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
 def _one_line(error: Exception) -> str:
     """Return the message of an error without line breaks, or the name of the error's class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-_Reader = Callable[[Path, _Fields], _Values]
-_READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
-# The small files of a checkpoint folder iteration_N that can hold the loss scale. The optimizer's large files can hold
-# it too. A resume takes the loss scale from the optimizer's files if they hold it. Otherwise, it takes the loss scale
-# from the first of the small files that holds it.
-_SMALL_FILES: dict[str, _Reader] = {"common.json": _read_common, FILE_NAME: _read_sidecar}
-
-
-def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, float | Sequence[float]]) -> None:
-    """Write the loss-scaling state to ``loss_scale.json``.
-
-    Args:
-        folder (str): the checkpoint of one step.
-        loss_scale (float): the loss scale for the next step.
-        state (dict): numbers and lists of numbers by name, as ``state()`` of an update cell returns them.
-
-    Examples:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> write_sidecar(folder, 1024.0, {"scale_window": 20})
-        >>> read_sidecar(folder)
-        (1024.0, {'scale_window': 20})
-    """
-    write_json(Path(folder) / FILE_NAME, {"format": _FORMAT, "loss_scale": loss_scale, "state": state})
-
-
-def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:
-    """Read the loss-scaling state from ``loss_scale.json``.
-
-    Args:
-        folder (str): the checkpoint of one step.
-
-    Returns:
-        tuple[float, dict], the loss scale and the state, or None where there is no such file.
-
-    Raises:
-        ValueError: if the file is not one that :func:`write_sidecar` wrote.
-    """
-    file = Path(folder) / FILE_NAME
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    try:
-        content = json.loads(text)
-        if not isinstance(content, dict) or {"format", "loss_scale", "state"} - content.keys():
-            raise ValueError("it must have the keys 'format', 'loss_scale' and 'state'. Give the file of another step")
-        if content["format"] != _FORMAT:
-            raise ValueError(
-                f"'format' in the file must be {_FORMAT}, but is {content['format']!r}. Use the version of "
-                "mindformers_adaptive that wrote the file"
-            )
-        if not isinstance(content["state"], dict):
-            raise ValueError(f"'state' in the file must hold numbers by name, but holds {content['state']!r}")
-        loss_scale = float(_number(content["loss_scale"], "loss_scale"))
-        state = {name: _numbers(value) for name, value in content["state"].items()}
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be used: {error}") from error
-    return loss_scale, state
-
-
-def _numbers(value: Any) -> Any:
-    return list(map(_numbers, value)) if isinstance(value, list) else _number(value, "state")
-
-
-def _number(value: Any, name: str) -> Any:
-    if isinstance(value, str) and value in NOT_FINITE:
-        return NOT_FINITE[value]
-    if type(value) not in (int, float):
-        raise ValueError(f"{name!r} in the file must hold only numbers, but holds {value!r}")
-    return value

@@ -100,10 +100,8 @@ def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     # Files older than the saved configuration are from an earlier training in the same folder.
     batch = record.parent / BATCH_FILE
     arguments["batch"] = str(batch) if batch.is_file() and batch.stat().st_mtime >= began else None
-    folders = [Path(each["directory"]) for each in callbacks if each.get("directory")]
-    saved = [each for each in (Path(folder, "checkpoint"), *folders) if each.is_dir()]
-    checkpoints = [each for parent in saved for each in read_checkpoints(parent)]
-    whole = (each for each in reversed(checkpoints) if each.path.stat().st_mtime >= began and is_whole(each.path))
+    saved = reversed(read_checkpoints(Path(folder)))
+    whole = (each for each in saved if each.path.stat().st_mtime >= began and is_whole(each.path))
     if (checkpoint := next(whole, None)) is not None:
         arguments |= {"checkpoint": str(checkpoint.path), "loss_scale": checkpoint.values["loss_scale"]}
     if record.is_file() and record.stat().st_mtime >= began:

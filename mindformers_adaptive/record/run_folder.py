@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["BATCH_FILE", "CONFIG_FILE", "RECORD", "Ways", "file_in", "find_command", "is_from_program", "record_in"]
-__all__ += ["run_folder_of", "ways_of", "why_command"]
+from mindformers_adaptive.text.untrusted import read_yaml
+
+__all__ = ["BATCH_FILE", "CONFIG_FILE", "RECORD", "Ways", "checkpoint_folders", "file_in", "find_command"]
+__all__ += ["is_from_program", "record_in", "run_folder_of", "ways_of", "why_command"]
 
 # Two files in the output folder of a training: the configuration of the training, and the first batch at which the loss
 # was inf or NaN or the loss scale collapsed.
@@ -18,6 +20,9 @@ CONFIG_FILE, BATCH_FILE = "loss_scale_config.yaml", "overflow_batch.npz"
 RECORD = "loss_scale_record.jsonl"
 # MindFormers' log within its output folder. To see whether it has the line of a step, read this many bytes of it.
 _LOG, _START_OF_LOG = "log/rank_0/info.log", 2**20
+
+# The keys of callbacks, and of the section `checkpoint`, that name a folder for checkpoints.
+_SAVED_IN = ("directory", "save_path")
 
 
 def file_in(path: str | os.PathLike[str], name: str) -> str:
@@ -55,6 +60,21 @@ def record_in(source: str | os.PathLike[str]) -> Path:
         f"The folder {str(path)!r} must hold {RECORD}, which LossScaleMonitor writes, but holds none. Add the "
         "monitor to the callbacks, or give the log of the training itself."
     )
+
+
+def checkpoint_folders(run: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders in which a training saved its checkpoints, by the output folder of the training.
+
+    MindFormers saves in ``checkpoint``, if the configuration names no other folder.
+    """
+    folders = [Path(run, "checkpoint")]
+    file = Path(run, CONFIG_FILE)
+    config = read_yaml(file) if file.is_file() else {}
+    if isinstance(config, dict):
+        sections = [*(config.get("callbacks") or []), config.get("checkpoint")]
+        named = (section.get(key) for section in sections if isinstance(section, dict) for key in _SAVED_IN)
+        folders += [Path(folder) for folder in named if isinstance(folder, str) and folder]
+    return [folder for folder in dict.fromkeys(path.resolve() for path in folders) if folder.is_dir()]
 
 
 def run_folder_of(*files: str | os.PathLike[str]) -> Path | None:

@@ -13,13 +13,8 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
-from mindformers_adaptive.mindformers.checkpoint_reader import (
-    FILE_NAME,
-    newest_state,
-    read_checkpoints,
-    read_sidecar,
-    write_sidecar,
-)
+from mindformers_adaptive.mindformers.checkpoint_formats import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.mindformers.checkpoint_reader import newest_state, read_checkpoints
 from mindformers_adaptive.rules.fields import STEP_FIELDS
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 from mindformers_adaptive.text.files import json_text

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.mindformers.checkpoint_formats import FILE_NAME, read_sidecar, write_sidecar
 
 STATE = {"scale_window": 200, "window_index": 5}
 

@@ -11,7 +11,8 @@ import pytest
 from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
-from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints, write_sidecar
+from mindformers_adaptive.mindformers.checkpoint_formats import write_sidecar
+from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,
@@ -142,6 +143,36 @@ def test_sound_file_without_state_is_said_to_have_none(tmp_path, inspect, file_f
     exit_code, printed, errors = inspect(file)
     assert (exit_code, printed) == (1, "")
     assert f"no loss-scaling state in '{file}'" in errors
+    assert "Save the train step, not its network" in errors
+    copy = tmp_path / "other" / "weights"
+    for torn in (copy, copy.with_name("weights_2")):
+        torn.parent.mkdir(exist_ok=True)
+        torn.with_suffix(f".{file_format}").write_bytes(b"torn")
+    errors = inspect(copy.parent)[2]
+    # A problem that several files have is said once.
+    assert (errors.count("cannot be read"), errors.count("Give another checkpoint")) == (1, 1)
+
+
+def test_the_output_folder_of_a_run_stands_for_its_checkpoints(tmp_path, inspect_json, run_program):
+    runs = [tmp_path / "in_output", tmp_path / "elsewhere"]
+    saved = [runs[0] / "checkpoint" / "rank_0", tmp_path / "other_disk" / "rank_0"]
+    for run, folder in zip(runs, saved, strict=True):
+        run.mkdir()
+        folder.mkdir(parents=True)
+        (run / "loss_scale_record.jsonl").touch()
+        for step in (10, 20):
+            legacy(folder / f"x-1_{step}", step, scale_window=step)
+    callbacks = [{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": str(saved[1].parent)}]
+    (runs[1] / "loss_scale_config.yaml").write_text(f"# register-path:\ncallbacks: {json.dumps(callbacks)}\n")
+    for run in runs:
+        exit_code, shown = inspect_json(run)
+        assert (exit_code, shown["step_num"], shown["scale_window"]) == (0, 20, 20)
+    exit_code, printed, _ = run_program("diff", *runs)
+    assert (exit_code, printed.splitlines()[0]) == (0, "The two are equal at all 2 steps.")
+    assert [step["step"] for step in json.loads(run_program("diff", *runs, "--json")[1])["steps"]] == [10, 20]
+    runs[0].joinpath("checkpoint").rename(tmp_path / "gone")
+    exit_code, errors = inspect_json(runs[0])
+    assert (exit_code, "no .ckpt or .safetensors file" in errors) == (1, True)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])

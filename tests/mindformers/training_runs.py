@@ -16,7 +16,7 @@ import yaml
 from mindformers import TrainingArguments
 from mindformers.wrapper import build_wrapper
 
-from mindformers_adaptive.mindformers.checkpoint_reader import read_sidecar
+from mindformers_adaptive.mindformers.checkpoint_formats import read_sidecar
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 from mindformers_adaptive.rules.state_dict import RUN

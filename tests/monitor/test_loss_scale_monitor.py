@@ -18,7 +18,7 @@ from mindformers_adaptive.mindformers.checkpoint_callback import (
     CommonInfoWithLossScale,
     restores_sidecar,
 )
-from mindformers_adaptive.mindformers.checkpoint_reader import read_sidecar
+from mindformers_adaptive.mindformers.checkpoint_formats import read_sidecar
 from mindformers_adaptive.mindformers.registration import register
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
