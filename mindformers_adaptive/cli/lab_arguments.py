@@ -32,7 +32,6 @@ from mindformers_adaptive.lab.tuning import part_to_sweep
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.record.run_folder import RECORD, file_in, record_in
-from mindformers_adaptive.record.symptoms import low_scale_of
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
@@ -193,9 +192,7 @@ def cause_lines(run: RecordedRun | None) -> list[str]:
     cause = None if run is None else other_cause(run)
     if run is None or cause is None:
         return []
-    # The sentence about a low scale is one that 'analyze' says before its advice.
-    reason = f"{low_scale_of(run)} {cause.reason}" if cause.rule == "low scale" else cause.reason
-    return [f"{run.name}: {reason}", f"What to do: adaptive-loss-scale analyze {run.files[0]}", ""]
+    return [f"{run.name}: {cause.reason}", f"What to do: adaptive-loss-scale analyze {run.files[0]}", ""]
 
 
 def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:

@@ -26,7 +26,8 @@ from mindformers_adaptive.lab.configuration import Configuration, default_grid, 
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.tuning import tune
 from mindformers_adaptive.record.run import ASSUMPTIONS
-from mindformers_adaptive.record.thresholds import DECIDED_FROM, bounded_share
+from mindformers_adaptive.record.scale_summary import bounded_share
+from mindformers_adaptive.record.thresholds import DECIDED_FROM
 from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.description import all_arguments
 

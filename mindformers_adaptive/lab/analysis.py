@@ -17,13 +17,12 @@ from mindformers_adaptive.lab.analysis_text import analysis_text
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.facts import facts_of, verdict
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, Measures, measure, require_steps
-from mindformers_adaptive.lab.other_cause import Advice
+from mindformers_adaptive.lab.other_cause import Advice, findings_of, last_error, signs_of
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.replay import compare
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
 from mindformers_adaptive.record.explanation_file import explanation_of
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.symptoms import last_error, signs_of
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import as_power_of_two
@@ -105,7 +104,7 @@ class Analysis:
         run, facts = self.run, facts_of(self.run)
         facts["loss_scale"]["phases"] = [phase._asdict() for phase in self.phases]
         return {
-            "verdict": [*explanation_of(run), *verdict(run, facts), *signs_of(run)],
+            "verdict": [*explanation_of(run), *verdict(run, facts), *signs_of(findings_of(run))],
             "log": {
                 "name": run.name,
                 "files": list(run.files),

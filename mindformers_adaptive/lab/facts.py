@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.thresholds import HELD, held_at, path_in_words
+from mindformers_adaptive.record.scale_summary import held_at, path_in_words
+from mindformers_adaptive.record.thresholds import HELD
 from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
 

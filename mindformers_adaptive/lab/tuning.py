@@ -18,7 +18,8 @@ from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.lab.replay import SweepResult, pareto_front, sweep
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import find_command
-from mindformers_adaptive.record.thresholds import DECIDED_FROM, TOLERABLE, bounded_share, bounds_in_words
+from mindformers_adaptive.record.scale_summary import bounded_share, bounds_in_words
+from mindformers_adaptive.record.thresholds import DECIDED_FROM, TOLERABLE
 from mindformers_adaptive.record.trace import Trace, just_below
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import counted, text_table

@@ -17,7 +17,9 @@ from mindformers_adaptive.text.files import write_json
 __all__ = ["explain_collapse"]
 
 
-def explain_collapse(train_step: Any, batch: Any, loss_scale: float, step: int, folder: Path) -> tuple[bool, str]:
+def explain_collapse(
+    train_step: Any, batch: Any, loss_scale: float | None, step: int, folder: Path
+) -> tuple[bool, str]:
     """Explain the overflow of a batch, and write the explanation and the batch to a folder.
 
     The weights and the state of the training stay as they are.
@@ -25,7 +27,7 @@ def explain_collapse(train_step: Any, batch: Any, loss_scale: float, step: int, 
     Args:
         train_step (Cell): the train-step cell, at the weights of that step.
         batch (tuple[Tensor], optional): the inputs of the network; None in data-sink mode, which hides the batch.
-        loss_scale (float): the loss scale of that step.
+        loss_scale (float, optional): the loss scale of that step; None if it is not known.
         step (int): the number of that step.
         folder (Path): the folder to write to.
 
@@ -38,7 +40,7 @@ def explain_collapse(train_step: Any, batch: Any, loss_scale: float, step: int, 
             "'explain' needs the batch, but in data-sink mode the host does not see the batch. Set "
             "'runner_config.sink_mode' to False, or run 'adaptive-loss-scale why' on a checkpoint."
         )
-    if not (math.isfinite(loss_scale) and loss_scale > 0):
+    if loss_scale is None or not (math.isfinite(loss_scale) and loss_scale > 0):
         return False, f"'explain' needs a finite loss scale above 0, but the loss scale is {loss_scale}."
     file, saved = folder / EXPLANATION_FILE, folder / BATCH_FILE
     try:

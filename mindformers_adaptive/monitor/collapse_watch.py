@@ -11,19 +11,17 @@ from mindspore.train import Callback
 from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
-from mindformers_adaptive.record.symptoms import LossJump
+from mindformers_adaptive.record.diagnosis import Diagnosis, Seen
 
 __all__ = ["CollapseWatch"]
 
-# This many overflows in a row are a collapse of the loss scale, as in LossScaleMonitor.
-_LIMIT = 50
 # Update cells of this package count overflows on the device, so the host need not wait for every step, only for every
 # tenth step.
 _EVERY = 10
 
 
 class CollapseWatch(Callback):
-    """Callback that warns of a loss that is inf or NaN, and of a training in which every step is skipped.
+    """Callback that warns of a bad loss, and of whatever else is wrong in the steps that the host sees.
 
     ``Trainer`` and the launcher add this callback. It only writes these warnings to the log, and does nothing if the
     training has a :class:`mindformers_adaptive.monitor.loss_scale_monitor.LossScaleMonitor`.
@@ -51,8 +49,7 @@ class CollapseWatch(Callback):
         if self._reader is None:
             return
         self._way = reports.way_to_the_cause([self])
-        self._collapse, self._bad_loss = reports.CollapseDetector(_LIMIT, self._way), reports.BadLossDetector(self._way)
-        self._jump = LossJump()
+        self._diagnosis = Diagnosis()
         self._every = _EVERY if self._reader.counts_overflows else 1
         self._first = self._last = params.cur_step_num
         self._longest = 0
@@ -89,7 +86,5 @@ class CollapseWatch(Callback):
         self._last = step
         last["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
         self._longest = last["consecutive_overflows"] or 0
-        jump = self._jump.check(step, last["loss"], last["overflow"])
-        for message in (jump, self._bad_loss.check(last), self._collapse.check(last)):
-            if message:
-                logger.warning("%s", message)
+        for sign in self._diagnosis.feed(Seen.of(last)):
+            logger.warning("%s", reports.message_of(sign, self._way))

@@ -14,9 +14,10 @@ from mindspore.train import ModelCheckpoint
 from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
+from mindformers_adaptive.record.diagnosis import Diagnosis, Seen
 from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
-from mindformers_adaptive.record.symptoms import LossJump, is_applied_bad_loss
+from mindformers_adaptive.record.symptom import Sign
 from mindformers_adaptive.rules.checks import imported, require_choice, require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
@@ -129,7 +130,10 @@ class LossScaleMonitor(RecordingCallback):
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
         )
-        self._collapse = reports.CollapseDetector(max_consecutive_overflows)
+        if max_consecutive_overflows is not None:
+            remedy, unit = "Give 1 or more; null, in Python None, allows any number.", "number of steps"
+            require_integer("max_consecutive_overflows", max_consecutive_overflows, 1, remedy, unit=unit)
+        self._max_consecutive_overflows = max_consecutive_overflows
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
         self._reader: Any = None
         self._train_step: Any = None
@@ -150,7 +154,7 @@ class LossScaleMonitor(RecordingCallback):
                 "a train-step cell that has a scale_sense, such as TrainOneStepWithLossScaleCell or MFTrainOneStepCell."
             )
             return
-        self._train_step, self._explained = train_step, False
+        self._train_step = train_step
         # If this monitor has a record, an earlier training in the same process has used the monitor. Then the new
         # training is not a resume, even if it continues the step count.
         is_first_training = self._record is None
@@ -159,8 +163,8 @@ class LossScaleMonitor(RecordingCallback):
         self._has_batch = self._explain and self._every_n_steps == 1 and not params.dataset_sink_mode
         batch = str(self._record.path.parent / BATCH_FILE) if self._has_batch else ""
         callbacks = getattr(params.list_callback, "_callbacks", params.list_callback)
-        self._way = self._collapse.way = reports.way_to_the_cause(callbacks, batch)
-        self._bad_loss, self._jump = reports.BadLossDetector(self._way, batch), LossJump()
+        self._way = reports.way_to_the_cause(callbacks, batch)
+        self._diagnosis = Diagnosis(self._max_consecutive_overflows, batch)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at = self._first_step = self._last_step
         self._longest, self._resumes = 0, is_first_training and self._last_step > 0
@@ -255,8 +259,10 @@ class LossScaleMonitor(RecordingCallback):
             entries[0]["resumed"], self._resumes = True, False
         if is_saved or self._will_be_saved(run_context.original_args()):
             entries[-1]["saved"] = True
-        for entry in filter(is_applied_bad_loss, entries):
-            entry["applied_bad_loss"] = True
+        steps = [Seen.of(entry) for entry in entries]
+        for entry, seen in zip(entries, steps, strict=True):
+            if seen.is_applied_bad_loss:
+                entry["applied_bad_loss"] = True
         self._append([{field: entry[field] for field in names if field in entry} for entry in entries])
         for entry in entries:
             numbers = {f"loss_scaling/{field}": float(entry[field]) for field in fields[1:] if _is_finite(entry[field])}
@@ -266,21 +272,23 @@ class LossScaleMonitor(RecordingCallback):
             window = self._report_window(window, entry)
         # Warn only after the record is written, so that the record is complete when a user looks for the cause.
         self._longest = entries[-1]["consecutive_overflows"] or 0
-        for entry in entries:
-            jump = self._jump.check(entry["step"], entry["loss"], entry["overflow"])
-            if jump and self._writes:
-                logger.warning("%s", jump)
-            if (line := self._bad_loss.check(entry)) and self._writes:
-                logger.warning("%s", line)
-                if self._has_batch and (result := self._explain_once(run_context.original_args(), entry)):
-                    logger.warning("Why it overflows:\n%s", result[1])
-            if message := self._collapse.check(entry):
-                explained, why = self._explain_once(run_context.original_args(), entry) or (False, "")
-                if explained:
-                    message = f"{reports.collapse_headline(entry)}\n{why}"
-                elif why:
-                    message += f" {why}"
-                self._react_to_collapse(message, run_context)
+        for seen in steps:
+            for sign in self._diagnosis.feed(seen):
+                self._report(sign, seen, run_context)
+
+    def _report(self, sign: Sign, seen: Seen, run_context: Any) -> None:
+        """Warn of a sign of something wrong, explain it if asked to, and react to a collapse."""
+        message = reports.message_of(sign, self._way)
+        if sign.remedy and self._explain and self._writes:
+            message += self._explanation(sign, seen, run_context.original_args())
+        if sign.kind == "collapse" and self._on_collapse != "warn":
+            # All processes see the same overflows, so all of them stop at the same step.
+            if self._on_collapse == "raise":
+                raise RuntimeError(message)
+            message += " Training stops here, because 'on_collapse' is 'stop'."
+            run_context.request_stop()
+        if self._writes:
+            logger.warning("%s", message)
 
     def _hand_over(self, numbers: dict[str, float], step: int) -> None:
         """Call the function ``log`` with the numbers of a step. A logger that fails stops no training, unless asked."""
@@ -334,27 +342,20 @@ class LossScaleMonitor(RecordingCallback):
             logger.info("Loss scaling: at step %s %s.", entry["step"], change)
         return after
 
-    def _explain_once(self, params: Any, entry: Mapping[str, Any]) -> tuple[bool, str] | None:
-        """Explain the overflow of a step, and return the result for the log; None if there is nothing to explain."""
-        if not self._explain or self._explained or not self._writes:
-            return None
+    def _explanation(self, sign: Sign, seen: Seen, params: Any) -> str:
+        """Return why a step with a bad loss or a collapse overflows, or why that cannot be said; else ""."""
+        has_bad_loss = seen.loss is not None and not math.isfinite(seen.loss)
+        # A collapse with a bad loss is explained where the loss became bad, if the batch of that step was known.
+        wanted = "bad loss" if has_bad_loss and self._has_batch else "collapse"
+        if sign.kind != wanted:
+            return ""
         # Import explain_collapse only here, because most trainings never need it.
         from mindformers_adaptive.monitor.collapse_explanation import explain_collapse
 
-        self._explained = True
         batch = None if params.dataset_sink_mode else params.get("train_dataset_element")
-        scale = entry["next_loss_scale"] if entry["loss_scale"] is None else entry["loss_scale"]
-        return explain_collapse(self._train_step, batch, scale, entry["step"], self._record.path.parent)
-
-    def _react_to_collapse(self, message: str, run_context: Any) -> None:
-        # All processes detect the same overflows, so all of them stop at the same step.
-        if self._on_collapse == "raise":
-            raise RuntimeError(message)
-        if self._on_collapse == "stop":
-            message += " Training stops here, because 'on_collapse' is 'stop'."
-            run_context.request_stop()
-        if self._writes:
-            logger.warning("%s", message)
+        scale = seen.next_loss_scale if seen.loss_scale is None else seen.loss_scale
+        is_explained, why = explain_collapse(self._train_step, batch, scale, seen.step, self._record.path.parent)
+        return f"\nWhy it overflows:\n{why}" if is_explained else f" {why}"
 
 
 def _look_if_due(is_due: Callable[..., bool], looks: Iterable[Callable[[], None]], *args: Any, **kwargs: Any) -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.plots.canvas import Floats, power_of_two
 from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.thresholds import bounds_in_words, path_in_words
+from mindformers_adaptive.record.scale_summary import bounds_in_words, path_in_words
 from mindformers_adaptive.record.trace import implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
 

@@ -192,14 +192,14 @@ def test_overflows_at_the_floor_lead_to_the_model():
     [advice] = analysis.advice
     assert advice.rule == "collapse"
     assert advice.figures == {"steps": 40, "first_step": 101, "last_step": 140}
-    assert advice.change.startswith("Look at the model")
+    assert "falls no further" in advice.change
     assert "adaptive-loss-scale why" in advice.change
     assert analysis.to_dict()["scale_sense"] is None
 
 
 def test_a_scale_that_is_held_above_1_is_to_fall_first():
     [advice] = analyze(run_of([2.0**38] * 60, [True] * 60)).advice
-    assert (advice.rule, advice.change.partition(",")[0]) == ("collapse", "Lower min_loss_scale")
+    assert (advice.rule, advice.change.partition(",")[0]) == ("collapse", "The loss scale stays where it is")
 
 
 @pytest.mark.parametrize(("steps", "factor", "is_one"), [(10, 1, True), (9, 1, False), (50, 2, True), (49, 2, False)])
@@ -219,7 +219,8 @@ def test_where_the_loss_is_nan_nothing_else_is_advised():
     for run in (run_of(start, np.arange(200) < 16, loss=loss), run_of([1.0] * 200, [False] * 200, loss=loss)):
         analysis = analyze(run)
         [advice] = analysis.advice
-        assert (advice.rule, advice.figures) == ("bad loss", {"steps": 50, "first_step": 151})
+        assert (advice.rule, advice.figures) == ("loss jump", {"first_step": 151})
+        assert "inf or NaN from step 151 on" in advice.reason
         assert "adaptive-loss-scale why" in advice.change
         assert analysis.settings is None
 
@@ -261,7 +262,7 @@ def test_nan_gradients_at_a_scale_of_1_lead_to_the_layer(tmp_path, norms, first_
     [advice] = analysis.advice
     bad = len(norms) - norms.index(norms[-1])
     assert (advice.rule, advice.figures) == ("bad gradients", {"steps": bad, "first_step": first_step})
-    assert reason in advice.reason
+    assert reason in advice.change
     assert "adaptive-loss-scale why" in advice.change
     assert "BF16?" not in analysis.text()
 
@@ -277,7 +278,7 @@ def test_a_nan_norm_of_an_applied_step_leads_to_the_layer():
     assert rules(run_of([2.0**16] * 200, [False] * 200, gradient_norm=norms, dropped_by_norm=dropped)) == []
     # A log of Megatron-DeepSpeed does not show which steps were skipped.
     [advice] = analyze(run_of([1.0] * 9, [False] * 9, known=False, gradient_norm=np.full(9, np.inf))).advice
-    assert (advice.rule, "no loss scale can help" in advice.reason) == ("bad gradients", True)
+    assert (advice.rule, "no loss scale can help" in advice.change) == ("bad gradients", True)
 
 
 def test_adaptive_settings_are_not_for_a_guided_run():

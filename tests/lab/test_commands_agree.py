@@ -20,7 +20,8 @@ from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.plots import report_page
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.thresholds import HELD, bounds_in_words, held_at, path_in_words, settled
+from mindformers_adaptive.record.scale_summary import bounds_in_words, held_at, path_in_words, settled
+from mindformers_adaptive.record.thresholds import HELD
 from mindformers_adaptive.text.table import as_power_of_two
 from tests.record.log_writers import WRITERS, random_run
 from tests.shared.records import run_of
