@@ -41,7 +41,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         "Trainer": "mindformers.trainer",
         "register": "mindformers.registration",
         "build_train_network": "cells.train_network",
-        "enable_loss_scale_on_cpu": "cells.train_network",
+        "enable_loss_scale_in_model": "cells.train_network",
         "scale_sense_from_megatron": "rules.megatron",
     },
     "Monitors and records": {
@@ -93,6 +93,9 @@ _GONE = {
     "simulate_formats": "scripts/studies/simulated_formats.py in the repository",
 }
 
+# Former public names that still work, each with its present name.
+_RENAMED = {"enable_loss_scale_on_cpu": "enable_loss_scale_in_model"}
+
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that loads its public names on first use.
@@ -112,6 +115,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
     }
 
     def load(name: str) -> object:
+        name = _RENAMED.get(name, name)
         if name in _GONE and not prefix:
             raise ImportError(f"{package} no longer has {name}. Use {_GONE[name]} instead.")
         if name not in names:

@@ -45,6 +45,7 @@ os.environ |= {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=1, help="number of kills of each run that a test kills during a save")
+    parser.addoption("--release", action="store_true", help="also check that the API reference is all in Chinese too")
 
 
 # Fixtures that build the site or an environment. A test that uses one of them is slow.
@@ -156,14 +157,14 @@ def graph_mode():
 
 @pytest.fixture
 def scaling_on_cpu(monkeypatch):
-    """Run the test after ``enable_loss_scale_on_cpu()``, and undo its effect afterwards."""
+    """Run the test after ``enable_loss_scale_in_model()``, and undo its effect afterwards."""
     import mindspore.train.amp
 
-    from mindformers_adaptive import enable_loss_scale_on_cpu
+    from mindformers_adaptive import enable_loss_scale_in_model
 
     for module in (mindspore.amp, mindspore.train.amp):
         monkeypatch.setattr(module, "build_train_network", module.build_train_network)
-    enable_loss_scale_on_cpu()
+    enable_loss_scale_in_model()
 
 
 @contextlib.contextmanager

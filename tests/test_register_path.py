@@ -42,7 +42,7 @@ from mindspore import Tensor, nn
 assert "mindformers_adaptive" not in sys.modules
 network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
 name, arguments = sys.argv[1], json.loads(sys.argv[2])
-scale_sense = {"type": name, "auto_register": f"adaptive_loss_scaling.{name}", **arguments}
+scale_sense = {"type": name, "auto_register": "adaptive_loss_scaling.LossScaling", **arguments}
 cell = build_wrapper(
     {"type": "MFTrainOneStepCell", "scale_sense": scale_sense, "use_clip_grad": True},
     default_args={

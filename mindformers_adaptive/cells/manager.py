@@ -34,7 +34,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
     Supported Platforms:
         ``Ascend`` ``CPU``; on CPU ``Model`` needs
-        :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_on_cpu`, and a rule that needs the largest
+        :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_in_model`, and a rule that needs the largest
         gradient needs it on every device.
 
     Examples:
@@ -171,13 +171,13 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
 
     Supported Platforms:
         ``Ascend`` ``CPU``; on CPU ``Model`` needs
-        :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_on_cpu`.
+        :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_in_model`.
 
     Examples:
         >>> from mindspore import nn
         >>> from mindspore.train import Model
-        >>> from mindformers_adaptive import AdaptiveLossScaleManager, enable_loss_scale_on_cpu
-        >>> enable_loss_scale_on_cpu()
+        >>> from mindformers_adaptive import AdaptiveLossScaleManager, enable_loss_scale_in_model
+        >>> enable_loss_scale_in_model()
         >>> net = nn.Dense(3, 2)
         >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
         >>> manager = AdaptiveLossScaleManager(init_loss_scale=2**16)
@@ -205,7 +205,7 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
     """Loss-scale manager of gradient-guided loss scaling, for ``Model(..., loss_scale_manager=manager)``.
 
     Its update cell needs a train-step cell of this package, which ``Model`` builds after
-    :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_on_cpu`, on every device.
+    :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_in_model`, on every device.
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
@@ -223,8 +223,8 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
     Examples:
         >>> from mindspore import nn
         >>> from mindspore.train import Model
-        >>> from mindformers_adaptive import GradientGuidedLossScaleManager, enable_loss_scale_on_cpu
-        >>> enable_loss_scale_on_cpu()
+        >>> from mindformers_adaptive import GradientGuidedLossScaleManager, enable_loss_scale_in_model
+        >>> enable_loss_scale_in_model()
         >>> net = nn.Dense(3, 2)
         >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
         >>> manager = GradientGuidedLossScaleManager(init_loss_scale=2**16)

@@ -16,9 +16,9 @@ from mindformers_adaptive.cells.train_step_cells import TrainOneStepWithLossScal
 from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.rules.checks import require_positive
 
-__all__ = ["FixedScaleTrainOneStepCell", "build_train_network", "enable_loss_scale_on_cpu"]
+__all__ = ["FixedScaleTrainOneStepCell", "build_train_network", "enable_loss_scale_in_model"]
 
-# Keep MindSpore's own function here, because enable_loss_scale_on_cpu() replaces it in MindSpore's module.
+# Keep MindSpore's own function here, because enable_loss_scale_in_model() replaces it in MindSpore's module.
 _stock_build_train_network = amp.build_train_network
 _GRADIENT_ACCUMULATION = {"GradAccumulationCell", "GradAccumulation"}
 
@@ -92,18 +92,19 @@ def build_train_network(
     return TrainOneStepWithLossScaleCell(with_loss, optimizer, scale_sense=update_cell).set_train()
 
 
-def enable_loss_scale_on_cpu() -> None:
-    """Let ``mindspore.train.Model`` and ``mindspore.amp`` scale losses on CPU, with no other change to a program.
+def enable_loss_scale_in_model() -> None:
+    """Let ``mindspore.train.Model`` and ``mindspore.amp`` build the train-step cells of this package.
 
-    From then on both build their train-step cells with :func:`build_train_network`. Calling it again changes nothing.
-    Call it before the first ``Model`` is made. With a manager whose rule needs
-    the largest gradient it is needed on every device.
+    From then on both build their train-step cells with :func:`build_train_network`. Call it before the first ``Model``
+    is made; calling it again changes nothing. On CPU every loss-scale manager needs it. A manager whose rule needs the
+    largest gradient, as :class:`~mindformers_adaptive.cells.manager.GradientGuidedLossScaleManager`, needs it on every
+    device.
 
     Examples:
         >>> from mindspore import nn
         >>> from mindspore.amp import FixedLossScaleManager
         >>> from mindspore.train import Model
-        >>> enable_loss_scale_on_cpu()
+        >>> enable_loss_scale_in_model()
         >>> net = nn.Dense(3, 2)
         >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
         >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager())

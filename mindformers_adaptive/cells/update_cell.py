@@ -308,7 +308,7 @@ class RuleUpdateCell(CellWithLossScale):
             raise TypeError(
                 f"{type(self).__name__} needs a train-step cell that measures the largest gradient of each step. Use a "
                 "cell of mindformers_adaptive.wrapper, such as TrainOneStepWithLossScaleCell. For Model, call "
-                "mindformers_adaptive.enable_loss_scale_on_cpu() before you create it, on every device, and use no "
+                "mindformers_adaptive.enable_loss_scale_in_model() before you create it, on every device, and use no "
                 "boost_level, pipeline stages or gradient accumulation. In your own cell, assign "
                 "update_cell.largest_gradient in each step, and call update_cell.declare_signal()."
             )

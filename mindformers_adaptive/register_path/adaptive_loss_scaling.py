@@ -10,5 +10,6 @@ mindformers_adaptive.register()
 
 
 def __getattr__(name: str) -> object:
-    # MindFormers' auto_register asks this module for an update cell by the cell's name.
-    return getattr(mindformers_adaptive, name)
+    # MindFormers' auto_register asks this module for a class and registers the class again. `LossScaling` fits every
+    # update cell; a YAML file may also name the cell itself.
+    return getattr(mindformers_adaptive, "AdaptiveLossScaleUpdateCell" if name == "LossScaling" else name)

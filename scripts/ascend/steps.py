@@ -207,7 +207,7 @@ def model_step(way):
     """Compile the train-step cell that ``Model`` creates for a loss-scale manager."""
     network = Layers()
     if way != "stock":
-        mindformers_adaptive.enable_loss_scale_on_cpu()
+        mindformers_adaptive.enable_loss_scale_in_model()
     model = mindspore.train.Model(network, optimizer=momentum(network), loss_scale_manager=manager(way))
     compile_step(model.train_network)
 

@@ -9,7 +9,7 @@ from mindspore import nn
 from mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
 from mindspore.train import Callback, Model
 
-from mindformers_adaptive import AdaptiveLossScaleManager, FixedScaleTrainOneStepCell, enable_loss_scale_on_cpu
+from mindformers_adaptive import AdaptiveLossScaleManager, FixedScaleTrainOneStepCell, enable_loss_scale_in_model
 from mindformers_adaptive.text.table import as_power_of_two
 
 AMP_LEVEL, EPOCHS = "O2", 2
@@ -83,7 +83,7 @@ def train(way, steps_of_an_epoch=-1):
 def main():
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     # Only a CPU needs this line, which changes no result on other devices.
-    enable_loss_scale_on_cpu()
+    enable_loss_scale_in_model()
     print(f"{'LeNet5, ' + AMP_LEVEL:<34} steps  skipped  first loss  last loss  last scale", flush=True)
     for way in WAYS:
         run = train(way)
