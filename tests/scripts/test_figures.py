@@ -114,13 +114,6 @@ def test_printed_figures_hold_no_log(name):
     assert not [line for line in figure(name)["printed"] if figures.LOG_LINE.match(line)]
 
 
-def test_the_demo_skips_as_many_steps_as_choose_says():
-    skipped = re.search(r"and (\d+) of", figure("demo")["printed"][1])[1]
-    for language, said in (("en", "the demo skips {} steps in all"), ("zh", "演示共跳过{}步")):
-        page = (ROOT / "docs" / language / "choose.md").read_text(encoding="utf-8")
-        assert said.format(skipped) in " ".join(page.split())
-
-
 # Measurements that are quick to repeat
 
 
