@@ -137,8 +137,9 @@ def _command_list() -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(2, styled(f"{self.prog}: error: {printable(message, keep=chr(10))}\n", "error", sys.stderr))
+        """Print what is wrong, without the usage, which is longer than the message."""
+        told = f"{self.prog}: error: {printable(message, keep=chr(10))}"
+        self.exit(2, f"{styled(told, 'error', sys.stderr)}\nAll options: {self.prog} --help\n")
 
 
 def _parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -186,7 +187,8 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
         run()
         sys.stdout.flush()
     except UsageError as error:
-        parser.error(str(error))
+        print_text(f"{parser.prog}: error: {error}", sys.stderr, "error")
+        parser.exit(2)
     except BrokenPipeError:
         # The reader of the output, such as `head`, has stopped. Redirect stdout, so that the flush at exit succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

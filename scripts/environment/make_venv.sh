@@ -1,6 +1,12 @@
 # Make .venv with the pinned versions, or use the one that is there. Sourced by demo.sh and test.sh, which have gone
 # to the top of the project; afterwards `python` is the Python of .venv.
 
+# With --help, show the comment at the top of the script instead of installing anything.
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    sed -n '2,/^set/s/^# //p' "scripts/$(basename "$0")"
+    exit
+fi
+
 source scripts/environment/python.sh
 
 # Otherwise Python would compile the modules again in each process.

@@ -74,7 +74,19 @@ def test_the_tested_pairs_are_those_of_the_readme():
 def test_options_may_have_underscores_or_hyphens(run_program):
     for option in ("--each_trace", "--each-trace"):
         assert run_program("compare", "synthetic:spikes", "--steps=99", option, "--policies", "torch")[0] == 0
-    assert run_program("find", "--train_dataset_dir", "x", "--nonsense_")[2].endswith("required: --config\n")
+    assert run_program("find", "--train_dataset_dir", "x", "--nonsense_")[2].splitlines() == [
+        "adaptive-loss-scale find: error: the following arguments are required: --config",
+        "All options: adaptive-loss-scale find --help",
+    ]
+
+
+def test_a_mistake_in_a_rule_of_ones_own_is_told_in_one_line(run_program, tmp_path, monkeypatch):
+    (tmp_path / "broken_rule.py").write_text("class Mine(:\n")
+    monkeypatch.chdir(tmp_path)
+    for arguments in (("inspect", ".", "--rule"), ("compare", MINDFORMERS_LOG, "--policies")):
+        code, printed, error = run_program(*arguments, "broken_rule.Mine")
+        assert (code, printed, error.count("\n")) == (2, "", 1)
+        assert re.search(r"error: .*'broken_rule.Mine' cannot be imported: SyntaxError.*broken_rule.py", error)
 
 
 @pytest.mark.parametrize("command", ["compare", "tune", "analyze"])

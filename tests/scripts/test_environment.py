@@ -32,6 +32,15 @@ def test_pips_errors_are_shown_without_its_warnings(tmp_path):
     assert not (tmp_path / ".venv" / "installed_requirements.txt").exists()
 
 
+@pytest.mark.parametrize(("script", "says"), [("demo", "Llama"), ("docs", "documentation"), ("test", "--quick")])
+def test_help_installs_nothing(tmp_path, script, says):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    command = ["bash", f"{script}.sh", "--help"]
+    finished = subprocess.run(command, cwd=tmp_path / "scripts", capture_output=True, text=True, timeout=60)
+    assert (finished.returncode, finished.stderr, says in finished.stdout) == (0, "", True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["scripts"]
+
+
 IMPORTS = [
     (script.name, *names)
     for script in sorted((ROOT / "scripts").rglob("*.sh"))
