@@ -1,0 +1,431 @@
+"""Judge what the commands say about a log by the run that truly wrote it: each sentence, and each field of ``--json``.
+
+A sentence is right only if the true run makes it true. A sentence that is not listed here counts as wrong.
+"""
+
+import itertools
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.plots.run_series import series_of
+from mindformers_adaptive.record.logs import read_log
+from tests.record.program_logs import random_log
+
+# A loss scale holds if this many steps in a row at it are without overflow.
+HELD = 20
+
+
+class Truth:
+    """The steps that a log is about, as they truly were.
+
+    Args:
+        run, log: the true run, and its log.
+        first, last (int): the numbers of the first and last step that the log is about, as the analysis says.
+        is_numbered (bool): whether the log numbers its steps.
+    """
+
+    def __init__(self, run, log, first, last, is_numbered=True):
+        self.run, self.log, self.is_numbered = run, log, is_numbered
+        before = log.first_step - 1
+        whole = run.whole.between(first - before, last - before) if is_numbered else run.whole
+        self.first, self.steps = whole.first + before, len(whole)
+        self.flags, self.used, self.after, self.loss = whole.overflow, whole.used, whole.after, whole.loss
+        self.norm, self.ceiling, self.bad = whole.norm, whole.ceiling, ~np.isfinite(whole.loss)
+        self.skipped = int(self.flags.sum())
+        if not is_numbered:
+            self.skipped = sum(int(part.overflow.sum()) for part in run.parts)
+        self.scales = np.unique(np.concatenate([[*part.used, *part.after] for part in run.parts]))
+        self.rounding = 0.0501 if log.rounds else 0.0
+
+    def near(self, said, true):
+        """Return whether a scale as it is said is one of the true scales, as exactly as the log prints them."""
+        return bool(np.isclose(said, true, rtol=1e-3, atol=self.rounding).any())
+
+    def occurs(self, *said):
+        return all(self.near(scale, self.scales) for scale in said)
+
+    def at(self, step):
+        """Return the position of a step in the arrays."""
+        position = step - self.first
+        assert 0 <= position < self.steps, step
+        return position
+
+    def are_skipped(self, first, last):
+        return bool(self.flags[self.at(first) : self.at(last) + 1].all())
+
+    def are_steps(self, n):
+        """Return whether there are ``n`` steps. A log that has lost lines may leave out some steps."""
+        return n == self.steps or (self.log.is_damaged and n < self.steps)
+
+    def counts(self, k, n):
+        return self.are_steps(n) and self.skipped - (self.steps - n) <= k <= self.skipped
+
+    def within(self, least, most, n):
+        return self.are_steps(n) and least <= self.skipped <= most + self.steps - n
+
+    def clean_rows(self):
+        """Return the first and the last position of each row of at least ``HELD`` steps without overflow."""
+        overflows = np.flatnonzero(np.concatenate([[True], self.flags, [True]])) - 1
+        return [(a + 1, b - 1) for a, b in itertools.pairwise(overflows.tolist()) if b - a > HELD]
+
+    def before_held(self):
+        """Return how many steps were skipped before the first scale held; all of them if none held."""
+        rows = self.clean_rows()
+        return int(self.flags[: rows[0][0] if rows else self.steps].sum())
+
+    def held(self, scale, from_step=None):
+        """Return whether ``HELD`` steps in a row, at a scale or above it, were without overflow."""
+        starts = (start for first, last in self.clean_rows() for start in range(first, last - HELD + 2))
+        return any(
+            from_step in (None, start + self.first)
+            and self.used[start : start + HELD].min() >= scale * 0.999 - self.rounding
+            for start in starts
+        )
+
+    def longest_row(self):
+        return max((len(list(row)) for flag, row in itertools.groupby(self.flags) if flag), default=0)
+
+    def is_in_range(self, low, high):
+        """Return whether 95 % of the steps of the second half used a scale in a range."""
+        half = self.used[self.steps // 2 :]
+        within = (half >= low * 0.999 - self.rounding) & (half <= high * 1.001 + self.rounding)
+        return bool(within.mean() >= 0.95)
+
+    def is_settled(self, low, high):
+        return self.is_in_range(low, high) and not self.flags[-HELD:].all()
+
+    def stayed(self, scale):
+        return all(self.near(scale, used) for used in self.used)
+
+    def spans(self, low, high):
+        """The scale after a step counts too, although the next step need not have used it after a restart."""
+        both = np.append(self.used, self.after)
+        return self.near(low, [self.used.min(), both.min()]) and self.near(high, [self.used.max(), both.max()])
+
+    def moved(self, begin, end):
+        return self.near(begin, self.used[0]) and self.near(end, self.after[-1])
+
+    def collapsed(self, scale, n):
+        return bool(self.flags[-n:].all()) and n <= self.steps and self.near(scale, self.after[-1])
+
+    def rose_before_overflow(self, low, high):
+        until = int(np.argmax(self.flags)) if self.flags.any() else self.steps
+        return self.near(low, self.used[0]) and self.near(high, self.used[: until + 1])
+
+    def has_bad_losses(self, count, step, known=None):
+        """Of the losses that a log states, some may be bad; of all steps, the first and all of them must be named."""
+        exact = count == self.bad.sum() and step == self.first + np.argmax(self.bad)
+        return self.bad[self.at(step)] and (exact if known is None else count <= self.bad.sum())
+
+    def loss_rose(self, loss, step, times):
+        before = self.loss[: self.at(step)]
+        before = before[np.isfinite(before)].max(initial=0.0)
+        return bool(np.isclose(self.loss[self.at(step)], loss, rtol=0.01)) and before * times <= loss * 1.06
+
+    def is_stuck(self, count, first, last, scale, at_one=1):
+        used = self.used[max(self.at(last) - at_one + 1, 0) : self.at(last) + 1]
+        is_row = count == last - first + 1 and self.are_skipped(first, last)
+        return is_row and all(self.near(scale, each) for each in used)
+
+    def are_shown_skipped(self, count, first, last):
+        flags = self.flags[self.at(first) : self.at(last) + 1]
+        return bool(flags[0] and flags[-1] and flags.sum() >= count)
+
+    def fell_low(self, scale):
+        falls = self.used[self.flags & (self.after < self.used)]
+        return self.occurs(scale) and scale <= 2.0**7 and falls.min(initial=np.inf) <= 2.0**8
+
+    def has_no_cause(self):
+        """Return whether nothing should be changed: no collapse, bad loss, lost scale, or long search at first."""
+        is_short = not self.clean_rows() or self.before_held() <= 2
+        return self.longest_row() < 50 and not self.bad.any() and not self.run.lost and is_short
+
+
+# What the commands may say, and the condition for it. {k} is a whole number, {low:s} a loss scale, {loss:f} any number,
+# and {:f} one that follows from the others.
+SENTENCES = [
+    ("No step of {n} was skipped.", lambda t, n: t.counts(0, n)),
+    ("{k} of {n} steps were skipped ({:f}%).", Truth.counts),
+    (
+        "{k} of {n} steps were skipped ({:f}%): {a} at the start, because {scale:s} was too high, and {b} later.",
+        lambda t, k, n, a, scale, b: (
+            t.counts(k, n) and a == t.before_held() and a + b == k and t.near(scale, t.used[0]) and t.flags[0]
+        ),
+    ),
+    ("At least {least} and at most {most} of {n} steps were skipped ({:f}% to {:f}%).", Truth.within),
+    ("At most {most} of {n} steps were skipped ({:f}% to {:f}%).", lambda t, most, n: t.within(0, most, n)),
+    ("The log does not show how many of its {n} steps were skipped.", Truth.are_steps),
+    (
+        "At least {least} steps were skipped. The log does not number all of its steps, so it is not known how many "
+        "there were.",
+        lambda t, least: least <= t.skipped and not t.is_numbered,
+    ),
+    ("The loss was inf or NaN in {count} steps, first in step {step}.", Truth.has_bad_losses),
+    ("The loss scale stayed at {scale:s}.", Truth.stayed),
+    ("The loss scale was {scale:s} on each line of the log.", lambda t, scale: t.occurs(scale)),
+    ("The loss scale settled at {scale:s}.", lambda t, scale: t.is_settled(scale, scale)),
+    ("The loss scale settled between {low:s} and {high:s}.", Truth.is_settled),
+    ("The loss scale collapsed to {scale:s}: the last {n} steps were all skipped.", Truth.collapsed),
+    ("The loss scale stayed at {scale:s}: the last {n} steps were all skipped.", Truth.collapsed),
+    ("The loss scale rose from {begin:s} to {end:s}.", Truth.moved),
+    ("The loss scale fell from {begin:s} to {end:s}.", Truth.moved),
+    ("The loss scale moved between {low:s} and {high:s}.", Truth.spans),
+    ("The log states loss scales between {a:s} and {b:s}; the last is {c:s}.", lambda t, a, b, c: t.occurs(a, b, c)),
+    ("The log states loss scales between {a:s} and {b:s}.", lambda t, a, b: t.occurs(a, b)),
+    ("The only loss scale that the log states is {scale:s}.", lambda t, scale: t.occurs(scale)),
+    ("Its falls add up to at least {n} halvings.", lambda t, n: n <= t.run.halvings() + 1e-3),
+    (
+        "There was room at the start: the scale rose from {low:s} to {high:s} before any overflow.",
+        Truth.rose_before_overflow,
+    ),
+    *(
+        (
+            f"By the {name}, there is room for {{bits}} bits more; values between the layers may leave less.",
+            lambda t, bits: t.used[0] * 2.0**bits <= t.ceiling.min() * 1.001,
+        )
+        for name in ("largest gradients", "norms")
+    ),
+    # Causes outside loss scaling.
+    (
+        "The loss was inf or NaN in {count} of the {known} steps for which the log states it, first in step {step}.",
+        Truth.has_bad_losses,
+    ),
+    (
+        "{count} of these steps were not skipped and changed the weights: go back to a checkpoint before step {step}.",
+        lambda t, count, step: count <= (t.bad & ~t.flags).sum() and not t.flags[t.at(step)],
+    ),
+    ("The loss rose to {loss:f} in step {step}, {times:f} times the largest loss before.", Truth.loss_rose),
+    (
+        "The loss was finite in step {last}, and is inf or NaN from step {step} on.",
+        lambda t, last, step: not t.bad[t.at(last)] and t.bad[t.at(step) :].all(),
+    ),
+    (
+        "The norm of the gradients was inf or NaN in {count} of the {:f} steps for which the log states it, first in "
+        "step {step}.",
+        lambda t, count, step: count <= np.isinf(t.norm).sum() and np.isinf(t.norm[t.at(step)]),
+    ),
+    *(
+        (
+            f"Loss scaling has collapsed: {{count}} steps in a row have overflowed and changed no weight, from step "
+            f"{{first}} to {{last}}, the last {at_one}of them at a loss scale of {{scale:s}}.",
+            Truth.is_stuck,
+        )
+        for at_one in ("", "{at_one} ")
+    ),
+    (
+        "Loss scaling has collapsed: All {count} steps that the log shows have overflowed and changed no weight, from "
+        "step {first} to {last}, the last of them at a loss scale of {:s}.",
+        Truth.are_shown_skipped,
+    ),
+    (
+        "Overflows brought the loss scale down to {scale:s}, which is unusually low: most trainings hold 2^10 and "
+        "more.",
+        Truth.fell_low,
+    ),
+    (
+        "After 20 or more steps without overflow, {n} steps in a row were skipped, from step {first} to {last}.",
+        lambda t, n, first, last: n == last - first + 1 and t.are_skipped(first, last),
+    ),
+    # Without advice.
+    ("The log shows nothing that should be changed.", Truth.has_no_cause),
+    (
+        "Too few steps to judge: a loss scale counts as held after 20 steps without overflow. Overflows in the first "
+        "steps are normal: each one halves the scale until a scale holds.",
+        lambda t: t.steps < HELD,
+    ),
+    (
+        "No loss scale has held: no 20 steps in a row were without overflow.",
+        lambda t: not t.clean_rows(),
+    ),
+    (
+        "The log does not show whether a loss scale has held: it leaves open which steps were skipped.",
+        lambda t: not t.log.is_exact,
+    ),
+]
+
+# Sentences that state nothing of the run: what to do, questions, and what holds for every run.
+ADVICE = (
+    r"(?:Find|Look|Usual|Most often|If|To end|Lower|Measure|Is this|Then|Paste|Without a train|Take|A picture|All "
+    r"changes|No loss scale can help|A lower start would|A loss scale does not cause)\b.*?[.?:](?= |$)"
+    r"|adaptive-loss-scale \S.*?(?=$| [A-Z])"
+)
+
+# Titles of pictures begin with one of these phrases.
+TITLES = [
+    ("None of {n} steps skipped", lambda t, n: t.counts(0, n)),
+    ("All {n} steps skipped", lambda t, n: t.counts(n, n)),
+    ("{k} of {n} steps skipped", Truth.counts),
+    ("{least} to {most} of {n} steps skipped", Truth.within),
+    ("At least {least} steps skipped", lambda t, least: least <= t.skipped and not t.is_numbered),
+]
+
+_KINDS = {"": r"[\d,]+", "s": r"2\^-?\d+|inf|[\d.]+(?:e[-+]\d+)?", "f": r"[\d.,]+(?:e[-+]?\d+)?|inf|nan"}
+
+
+def _compiled(table):
+    """Return the sentences as regular expressions, with their conditions."""
+    rows = []
+    for text, check in table:
+        pattern = re.sub(r"\bwere\b", "(?:was|were)", re.sub(r"\b(step|halving)s\b", r"\1s?", re.escape(text)))
+        for name, kind in re.findall(r"\\{(\w*)(?::(\w))?\\}", pattern):
+            named = f"?P<{name}_{kind}>" if name else "?:"
+            place = rf"\{{{name}{':' * bool(kind)}{kind}\}}"
+            pattern = pattern.replace(place, f"({named}{_KINDS[kind]})", 1)
+        rows.append((re.compile(pattern), check))
+    return rows
+
+
+_SENTENCES, _TITLES = _compiled(SENTENCES), _compiled(TITLES)
+
+
+def _values(match):
+    """Return the numbers in a sentence by their names."""
+    values = {}
+    for group, text in match.groupdict().items():
+        name, _, kind = group.rpartition("_")
+        text = text.replace(",", "")
+        power = re.fullmatch(r"2\^(-?\d+)", text)
+        values[name] = 2.0 ** int(power[1]) if power else float(text) if kind else int(text)
+    return values
+
+
+def judge_text(truth, text, table=_SENTENCES):
+    """Yield the sentences of a text that the true run does not make true, and the rest after one that is not listed."""
+    text = " ".join(text.split())
+    while text:
+        if match := re.match(ADVICE, text):
+            text = text[match.end() :].lstrip()
+            continue
+        matches = [(match, check) for pattern, check in table if (match := pattern.match(text))]
+        if not matches:
+            yield f"not listed: {text[:150]}"
+            return
+        match, check = max(matches, key=lambda pair: pair[0].end())
+        if not check(truth, **_values(match)):
+            yield match[0]
+        text = text[match.end() :].lstrip()
+
+
+def judge_title(truth, title):
+    """Yield what is wrong in the title of a picture, such as "2 of 40 steps skipped; loss scale stayed at 2^8"."""
+    count, *others = re.sub(r"\$|\{|\}|\\mathdefault", "", title).split("; ")
+    yield from judge_text(truth, count, _TITLES)
+    for part in others:
+        loss = re.fullmatch(r"loss (inf or NaN in \S+ steps?), first (\S+)", part)
+        text = f"The loss was {loss[1]}, first in step {loss[2]}" if loss else re.sub("^loss", "The loss", part)
+        yield from judge_text(truth, f"{text}.")
+
+
+def _is_bounded(said, name, true):
+    """Return whether a number and its bounds allow the true number."""
+    prefix = f"{name}_" if name else ""
+    exact, least, most = (said[key] for key in (name or "count", f"{prefix}at_least", f"{prefix}at_most"))
+    return exact in (None, true) and least <= true and (most is None or true <= most)
+
+
+def judge_fields(truth, said):
+    """Yield the fields of ``Analysis.to_dict()`` that the true run contradicts."""
+    t, skipped, start, loss, scale = truth, *(said[key] for key in ("skipped", "start_up", "loss", "loss_scale"))
+    checks = {"skipped": _is_bounded(skipped, "", t.skipped)}
+    if t.log.counts and t.is_numbered:
+        checks["skipped, which the log counts"] = skipped["count"] == t.skipped
+    if not t.is_numbered:
+        yield from (f"{name}: {skipped}, truly {t.skipped}" for name, is_right in checks.items() if not is_right)
+        return
+    before_applied = t.steps if t.flags.all() else int(np.argmin(t.flags))
+    stated = [scale.get(name) for name in ("last_stated", "smallest", "largest")]
+    low, high = scale["first_at_least"], scale["first_at_most"]
+    bad = (t.first + np.flatnonzero(t.bad)).tolist()
+    used, both = len(set(t.used)) == 1, len({*t.used, t.after[-1]}) == 1
+    checks |= {
+        "skipped ranges": all(t.are_skipped(*ends) for ends in skipped["ranges"]),
+        "longest run": skipped["longest_run"] <= t.longest_row(),
+        "before_first_applied": _is_bounded(start, "before_first_applied", before_applied),
+        "before_scale_held": _is_bounded(start, "before_scale_held", t.before_held()),
+        "in first steps": _is_bounded(start, "skipped_in_first_steps", int(t.flags[: start["first_steps"]].sum())),
+        "a_scale_held": start["a_scale_held"] in (None, bool(t.clean_rows())),
+        "highest_held": not start.get("highest_held") or t.held(start["highest_held"]),
+        "held_scale": not start.get("held_scale") or t.held(start["held_scale"], start["held_from_step"]),
+        "loss": loss["bad_steps"] <= len(bad) and loss["first_bad_step"] in (None, *bad),
+        "first scale": not isinstance(scale["first"], float) or t.near(scale["first"], t.used[0]),
+        "range of the first scale": low is None or low * 0.999 <= t.used[0] <= high * 1.001,
+        "final scale": not isinstance(scale["final"], float) or t.near(scale["final"], t.after[-1]),
+        "stated scales": t.occurs(*(value for value in stated if isinstance(value, float))),
+        "stayed": scale.get("stayed") in (None, used, both),
+        "settled": not scale.get("settled") or t.is_in_range(*scale["settled"]),
+        "halvings": scale.get("halvings_at_least", 0) <= t.run.halvings() + 1e-3,
+        **{f"phase {phase}": _is_phase(t, phase) for phase in scale["phases"]},
+    }
+    shown = {**start, **loss, **scale, "phases": "..."}
+    yield from (f"{name}: {skipped}, {shown}" for name, is_right in checks.items() if not is_right)
+
+
+def _is_phase(t, phase):
+    """Return whether the scale moved so in these steps."""
+    first, last = t.at(phase["first_step"]), t.at(phase["last_step"])
+    before, end, kind = phase["scale_before"], phase["scale_after"], phase["kind"]
+    used, after = t.used[first : last + 1], t.after[first : last + 1]
+    if kind in ("jump", "restart"):
+        return t.occurs(before, end)
+    if kind in ("fall", "rise"):
+        return t.near(before, used[0]) and t.near(end, after[-1]) and (before > end) == (kind == "fall")
+    # Between two falls that have lines, the scale may have risen without a line.
+    moves = (after < used) if kind in ("drop", "applied fall") else (after > used)
+    moves &= t.flags[first : last + 1] == (kind in ("drop", "overflow rise"))
+    return moves.sum() >= phase["changes"] and t.near(before, used) and t.near(end, after)
+
+
+def judge_log(run, log, file):
+    """Yield what is wrong in what ``analyze``, ``report`` and ``plot`` say about a log."""
+    try:
+        recorded = read_log(file, **log.options)
+    except ValueError as error:
+        pattern = re.search(r"--pattern (.+)", str(error))
+        if pattern is None or log.options:
+            # A log may be refused if it states no loss scale, or in words if two engines wrote it.
+            is_mixed = log.mixed and re.search("two|several", str(error))
+            if not is_mixed and any(re.search(r"scale\D*\d", line) for line in log.lines):
+                yield f"refused: {error}"
+            return
+        recorded = read_log(file, pattern=shlex.split(pattern[1])[0])
+    analysis = analyze(recorded)
+    said = analysis.to_dict()
+    truth = Truth(run, log, said["steps"]["first"], said["steps"]["last"], recorded.is_numbered)
+    if log.is_known and not log.is_damaged and not log.mixed:
+        yield from judge_fields(truth, said)
+    yield from judge_text(truth, " ".join(said["verdict"]))
+    yield from (f"title: {wrong}" for wrong in judge_title(truth, series_of(recorded).finding()))
+
+
+def judge_seed(seed, folder):
+    """Return the name of a random program, and what is wrong in what the commands say about its log of a random run."""
+    name, run, log = random_log(np.random.default_rng(seed))
+    file = Path(folder, "run.log")
+    file.write_text("".join(log.lines))
+    return name, list(judge_log(run, log, file))
+
+
+def main():
+    """Judge the runs of some seeds, "python -m tests.record.judge FIRST [LAST]", and print each kind of fault once."""
+    faults = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(int(sys.argv[1]), int(sys.argv[-1]) + 1):
+            try:
+                name, wrong = judge_seed(seed, folder)
+            except Exception as error:
+                name, wrong = "", [f"{type(error).__name__}: {error}"]
+            for text in wrong:
+                kind = re.sub(r"2\^-?\d+|[\d,.]+", "#", text)[:40]
+                faults.setdefault((name, kind), []).append(f"seed {seed}: {text[:400]}")
+    for (name, _), found in sorted(faults.items(), key=lambda pair: -len(pair[1])):
+        print(f"{len(found):3d} {name}, {found[0]}")
+
+
+if __name__ == "__main__":
+    main()
