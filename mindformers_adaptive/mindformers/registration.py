@@ -9,9 +9,13 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.mindformers.checkpoint_callback import CheckpointMonitor, CommonInfo, restores_sidecar
+from mindformers_adaptive.mindformers.callbacks import (
+    CheckpointMonitor,
+    CommonInfo,
+    TrainingStateMonitor,
+    restores_sidecar,
+)
 from mindformers_adaptive.mindformers.checks import OWN_AUTO_REGISTER
-from mindformers_adaptive.mindformers.training_state_monitor import TrainingStateMonitor
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
@@ -34,9 +38,8 @@ def register() -> None:
 
     From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
     ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
-    ``CheckpointMonitor`` the one of :mod:`mindformers_adaptive.mindformers.checkpoint_callback`, and
-    ``TrainingStateMonitor`` the one of :mod:`mindformers_adaptive.mindformers.training_state_monitor`. MindFormers'
-    trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and
+    ``CheckpointMonitor`` and ``TrainingStateMonitor`` those of :mod:`mindformers_adaptive.mindformers.callbacks`.
+    MindFormers' trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and
     ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
 
     ``AdaptiveLossScale`` is a second name for ``AdaptiveLossScaleUpdateCell``, and ``GradientGuidedLossScale`` for

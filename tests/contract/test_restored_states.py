@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
-from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
+from mindformers_adaptive.mindformers.callbacks import restores_sidecar
 from mindformers_adaptive.mindformers.checkpoint_formats import write_sidecar
 from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
 from mindformers_adaptive.rules import Rule, float32, int32, minimum, where

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
+from mindformers_adaptive.mindformers.callbacks import restores_sidecar
 from mindformers_adaptive.mindformers.checkpoint_formats import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.mindformers.checkpoint_reader import newest_state, read_checkpoints
 from mindformers_adaptive.rules.fields import STEP_FIELDS

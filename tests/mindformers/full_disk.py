@@ -1,6 +1,6 @@
 """Save a checkpoint at every second step; from step 5 to step 11, no file may grow beyond 128 KiB, as on a full disk.
 
-``test_checkpoint_callback.py`` starts this script with a JSON list: whether to use MindFormers' legacy checkpoint
+``test_callbacks.py`` starts this script with a JSON list: whether to use MindFormers' legacy checkpoint
 format, and how to save asynchronously. The script writes to rows.json, by the number of the step, the checkpoint files
 that exist after each step, and the step's warnings.
 """
@@ -21,7 +21,7 @@ from mindformers.core.context import set_context
 from mindspore import dataset, nn
 from mindspore.train import LambdaCallback, Model
 
-from mindformers_adaptive.mindformers.checkpoint_callback import CheckpointMonitor
+from mindformers_adaptive.mindformers.callbacks import CheckpointMonitor
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 NOTES = ("saved/latest_checkpointed_iteration.txt", "saved/checkpoint/rank_0/meta.json")

@@ -14,7 +14,7 @@ from mindspore import dataset, nn
 from mindspore.train import LambdaCallback, Model
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.mindformers.training_state_monitor import TrainingStateMonitor
+from mindformers_adaptive.mindformers.callbacks import TrainingStateMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record

@@ -15,7 +15,7 @@ from mindspore import Tensor, dataset, nn
 from mindspore.train import Model
 
 from mindformers_adaptive import AdaptiveLossScaleManager
-from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
+from mindformers_adaptive.mindformers.callbacks import restores_sidecar
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell

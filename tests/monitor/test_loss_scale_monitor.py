@@ -13,7 +13,7 @@ from mindformers.wrapper import MFTrainOneStepCell as StockMFTrainOneStepCell
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback, CheckpointConfig, LambdaCallback, Model, ModelCheckpoint
 
-from mindformers_adaptive.mindformers.checkpoint_callback import (
+from mindformers_adaptive.mindformers.callbacks import (
     CheckpointMonitor,
     CommonInfoWithLossScale,
     restores_sidecar,

@@ -1,8 +1,9 @@
-"""MindFormers' ``CheckpointMonitor`` with the state of loss scaling, and functions that restore that state."""
+"""MindFormers' callbacks for loss scaling: checkpoints have its state, and a skipped step is no anomaly."""
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shutil
 import warnings
@@ -16,9 +17,11 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.mindformers.checkpoint_formats import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.monitor.step_reader import read_loss, read_overflow
 from mindformers_adaptive.rules.state_dict import FORM, RUN, to_integer
 
-__all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restores_sidecar"]
+__all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "TrainingStateMonitor"]
+__all__ += ["restores_sidecar"]
 
 # MindFormers before 1.7 does not know the YAML section `checkpoint:`, and has no class CommonInfo.
 _CommonInfo = getattr(stock, "CommonInfo", object)
@@ -205,3 +208,60 @@ def _load_sidecar(update_cell: Any, folder: Any) -> None:
                 getattr(update_cell, name).set_data(Tensor(to_integer(name, sidecar[1][name]), mstype.int32))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {str(error).rstrip('.')}") from error
+
+
+class TrainingStateMonitor(stock.TrainingStateMonitor):
+    """``mindformers.core.callback.TrainingStateMonitor`` that does not report skipped steps as anomalies.
+
+    The arguments are those in the stock class. In a step that overflowed, the norm of the gradients is inf or NaN
+    because the loss scale was too large; the step is skipped, and the loss scale falls. So in such a step
+
+    - ``check_for_nan_in_loss_and_grad`` checks the loss only. A loss that is inf or NaN ends the training, as with the
+      stock class: the loss scale cannot cause it, because it multiplies only the gradients.
+    - ``use_skip_data_by_global_norm`` and ``check_for_global_norm`` do not count the norm as a spike. Consecutive
+      spikes before this step still count.
+
+    All other steps are checked as in MindFormers' own class.
+
+    Raises:
+        ValueError: in training, for a loss that is inf or NaN, with ``check_for_nan_in_loss_and_grad``.
+
+    Examples:
+        >>> from mindformers.tools.register import MindFormerRegister
+        >>> from mindformers_adaptive import register
+        >>> register()
+        >>> MindFormerRegister.get_cls("callback", "TrainingStateMonitor") is TrainingStateMonitor
+        True
+    """
+
+    # Set by the stock class.
+    check_for_nan_in_loss_and_grad: bool
+
+    def abnormal_global_norm_check(self, cb_params: Any) -> None:
+        """Check the gradient norm of a step as MindFormers' own class does, unless the step overflowed."""
+        if not _overflowed(cb_params.net_outputs):
+            super().abnormal_global_norm_check(cb_params)
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Check a step as MindFormers' own class does. If the step overflowed, check only its loss for inf and NaN."""
+        checks = self.check_for_nan_in_loss_and_grad
+        params = run_context.original_args()
+        overflowed = _overflowed(params.net_outputs)
+        self.check_for_nan_in_loss_and_grad = checks and not overflowed
+        try:
+            super().on_train_step_end(run_context)
+        finally:
+            self.check_for_nan_in_loss_and_grad = checks
+        loss = read_loss(params.net_outputs[0]) if checks and overflowed else None
+        if loss is not None and not math.isfinite(loss):
+            raise ValueError(
+                f"The loss of step {params.cur_step_num} is {loss}. No loss scale causes this, so training ends here. "
+                "Check the data of this step and the weights. To skip such a step and go on, set "
+                "'check_for_nan_in_loss_and_grad' to False."
+            )
+
+
+def _overflowed(outputs: Any) -> bool:
+    # With three or more outputs, the second output is the overflow flag. A user's network with only two outputs may
+    # return something else beside its loss, so do not take its second output for the flag.
+    return isinstance(outputs, tuple | list) and len(outputs) > 2 and bool(read_overflow(outputs))

@@ -7,7 +7,7 @@ import pytest
 from mindspore import nn
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.mindformers.checkpoint_callback import CommonInfo, CommonInfoWithLossScale, restores_sidecar
+from mindformers_adaptive.mindformers.callbacks import CommonInfo, CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.mindformers.checkpoint_formats import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.fields import form_of
