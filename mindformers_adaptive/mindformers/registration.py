@@ -39,8 +39,8 @@ def register() -> None:
     From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
     ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
     ``CheckpointMonitor`` and ``TrainingStateMonitor`` those of :mod:`mindformers_adaptive.mindformers.callbacks`.
-    MindFormers' trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and
-    ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
+    MindFormers' trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks
+    ``LossScaleMonitor`` and ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
 
     ``AdaptiveLossScale`` is a second name for ``AdaptiveLossScaleUpdateCell``, and ``GradientGuidedLossScale`` for
     ``GradientGuidedLossScaleUpdateCell``. MindFormers has no classes of these names, so a training that uses them fails
