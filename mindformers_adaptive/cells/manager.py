@@ -157,13 +157,10 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        scale_factor (float): what a raise multiplies the scale by, above 1. Default: 2, as
-            ``amp.DynamicLossScaleManager``.
+        scale_factor (float): as in :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. Default: 2.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
-        max_scale_window, min_scale_window (int): as in
-            :class:`~mindformers_adaptive.cells.update_cells.AdaptiveLossScaleUpdateCell`, with its defaults.
-        **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
-            ``backoff_factor``, as in the update cell.
+        *windows: ``max_scale_window`` and ``min_scale_window`` of that rule.
+        **arguments: its other arguments, by name.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -209,9 +206,8 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        scale_factor, margin, min_loss_scale, max_loss_scale (float): as in
-            :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
-        gradient_format (Union[str, Mapping, Format]): as in the update cell.
+        scale_factor (float): 2, and nothing else. Default: 2.
+        **arguments: the other arguments of :class:`~mindformers_adaptive.rules.guided.GuidedRule`, by name.
 
     Raises:
         TypeError: if an argument is not of its type.

@@ -220,13 +220,10 @@ class AdaptiveLossScaler(RuleLossScaler):
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        scale_factor (float): what a raise multiplies the scale by, above 1. Default: 2, as
-            ``amp.DynamicLossScaleManager``.
+        scale_factor (float): as in :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. Default: 2.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
-        max_scale_window, min_scale_window (int): as in
-            :class:`~mindformers_adaptive.cells.update_cells.AdaptiveLossScaleUpdateCell`, with its defaults.
-        **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
-            ``backoff_factor``, as in the update cell.
+        *windows: ``max_scale_window`` and ``min_scale_window`` of that rule.
+        **arguments: its other arguments, by name.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -277,15 +274,13 @@ class AdaptiveLossScaler(RuleLossScaler):
 class GradientGuidedLossScaler(RuleLossScaler):
     """Loss scaler of gradient-guided loss scaling, for training with ``mindspore.value_and_grad``.
 
-    It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
-    the Parameters of ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that
-    every process sees the same ones.
+    It is used as :class:`AdaptiveLossScaler`, except that :meth:`adjust` needs the gradients, as :meth:`unscale`
+    returned them: ``scaler.adjust(grads_finite, grads)``.
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        scale_factor, margin, min_loss_scale, max_loss_scale (float): as in
-            :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
-        gradient_format (Union[str, Mapping, Format]): as in the update cell.
+        scale_factor (float): 2, and nothing else. Default: 2.
+        **arguments: the other arguments of :class:`~mindformers_adaptive.rules.guided.GuidedRule`, by name.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -295,27 +290,12 @@ class GradientGuidedLossScaler(RuleLossScaler):
         ``Ascend`` ``CPU``
 
     Examples:
-        >>> import mindspore
-        >>> import numpy as np
-        >>> from mindspore import Tensor, amp, nn, ops
+        >>> from mindspore import Tensor
         >>> from mindformers_adaptive import GradientGuidedLossScaler
-        >>> net, loss_fn = nn.Dense(3, 2), nn.MSELoss()
-        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
         >>> scaler = GradientGuidedLossScaler(scale_value=2**16)
-        >>> def scaled_loss(x, y):
-        ...     return scaler.scale(loss_fn(net(x), y))
-        >>> value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
-        >>> def train_step(x, y):  # in a program of your own: with @mindspore.jit
-        ...     loss, grads = value_and_grad(x, y)
-        ...     loss, grads = scaler.unscale(loss), scaler.unscale(grads)
-        ...     grads_finite = amp.all_finite(grads)
-        ...     if grads_finite:
-        ...         optimizer(grads)
-        ...     scaler.adjust(grads_finite, grads)
-        ...     return loss, grads_finite
-        >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
-        >>> bool(grads_finite), scaler.state()["loss_scale"]
-        (False, 64.0)
+        >>> grads = scaler.unscale((Tensor([float("inf")]),))
+        >>> scaler.adjust(Tensor(False), grads), scaler.state()["skipped_steps"]
+        (True, 1)
     """
 
     cell_class = update_cells.GradientGuidedLossScaleUpdateCell

@@ -44,20 +44,12 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
     Args:
         loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
             element, as MindFormers passes on resume, is only read.
-        scale_factor (Union[int, float]): what a raise multiplies the scale by, above 1.
-        scale_window (int): the window to start with, in steps. One that is not on the ladder gives a warning and
+        scale_factor (float): as in :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`, but required.
+        scale_window (int): the window to start with, in steps. One that is not on the ladder gives a warning, and
             training starts at ``min_scale_window``.
-        max_scale_window (int): the largest window, in steps. Below ``min_scale_window`` or not positive: a warning,
-            and 1000 is used. Default: 1000, MindFormers'.
-        min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
-        min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
-        max_loss_scale (float, optional): the upper bound of the loss scale. Default: None, the largest finite float32.
-        hysteresis (int): how many overflows it takes to drop the scale; a raise starts the count anew, as in
-            Megatron-LM. Default: 1, which tolerates none.
-        shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
-            Default: False, MindFormers' rule.
-        backoff_factor (float, optional): what a drop multiplies the scale by, between 0 and 1. Default: None,
-            1 / `scale_factor`, as in ``nn.DynamicLossScaleUpdateCell``.
+        max_scale_window, min_scale_window, hysteresis (int): as in that rule, with its defaults.
+        min_loss_scale, max_loss_scale, backoff_factor (float): as in that rule, with its defaults.
+        shrink_from_min_window (bool): as in that rule. Default: False.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Checkpoints do not
             contain them, and ``mindspore.export`` refuses a network that has some. Default: 0, as in MindSpore's cells.
 
@@ -152,27 +144,14 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
     =============================== ========================= ===================================================
 
     Args:
-        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
-            element, as MindFormers passes on resume, is only read. One that is no power of two gives a warning, and
-            the next power of two below is used.
-        scale_factor (int): 2, and nothing else: the scale moves by whole bits. Default: 2.
-        margin (int, optional): how many bits the loss scale stays below the ceiling that gradients show, 0 to 100.
-            Default: None, which means 6, or 2 if the numbers of ``gradient_format`` span less than 36 bits, as in FP8.
-        min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
-        max_loss_scale (float, optional): the upper bound of the loss scale. Default: None, the largest power of two in
-            float32.
-        gradient_format (Union[str, dict, Format]): the format of the gradients, as in
-            :class:`~mindformers_adaptive.rules.guided.GuidedRule`. Default: "float16".
-        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0, as in
-            MindSpore's cells.
+        loss_scale_value (Union[float, Tensor, Parameter]): as in :class:`AdaptiveLossScaleUpdateCell`, of one element.
+            One that is no power of two gives a warning, and the next power of two below is used.
+        margin (int, optional): as in :class:`~mindformers_adaptive.rules.guided.GuidedRule`. Default: None.
+        scale_factor, min_loss_scale, max_loss_scale (float): as in that rule, with its defaults.
+        gradient_format (Union[str, Mapping, Format]): as in that rule. Default: "float16".
+        history_size (int): as in :class:`AdaptiveLossScaleUpdateCell`. Default: 0.
 
-    Inputs:
-        - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
-          scale of the next step.
-        - **overflow** (Tensor) - bool of shape :math:`()`, whether the step overflowed.
-
-    Outputs:
-        Tensor, the input `overflow`.
+    Inputs, outputs: as in :class:`AdaptiveLossScaleUpdateCell`.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -230,12 +209,11 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
 
     Args:
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
-        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
-            element, as MindFormers passes on resume, is only read.
-        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
+        loss_scale_value (Union[float, Tensor, Parameter]): as in :class:`AdaptiveLossScaleUpdateCell`, of one element.
+        history_size (int): as there. Default: 0.
         **arguments: arguments of the rule, by name; leave them out if ``rule`` is an instance.
 
-    Inputs, outputs, platforms: as in :class:`GradientGuidedLossScaleUpdateCell`.
+    Inputs, outputs, platforms: as in :class:`AdaptiveLossScaleUpdateCell`.
 
     Raises:
         TypeError: if an argument is not of its type, the rule has no such argument, or is no rule.
