@@ -8,6 +8,7 @@ from mindspore import amp
 
 from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.cells.refusals import warn_of_large_factor
+from mindformers_adaptive.cells.update_cell import StateOfUpdateCell
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
@@ -15,7 +16,7 @@ from mindformers_adaptive.rules.guided import GuidedRule
 __all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
 
 
-class RuleLossScaleManager(amp.LossScaleManager):
+class RuleLossScaleManager(StateOfUpdateCell, amp.LossScaleManager):
     """Loss-scale manager for your own loss-scaling rule, for ``Model(..., loss_scale_manager=manager)``.
 
     ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. The manager has the
@@ -123,30 +124,6 @@ class RuleLossScaleManager(amp.LossScaleManager):
         cell.load_state_dict(present.state_dict())
         self.update_cell = cell
         return cell
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scaling as a dict of numbers.
-
-        Returns:
-            dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
-        """
-        return dict(self._present_cell.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue loss scaling from a saved state.
-
-        Args:
-            state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
-
-        Raises:
-            KeyError, TypeError, ValueError: if the update cell refuses the state.
-        """
-        self._present_cell.load_state_dict(state_dict)
-
-    @property
-    def inv_scale(self) -> float:
-        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
-        return float(self._present_cell.inv_scale)
 
 
 class AdaptiveLossScaleManager(RuleLossScaleManager):

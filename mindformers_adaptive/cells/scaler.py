@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from mindspore import Parameter, Tensor, amp, jit, nn, ops
@@ -13,7 +12,7 @@ from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.cells.detection import LargestGradient
 from mindformers_adaptive.cells.refusals import warn_of_large_factor
 from mindformers_adaptive.cells.unscaling import multiply_in_float32
-from mindformers_adaptive.cells.update_cell import RuleUpdateCell
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell, StateOfUpdateCell
 from mindformers_adaptive.rules import Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
@@ -50,7 +49,7 @@ class _CallOrder(nn.Cell):
         return True
 
 
-class RuleLossScaler(amp.LossScaler):
+class RuleLossScaler(StateOfUpdateCell, amp.LossScaler):
     """Loss scaler for your own loss-scaling rule, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
@@ -176,29 +175,9 @@ class RuleLossScaler(amp.LossScaler):
         """
         return self.update_cell.state()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scaling as a dict of numbers.
-
-        Returns:
-            dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
-        """
-        return dict(self.update_cell.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue loss scaling from a saved state.
-
-        Args:
-            state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
-
-        Raises:
-            KeyError, TypeError, ValueError: if the update cell refuses the state.
-        """
-        self.update_cell.load_state_dict(state_dict)
-
     @property
-    def inv_scale(self) -> float:
-        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
-        return self.update_cell.inv_scale
+    def _present_cell(self) -> RuleUpdateCell:
+        return self.update_cell
 
 
 def _refuse_none(inputs: Any) -> None:

@@ -31,7 +31,7 @@ from mindformers_adaptive.rules.state_dict import (
     to_state_dict,
 )
 
-__all__ = ["RuleUpdateCell"]
+__all__ = ["RuleUpdateCell", "StateOfUpdateCell"]
 
 
 class RuleUpdateCell(CellWithLossScale):
@@ -349,6 +349,36 @@ def _warned(problems: list[str]) -> list[str]:
     for problem in problems:
         warnings.warn(problem, stacklevel=4)
     return problems
+
+
+class StateOfUpdateCell:
+    """Mixin of managers and scalers, whose state is the state of their present update cell."""
+
+    _present_cell: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scaling as a dict of numbers.
+
+        Returns:
+            dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
+        """
+        return dict(self._present_cell.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue loss scaling from a saved state.
+
+        Args:
+            state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
+
+        Raises:
+            KeyError, TypeError, ValueError: if the update cell refuses the state.
+        """
+        self._present_cell.load_state_dict(state_dict)
+
+    @property
+    def inv_scale(self) -> float:
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return float(self._present_cell.inv_scale)
 
 
 def _new_parameter(name: str, number: int) -> Any:
