@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import os
 import re
 import shlex
 import textwrap
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,11 @@ import numpy as np
 
 from mindformers_adaptive.record.log_formats import FORMATS, LogFormat, missing_steps
 from mindformers_adaptive.record.log_lines import LogLines
-from mindformers_adaptive.record.pattern import Pattern, suggest_pattern
+from mindformers_adaptive.record.pattern import Pattern
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_of_lines import run_of_lines
 from mindformers_adaptive.record.step import Step, step_of
+from mindformers_adaptive.record.suggested_pattern import suggest_pattern
 from mindformers_adaptive.rules.checks import require_choice, with_type
 from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.table import counted
@@ -31,7 +35,11 @@ __all__ = ["read_log", "run_of_record"]
 LogPath = str | os.PathLike[str]
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# The first bytes of a file that gzip has compressed.
+_GZIP = b"\x1f\x8b"
 _LAST_WORD = re.compile(r"[^\s,|]*$")
+# Look for a pattern to suggest in at most this many lines.
+_MOST_LINES = 20_000
 # Show at most this many characters of a line that cannot be read.
 _SHOWN = 190
 
@@ -62,14 +70,16 @@ class _TextLines:
                 with open(path, "rb") as file:
                     mark = file.read(2)
                 is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+                opened = gzip.open if mark == _GZIP else open
                 # In text mode, a carriage return ends a line too, as in the output of a progress bar.
-                with open(path, encoding="utf-16" if is_utf_16 else "utf-8-sig", errors="replace") as lines:
+                with opened(path, "rt", encoding="utf-16" if is_utf_16 else "utf-8-sig", errors="replace") as lines:
                     for text in lines:
                         self.number += 1
                         yield self._clean(text)
-            except OSError as error:
-                reason = f"The log must be a file that can be read, but: {error.strerror}. Check the path"
-                raise OSError(error.errno, reason, str(path)) from error
+            except (OSError, EOFError, zlib.error) as error:
+                why = getattr(error, "strerror", None) or error
+                reason = f"The log must be a file that can be read, but: {why}. Check the path"
+                raise OSError(getattr(error, "errno", None), reason, str(path)) from error
 
     def _clean(self, text: str) -> str:
         self.is_cut = not text.endswith("\n")
@@ -150,7 +160,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
     if np.isnan(run.filled_loss_scale).all():
         raise ValueError(
             f"The log must show the loss scale, but no line of {_names(paths)} shows it (lines about steps: {used}). "
-            "Give the log of a training with loss scaling."
+            "Give the log of a training with loss scaling, or describe its lines with --pattern."
         )
     notes = [*lines.notes, *run.notes]
     if texts.undecodable:
@@ -247,13 +257,19 @@ def _nothing_found(paths: tuple[Path, ...], formats: Iterable[LogFormat], count:
         lines += _wrapped(f"  {text.strip()[:_SHOWN]}", "  ")
         lines += ["The line may have been cut or wrapped. Give the log as the training printed it."]
         return "\n".join(lines)
-    patterns = filter(None, map(suggest_pattern, _TextLines(paths)))
-    if suggested := next(patterns, ""):
-        lines += ["Its lines may match this pattern:", f"  --pattern {shlex.quote(printable(suggested)[:400])}"]
+    lines += _suggested(paths)
     lines.append("Looked for:")
     for log_format in formats:
         lines += _wrapped(f"  {log_format.name}: {log_format.example}", "    ")
-    return "\n".join([*lines, "Give the log of a training, or another format."])
+    return "\n".join([*lines, "Give the log of a training, or describe its lines with --pattern."])
+
+
+def _suggested(paths: tuple[Path, ...]) -> list[str]:
+    """Return lines of a message with a pattern that reads the log, if there is one."""
+    pattern = suggest_pattern(list(islice(_TextLines(paths), _MOST_LINES)))
+    if pattern is None:
+        return []
+    return ["This pattern reads its lines:", f"  --pattern {shlex.quote(printable(pattern))}"]
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

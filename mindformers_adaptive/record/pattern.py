@@ -7,34 +7,22 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 from mindformers_adaptive.record.log_formats import LogFormat
 from mindformers_adaptive.record.step import LARGEST_STEP, LogLine, Step
 from mindformers_adaptive.rules.checks import with_type
 
-__all__ = ["GROUPS", "Pattern", "suggest_pattern"]
+__all__ = ["GROUPS", "Pattern"]
 
 GROUPS = ("step", "loss_scale", "overflow", "skipped", "loss", "gradient_norm")
 
-_TRUE = frozenset(
-    {"true", "1", "1.0", "yes", "y", "on", "inf", "+inf", "-inf", "infinity", "nan", "overflow", "skipped"}
-)
-_FALSE = frozenset({"false", "0", "0.0", "no", "n", "off", "none", "ok", "finite"})
+_TRUE = frozenset({"true", "1", "yes", "y", "on", "inf", "+inf", "-inf", "infinity", "nan", "overflow", "skipped"})
+_FALSE = frozenset({"false", "0", "no", "n", "off", "none", "ok", "finite"})
 
 # A line that takes the pattern longer than this many seconds of CPU time has too many ways to match. Only the first
 # characters of a line are matched.
 _MOST_SECONDS, _LONGEST_LINE = 2.0, 10_000
-
-# How a line may name what a group states: the text before the value, and the value.
-_START = r"(?<![A-Za-z])"
-_VALUE_AFTER = r"""\w*["']?\s*(?:[:=|]\s*|\s+)\[?["']?"""
-_WORDS = {
-    "step": (_START + r"(?:global_?step|num_updates|updates?|steps?|iterations?|iters?|batch)", r"\d+"),
-    "loss_scale": (_START + r"(?:loss[ _-]?|grad[ _-]?)?scale", r"[-+.\w]+"),
-    "overflow": (_START + r"overflow", r"\w+"),
-}
 
 
 class Pattern(LogFormat):
@@ -94,36 +82,11 @@ class Pattern(LogFormat):
         )
 
 
-def suggest_pattern(line: str) -> str | None:
-    """Return a pattern for a line that names a step and a scale, or None if it does not name both.
-
-    Examples:
-        >>> print(suggest_pattern("step 7 | loss 2.5 | scale: 1024.0"))
-        step (?P<step>\\d+).*?scale: (?P<loss_scale>[-+.\\w]+)
-    """
-    spans = []
-    for name, (word, value) in _WORDS.items():
-        match = re.search(f"({word}{_VALUE_AFTER})({value})", line[:_LONGEST_LINE], re.I)
-        if match is not None and (name != "loss_scale" or re.match(r"[-+]?\.?\d", match[2])):
-            spans.append((match.start(), match.end(), f"{_escaped(match[1])}(?P<{name}>{value})"))
-    spans.sort()
-    pattern = ".*?".join(text for _, _, text in spans)
-    overlap = any(first[1] > second[0] for first, second in pairwise(spans))
-    if overlap or not {"(?P<step>", "(?P<loss_scale>"} <= set(re.findall(r"\(\?P<\w+>", pattern)):
-        return None
-    return pattern
-
-
-def _escaped(text: str) -> str:
-    """Return text as a pattern that also matches if the number of spaces differs."""
-    parts = [re.escape(part).replace(r"\-", "-") for part in re.split(r"\s{2,}", text)]
-    return r"\s+".join(parts).replace(r"\ ", " ")
-
-
 def _value(name: str, text: str) -> Any:
     """Return what a group states; raise ValueError if the text of the group cannot be read."""
     if name == "overflow":
-        word = text.lower()
+        # Some programs print the flag as a float, such as 1.000000.
+        word = re.sub(r"(?<=^[01])\.0+$", "", text.lower())
         if word not in _TRUE | _FALSE:
             raise ValueError(f"the group 'overflow' must be a word such as True, False, 1, 0, yes, no, but is {text!r}")
         return word in _TRUE

@@ -1,8 +1,6 @@
 """A regular expression with named groups reads the log of any program, and says what is wrong with it."""
 
 import os
-import re
-import shlex
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.pattern import suggest_pattern
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.untrusted import read_yaml
 from tests.record.log_writers import megatron_line, mindformers_line, random_run, read
@@ -74,23 +71,6 @@ def test_each_program_is_read_by_its_pattern(tmp_path, name):
     bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 300), "fairseq": (1, 300)}.get(name, (0, 300))
     assert run.skipped_bounds() == bounds
     assert run.problems == ()
-
-
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name in ("insightface", "yolox")])
-def test_a_refusal_prints_a_pattern_to_try(tmp_path, name):
-    text = "no number here: scale\n" + PROGRAMS[name][1]
-    with pytest.raises(ValueError, match="may match this pattern") as error:
-        read(tmp_path, text)
-    suggested = shlex.split(re.search(r"--pattern (.*?)\s+Looked for", str(error.value))[1])[0]
-    run = read(tmp_path, text, pattern=suggested)
-    assert (run.step[-1], run.final_loss_scale) == (300, 32768.0)
-
-
-@settings(max_examples=40)
-@given(text=st.text(max_size=60) | st.from_regex(r"(step|iter) ?[:=]? ?\d+.{0,9}(loss_)?scale ?[:=] ?[\d.]+"))
-def test_a_suggested_pattern_matches_its_line(text):
-    if (pattern := suggest_pattern(text)) is not None:
-        assert re.search(pattern, text) is not None
 
 
 @settings(max_examples=25)
