@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "gradients": {"text", "public_names", "rules"},
     "record": {"text", "public_names", "rules"},
     "lab": {"text", "public_names", "rules", "record"},
-    "overflow": {"text", "public_names", "rules", "gradients"},
+    "overflow": {"text", "public_names", "rules", "gradients", "record"},
     "monitor": {"", "text", "public_names", "rules", "record", "gradients"},
     "plots": {"text", "rules", "record", "gradients", "overflow", "lab"},
     "mindformers": {"text", "rules", "record", "cells", "wrapper", "gradients", "monitor", "overflow"},

@@ -20,6 +20,7 @@ from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.training_probe import TrainingSource, load_weights
 from mindformers_adaptive.overflow.explain import explain_overflow
 from mindformers_adaptive.overflow.explanation import Explanation
+from mindformers_adaptive.record.symptom import Finding
 from mindformers_adaptive.rules.checks import imported, require_integer
 
 __all__ = ["DEFAULT_BATCHES", "Measurement", "measurement_of_file", "measurement_of_program"]
@@ -54,6 +55,7 @@ class Measurement:
         measured (str): the weights and batches, in words. Default: "".
         failure (str): which steps of the training had a loss that is inf or NaN, in words. Where the passes have finite
             losses, the explanation says that it is not about that failure. Default: "".
+        findings (Sequence[Finding]): what the steps of the training show. Default: nothing.
     """
 
     network: Any
@@ -63,6 +65,7 @@ class Measurement:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     measured: str = ""
     failure: str = ""
+    findings: Sequence[Finding] = ()
 
     def explain(self, graph: bool = False, progress: Callable[[int], object] | None = None) -> Explanation:
         """Say in which layer the training overflows, and which change helps.
@@ -87,7 +90,7 @@ class Measurement:
             progress=progress,
             micro_batches=self.micro_batches,
         )
-        return dataclasses.replace(explanation, measured=self.measured, failure=self.failure)
+        return dataclasses.replace(explanation.after(self.findings), measured=self.measured, failure=self.failure)
 
 
 def measurement_of_file(
@@ -96,6 +99,7 @@ def measurement_of_file(
     batches: int = DEFAULT_BATCHES,
     batch: str | Path | None = None,
     failure: str = "",
+    findings: Sequence[Finding] = (),
 ) -> Measurement:
     """Build the training that a YAML file describes, and return what an explanation of its overflows needs.
 
@@ -109,7 +113,7 @@ def measurement_of_file(
         batches (int): how many batches of the training data. Default: 2.
         batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, to be used instead
             of the training data. Default: None.
-        failure (str): as in :class:`Measurement`. Default: "".
+        failure (str), findings (Sequence[Finding]): as in :class:`Measurement`. Default: "", nothing.
 
     Returns:
         Measurement.
@@ -144,6 +148,7 @@ def measurement_of_file(
         settings,
         ", ".join(filter(None, measured)),
         failure,
+        findings,
     )
 
 
@@ -153,6 +158,7 @@ def measurement_of_program(
     checkpoint: str | Path | None = None,
     loss_scale: float | None = None,
     failure: str = "",
+    findings: Sequence[Finding] = (),
 ) -> Measurement:
     """Build the network of a Python program, and return what an explanation of its overflows needs.
 
@@ -163,7 +169,7 @@ def measurement_of_program(
         checkpoint (str, optional): as in :class:`~mindformers_adaptive.mindformers.training_probe.TrainingSource`.
             Default: None, the weights that the function gives to the network.
         loss_scale (float, optional): the loss scale of the training. Default: None, the one of the train-step cell.
-        failure (str): as in :class:`Measurement`. Default: "".
+        failure (str), findings (Sequence[Finding]): as in :class:`Measurement`. Default: "", nothing.
 
     Returns:
         Measurement.
@@ -190,7 +196,9 @@ def measurement_of_program(
     if checkpoint is not None:
         inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
         weights = f"weights of {load_weights(inner, checkpoint)} (--checkpoint)"
-    return Measurement(network, rows, loss_scale, measured=f"{weights}, batch {batch}", failure=failure)
+    return Measurement(
+        network, rows, loss_scale, measured=f"{weights}, batch {batch}", failure=failure, findings=findings
+    )
 
 
 def _micro_batches(batch: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:

@@ -13,6 +13,7 @@ import yaml
 
 from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
 from mindformers_adaptive.mindformers.workarounds import is_whole
+from mindformers_adaptive.record.diagnosis import Seen, diagnose
 from mindformers_adaptive.record.run_folder import BATCH_FILE, CONFIG_FILE, record_in
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
@@ -78,7 +79,8 @@ def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         dict with ``config_path`` and, if the folder has them, ``register_path``, ``checkpoint`` (the newest complete
-        one), ``batch``, ``loss_scale`` and ``failure``, a text about the first loss that was inf or NaN.
+        one), ``batch``, ``loss_scale``, ``findings`` on the steps of the training, and ``failure``, a text about the
+        first loss that was inf or NaN.
 
     Raises:
         FileNotFoundError: if the folder has no configuration.
@@ -116,8 +118,8 @@ def read_program_run(record: str | os.PathLike[str]) -> dict[str, Any]:
         record (str): the record of ``LossScaleMonitor``, or its folder.
 
     Returns:
-        dict with ``loss_scale`` of the last step, ``batch``, if one was saved beside the record, and ``failure``, as
-        :func:`read_run` returns them.
+        dict with ``loss_scale`` of the last step, ``batch``, if one was saved beside the record, ``findings`` and
+        ``failure``, as :func:`read_run` returns them.
 
     Raises:
         OSError: if there is no such record, or it cannot be read.
@@ -129,11 +131,13 @@ def read_program_run(record: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _facts_of(record: Path) -> dict[str, Any]:
-    """Return ``loss_scale`` of the last step in a record, if it is known, and ``failure`` if a loss was inf or NaN."""
+    """Return what the steps of a record say, as :func:`read_run` does."""
     steps = read_record(record)
     facts: dict[str, Any] = {}
     if steps and steps[-1].get("loss_scale"):
         facts["loss_scale"] = steps[-1]["loss_scale"]
+    if findings := diagnose(map(Seen.of, steps)):
+        facts["findings"] = findings
     bad = [step for step in steps if step.get("loss") is not None and not math.isfinite(step["loss"])]
     if bad:
         facts["failure"] = f"the loss of step {bad[0]['step']} was {bad[0]['loss']} in the training"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.batch_file import save_batch
 from mindformers_adaptive.record.explanation_file import EXPLANATION_FILE
 from mindformers_adaptive.record.run_folder import BATCH_FILE
+from mindformers_adaptive.record.symptom import Finding
 from mindformers_adaptive.text.files import write_json
 
 __all__ = ["explain_collapse"]
 
 
 def explain_collapse(
-    train_step: Any, batch: Any, loss_scale: float | None, step: int, folder: Path
+    train_step: Any, batch: Any, loss_scale: float | None, step: int, folder: Path, findings: Sequence[Finding] = ()
 ) -> tuple[bool, str]:
     """Explain the overflow of a batch, and write the explanation and the batch to a folder.
 
@@ -30,6 +32,7 @@ def explain_collapse(
         loss_scale (float, optional): the loss scale of that step; None if it is not known.
         step (int): the number of that step.
         folder (Path): the folder to write to.
+        findings (Sequence[Finding]): what the steps of the training show. Default: nothing.
 
     Returns:
         tuple[bool, str], whether there is an explanation, and for the log: the explanation in at most four lines, or
@@ -48,7 +51,7 @@ def explain_collapse(
         save_batch(saved, [to_numpy(column) for column in batch])
         explain: Any = mindformers_adaptive.explain_overflow
         explanation = explain(train_step, [batch], loss_scale)
-        explanation = dataclasses.replace(explanation, measured="weights of this step")
+        explanation = dataclasses.replace(explanation.after(findings), measured="weights of this step")
         write_json(file, {"step": step, **explanation.to_dict()})
     # If the overflow cannot be explained, the training still goes on, so catch all errors.
     except Exception as error:

@@ -163,7 +163,9 @@ class LossScaleMonitor(RecordingCallback):
         self._has_batch = self._explain and self._every_n_steps == 1 and not params.dataset_sink_mode
         batch = str(self._record.path.parent / BATCH_FILE) if self._has_batch else ""
         callbacks = getattr(params.list_callback, "_callbacks", params.list_callback)
-        self._way = reports.way_to_the_cause(callbacks, batch)
+        self._way = reports.way_to_the_cause(callbacks)
+        # The batch of a bad loss and of a collapse is saved.
+        self._way_with_batch = reports.way_to_the_cause(callbacks, batch)
         self._diagnosis = Diagnosis(self._max_consecutive_overflows, batch)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at = self._first_step = self._last_step
@@ -278,7 +280,8 @@ class LossScaleMonitor(RecordingCallback):
 
     def _report(self, sign: Sign, seen: Seen, run_context: Any) -> None:
         """Warn of a sign of something wrong, explain it if asked to, and react to a collapse."""
-        message = reports.message_of(sign, self._way)
+        is_explained = sign.kind in ("bad loss", "collapse")
+        message = reports.message_of(sign, self._way_with_batch if is_explained else self._way)
         if sign.remedy and self._explain and self._writes:
             message += self._explanation(sign, seen, run_context.original_args())
         if sign.kind == "collapse" and self._on_collapse != "warn":
@@ -354,7 +357,8 @@ class LossScaleMonitor(RecordingCallback):
 
         batch = None if params.dataset_sink_mode else params.get("train_dataset_element")
         scale = seen.next_loss_scale if seen.loss_scale is None else seen.loss_scale
-        is_explained, why = explain_collapse(self._train_step, batch, scale, seen.step, self._record.path.parent)
+        folder, findings = self._record.path.parent, self._diagnosis.findings()
+        is_explained, why = explain_collapse(self._train_step, batch, scale, seen.step, folder, findings)
         return f"\nWhy it overflows:\n{why}" if is_explained else f" {why}"
 
 

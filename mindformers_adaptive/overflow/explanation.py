@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from mindformers_adaptive.gradients.reading import WeightsBeyond, as_plain
 from mindformers_adaptive.overflow.causes import Cause
 from mindformers_adaptive.overflow.headroom import LayerRange
 from mindformers_adaptive.overflow.origin import Origin
+from mindformers_adaptive.record.symptom import Finding
 from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["Explanation", "Tried"]
 
 # How many layers and how many tried settings a text shows at most, so that the text fits on a screen.
 _MOST_LAYERS, _MOST_LISTED = 5, 9
+# Begin the explanation with this many findings on the steps of the training.
+_MOST_FINDINGS = 1
+_HIDES = "What lets these weights pass, but does not undo the update that made them large"
 _WHAT_TO_GIVE = (
     "Give the weights of that step, --checkpoint (save_checkpoint_steps saves more of them), and its batch, --batch "
     "(LossScaleMonitor with explain: True saves it)."
@@ -73,6 +77,9 @@ class Explanation:
         why_graph (str): why the network does not run in PyNative mode. Default: "", not tried.
         failure (str): which steps of the training had a loss that is inf or NaN, in words. Default: "", not known.
         causes (tuple[Cause, ...]): what stands out in the layers, the weights and the loss scale. Default: nothing.
+        training (tuple[str, ...]): what the steps of the training show, the likeliest cause first. Default: nothing.
+        update_too_large (bool): whether the steps show an update that was too large, as a loss that jumped. Default:
+            False.
 
     Examples:
         >>> print(Explanation(65536.0, 2, (1.5, 1.4), {65536.0: False}).headline)
@@ -94,6 +101,8 @@ class Explanation:
     why_graph: str = ""
     failure: str = ""
     causes: tuple[Cause, ...] = ()
+    training: tuple[str, ...] = ()
+    update_too_large: bool = False
 
     @property
     def safe_scale(self) -> float | None:
@@ -125,6 +134,12 @@ class Explanation:
         return not self.failure or not all(map(math.isfinite, self.losses))
 
     @property
+    def hides_update(self) -> bool:
+        """bool: whether what helps in these passes only hides that an update of the training was too large."""
+        is_elsewhere = self.origin is not None and (self.origin.because or self.origin.what in ("batch", "buffer"))
+        return self.update_too_large and not is_elsewhere
+
+    @property
     def headline(self) -> str:
         """str: the first line of the explanation, which says whether and where the network overflows."""
         if not self.explains_failure:
@@ -137,13 +152,14 @@ class Explanation:
         if bad is None or self.origin is None:
             return none + swallowed
         where, at = _place(self.origin), as_power_of_two(bad)
+        because = f". There, {self.origin.because}" if self.origin.because else ""
         if self.origin.mask:
             what = "A mask leaves nothing of a row" if self.origin.empties_row else "The -inf of a mask is multiplied"
-            return f"{what}, of which NaN is made: {where}"
+            return f"{what}, of which NaN is made: {where}{because}"
         if self.origin.phase == "forward":
             hidden = ", though the loss is finite" if self.origin.hidden else ""
             whatever = ", whatever the loss scale" if safe is None else ""
-            return f"The forward pass overflows{hidden}{whatever}: {where}"
+            return f"The forward pass overflows{hidden}{whatever}: {where}{because}"
         if safe is None:
             return f"The backward pass overflows, even at a loss scale of {at}: {where}"
         if not self.overflow:
@@ -151,7 +167,7 @@ class Explanation:
         return f"The backward pass overflows at a loss scale of {at}, but not at {as_power_of_two(safe)}: {where}"
 
     def __str__(self) -> str:
-        lines = [self.headline]
+        lines = [*(f"The training: {text}" for text in self.training), self.headline]
         if not self.explains_failure:
             lines.append(_WHAT_TO_GIVE)
         for title, entries in self._found():
@@ -172,9 +188,19 @@ class Explanation:
         if self.causes:
             yield "What stands out, and may be the cause", [str(each) for each in self.causes]
         if helping := [str(each) for each in self.tried if each.helps]:
-            yield "What helps, tried in the same passes", helping
+            yield _HIDES if self.hides_update else "What helps, tried in the same passes", helping
         elif self.tried:
             yield "Nothing that was tried helps", [str(each) for each in self.tried]
+
+    def after(self, findings: Sequence[Finding]) -> Explanation:
+        """Return the explanation together with what the steps of the training show.
+
+        Args:
+            findings (Sequence[Finding]): what :func:`mindformers_adaptive.record.diagnosis.diagnose` returned.
+        """
+        training = tuple(f"{finding.text} {finding.remedy}" for finding in findings[:_MOST_FINDINGS])
+        is_too_large = any(finding.kind == "loss jump" for finding in findings[:_MOST_FINDINGS])
+        return replace(self, training=training, update_too_large=is_too_large)
 
     def details(self) -> str:
         """Return what the short text omits: the layers closest to overflow, and the changes that did not help.
@@ -211,9 +237,12 @@ class Explanation:
                 f"number of {reading.dtype} is {reading.limit:.5g}"
             )
         source = f" from {origin.source}" if origin.source else ""
+        # In the backward pass, an operator's input comes from the forward pass, and the gradients that it is given
+        # from the layer after it.
+        is_forward = origin.phase == "forward"
         sizes = {
-            "smallest input": origin.smallest_input,
-            f"largest input{source}": origin.largest_input,
+            "smallest input" if is_forward else "smallest input of the forward pass": origin.smallest_input,
+            f"largest input{source}" if is_forward else "largest incoming gradient": origin.largest_input,
             "largest weight": origin.largest_weight,
         }
         known = [f"{name} {size:.5g}" for name, size in sizes.items() if size is not None]

@@ -43,6 +43,7 @@ class Origin:
         source (str): the other layer that computed the largest input; "" if it is the same layer or is not known.
         hidden (bool): whether the loss is finite nevertheless, because a later operator swallows inf and NaN.
         mask (bool): whether a mask caused the NaN: its -inf values fill a whole row, or are multiplied by 0.
+        narrowed (str): why a number of the mask is -inf, if the mask has been given as a finite number; "" otherwise.
     """
 
     phase: str
@@ -58,6 +59,28 @@ class Origin:
     source: str = ""
     hidden: bool = False
     mask: bool = False
+    narrowed: str = ""
+
+    @property
+    def because(self) -> str:
+        """Why finite values became inf or NaN, with a remedy, where the values show it; "" otherwise."""
+        reading, kind = self.reading, self.operator.partition(" ")[0]
+        if self.phase != "forward" or self.what != "output" or reading is None:
+            return self.narrowed
+        if self.largest_input is not None and self.largest_input > reading.limit:
+            return (
+                f"{self.largest_input:.5g} is inf in {reading.dtype}, whose largest number is {reading.limit:.5g}. "
+                "Compute this in float32; a mask can take the largest number instead"
+            )
+        if self.smallest_input == 0.0 and kind.startswith(_OVERFLOWS_NEAR_ZERO):
+            what = "the logarithm of 0 is -inf" if kind.startswith("Log") else "it divides by 0, or by a root of 0"
+            return (
+                f"an input has 0, and {what}. Look where the 0 comes from: the batch, a softmax, or a small number "
+                f"that {reading.dtype} rounds to 0; keep the input above 0 by a maximum"
+            )
+        if reading.nans and kind.startswith(("Log", "Sqrt", "Rsqrt", "Pow")):
+            return "an input is below 0, for which the result is NaN. Keep the input above 0 by a maximum"
+        return self.narrowed
 
     @property
     def empties_row(self) -> bool:
@@ -160,7 +183,10 @@ def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
             if reaches_loss or not fills(origin_call):
                 return _made_by(seen, origin_call)
     origin = _made_by(seen, call)
-    return dataclasses.replace(origin, what="output, NaN made of the -inf of a mask", mask=True)
+    # A mask of a number such as -1e9 becomes -inf where it is cast to float16.
+    constants = (_made_by(seen, begin) for begin, value in begins if value is None)
+    narrowed = next((constant.because for constant in constants if constant.because), "")
+    return dataclasses.replace(origin, what="output, NaN made of the -inf of a mask", mask=True, narrowed=narrowed)
 
 
 def _bad_before(seen: Pass, masks: Masks, call: Call) -> set[int]:
@@ -185,7 +211,8 @@ def _made_by(seen: Pass, call: Call) -> Origin:
     weights = [value.weight for value in call.inputs if value.weight]
     inputs = [value.reading for value in call.inputs if not value.weight]
     named = weights[0] if weights and call.operator and not inputs else None
-    origin = _origin_at("forward", seen, call, "output", bad, largest_of(inputs))
+    largest = largest_of(inputs) if call.largest_constant <= bad.limit else call.largest_constant
+    origin = _origin_at("forward", seen, call, "output", bad, largest)
     return dataclasses.replace(origin, weight=named, source=_source_of(seen, call))
 
 

@@ -68,6 +68,8 @@ class Call:
         inputs (list[Operand]): the floating-point inputs.
         outputs (list[Reading]): the floating-point outputs.
         gradients (list[Gradient]): the gradients of inputs and outputs, in the order of the backward pass.
+        largest_constant (float): the largest magnitude among the Python numbers that an operator was given; 0 if it was
+            given none.
     """
 
     index: int
@@ -79,6 +81,7 @@ class Call:
     inputs: list[Operand] = field(default_factory=list)
     outputs: list[Reading] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
+    largest_constant: float = 0.0
 
     @property
     def name(self) -> str:

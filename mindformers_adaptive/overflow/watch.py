@@ -182,6 +182,8 @@ class Watch:
         if (parent.layer, kind) == self._widened:
             args, kwargs = _replaced((args, kwargs), self._in_float32)
         begun = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
+        # Only floats are values: integers may be axes, shapes or indexes.
+        begun.largest_constant = max((abs(value) for value in args if isinstance(value, float)), default=0.0)
         # Do not put a hook on a Tensor that the operator writes to: the operator must get the caller's Tensor, not the
         # output of a hook.
         target = args[0] if args and (in_place or _writes(primitive, args[0])) else None

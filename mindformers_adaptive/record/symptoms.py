@@ -35,7 +35,7 @@ _TO_END_TRAINING = (
     "To end a training at such a step, set check_for_nan_in_loss_and_grad: True in the YAML file; in a program, raise "
     "an error in a callback."
 )
-_LOWER_THE_RATE = "lower the learning rate or warm it up over more steps, and go back to a checkpoint before that step"
+_LOWER_THE_RATE = "lower the learning rate or warm it up over more steps, and go back to a checkpoint before step"
 _LOOK_AT_THE_MODEL = (
     "Usual remedies: softmax and normalization layers in float32 (softmax_compute_type, layernorm_compute_type), a "
     "lower learning rate or a longer warm-up, and going on from a checkpoint before the overflows began."
@@ -58,7 +58,7 @@ class LossJump(Symptom):
     def __init__(self) -> None:
         super().__init__()
         # The largest loss before the present rise; the steps in a row of this rise, and their largest loss.
-        self._largest, self._risen, self._largest_of_rise = 0.0, 0, 0.0
+        self._largest, self._risen, self._largest_of_rise, self._first_high = 0.0, 0, 0.0, 0
         # Whether the present rise is an episode.
         self._is_said = False
         # The last step with a finite loss, whether its update was applied, and the steps since with inf or NaN.
@@ -78,6 +78,7 @@ class LossJump(Symptom):
             self._risen, self._is_said = 0, False
             return None
         self._risen += 1
+        self._first_high = seen.step if self._risen == 1 else self._first_high
         self._largest_of_rise = max(self._largest_of_rise, loss) if self._risen > 1 else loss
         times = loss / self._largest
         if self._is_said:
@@ -91,12 +92,12 @@ class LossJump(Symptom):
             said = f"The loss rose to {loss:.3g} up to step {seen.step}, {times:.2g} times the largest loss before."
         else:
             return None
-        self._is_said = True
+        self._is_said, first = True, self._first_high
         return self._begin(
-            seen.step,
+            first,
             said,
-            f"Most often the update before that step was too large: {_LOWER_THE_RATE}. If the loss falls back at once, "
-            "look at the batch of that step.",
+            f"Most often the update before step {first} was too large: {_LOWER_THE_RATE} {first}. If the loss falls "
+            "back at once, look at the batch of that step.",
         )
 
     def _feed_bad(self, step: int) -> Sign | None:
@@ -108,8 +109,9 @@ class LossJump(Symptom):
         return self._begin(
             self._first_bad,
             f"The loss was finite in step {self._last_finite}, and is inf or NaN from step {self._first_bad} on.",
-            f"If the update before that step was too large, the weights are large now: {_LOWER_THE_RATE}. If they are "
-            "not, the batches from that step on have a bad value, or a value such as 0 whose logarithm is taken.",
+            f"If the update before step {self._first_bad} was too large, the weights are large now: {_LOWER_THE_RATE} "
+            f"{self._first_bad}. If they are not, the batches from that step on have a bad value, or a value such as 0 "
+            "whose logarithm is taken.",
         )
 
 
