@@ -53,8 +53,6 @@ class Measurement:
         settings (Mapping[str, Callable]): changes to try, as in
             :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: none.
         measured (str): the weights and batches, in words. Default: "".
-        failure (str): which steps of the training had a loss that is inf or NaN, in words. Where the passes have finite
-            losses, the explanation says that it is not about that failure. Default: "".
         findings (Sequence[Finding]): what the steps of the training show. Default: nothing.
     """
 
@@ -64,7 +62,6 @@ class Measurement:
     micro_batches: int = 1
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     measured: str = ""
-    failure: str = ""
     findings: Sequence[Finding] = ()
 
     def explain(self, graph: bool = False, progress: Callable[[int], object] | None = None) -> Explanation:
@@ -90,7 +87,7 @@ class Measurement:
             progress=progress,
             micro_batches=self.micro_batches,
         )
-        return dataclasses.replace(explanation.after(self.findings), measured=self.measured, failure=self.failure)
+        return dataclasses.replace(explanation.after(self.findings), measured=self.measured)
 
 
 def measurement_of_file(
@@ -98,7 +95,6 @@ def measurement_of_file(
     loss_scale: float | None = None,
     batches: int = DEFAULT_BATCHES,
     batch: str | Path | None = None,
-    failure: str = "",
     findings: Sequence[Finding] = (),
 ) -> Measurement:
     """Build the training that a YAML file describes, and return what an explanation of its overflows needs.
@@ -113,7 +109,7 @@ def measurement_of_file(
         batches (int): how many batches of the training data. Default: 2.
         batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, to be used instead
             of the training data. Default: None.
-        failure (str), findings (Sequence[Finding]): as in :class:`Measurement`. Default: "", nothing.
+        findings (Sequence[Finding]): as in :class:`Measurement`. Default: nothing.
 
     Returns:
         Measurement.
@@ -147,7 +143,6 @@ def measurement_of_file(
         training.micro_batches,
         settings,
         ", ".join(filter(None, measured)),
-        failure,
         findings,
     )
 
@@ -157,7 +152,6 @@ def measurement_of_program(
     batch: str | Path,
     checkpoint: str | Path | None = None,
     loss_scale: float | None = None,
-    failure: str = "",
     findings: Sequence[Finding] = (),
 ) -> Measurement:
     """Build the network of a Python program, and return what an explanation of its overflows needs.
@@ -169,7 +163,7 @@ def measurement_of_program(
         checkpoint (str, optional): as in :class:`~mindformers_adaptive.mindformers.training_probe.TrainingSource`.
             Default: None, the weights that the function gives to the network.
         loss_scale (float, optional): the loss scale of the training. Default: None, the one of the train-step cell.
-        failure (str), findings (Sequence[Finding]): as in :class:`Measurement`. Default: "", nothing.
+        findings (Sequence[Finding]): as in :class:`Measurement`. Default: nothing.
 
     Returns:
         Measurement.
@@ -196,9 +190,7 @@ def measurement_of_program(
     if checkpoint is not None:
         inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
         weights = f"weights of {load_weights(inner, checkpoint)} (--checkpoint)"
-    return Measurement(
-        network, rows, loss_scale, measured=f"{weights}, batch {batch}", failure=failure, findings=findings
-    )
+    return Measurement(network, rows, loss_scale, measured=f"{weights}, batch {batch}", findings=findings)
 
 
 def _micro_batches(batch: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,8 +78,7 @@ def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         dict with ``config_path`` and, if the folder has them, ``register_path``, ``checkpoint`` (the newest complete
-        one), ``batch``, ``loss_scale``, ``findings`` on the steps of the training, and ``failure``, a text about the
-        first loss that was inf or NaN.
+        one), ``batch``, ``loss_scale`` and ``findings`` on the steps of the training.
 
     Raises:
         FileNotFoundError: if the folder has no configuration.
@@ -118,8 +116,8 @@ def read_program_run(record: str | os.PathLike[str]) -> dict[str, Any]:
         record (str): the record of ``LossScaleMonitor``, or its folder.
 
     Returns:
-        dict with ``loss_scale`` of the last step, ``batch``, if one was saved beside the record, ``findings`` and
-        ``failure``, as :func:`read_run` returns them.
+        dict with ``loss_scale`` of the last step, ``batch``, if one was saved beside the record, and ``findings``, as
+        :func:`read_run` returns them.
 
     Raises:
         OSError: if there is no such record, or it cannot be read.
@@ -138,7 +136,4 @@ def _facts_of(record: Path) -> dict[str, Any]:
         facts["loss_scale"] = steps[-1]["loss_scale"]
     if findings := diagnose(map(Seen.of, steps)):
         facts["findings"] = findings
-    bad = [step for step in steps if step.get("loss") is not None and not math.isfinite(step["loss"])]
-    if bad:
-        facts["failure"] = f"the loss of step {bad[0]['step']} was {bad[0]['loss']} in the training"
     return facts

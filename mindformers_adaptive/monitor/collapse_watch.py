@@ -48,6 +48,8 @@ class CollapseWatch(Callback):
         self._reader = None if train_step is None or get_real_rank() != 0 else StepReader(train_step)
         if self._reader is None:
             return
+        if message := reports.trains_in_half(train_step):
+            logger.warning("%s", message)
         self._way = reports.way_to_the_cause([self])
         self._diagnosis = Diagnosis()
         self._every = _EVERY if self._reader.counts_overflows else 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mindspore import dtype as mstype
+
 from mindformers_adaptive.record.run_folder import why_command
 from mindformers_adaptive.record.symptom import Sign
 
-__all__ = ["message_of", "none_applied", "too_short_for_window", "way_to_the_cause"]
+__all__ = ["message_of", "none_applied", "too_short_for_window", "trains_in_half", "way_to_the_cause"]
 
 
 def way_to_the_cause(callbacks: Iterable[Any] = (), batch: str = "") -> str:
@@ -39,6 +41,23 @@ def message_of(sign: Sign, way: str) -> str:
 def none_applied(steps: int, way: str) -> str:
     """Return a warning for a training that ends after ``steps`` steps, all of which were skipped."""
     return f"Loss scaling: all {steps} steps of this training overflowed and were skipped. No weight has changed. {way}"
+
+
+def trains_in_half(train_step: Any) -> str | None:
+    """Return a warning for a training whose weights are in FP16, else None.
+
+    Args:
+        train_step (Cell): the train-step cell.
+    """
+    names = [weight.name for weight in train_step.trainable_params() if weight.dtype == mstype.float16]
+    if not names:
+        return None
+    more = f" and {len(names) - 1} more Parameters" if len(names) > 1 else ""
+    return (
+        f"The trained weights are in FP16: {names[0]}{more}. There an update below 1/4096 of a weight is lost, and "
+        "an optimizer that keeps squared gradients and eps in FP16 rounds them to 0. So the loss may not fall, or may "
+        "jump. No loss scale helps. Keep the weights in float32 (param_init_type: float32 in the YAML file)."
+    )
 
 
 def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, steps_before: int) -> str | None:

@@ -247,7 +247,7 @@ def watched_passes(
             try:
                 loss, gradients, _ = backward(Tensor(scale / micro_batches, mstype.float32), *batch)
                 weights = dict(zip(names, map(read_tensor, gradients[: len(names)]), strict=True))
-                calls, of_calls, source = watch.take(loss, weights, gradients[len(names) :])
+                calls, of_calls, source = watch.take(batch, loss, weights, gradients[len(names) :])
                 loss = float(to_numpy(loss).astype(np.float64).mean())
                 return Pass(scale, loss, calls, of_calls, weights, source, sees_operators=not graph)
             except Exception as error:

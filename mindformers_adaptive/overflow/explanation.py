@@ -19,7 +19,7 @@ __all__ = ["Explanation", "Tried"]
 _MOST_LAYERS, _MOST_LISTED = 5, 9
 # Begin the explanation with this many findings on the steps of the training.
 _MOST_FINDINGS = 1
-_HIDES = "What lets these weights pass, but does not undo the update that made them large"
+_HIDES = "What lets these weights pass, but does not undo an update that was too large"
 _WHAT_TO_GIVE = (
     "Give the weights of that step, --checkpoint (save_checkpoint_steps saves more of them), and its batch, --batch "
     "(LossScaleMonitor with explain: True saves it)."
@@ -200,7 +200,9 @@ class Explanation:
         """
         training = tuple(f"{finding.text} {finding.remedy}" for finding in findings[:_MOST_FINDINGS])
         is_too_large = any(finding.kind == "loss jump" for finding in findings[:_MOST_FINDINGS])
-        return replace(self, training=training, update_too_large=is_too_large)
+        bad = next((finding.step for finding in findings if finding.kind == "bad loss"), None)
+        failure = "" if bad is None else f"the loss of step {bad} was inf or NaN in the training"
+        return replace(self, training=training, update_too_large=is_too_large, failure=failure)
 
     def details(self) -> str:
         """Return what the short text omits: the layers closest to overflow, and the changes that did not help.

@@ -15,7 +15,7 @@ from mindspore.ops.auto_generate import SumExt
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.reading import Reading
 from mindformers_adaptive.gradients.temporary_changes import replaced_in
-from mindformers_adaptive.overflow.passes import Call, Gradient, Operand
+from mindformers_adaptive.overflow.passes import BATCH, Call, Gradient, Operand
 from mindformers_adaptive.overflow.watch import read_tensor
 
 __all__ = ["GraphWatch"]
@@ -24,6 +24,8 @@ _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
 # The quantities measured at each input and output of a cell: three of the value and of its gradient, in turns, and then
 # three of both together. The kind of the gradient's inf and NaN is not used.
 _MEASURED = ("largest", "gradient_largest", "bad", "gradient_bad", "of_bad", "unused", "size", "dtype", "calls")
+# Of a cell, the first calls in a pass are measured one by one, and the mean of all others.
+_MOST_CALLS = 8
 # Of a cell with *args, at most _MOST_INPUTS inputs are measured. Of every cell, at most _MOST_OUTPUTS outputs are
 # measured: at least 4, because flash attention returns its result as the fourth output.
 _MOST_INPUTS, _MOST_OUTPUTS = 8, 4
@@ -35,8 +37,7 @@ class GraphWatch:
     Use it for a network that runs only in graph mode. Each input and output of a cell passes through a measuring cell,
     which has a custom gradient and a second input: a Parameter, the *sink*. The gradient of the sink is the
     measurement. So nothing is written in the backward pass, where MindSpore could not keep writes in order. Operators
-    are not seen: if values overflow between cells, the surrounding cell is named. For a cell that is called several
-    times, the mean over its calls is measured.
+    are not seen: if values overflow between cells, the surrounding cell is named.
 
     Args:
         network (Cell): the network, without a train-step cell around it.
@@ -76,11 +77,12 @@ class GraphWatch:
             yield
 
     def take(
-        self, loss: Any, weights: Mapping[str, Reading], gradients_of_sinks: Sequence[Any]
+        self, batch: Any, loss: Any, weights: Mapping[str, Reading], gradients_of_sinks: Sequence[Any]
     ) -> tuple[list[Call], list[tuple[int, Gradient]], None]:
         """Return what was recorded in the last pass of the network, and discard that record.
 
         Args:
+            batch (Sequence[Tensor]): the inputs of the pass.
             loss (Tensor): the loss that the pass returned.
             weights (Mapping[str, Reading]): the gradients of the trained Parameters.
             gradients_of_sinks (Sequence[Tensor]): the gradients of ``sinks``, in the same order.
@@ -90,15 +92,23 @@ class GraphWatch:
         """
         pairs = zip(self.sinks, gradients_of_sinks, strict=True)
         measured = {sink.name: to_numpy(gradient).tolist() for sink, gradient in pairs}
-        whole = Call(0, "", type(self._network).__name__, outputs=[read_tensor(loss)])
+        values = [value for value in batch if isinstance(value, Tensor) and value.is_floating_point()]
+        inputs = [*(Operand(read_tensor(value), BATCH) for value in values), *_own_weights(self._network)]
+        whole = Call(0, "", type(self._network).__name__, inputs=inputs, outputs=[read_tensor(loss)])
         calls, indexes = [whole], {"": 0}
-        began = {path: float(watched.began.asnumpy()) for path, watched in self._watched.items()}
-        for path in sorted(filter(began.get, began), key=began.__getitem__):
+        # For each call, when it began, the path of its cell, and how many calls of this cell came before.
+        began = [
+            (when, path, number)
+            for path, watched in self._watched.items()
+            for number, when in enumerate(watched.take_beginnings())
+            if when
+        ]
+        for _, path, number in sorted(began):
             around = path
             while (around := around.rpartition(".")[0]) not in indexes:
                 pass
             indexes[path] = len(calls)
-            calls.append(self._watched[path].read(measured, len(calls), indexes[around]))
+            calls.append(self._watched[path].read(measured, number, len(calls), indexes[around]))
         return calls, list(_backward_order(calls, dict(weights))), None
 
     def _watched_for(self, value: Any) -> Any:
@@ -141,9 +151,13 @@ class _Watched(nn.Cell):
         takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
         self.sinks_in = _sinks(f"{name}.in", _MOST_INPUTS if takes_any else len(parameters))
         self.sinks_out = _sinks(f"{name}.out", _MOST_OUTPUTS)
-        self.began = Parameter(Tensor(0.0, mstype.float32), f"watch_of_{name}.began", requires_grad=False)
-        self.assign, self.assign_add = ops.Assign(), ops.AssignAdd()
-        self.one = Tensor(1.0, mstype.float32)
+        zeros = Tensor(np.zeros(_MOST_CALLS, np.float32))
+        self.began = Parameter(zeros, f"watch_of_{name}.began", requires_grad=False)
+        self.calls = Parameter(Tensor(0.0, mstype.float32), f"watch_of_{name}.calls", requires_grad=False)
+        self.assign_add, self.equal, self.minimum = ops.AssignAdd(), ops.Equal(), ops.Minimum()
+        self.select, self.zeros_like = ops.Select(), ops.ZerosLike()
+        self.one, self.most = Tensor(1.0, mstype.float32), Tensor(float(_MOST_CALLS), mstype.float32)
+        self.numbers = Tensor(np.arange(1, _MOST_CALLS + 1, dtype=np.float32))
 
     @property
     def sinks(self) -> tuple[Any, ...]:
@@ -161,29 +175,40 @@ class _Watched(nn.Cell):
             return getattr(layer, name)
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        self.assign(self.began, self.assign_add(self.clock, self.one))
+        self.assign_add(self.clock, self.one)
+        self.assign_add(self.calls, self.one)
+        is_this_call = self.equal(self.numbers, self.minimum(self.calls, self.most))
+        now = self.zeros_like(self.numbers) + self.clock
+        self.assign_add(self.began, self.select(is_this_call, now, self.zeros_like(now)))
         inputs = []
         for value, sink in zip(args, self.sinks_in):  # noqa: B905, which a graph does not have
-            inputs.append(self.measured(value, sink))
+            inputs.append(self.measured(value, sink, is_this_call))
         output = self.layer(*inputs, *args[len(inputs) :], **kwargs)
         if isinstance(output, tuple):
             outputs = []
             for value, sink in zip(output, self.sinks_out):  # noqa: B905
-                outputs.append(self.measured(value, sink))
+                outputs.append(self.measured(value, sink, is_this_call))
             return tuple(outputs) + output[len(outputs) :]
-        return self.measured(output, self.sinks_out[0])
+        return self.measured(output, self.sinks_out[0], is_this_call)
 
-    def measured(self, value: Any, sink: Any) -> Any:
+    def measured(self, value: Any, sink: Any, is_this_call: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype in _DTYPES:
-            return self.measure(value, sink)
+            return self.measure(value, sink, is_this_call)
         return value
 
-    def read(self, measured: Mapping[str, Sequence[float]], index: int, parent: int) -> Call:
-        """Return the measurements of the wrapped cell's last call, and mark the cell as not called in the next pass."""
+    def take_beginnings(self) -> list[float]:
+        """Return when the calls of the last pass began, in any unit, and 0 for calls that were not made; reset both."""
+        began: list[float] = self.began.asnumpy().tolist()
+        for parameter in (self.began, self.calls):
+            parameter.set_data(Tensor(np.zeros(parameter.shape, np.float32)))
+        return began
+
+    def read(self, measured: Mapping[str, Sequence[Sequence[float]]], number: int, index: int, parent: int) -> Call:
+        """Return the measurements of one call of the wrapped cell in the last pass, by the number of the call."""
         call = Call(index, self.layer_name, type(self.layer).__name__, parent=parent)
         for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):
             for sink in sinks:
-                values = dict(zip(_MEASURED, measured[sink.name], strict=True))
+                values = dict(zip(_MEASURED, measured[sink.name][number], strict=True))
                 if not values["calls"]:
                     continue
                 reading, gradient = _readings(values)
@@ -192,16 +217,18 @@ class _Watched(nn.Cell):
                     call.outputs.append(reading)
                 else:
                     call.inputs.append(Operand(reading))
-        weights = [
-            weight for weight in self.layer._params.values() if weight is not None and weight.is_floating_point()
-        ]
-        call.inputs += [Operand(read_tensor(weight), None, weight.name) for weight in weights]
-        self.began.set_data(Tensor(0.0, mstype.float32))
+        call.inputs += _own_weights(self.layer)
         return call
 
 
+def _own_weights(cell: Any) -> list[Operand]:
+    """Return the Parameters of a cell that belong to no cell inside it."""
+    weights = (weight for weight in cell._params.values() if weight is not None and weight.is_floating_point())
+    return [Operand(read_tensor(weight), None, weight.name) for weight in weights]
+
+
 def _sinks(name: str, number: int) -> Any:
-    zeros = np.zeros(len(_MEASURED), np.float32)
+    zeros = np.zeros((_MOST_CALLS, len(_MEASURED)), np.float32)
     return ParameterTuple([Parameter(Tensor(zeros), name=f"sink_of_{name}{index}") for index in range(number)])
 
 
@@ -216,7 +243,8 @@ def _readings(values: Mapping[str, float]) -> tuple[Reading, Reading]:
 class _Measure(nn.Cell):
     """Returns its first input unchanged, and measures this input and its gradient in the backward pass.
 
-    The second input is a sink: the backward pass returns the measurements in place of the gradient of the sink.
+    The second input is a sink: the backward pass returns the measurements in place of the gradient of the sink, in the
+    row of this call.
     """
 
     def __init__(self) -> None:
@@ -226,14 +254,15 @@ class _Measure(nn.Cell):
         self.is_finite, self.logical_not, self.select = ops.IsFinite(), ops.LogicalNot(), ops.Select()
         self.reduce_max, self.reduce_sum, self.subtract = ops.ReduceMax(), ops.ReduceSum(), ops.Sub()
         self.stack, self.concat, self.reshape = ops.Stack(), ops.Concat(), ops.Reshape()
+        self.broadcast = ops.BroadcastTo((_MOST_CALLS, len(_MEASURED)))
         self.one, self.passed, self.count = Tensor(1.0, mstype.float32), ops.StopGradient(), SumExt()
 
-    def construct(self, value: Any, sink: Any) -> Any:
+    def construct(self, value: Any, sink: Any, is_this_call: Any) -> Any:
         # Without this operator, MindSpore would take the output for the input. Then the first of
         # several layers that use a value would get the sum of the gradients of all these layers.
         return self.passed(value)
 
-    def bprop(self, value: Any, sink: Any, out: Any, dout: Any) -> Any:
+    def bprop(self, value: Any, sink: Any, is_this_call: Any, out: Any, dout: Any) -> Any:
         dtype = 0.0 if value.dtype == mstype.float16 else 1.0 if value.dtype == mstype.bfloat16 else 2.0
         size, dtype = self.cast(float(value.size), mstype.float32), self.cast(dtype, mstype.float32)
         # Measure the value and its gradient together, because MindSpore compiles half as many operators faster.
@@ -246,4 +275,7 @@ class _Measure(nn.Cell):
         bad = self.count(self.logical_not(is_finite), axes, False, mstype.float32)
         # The sum of the elements that are inf or NaN shows their kind: inf, -inf, or NaN, also for a mixture of kinds.
         sum_of_bad = self.reduce_sum(self.subtract(both, finite), axes)
-        return dout, self.concat((largest, bad, sum_of_bad, self.stack((size, dtype, self.one))))
+        measured = self.concat((largest, bad, sum_of_bad, self.stack((size, dtype, self.one))))
+        rows = self.broadcast(self.reshape(is_this_call, (_MOST_CALLS, 1)))
+        # Select the row instead of multiplying by 0, which makes NaN of inf.
+        return dout, self.select(rows, self.broadcast(measured), self.zeros_like(sink)), self.zeros_like(is_this_call)

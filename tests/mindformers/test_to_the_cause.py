@@ -28,7 +28,9 @@ BROKEN = {
         {},
         {"lr_schedule.learning_rate": 3.0, "callbacks.1.save_checkpoint_steps": 1, "lr_schedule.warmup_steps": 1}
         | {"runner_wrapper.scale_sense.loss_scale_value": 2**16},
-        "The forward pass overflows, whatever the loss scale: in model.layers.0",
+        # What lets the weights pass is no remedy for the update.
+        "The training: .*lower the learning rate .*\nThe forward pass overflows, whatever the loss scale: in "
+        r"model.layers.0[^`]*but does not undo an update that was too large:\n  compute_dtype: float32",
     ),
     "frozen layer": (
         {"lm_head": 3e5, "norm_out": 1e-6},

@@ -136,7 +136,7 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
     (other / "record.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (other / "overflow_batch.npz").touch()
     inputs = read_run(run)
-    assert inputs.pop("failure") == "the loss of step 2 was nan in the training"
+    assert [(finding.kind, finding.step) for finding in inputs.pop("findings")] == [("bad loss", 2)]
     expected = {"checkpoint": saved / "model-1_2.ckpt", "batch": other / "overflow_batch.npz", "config_path": written}
     assert inputs == {**{name: str(path) for name, path in expected.items()}, "loss_scale": 4.0}
     # Files that are older than the written YAML file belong to an earlier training in the same folder.

@@ -15,12 +15,12 @@ HALF = mstype.float16
 VOCABULARY, SEQ_LENGTH, WIDTH = 32, 8, 16
 
 
-def llama(**settings):
-    """Return a Llama of MindFormers with one layer in FP16."""
+def llama(layers=1, **settings):
+    """Return a Llama of MindFormers in FP16."""
     mindspore.set_seed(0)
     config = {"compute_dtype": "float16", "param_init_type": "float32", "use_flash_attention": False}
     config |= {"use_rope_slice": True, "fused_rms_norm": False, "pad_token_id": VOCABULARY, "ignore_token_id": -100}
-    sizes = {"batch_size": 2, "seq_length": SEQ_LENGTH, "hidden_size": WIDTH, "num_layers": 1, "num_heads": 2}
+    sizes = {"batch_size": 2, "seq_length": SEQ_LENGTH, "hidden_size": WIDTH, "num_layers": layers, "num_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, multiple_of=8, **sizes, **config, **settings))
 
 

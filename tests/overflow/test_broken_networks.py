@@ -5,6 +5,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.record.diagnosis import Seen, diagnose
 from tests.overflow.overflowing import (
     HALF,
     Attention,
@@ -122,6 +123,59 @@ def test_an_empty_row_of_a_mask_is_named(case):
     explanation = explained(network, batch, 2.0**16, remedies=True)
     assert all("mask leaves nothing of" in text for text in printed(explanation))
     assert not explanation.causes
+
+
+# A mask of -1e9 that hides all of the first row, so that softmax in FP16 makes NaN of it.
+FIRST_ROW = Tensor(np.eye(6, dtype=np.float32)[:1].T @ np.full((1, 6), -1e9, np.float32))
+BEYOND = {
+    "multiplied": lambda x: softmax(x + HIDDEN.astype(HALF) * -1e9),
+    "a row": lambda x: softmax(x + FIRST_ROW.astype(HALF)),
+    "kept by 0": lambda x: softmax(x * 1.0 + HIDDEN.astype(HALF) * Tensor(-1e9).astype(HALF)),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_a_mask_that_fp16_cannot_hold_is_said(case):
+    explanation = explained(Calls(BEYOND[case], width=6), values(6, 6), 2.0**16, remedies=True)
+    assert all("1e+09 is inf in float16" in text for text in printed(explanation))
+
+
+NOT_IN_THE_DOMAIN = {
+    "logarithm of 0": (lambda x: -ops.log(ops.softmax(x.astype(mstype.float32) * 1000, -1)).mean(), "logarithm of 0"),
+    "logarithm below 0": (lambda x: ops.log(x.astype(mstype.float32) - 100.0).mean(), "below 0"),
+    "division by 0": (lambda x: (1.0 / (x.astype(mstype.float32) * 0.0)).mean(), "divides by 0"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_IN_THE_DOMAIN)
+def test_an_input_for_which_an_operator_has_no_number_is_said(case):
+    function, said = NOT_IN_THE_DOMAIN[case]
+    explanation = explained(Calls(function), values(4, 4), remedies=True)
+    assert all(said in text.splitlines()[0] for text in printed(explanation))
+
+
+def test_numbers_of_the_backward_pass_are_not_taken_for_those_of_the_forward_pass():
+    explanation = explained(
+        Calls(lambda x: ops.rsqrt(x * x).astype(mstype.float32).mean()), np.full((4, 4), 3e-3, np.float32)
+    )
+    assert explanation.origin.phase == "backward"
+    assert "smallest input of the forward pass" in str(explanation)
+    assert "largest incoming gradient" in str(explanation)
+
+
+def test_an_update_that_was_too_large_is_not_mended_by_what_lets_its_weights_pass():
+    network = Stack(Attention(), Attention(growth=300.0))
+    explanation = explained(network, values(1, 6, 4), remedies=True)
+    helping = "What helps"
+    assert helping in str(explanation)
+    jump = diagnose([Seen(1, 2.0), Seen(2, 4000.0), Seen(3, 4000.0)])
+    after = explanation.after(jump)
+    assert str(after).startswith("The training: The loss rose to 4e+03 in step 2, 2,000 times")
+    assert "lower the learning rate" in str(after).splitlines()[0]
+    for text in printed(after):
+        assert helping not in text
+        assert "does not undo an update" in text
+    assert str(explanation.after([])) == str(explanation)
 
 
 class SumOf(nn.Cell):

@@ -101,6 +101,55 @@ def test_in_llama(model, changes, scale, expected):
         assert named(model, tokens(), scale) == expected
 
 
+@pytest.fixture(scope="module")
+def three_layers():
+    with mindspore_mode("pynative"):
+        yield llama(layers=3)
+
+
+# In each of three equal layers in turn, and far below the largest loss scale of the others.
+IN_ONE_OF_THREE = {
+    "weight that is NaN": (0, {"feed_forward.w2": np.nan}, 1, ("forward", "feed_forward.w2", "")),
+    "norm": (1, {"attention_norm": 6e4}, 1, ("forward", "attention_norm", "Mul")),
+    "feed forward": (1, {"feed_forward.w1": 2e4, "feed_forward.w3": 2e4}, 1, ("forward", "feed_forward", "Mul")),
+    "projection": (2, {"attention.wk": np.full(1, 4e4)}, 1, ("forward", "attention.wk", "MatMul")),
+}
+
+
+@pytest.mark.parametrize(("layer", "changes", "scale", "expected"), IN_ONE_OF_THREE.values(), ids=IN_ONE_OF_THREE)
+def test_in_one_of_three_equal_layers(three_layers, layer, changes, scale, expected):
+    phase, inner, operator = expected
+    with planted(three_layers, {f"layers.{layer}.{name}": change for name, change in changes.items()}):
+        assert named(three_layers, tokens(), scale) == (phase, f"model.layers.{layer}.{inner}", operator)
+
+
+class Grows(nn.Cell):
+    """A layer that keeps its input, and whose gradient within is larger by a factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+        self.dense = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * factor), has_bias=False).to_float(HALF)
+
+    def construct(self, x):
+        return self.dense(x / self.factor).astype(mindspore.float32)
+
+
+class Total(nn.Cell):
+    def construct(self, x):
+        return x.sum()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("layer", range(3))
+def test_a_gradient_that_overflows_in_one_of_three_equal_layers(layer, graph):
+    layers = [Grows(4096.0 if number == layer else 1.0) for number in range(3)]
+    # The gradient of the batch is not needed, so the first layer of the network must not be one of the three.
+    network = nn.SequentialCell(nn.Dense(4, 4, "ones"), *layers, Total())
+    origin = explained(network, np.ones((2, 4), np.float32), 2.0**10, graph=graph).origin
+    assert (origin.phase, origin.layer) == ("backward", f"{layer + 1}.dense")
+
+
 LORA = {"pet_type": "lora", "lora_rank": 2, "lora_alpha": 2, "target_modules": ".*wq|.*wv"}
 
 
@@ -412,6 +461,34 @@ class Linear(nn.Cell):
         hidden, _ = self.first(x)
         output, _ = self.second(hidden)
         return output.astype(mindspore.float32).sum()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_call_of_a_repeated_layer_that_overflows_is_measured(graph):
+    """The state goes through one layer four times, and is beyond FP16 after the third time."""
+    origin = explained(Recurrent(60.0), values(4, 5, 4), graph=graph).origin
+    assert (origin.phase, origin.layer) == ("forward", "state")
+    assert origin.largest_input == pytest.approx(10568.0)
+
+
+class OwnParameter(nn.Cell):
+    """A network that itself has a Parameter, beside its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 4).to_float(HALF)
+        self.gain = Parameter(Tensor(np.ones(4, np.float32)), name="gain")
+
+    def construct(self, x):
+        return (self.dense(x * self.gain).astype(mindspore.float32) ** 2).mean()
+
+
+def test_in_a_graph_a_bad_batch_and_a_bad_parameter_of_the_network_are_named():
+    batch, network = values(2, 4), OwnParameter()
+    with planted(network, {"gain": np.inf}):
+        assert "the weight gain has inf" in explained(network, batch, graph=True).headline
+    batch[1, 2] = np.nan
+    assert "the batch itself has inf or NaN" in explained(network, batch, graph=True).headline
 
 
 def test_in_a_graph_a_layer_that_returns_a_tuple_is_named():
