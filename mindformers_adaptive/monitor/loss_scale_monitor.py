@@ -358,7 +358,8 @@ class LossScaleMonitor(RecordingCallback):
 
         batch = None if params.dataset_sink_mode else params.get("train_dataset_element")
         scale = seen.next_loss_scale if seen.loss_scale is None else seen.loss_scale
-        folder, findings = self._record.path.parent, self._diagnosis.findings()
+        folder = self._record.path.parent
+        findings = [finding for finding in self._diagnosis.findings() if not finding.is_over]
         is_explained, why = explain_collapse(self._train_step, batch, scale, seen.step, folder, findings)
         return f"\nWhy it overflows:\n{why}" if is_explained else f" {why}"
 
