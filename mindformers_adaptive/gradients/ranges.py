@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy
 from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.gradients.layers import LayerOutputs
+from mindformers_adaptive.gradients.learning_rate import learning_rate_of
 from mindformers_adaptive.gradients.recommendation import LossScaleRecommendation
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
@@ -32,6 +34,10 @@ __all__ += ["gradient_ranges"]
 
 # The default loss scales of a sweep: every fourth power of two from 2^0 to 2^32.
 DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
+
+# At this multiple of a loss scale, every value of the backward pass is rounded differently, because it is no power of
+# two. So two passes show the rounding error in the gradients. The multiple is below 1, so that nothing overflows.
+_OTHER_ROUNDING = 0.75
 
 # Losses of the same network and batch may differ by this relative difference, due to the order of summation.
 _SAME_LOSS = 1e-5
@@ -121,7 +127,7 @@ def find_loss_scale(
         progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
         gradient_format (Union[str, dict, Format]): as in :func:`gradient_ranges`. Default: "float16".
         learning_rate (float, optional): learning rate of the training, to count what weights in float16 lose of their
-            updates. Default: None, not counted.
+            updates. Default: None, the learning rate of the optimizer in a train-step cell; not counted without one.
         micro_batches (int): as in :func:`gradient_ranges`. Default: 1.
 
     Returns:
@@ -144,6 +150,8 @@ def find_loss_scale(
     recommendation.check_margin(margin)
     sweep = GradientSweep(network, gradient_format=gradient_format, micro_batches=micro_batches)
     ranges = sweep(batches, recommendation.EVERY_POWER, progress=progress)
+    if learning_rate is None and ranges.float16_weights:
+        learning_rate = learning_rate_of(getattr(network, "optimizer", None))
     start = recommendation.recommend_loss_scale(ranges, margin, learning_rate)
     # Recommend the update cell that the train step has, if it is of this package.
     rule = getattr(getattr(network, "loss_scaling_manager", None), "rule", None)
@@ -259,29 +267,29 @@ def _sweep(
 ) -> tuple[ScaleRanges, ...]:
     at_scales: list[ScaleRanges] = []
     reference: dict[str, Any] = {}
+    noise: dict[str, float] = {}
     reference_scale = 1.0
+
+    def run(scale: float) -> tuple[Any, dict[str, Any], Any]:
+        restore_random_state()
+        with _unsupported_operator_named():
+            return backward(Tensor(scale / micro_batches, mstype.float32), batch)
+
     # Go from the highest loss scale down: the gradients at the first scale without overflow are the reference for all
     # lower scales.
     for scale in reversed(scales):
-        restore_random_state()
-        try:
-            loss, gradients, divisor = backward(Tensor(scale / micro_batches, mstype.float32), batch)
-        except TypeError as error:
-            # MindSpore raises a TypeError for BF16 on a CPU, with a stack trace in the message.
-            if match := re.search(r"operator\[(\w+)\] fail.*?but get (input.*?)\n", str(error), re.DOTALL):
-                raise TypeError(
-                    f"The operator {match[1]} does not support {match[2].rstrip('. ')} on this "
-                    f"{get_context('device_target')}. Compute in float16 or float32, or measure on the device on which "
-                    "you train."
-                ) from error
-            raise
+        loss, gradients, divisor = run(scale)
         # Divide the gradients of each micro-batch by this factor, so that their mean over the micro-batches is the
         # gradient that the optimizer takes.
         factor = float(to_numpy(divisor).mean()) / micro_batches
         if not reference and len(scales) > 1 and all(np.isfinite(array).all() for array in gradients.values()):
             reference, reference_scale = gradients, scale
+            noise = _difference(run(scale * _OTHER_ROUNDING)[1], reference, scale * factor)
         statistics = {
-            name: array_statistics(array, reference.get(name), scale / reference_scale, scale * factor)
+            name: replace(
+                array_statistics(array, reference.get(name), scale / reference_scale, scale * factor),
+                noise=noise.get(name),
+            )
             for name, array in gradients.items()
         }
         at_scales.insert(0, ScaleRanges(scale, float(to_numpy(loss).mean()), statistics, factor))
@@ -289,6 +297,29 @@ def _sweep(
             observe(scale, {name: array / np.float32(scale * factor) for name, array in gradients.items()})
         done()
     return tuple(at_scales)
+
+
+@contextmanager
+def _unsupported_operator_named() -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        # MindSpore raises a TypeError for BF16 on a CPU, with a stack trace in the message.
+        if match := re.search(r"operator\[(\w+)\] fail.*?but get (input.*?)\n", str(error), re.DOTALL):
+            raise TypeError(
+                f"The operator {match[1]} does not support {match[2].rstrip('. ')} on this "
+                f"{get_context('device_target')}. Compute in float16 or float32, or measure on the device on which "
+                "you train."
+            ) from error
+        raise
+
+
+def _difference(gradients: dict[str, Any], reference: dict[str, Any], unit: float) -> dict[str, float]:
+    """Return, for each gradient at another scale, the norm of its difference to the reference, divided by a unit."""
+    return {
+        name: array_statistics(array, reference[name], _OTHER_ROUNDING, unit * _OTHER_ROUNDING).lost or 0.0
+        for name, array in gradients.items()
+    }
 
 
 def _warn_if_random(at_scales: tuple[ScaleRanges, ...]) -> None:

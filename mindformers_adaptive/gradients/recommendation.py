@@ -43,9 +43,10 @@ COARSE_MARGIN = 4
 # ceiling falls. A start with the default margin alone then skips up to 2 of 100 steps.
 UNKNOWN_MARGIN = 2
 
-# The share of a gradient that a training can lose without harm. Measured on the tasks of scripts/studies/worth_it.py:
-# losing 3 % has no visible effect on the result, losing 20 % costs little, and with 100 % nothing is learned. At a loss
-# scale of 1, no Parameter of the demo's Llama model loses more than some 5 % of its gradient.
+# The share of a group's gradient that a training can lose without harm, and the share of all weights whose gradients
+# may lose more. Measured on the tasks of scripts/studies/worth_it.py: losing 3 % has no visible effect on the result,
+# losing 20 % costs little, and with 100 % nothing is learned. One of many weights may lose more: a network of two
+# attention layers learned as well while one weight lost all of its gradient, and its group 3 %.
 HARMLESS_SHARE = 0.2
 
 # In a backward pass in FP16, a gradient that is summed in float32 can exceed the largest FP16 number by a factor of up
@@ -73,7 +74,10 @@ class Verdict:
         groups (dict[str, float]): the share lost in each group of Parameters; without groups whose gradients are all 0.
         parameter (str, optional): the Parameter that loses the largest share; None if nothing is known.
         parameter_share (float, optional): the share that this Parameter loses.
+        weights_share (float): the share of all weights that are in Parameters which lose more than
+            ``HARMLESS_SHARE`` of their gradients. Default: 0.
         without_gradient (tuple[str, ...]): Parameters whose gradients are 0 at every scale, of which nothing is known.
+        only_noise (tuple[str, ...]): Parameters whose gradients are mostly rounding error, which do not count here.
         gradient_format (Format): the format of the gradients. Default: float16.
 
     Examples:
@@ -86,30 +90,56 @@ class Verdict:
     groups: Mapping[str, float] = field(default_factory=dict)
     parameter: str | None = None
     parameter_share: float | None = None
+    weights_share: float = 0.0
     without_gradient: tuple[str, ...] = ()
+    only_noise: tuple[str, ...] = ()
     gradient_format: Format = FLOAT16
 
     @property
     def is_harmful(self) -> bool | None:
-        """bool, optional: whether a gradient loses more than ``HARMLESS_SHARE`` to underflow; None if not known."""
-        return None if self.parameter_share is None else self.parameter_share > HARMLESS_SHARE
+        """bool, optional: whether a group, or a large part of the weights, loses too much; None if not known.
+
+        Too much is more than ``HARMLESS_SHARE``, of the gradient or of all weights.
+        """
+        if self.parameter_share is None:
+            return None
+        return max([self.weights_share, *self.groups.values()]) > HARMLESS_SHARE
 
     def __str__(self) -> str:
         at = "Without scaling" if self.loss_scale == 1 else f"At {as_power_of_two(self.loss_scale)}"
         if self.parameter_share is None:
             return f"{at}, the loss of gradients is not known: the scale overflows, or all gradients are 0."
+        return "\n".join([self._loss(at, self.parameter_share), *self._unjudged()])
+
+    def _loss(self, at: str, worst: float) -> str:
+        """Return a sentence on how much is lost, of a Parameter and of a group, and whether this does harm."""
         title, limit = self.gradient_format.title, f"{HARMLESS_SHARE:.0%}"
-        text = f"{at}, {title} loses at most {self.parameter_share:.2%} of a gradient ({self.parameter}); harm begins "
-        text += f"near {limit}."
-        if self.is_harmful:
-            text = f"{at}, {title} loses {self.parameter_share:.2%} of the gradient of {self.parameter}; more than "
-            text += f"{limit} does harm."
+        if not self.is_harmful and worst <= HARMLESS_SHARE:
+            return (
+                f"{at}, {title} loses at most {worst:.2%} of a gradient ({self.parameter}); harm begins near {limit}."
+            )
+        loses = f"{at}, {title} loses {worst:.2%} of the gradient of {self.parameter}"
+        group, share = max(self.groups.items(), key=lambda item: item[1])
+        if not self.is_harmful:
+            return f"{loses}, but at most {share:.2%} of a group's ({group}); harm begins near {limit} of a group's."
+        if share > HARMLESS_SHARE:
+            return f"{loses}; more than {limit} does harm."
+        return f"{loses}. {self.weights_share:.0%} of all weights lose more than {limit}, which does harm."
+
+    def _unjudged(self) -> list[str]:
+        """Return a sentence for each kind of Parameters that tell nothing about the loss."""
+        lines = []
         if self.without_gradient:
-            text += (
-                f"\n{counted(len(self.without_gradient), 'Parameter')}, such as {self.without_gradient[0]}, had a "
+            lines.append(
+                f"{counted(len(self.without_gradient), 'Parameter')}, such as {self.without_gradient[0]}, had a "
                 "gradient of 0 at every scale. To judge them, measure the weights of a few steps later."
             )
-        return text
+        if self.only_noise:
+            lines.append(
+                f"{counted(len(self.only_noise), 'Parameter')}, such as {self.only_noise[0]}, had a gradient that is "
+                "mostly rounding error, at every scale. It decides nothing here."
+            )
+        return lines
 
     def to_dict(self) -> dict[str, object]:
         """Return the verdict on the loss scale as a dict of values that JSON can hold.
@@ -147,9 +177,19 @@ def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
         # gradients are 0.
         return Verdict(loss_scale, gradient_format=ranges.gradient_format)
     worst = max(shares, key=lambda name: shares[name])
-    without_gradient = tuple(name for name in parameters if name not in shares)
-    groups = _known_shares(ranges.groups(loss_scale))
-    return Verdict(loss_scale, groups, worst, shares[worst], without_gradient, ranges.gradient_format)
+    sizes = {name: each.size for name, each in parameters.items()}
+    losing = sum(sizes[name] for name, share in shares.items() if share > HARMLESS_SHARE)
+    only_noise = tuple(name for name, each in parameters.items() if each.is_noise)
+    return Verdict(
+        loss_scale,
+        _known_shares(ranges.groups(loss_scale)),
+        worst,
+        shares[worst],
+        losing / sum(sizes.values()),
+        tuple(name for name in parameters if name not in (*shares, *only_noise)),
+        only_noise,
+        ranges.gradient_format,
+    )
 
 
 def _known_shares(statistics: Mapping[str, ArrayStatistics]) -> dict[str, float]:
@@ -176,7 +216,7 @@ class LossScaleRecommendation:
         margin (int): how many powers of two ``loss_scale_value`` was to stay below the ceiling; it does if there is
             room, and stays 2 more below it where the gradient of a Parameter is 0 at every scale.
         ceiling_is_highest (bool): whether the ceiling is the highest scale of the sweep; the true one may be higher.
-        needs_scaling (bool, optional): whether too much of a Parameter's gradient is lost without loss scaling, see
+        needs_scaling (bool, optional): whether too much of the gradients is lost without loss scaling, see
             :class:`Verdict`; None if there is no ceiling, or no scale of 1 or less in the sweep that can be judged.
         loss_is_finite (bool): whether the loss itself is finite in every batch.
         ranges (GradientRanges): the sweep.

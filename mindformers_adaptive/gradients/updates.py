@@ -34,7 +34,7 @@ class LostUpdates:
         return (
             f"Weights are kept in FP16. An update as large as the learning rate, {self.learning_rate:g}, is lost in "
             f"{self.share:.1%} of them, and in {self.parameter_share:.1%} of {self.parameter}, at any loss scale. "
-            "Smaller ones are lost in more. Keep them in float32: 'param_init_type: float32'."
+            "Smaller ones are lost in more. Keep the weights in float32 (in YAML, 'param_init_type: float32')."
         )
 
 

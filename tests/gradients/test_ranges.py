@@ -41,7 +41,10 @@ def test_statistics_are_those_of_the_fp16_gradient(mode):
         overflow = not np.isfinite(expected).all()
         assert ranges.overflow == overflow
         compared = () if overflow else (reference, scale / 2.0**20, scale)
-        assert ranges.parameters == {"weight": array_statistics(expected, *compared)}
+        noise = ranges.parameters["weight"].noise
+        assert ranges.parameters == {"weight": dataclasses.replace(array_statistics(expected, *compared), noise=noise)}
+        other = gradient_in_fp16(SPREAD, FACTOR, 0.75 * 2.0**20) / 0.75
+        assert noise == (None if overflow else pytest.approx(np.linalg.norm(other - reference) / 2.0**20))
     assert [sweep.overall(scale).underflowed for scale in scales] == [6, 0, 0, None]
 
 
@@ -210,5 +213,5 @@ def test_report_is_saved_whole_and_read_back(report, tmp_path):
     read = GradientRanges.from_dict(saved)
     assert read.weights == report.weights
     for scale in report.loss_scales:
-        plain = dataclasses.replace(report.overall(scale), norm=0.0, lost=None, reference_norm=0.0)
+        plain = dataclasses.replace(report.overall(scale), norm=0.0, lost=None, noise=None, reference_norm=0.0)
         assert dataclasses.replace(read.overall(scale), norm=0.0) == plain

@@ -65,7 +65,9 @@ def test_lost_is_the_norm_of_the_difference():
     array, reference = random.normal(size=(3, 5)), random.normal(size=(3, 5))
     statistics = array_statistics(array, reference, ratio=0.25, unit=8.0)
     assert statistics.lost == pytest.approx(np.linalg.norm(array - 0.25 * reference) / 8)
-    assert statistics.lost_share == pytest.approx(statistics.lost * 32 / np.linalg.norm(reference))
+    assert statistics.lost_share == 1.0
+    close = array_statistics(0.25 * reference + 0.01, reference, ratio=0.25, unit=8.0)
+    assert close.lost_share == pytest.approx(close.lost * 32 / np.linalg.norm(reference))
     assert array_statistics([0.0], [0.0]).lost_share is None
     overflowed = array_statistics([np.inf, 0.0], [1.0, 1.0])
     assert (overflowed.underflowed, overflowed.lost, overflowed.lost_share) == (1, None, None)

@@ -4,13 +4,15 @@ import argparse
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cli.find import read_learning_rate
+from mindformers_adaptive.gradients.learning_rate import learning_rate_of
 from mindformers_adaptive.gradients.ranges import find_loss_scale
 from mindformers_adaptive.gradients.report import array_statistics
 from mindformers_adaptive.gradients.updates import lost_updates
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 from tests.conftest import CONFIG
 from tests.shared.networks import HalfPrecisionSum
 
@@ -43,6 +45,34 @@ def test_finder_says_what_is_lost_with_a_learning_rate(graph_mode):
     assert find_loss_scale(network, ones).lost_updates is None
     with pytest.raises(ValueError, match="'learning_rate'"):
         find_loss_scale(network, ones, learning_rate=0.0)
+
+
+class WarmUp(nn.learning_rate_schedule.LearningRateSchedule):
+    """The learning rate rises from 0 to 1e-4 within 1000 steps."""
+
+    def construct(self, step):
+        return ops.minimum(ops.cast(step, mstype.float32) * 1e-7, Tensor(1e-4, mstype.float32))
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda weights: nn.Momentum(weights, 1e-4, 0.9),
+        lambda weights: nn.Momentum(weights, [0.0, 1e-4, 1e-5], 0.9),
+        lambda weights: nn.Momentum(weights, WarmUp(), 0.9),
+        lambda weights: nn.Momentum([{"params": weights, "lr": 1e-4}], 1e-6, 0.9),
+        lambda weights: mint.optim.SGD(weights, lr=1e-4),
+    ],
+    ids=["number", "list", "schedule", "groups", "mint"],
+)
+def test_the_learning_rate_is_read_from_the_optimizer(graph_mode, rate):
+    network = HalfPrecisionSum(2)
+    network.weight = Parameter(Tensor([1.0, 2.0**-10], mstype.float16), name="weight")
+    optimizer = rate(network.trainable_params())
+    assert learning_rate_of(optimizer) == pytest.approx(1e-4)
+    if isinstance(optimizer, nn.Optimizer):
+        train_step = TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=Tensor(8.0, mstype.float32))
+        assert "learning rate, 0.0001, is lost in 50.0%" in str(find_loss_scale(train_step, np.ones(2, np.float32)))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.gradients.recommendation import HARMLESS_SHARE, judge, recommend_loss_scale, table_of_groups
@@ -69,6 +71,55 @@ def test_harm_begins_above_the_limit(lost, is_harmful):
     # The gradient of OUTPUT is a million times larger, but must not hide that the gradient of ATTENTION underflows.
     verdict = judge(sweep({ATTENTION: (lost, 1.0), OUTPUT: (0.0, 1e6)}), 1)
     assert verdict.is_harmful is is_harmful
+
+
+def test_one_weight_of_many_may_lose_more_than_its_group():
+    large = {f"layers.{layer}.attention.wq.weight": (0.0, 1.0) for layer in range(1, 6)}
+    verdict = judge(sweep({ATTENTION: (0.003, 0.01), **large}), 1)
+    assert (verdict.parameter, verdict.is_harmful) == (ATTENTION, False)
+    assert f"loses 30.00% of the gradient of {ATTENTION}, but at most 0.13% of a group's (attention)" in str(verdict)
+    # Two of six layers that lose as much are a third of the weights, although their gradients are small.
+    verdict = judge(sweep({ATTENTION: (0.003, 0.01), **large, "layers.1.attention.wq.weight": (0.003, 0.01)}), 1)
+    assert verdict.is_harmful
+    assert "33% of all weights lose more than 20%, which does harm" in str(verdict)
+
+
+class KeyBias(nn.Cell):
+    """Attention in FP16. A bias that is added to all keys moves all scores of a query alike, so its gradient is 0."""
+
+    def __init__(self, size=16):
+        super().__init__()
+        # Initial weights and inputs are drawn by NumPy: the test must not depend on other tests.
+        draw = np.random.default_rng(0)
+        self.wq, self.wk, self.wv = (
+            Parameter(Tensor(draw.normal(size=(size, size)) / size**0.5, mstype.float32), name=name)
+            for name in ("wq", "wk", "wv")
+        )
+        self.bias = Parameter(Tensor(draw.normal(size=size), mstype.float32), name="key_bias")
+        self.cast, self.float16 = ops.Cast(), mstype.float16
+
+    def construct(self, x):
+        x, half = self.cast(x, self.float16), self.float16
+        query, value = ops.matmul(x, self.cast(self.wq, half)), ops.matmul(x, self.cast(self.wv, half))
+        key = ops.matmul(x, self.cast(self.wk, half)) + self.cast(self.bias, half)
+        attended = ops.matmul(ops.softmax(ops.matmul(query, key.swapaxes(-1, -2)) * 0.25, -1), value)
+        return (self.cast(attended, mstype.float32) ** 2).mean() * 2.0**-7
+
+
+def test_a_gradient_that_is_rounding_error_decides_nothing(graph_mode):
+    inputs = Tensor(np.random.default_rng(1).normal(size=(4, 8, 16)), mstype.float32)
+    ranges = gradient_ranges(KeyBias(), inputs, [1, 2**8, 2**18])
+    verdict = judge(ranges, 1)
+    assert verdict.only_noise == ("key_bias",)
+    # Its error at a scale of 1 is much larger than its gradient.
+    bias = ranges.parameters(1)["key_bias"]
+    assert bias.lost > bias.reference_norm
+    assert (bias.lost_share, verdict.is_harmful, "key_bias" in verdict.groups) == (None, False, False)
+    assert "1 Parameter, such as key_bias, had a gradient that is mostly rounding error" in str(verdict)
+    recommendation = recommend_loss_scale(ranges)
+    assert "would also train without loss scaling" in str(recommendation)
+    # No room is left for it, as for a gradient of 0 that can grow.
+    assert recommendation.loss_scale_value == recommendation.ceiling / 4
 
 
 def test_a_parameter_without_gradient_is_named():
