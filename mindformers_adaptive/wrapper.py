@@ -7,7 +7,6 @@ device, checkpoints of these cells keep the state of loss scaling.
 from mindformers_adaptive.text.install_hint import install_hint
 
 with install_hint(__name__):
-    from mindformers_adaptive.cells.constant_scale import NoLossScaleUpdateCell
     from mindformers_adaptive.cells.train_step_cells import (
         MFPipelineWithLossScaleCell,
         MFTrainOneStepCell,
@@ -16,6 +15,7 @@ with install_hint(__name__):
     from mindformers_adaptive.cells.update_cells import (
         AdaptiveLossScaleUpdateCell,
         GradientGuidedLossScaleUpdateCell,
+        NoLossScaleUpdateCell,
         RuleLossScaleUpdateCell,
     )
 

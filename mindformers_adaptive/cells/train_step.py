@@ -13,7 +13,6 @@ from mindformers.tools.logger import logger
 from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.constant_scale import ignore_scaler_state
 from mindformers_adaptive.cells.detection import (
     LargestGradient,
     MeasuredClipping,
@@ -25,6 +24,7 @@ from mindformers_adaptive.cells.loads import SeesLoads, write
 from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, require_update_cell
 from mindformers_adaptive.cells.unscaling import HALF_PRECISION, GradientReducer, MapInFloat32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
+from mindformers_adaptive.cells.update_cells import ignore_scaler_state
 from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 __all__ = ["LossScaleTrainStep", "PerTokenTrainStep"]
