@@ -153,6 +153,7 @@ class RuleLossScaler(StateOfUpdateCell, amp.LossScaler):
         if not isinstance(grads_finite, Tensor):
             raise TypeError("'grads_finite' must be a Tensor of one flag, as mindspore.amp.all_finite() returns it.")
         self._note_call("adjust")
+        self.update_cell.try_own_rule()
         overflow = ops.logical_not(grads_finite)
         if self._measure_and_update is None:
             self.update_cell(self.scale_value, overflow)

@@ -12,7 +12,8 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.bound_loss_scale import CellWithLossScale
 from mindformers_adaptive.cells.compiled_update import tensor_of
 from mindformers_adaptive.cells.loads import write
-from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, form_of
+from mindformers_adaptive.cells.step_trial import can_try, try_rule
+from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, form_of, is_of_this_package
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import (
     from_values,
@@ -55,6 +56,7 @@ class RuleUpdateCell(CellWithLossScale):
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
         # The number of the next training step when the host last wrote or checked the state.
         self._written_step = 1
+        self._is_tried = is_of_this_package(type(rule))
         self._observe_loads()
 
     def _observed_parameters(self) -> dict[str, Any]:
@@ -261,10 +263,12 @@ class RuleUpdateCell(CellWithLossScale):
 
         A checkpoint may come from another cell, or from this one with other arguments. Each change gives a warning
         that names the Parameter, its value and the value used instead. The start of training calls this; call it
-        yourself if you load a checkpoint without calling ``set_train()`` afterwards.
+        yourself if you load a checkpoint without calling ``set_train()`` afterwards. The first call also tries a user's
+        rule: random steps in MindSpore are compared with NumPy.
 
         Raises:
-            ValueError: if the restored loss scale is not finite and above 0.
+            ValueError: if the restored loss scale is not finite and above 0, or a user's rule computes other values in
+                MindSpore than in NumPy.
 
         Examples:
             >>> import mindspore
@@ -278,6 +282,7 @@ class RuleUpdateCell(CellWithLossScale):
             >>> cell.state()["window_index"], len(caught)
             (0, 1)
         """
+        self.try_own_rule()
         values = self._values()
         former = self._take_former_counters()
         values.update(former)
@@ -287,6 +292,16 @@ class RuleUpdateCell(CellWithLossScale):
         values, problems = repair(self.rule, values, loss_scale, restored)
         self._write(loss_scale if self._knows_loss_scale else None, values)
         _warned(problems)
+
+    def try_own_rule(self) -> None:
+        """Compare a user's rule in NumPy with its compiled form, once; the rules of this package need no trial.
+
+        Raises:
+            ValueError: if the two compute different values.
+        """
+        if not self._is_tried and can_try():
+            self._is_tried = True
+            try_rule(self.rule)
 
     def add_flags_recursive(self, **flags: bool) -> RuleUpdateCell:
         """Set flags as ``nn.Cell`` does. If ``training`` is True, also check a state restored from a checkpoint.
@@ -302,7 +317,7 @@ class RuleUpdateCell(CellWithLossScale):
         Raises:
             TypeError: if training starts with a train-step cell that does not assign the largest gradient, and the rule
                 needs it.
-            ValueError: if the restored loss scale is not finite and above 0.
+            ValueError: as of :meth:`check_state`.
         """
         if flags.get("training") and not self.has_signal:
             raise TypeError(

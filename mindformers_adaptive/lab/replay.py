@@ -28,6 +28,7 @@ from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.rules.step import structure_of
 from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
@@ -161,7 +162,7 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
         raise ValueError("'configurations' must have at least 1 configuration, but got none. Call grid() to make some.")
     side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
     for index, configuration in enumerate(configurations):
-        side_by_side[type(configuration.rule), configuration.rule.traced.shape].append(index)
+        side_by_side[structure_of(configuration.rule)].append(index)
     results: dict[int, tuple[Measures, Any]] = {}
     for indices in side_by_side.values():
         group = [configurations[index] for index in indices]
@@ -177,7 +178,7 @@ def replay_side_by_side(
     """Replay rules of one class side by side. The steps of these rules may differ only in constants.
 
     Args:
-        rules (Sequence[Rule]): at least one rule; all with equal ``rule.traced.shape``.
+        rules (Sequence[Rule]): at least one rule; all with equal structures (``structure_of``).
         states (Sequence[NamedTuple]): the state of each rule before the first step.
         traces (Sequence[Trace]): one trace for all rules, or one for each; equally long, with at least one step.
 

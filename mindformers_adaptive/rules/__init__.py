@@ -1,4 +1,4 @@
-"""Find loss-scaling rules by name, or write your own rule with :class:`Rule` and functions for its next_state()."""
+"""Find loss-scaling rules by name, or write your own rule with :class:`Rule`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,18 @@ from typing import Any
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import imported
 from mindformers_adaptive.rules.description import arguments_of
+from mindformers_adaptive.rules.fields import float32, int32
 from mindformers_adaptive.rules.formats import Format, find_format
-from mindformers_adaptive.rules.functions import (
-    argmin,
-    ceil,
-    count,
-    float32,
-    floor,
-    int32,
-    maximum,
-    minimum,
-    stack,
-    tabulate,
-    take,
-    where,
-)
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.rules.values import RuleError
 from mindformers_adaptive.text.nearest import describe_wrong
 
-__all__ = ["RULES", "Format", "Rule", "RuleError", "find_format", "find_rule", "is_rule_name", "make_rule"]
+__all__ = ["RULES", "Format", "Rule", "find_format", "find_rule", "is_rule_name", "make_rule"]
 __all__ += ["rule_of_cell"]
-__all__ += ["argmin", "ceil", "count", "float32", "floor", "int32", "maximum", "minimum", "stack", "tabulate", "take"]
-__all__ += ["where"]
+__all__ += ["float32", "int32"]
+
+# Functions that rules imported before the namespace ``xp`` had them.
+_IN_NAMESPACE = ("argmin", "count", "floor", "maximum", "minimum", "stack", "tabulate", "take", "where")
 
 # The rules of this package, by name.
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, GuidedRule)}
@@ -128,6 +116,11 @@ def __getattr__(name: str) -> Any:
     if name in ("TextRule", "Field"):
         raise ImportError(
             f"mindformers_adaptive.rules has no {name} any more: a rule is now a subclass of Rule, with a dict as "
-            "its state and a method next_state. See docs/en/own_rule.md."
+            "its state and a method make_step. See docs/en/own_rule.md."
+        )
+    if name in _IN_NAMESPACE:
+        raise ImportError(
+            f"mindformers_adaptive.rules has no {name} any more: a rule now has a method make_step(self, xp), and the "
+            f"function is xp.{name}. See docs/en/own_rule.md."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

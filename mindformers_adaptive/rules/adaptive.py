@@ -14,8 +14,7 @@ from mindformers_adaptive.rules.checks import (
     require_number,
     to_float32,
 )
-from mindformers_adaptive.rules.fields import kept_fields
-from mindformers_adaptive.rules.functions import int32, maximum, tabulate, where
+from mindformers_adaptive.rules.fields import int32, kept_fields
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import keep_within
@@ -166,8 +165,8 @@ class AdaptiveRule(Rule):
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
-        # A subclass with its own next_state() may change the budget all the same.
-        is_own_step = type(self).next_state is AdaptiveRule.next_state
+        # A subclass with its own make_step() may change the budget all the same.
+        is_own_step = type(self).make_step is AdaptiveRule.make_step
         self.fixed_state = {"hysteresis_budget": 1} if self.hysteresis == 1 and is_own_step else {}
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -206,31 +205,50 @@ class AdaptiveRule(Rule):
         index = 0 if scale_window is None else self._index_of(scale_window)
         return state._replace(scale_window=self.ladder[index], window_index=index)
 
-    def next_state(self, state: Any, seen: Any) -> Any:
-        clean_steps = state.clean_steps + 1
-        is_event = seen.overflow | (state.scale_window <= clean_steps)
-        spent = maximum(state.hysteresis_budget - 1, 0)
-        tolerated = seen.overflow & (spent > 0)
-        window, index, growth_num, down_num = tabulate(
+    def make_step(self, xp: Any) -> Any:
+        zero, one, full = xp.ints(0, 1, self.hysteresis)
+        nothing, a_raise, a_drop, a_tolerated = xp.ints(NOTHING, RAISE, DROP, TOLERATE)
+        raised, dropped = xp.floats(self.scale_factor, self.drop_factor)
+        lowest, highest = xp.floats(self.min_loss_scale, self.max_loss_scale)
+        counters = xp.tabulate(
             _counters_after(self.ladder, self.shrink_from_min_window),
-            event=(int32(is_event) + int32(seen.overflow) + int32(tolerated), NOTHING, TOLERATE),
-            window_index=(state.window_index, HIDDEN_INDEX, len(self.ladder) - 1),
-            growth_num=(state.growth_num, 0, COUNTER_LIMIT),
-            down_num=(state.down_num, 0, COUNTER_LIMIT),
+            (NOTHING, TOLERATE),
+            (HIDDEN_INDEX, len(self.ladder) - 1),
+            (0, COUNTER_LIMIT),
+            (0, COUNTER_LIMIT),
         )
-        scaled = state.loss_scale * where(seen.overflow, self.drop_factor, self.scale_factor)
-        # Skip a raise that would pass max_loss_scale. A drop below min_loss_scale stops at min_loss_scale.
-        moves = is_event & ~tolerated & (scaled <= self.max_loss_scale)
-        budget = where(seen.overflow, spent, self.hysteresis)
-        return state.replace(
-            loss_scale=where(moves, maximum(scaled, self.min_loss_scale), state.loss_scale),
-            scale_window=window,
-            window_index=index,
-            growth_num=growth_num,
-            down_num=down_num,
-            clean_steps=where(is_event, 0, clean_steps),
-            hysteresis_budget=where(is_event, budget, state.hysteresis_budget),
-        )
+
+        tolerates = "hysteresis_budget" not in self.fixed_state
+
+        def step(  # type: ignore[no-untyped-def]
+            loss_scale, overflow, scale_window, window_index, growth_num, down_num, hysteresis_budget, clean_steps
+        ):
+            clean = clean_steps + one
+            is_full = scale_window <= clean
+            is_event = overflow | is_full
+            event = xp.where(overflow, a_drop, xp.where(is_full, a_raise, nothing))
+            # Skip a raise that would pass max_loss_scale. A drop below min_loss_scale stops at min_loss_scale.
+            scaled = loss_scale * xp.where(overflow, dropped, raised)
+            moves = is_event & (scaled <= highest)
+            budget = hysteresis_budget
+            if tolerates:
+                spent = xp.maximum(hysteresis_budget - one, zero)
+                tolerated = overflow & (zero < spent)
+                event = xp.where(tolerated, a_tolerated, event)
+                moves = moves & ~tolerated
+                budget = xp.where(is_event, xp.where(overflow, spent, full), hysteresis_budget)
+            window, index, growth, down = counters(event, window_index, growth_num, down_num)
+            return {
+                "loss_scale": xp.where(moves, xp.maximum(scaled, lowest), loss_scale),
+                "scale_window": window,
+                "window_index": index,
+                "growth_num": growth,
+                "down_num": down,
+                "hysteresis_budget": budget,
+                "clean_steps": xp.where(is_event, zero, clean),
+            }
+
+        return step
 
     def window_at(self, window_index: int) -> int:
         """Return the scale window at an index of the ladder; -1 is the hidden window (1 step), not on the ladder.
@@ -290,8 +308,8 @@ class AdaptiveRule(Rule):
         """Return the index of the scale window to use, and a sentence if the restored scale window was replaced."""
         ladder = self.ladder
         on_the_ladder = HIDDEN_INDEX <= index < len(ladder)
-        # A subclass of AdaptiveRule with its own next_state() may use scale windows that are not on the ladder.
-        is_own_step = type(self).next_state is AdaptiveRule.next_state
+        # A subclass of AdaptiveRule with its own make_step() may use scale windows that are not on the ladder.
+        is_own_step = type(self).make_step is AdaptiveRule.make_step
         if on_the_ladder and (self.window_at(index) == window or (window >= 1 and not is_own_step)):
             return index, None
         restored = f"The checkpoint has 'scale_window' {window} with 'list_index' {index}, but the ladder is {ladder}"

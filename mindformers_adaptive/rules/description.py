@@ -31,7 +31,7 @@ RESERVED |= {field.name for field in STEP_FIELDS}
 
 # Attributes that the class Rule gives to every rule. A user's rule may replace only one of these attributes, the method
 # start().
-OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
+OF_EVERY_RULE = ("start", "step", "fields", "State", "arguments", "moves_by_bits", "nearest_scale")
 
 # Arguments of update cells, loss-scale managers and loss scalers, and keys of a YAML section for loss scaling. No
 # argument of a rule may have such a name.
@@ -133,12 +133,17 @@ def check_description(rule: Any) -> None:
             "that rule. Choose another name."
         )
     [base] = [owner for owner in type(rule).__mro__ if owner.__module__ == _BASE and owner.__name__ == "Rule"]
-    if type(rule).next_state is base.next_state:
-        raise ValueError(f"{of} does not define its step. Define the method next_state(self, state, seen).")
+    if type(rule).make_step is base.make_step:
+        if hasattr(rule, "next_state"):
+            raise ValueError(
+                f"{of} has a method next_state(), which is no longer called. Define make_step(self, xp), which returns "
+                "the step as a function of arrays; checkpoints of the rule go on. See docs/en/own_rule.md."
+            )
+        raise ValueError(f"{of} does not define its step. Define the method make_step(self, xp).")
     try:
-        inspect.signature(rule.next_state).bind(None, None)
+        inspect.signature(rule.make_step).bind(None)
     except (TypeError, ValueError):
-        raise ValueError(f"{of} must define next_state(self, state, seen), but has {rule.next_state!r}.") from None
+        raise ValueError(f"{of} must define make_step(self, xp), but has {rule.make_step!r}.") from None
     if not hasattr(rule, "min_exponent"):
         raise ValueError(f"{of} must call super().__init__(**bounds) in its constructor.")
     for name in arguments_of(rule.__class__):

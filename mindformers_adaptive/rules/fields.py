@@ -6,14 +6,35 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mindformers_adaptive.rules.functions import DType
-
 __all__ = ["LARGEST_GRADIENT", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of", "form_of", "is_of_this_package"]
 __all__ += ["kept_fields"]
 
 # The largest step count in a saved state, about 34 years at one step per second. No process runs for another 34 years,
 # so the int32 counters never overflow, and the graph of the update cell need not limit the counters.
 STEP_LIMIT = 2**30
+
+_LONGEST_VECTOR = 2**16
+
+
+class DType:
+    """The dtype of a field in a rule's state, such as ``float32`` or ``float32[16]``."""
+
+    def __init__(self, name: str, shape: tuple[int, ...] = ()) -> None:
+        self.name, self.shape = name, shape
+
+    def __getitem__(self, length: Any) -> DType:
+        if type(length) is not int or not 1 <= length <= _LONGEST_VECTOR or self.shape:
+            raise ValueError(
+                f"{self}[...] must have one length, an integer from 1 to {_LONGEST_VECTOR}, but got {length!r}. For a "
+                f"vector of 8 numbers, write {self.name}[8]."
+            )
+        return DType(self.name, (length,))
+
+    def __repr__(self) -> str:
+        return f"{self.name}{list(self.shape) or ''}"
+
+
+int32, float32 = DType("int32"), DType("float32")
 
 
 class Field(NamedTuple):

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from mindformers_adaptive.rules.checks import require_integer, require_number
-from mindformers_adaptive.rules.fields import Field
+from mindformers_adaptive.rules.fields import Field, int32
 from mindformers_adaptive.rules.formats import Format
-from mindformers_adaptive.rules.functions import int32, maximum, minimum, where
 from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["GuidedRule", "refuses_exchange_rate"]
@@ -167,39 +166,53 @@ class GuidedRule(Rule):
         exponent = int(math.log2(loss_scale))
         return {"low": UNSEEN, "current_margin": UNSEEN // PARTS - exponent, "first_exponent": exponent}
 
-    def next_state(self, state: Any, seen: Any) -> Any:
-        shown = where(seen.gradient_known, PARTS * seen.max_safe_exponent, state.low)
-        low = minimum(shown, state.low + (shown - state.low) // CLIMB)
-        following_low = low // PARTS
-        above = following_low - state.first_exponent
+    def make_step(self, xp: Any) -> Any:
+        zero, one, never, parts, climb, drop = xp.ints(0, 1, -1, PARTS, CLIMB, DROP)
+        below, helps, patience, unseen = xp.ints(BELOW, HELPS, PATIENCE, UNSEEN)
+        least, first_most = xp.ints(self.margin, self.margin + DROP)
+        lowest, highest = xp.ints(self.min_exponent, self.max_exponent)
 
-        # Begin with the margin that the present loss scale implies, but not too far below the ceiling.
-        is_first = seen.gradient_known & (state.low == UNSEEN)
-        margin = where(is_first, minimum(above, self.margin + DROP), state.current_margin)
+        def step(  # type: ignore[no-untyped-def]
+            exponent,
+            overflow,
+            gradient_known,
+            max_safe_exponent,
+            consecutive_overflows,
+            low,
+            current_margin,
+            first_exponent,
+            clean_steps,
+            wait,
+        ):
+            shown = xp.where(gradient_known, parts * max_safe_exponent, low)
+            lower = xp.minimum(shown, low + (shown - low) // climb)
+            ceiling = lower // parts
+            above = ceiling - first_exponent
 
-        unexplained = (state.consecutive_overflows > 0) & (shown >= PARTS * state.first_exponent)
-        clean = state.clean_steps
-        grows = unexplained & ((clean <= 1) | (clean >= state.wait))
-        # A negative ``wait`` says that the margin has shrunk since the last unexplained overflow. Then make up for that
-        # bit only. Otherwise an inf in the data every 2000 steps would enlarge the margin again and again.
-        growth = where(state.wait < 0, 1, BELOW)
-        margin = where(grows, maximum(margin, above + growth), margin)
-        wait = where(grows, HELPS * clean, state.wait)
-        clean = where(unexplained, 0, clean) + 1
+            # Begin with the margin that the present loss scale implies, but not too far below the ceiling.
+            margin = xp.where(gradient_known & (low == unseen), xp.minimum(above, first_most), current_margin)
 
-        is_calm = clean >= PATIENCE
-        margin = maximum(margin - int32(is_calm), self.margin)
-        following = minimum(maximum(following_low - margin, self.min_exponent), self.max_exponent)
-        applied = state.replace(
-            low=low,
-            current_margin=margin,
-            first_exponent=following,
-            clean_steps=where(is_calm, 0, clean),
-            wait=where(is_calm, -1, wait),
-            exponent=following,
-        )
-        dropped = maximum(state.exponent - DROP, self.min_exponent)
-        return where(seen.overflow, state.replace(exponent=dropped), applied)
+            unexplained = (consecutive_overflows > zero) & (shown >= parts * first_exponent)
+            grows = unexplained & ((clean_steps <= one) | (clean_steps >= wait))
+            # A negative ``wait`` says that the margin has shrunk since the last unexplained overflow. Then make up for
+            # that bit only. Otherwise an inf in the data every 2000 steps would enlarge the margin again and again.
+            margin = xp.where(grows, xp.maximum(margin, above + xp.where(wait < zero, one, below)), margin)
+            next_wait = xp.where(grows, helps * clean_steps, wait)
+            clean = xp.where(unexplained, zero, clean_steps) + one
+
+            is_calm = clean >= patience
+            margin = xp.maximum(margin - xp.int32(is_calm), least)
+            following = xp.minimum(xp.maximum(ceiling - margin, lowest), highest)
+            return {
+                "exponent": xp.where(overflow, xp.maximum(exponent - drop, lowest), following),
+                "low": xp.where(overflow, low, lower),
+                "current_margin": xp.where(overflow, current_margin, margin),
+                "first_exponent": xp.where(overflow, first_exponent, following),
+                "clean_steps": xp.where(overflow, clean_steps, xp.where(is_calm, zero, clean)),
+                "wait": xp.where(overflow, wait, xp.where(is_calm, never, next_wait)),
+            }
+
+        return step
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
-from mindformers_adaptive.rules.description import is_of_this_package
-from mindformers_adaptive.rules.numpy_form import NumpyStep, lower_to_numpy
+from mindformers_adaptive.rules.step import NumpyStep
 
-__all__ = ["Lanes"]
+__all__ = ["Lanes", "arrays_of"]
 
 _ONE = np.int32(1)
 
@@ -22,7 +21,8 @@ class Lanes:
     """Runs of loss-scaling rules, computed side by side in NumPy. The rules may differ only in constants.
 
     Args:
-        rules (Sequence[Rule]): the rule of each lane; all of one class, with equal ``rule.traced.shape``.
+        rules (Sequence[Rule]): the rule of each lane; all with equal
+            :func:`~mindformers_adaptive.rules.step.structure_of`.
         states (Sequence[NamedTuple]): the state of each lane before the first step.
 
     Attributes:
@@ -39,23 +39,9 @@ class Lanes:
 
     def __init__(self, rules: Sequence[Any], states: Sequence[Any]) -> None:
         rule = rules[0]
-        self._rule, self._fields, self._count = rule, rule.fields, len(rules)
-        self._step = _step_of(rules)
-        self._values = self._arrays(states)
-        self._shows = "largest_gradient" in self._step.inputs
-        numbers = [field for field in self._fields if field.parts or not field.shape]
-        window = [field for field in numbers if "scale_window" in field.keys]
-        self._window = (window[0].name, window[0].keys.index("scale_window")) if window else None
+        self._rule, self._step = rule, _step_of(rules)
+        self._values = arrays_of(rule, states)
         self._told: set[str] = set()
-
-    def _arrays(self, states: Sequence[Any]) -> dict[str, NDArray[Any]]:
-        """Return the states of rules as one array per field; its last axis has one index per lane (run)."""
-        rows = [state._asdict() for state in states]
-        arrays = {field.name: np.array([field.value_in(row) for row in rows], field.dtype).T for field in self._fields}
-        clean = ("clean_steps",) if self._rule.counts_clean_steps else ()
-        for name in (*clean, "skipped_steps", "consecutive_overflows"):
-            arrays[name] = np.array([row[name] for row in rows], np.int32)
-        return {**arrays, "loss_scale": np.array([row["loss_scale"] for row in rows], np.float32)}
 
     @property
     def loss_scale(self) -> NDArray[np.float32]:
@@ -64,11 +50,8 @@ class Lanes:
     @property
     def scale_window(self) -> NDArray[np.int32] | None:
         """NDArray, optional: the scale window of each lane (run) in steps, int32; None for rules without a window."""
-        if self._window is None:
-            return None
-        name, part = self._window
-        window = self._values[name]
-        return window if window.ndim == 1 else window[part]
+        window = self._values.get("scale_window")
+        return window if window is not None and window.ndim == 1 else None
 
     def watching(self) -> Any:
         """Return a context manager that turns off NumPy's own warnings and warns of subnormal numbers."""
@@ -88,13 +71,12 @@ class Lanes:
         """Take one step of the rule in every lane (run). The caller must be in a context of :meth:`watching`."""
         values = self._values
         values["overflow"] = overflow
-        if self._shows:
+        if self._step.shows_gradients:
             # The step function takes float32 numbers. A gradient below the smallest normal float32 number becomes 0.
             gradient = np.asarray(largest_gradient)
             tiny = np.abs(gradient) < SMALLEST_FLOAT32
             values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
-        after = self._step.function(self._count, *map(values.__getitem__, self._step.inputs))
-        values.update(zip(self._step.outputs, after, strict=True))
+        values.update(self._step(values))
         # Make new arrays for the counters instead of changing the arrays in place. The step function may have returned
         # the array of a counter as a field of the rule, too, and this field must keep its value.
         values["skipped_steps"] = values["skipped_steps"] + overflow
@@ -102,17 +84,13 @@ class Lanes:
 
     def states(self) -> list[Any]:
         """Return the rule states of all lanes (runs) as NamedTuples."""
-        names = ("loss_scale", "skipped_steps", "consecutive_overflows", "clean_steps")
-        columns = {name: self._values[name].tolist() for name in names if name in self._values}
-        for field in self._fields:
-            array = self._values[field.name]
-            if field.dtype == "float32" and (np.abs(array[array != 0]) < SMALLEST_FLOAT32).any():
+        columns = []
+        for key in self._rule.State._fields:
+            array = self._values[key]
+            if array.dtype == np.float32 and (np.abs(array[array != 0]) < SMALLEST_FLOAT32).any():
                 self._notice("underflow", 0)
-            is_vector = field.shape and not field.parts
-            columns |= field.by_key(map(tuple, array.T.tolist()) if is_vector else array.tolist())
-        return [
-            self._rule.State(**dict(zip(columns, lane, strict=True))) for lane in zip(*columns.values(), strict=True)
-        ]
+            columns.append(array.tolist() if array.ndim == 1 else map(tuple, array.T.tolist()))
+        return [self._rule.State(*lane) for lane in zip(*columns, strict=True)]
 
     def _notice(self, kind: str, _: int) -> None:
         if kind not in self._told:
@@ -120,22 +98,24 @@ class Lanes:
             warnings.warn(
                 f"The rule {self._rule.name!r} computed a subnormal number (below 2^-126). Some devices flush such "
                 "numbers to 0, so the rule could behave differently there. Clamp the value from below, for example by "
-                "maximum(x, 2.0**-100).",
+                "xp.maximum(x, smallest) with smallest = xp.floats(2.0**-100).",
                 stacklevel=4,
             )
 
 
+def arrays_of(rule: Any, states: Sequence[Any]) -> dict[str, NDArray[Any]]:
+    """Return states of a rule as one array per value; its last axis has one index per state."""
+    dtypes = {key: field.dtype for field in rule.fields for key in field.keys} | {"loss_scale": "float32"}
+    columns = zip(rule.State._fields, zip(*states, strict=True), strict=True)
+    return {key: np.array(column, dtypes.get(key, "int32")).T for key, column in columns}
+
+
 def _step_of(rules: Sequence[Any]) -> NumpyStep:
-    first, steps = rules[0], [rule.traced for rule in rules]
-    # Watch only users' rules for subnormal numbers: the rules of this package never compute one.
-    is_watched = not is_of_this_package(type(first))
+    first = rules[0]
     if any(rule is not first for rule in rules):
-        shape = steps[0].shape
-        if any(step.shape != shape for step in steps):
-            raise ValueError("All 'rules' must have the same traced.shape. Group the rules by traced.shape first.")
-        return lower_to_numpy(first.name, steps, is_watched)
-    # Each call of Rule.step() creates a new Lanes object. So store the generated function on the rule and reuse it.
+        return NumpyStep(rules)
+    # Each call of Rule.step() creates a new Lanes object. So store the step on the rule and reuse it.
     if "_single" not in vars(first):
-        vars(first)["_single"] = lower_to_numpy(first.name, steps[:1], is_watched)
+        vars(first)["_single"] = NumpyStep([first])
     step: NumpyStep = vars(first)["_single"]
     return step

@@ -1,22 +1,23 @@
-"""The operations that a rule's step may use, each as a NumPy expression and as a MindSpore expression.
+"""The operations in NumPy that a rule's step may use, beside Python's operators. The last axis of arrays are the runs.
 
-A row of ``OPERATIONS`` has both expressions of an operation; the two forms of a step can differ only here. A guard
-restricts the row to some values, such as constants for which MindSpore's compiler would give another result than the
-plain expression. In NumPy, the last axis of each array has one index per lane (run), and functions without a prefix
-are defined in this module. In MindSpore, names in capitals are Tensors of ``CONSTANTS``.
+``cells/graph_form.py`` has the same operations for MindSpore. A step gets one of the two as its namespace ``xp``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
 
-__all__ = ["CONSTANTS", "OPERATIONS", "UNSHOWN", "Operation", "fold", "operation_of"]
+__all__ = ["NUMPY", "OPERATIONS", "UNSHOWN", "Namespace", "Table", "constants", "filled_table", "merged"]
 __all__ += ["possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
@@ -24,248 +25,58 @@ Array = NDArray[Any]
 # The value of max_safe_exponent for a step that overflowed or has no usable largest gradient.
 UNSHOWN = -1024
 
-# _TINY is the smallest normal float32 number. _SMALLEST_BITS is the bit pattern of this number, shifted left by one bit
-# to drop the sign, minus 1.
-_TINY, _SMALLEST_BITS = np.float32(SMALLEST_FLOAT32), np.uint32(2**24 - 1)
-
-# Constants in the expressions of OPERATIONS. SMALLEST_AS_INT32 and LARGEST_AS_INT32 are the smallest and the largest
-# float32 number that fit into int32.
-ZERO, NONE, NAN, INF = np.float32(0), np.int32(0), np.float32(np.nan), np.float32(np.inf)
+# The smallest and the largest float32 number that fit into int32.
 SMALLEST_AS_INT32, LARGEST_AS_INT32 = np.float32(-(2.0**31)), np.float32(2.0**31 - 2.0**7)
-CONSTANTS = {"ZERO": ZERO, "NONE": NONE, "NAN": NAN, "INF": INF}
-CONSTANTS |= {"SMALLEST_AS_INT32": SMALLEST_AS_INT32, "LARGEST_AS_INT32": LARGEST_AS_INT32}
+
+# The most combinations of arguments in a table.
+_LARGEST_TABLE = 2**16
 
 
-def _constant(value: Any, position: int) -> Array | None:
-    """Return the array of an operation's argument at ``position`` if this argument is a constant, else None."""
-    argument = value.args[position]
-    numbers: Array | None = argument.extra if argument.op == "constant" else None
-    return numbers
+def constants(dtype: str, numbers: Sequence[Any]) -> list[Array]:
+    """Return the constants of a rule as arrays of shape (), or (n,) for a sequence of numbers.
 
+    Args:
+        dtype (str): "int32" or "float32".
+        numbers (Sequence): what the rule gave to ``xp.ints`` or ``xp.floats``.
 
-def _is_known_divisor(value: Any) -> bool:
-    divisor = _constant(value, 1)
-    return divisor is not None and bool(divisor.all())
-
-
-def _has_nearly_largest(value: Any) -> bool:
-    numbers = [_constant(value, 0), _constant(value, 1)]
-    return any(number is not None and bool((np.abs(number) >= 2.0**126).any()) for number in numbers)
-
-
-def _has_nearly_zero(value: Any) -> bool:
-    number = _constant(value, 1) if value.dtype == "float32" else None
-    return number is not None and bool((np.abs(number) <= SMALLEST_FLOAT32).any())
-
-
-def _has_nan(value: Any) -> bool:
-    number = _constant(value, 1) if value.dtype == "float32" else None
-    return number is not None and bool(np.isnan(number).any())
-
-
-def _is_product_of_product(value: Any) -> bool:
-    inner = value.args[0]
-    is_product = value.dtype == "float32" and inner.op == "mul" and _constant(inner, 1) is not None
-    return is_product and _constant(value, 1) is not None
-
-
-def _is_of_float32(value: Any) -> bool:
-    return bool(value.args[0].dtype == "float32")
-
-
-def _powers(value: Any) -> Array:
-    lowest, highest = (int(value.args[position].extra) for position in (1, 2))
-    return np.array([2.0**exponent for exponent in range(lowest, highest + 1)], np.float32)
-
-
-def _fits_at(value: Any) -> Array:
-    """Return the largest gradient that does not overflow, for each possible exponent of the loss scale.
-
-    The last element is the largest subnormal float32, because gradients up to this number show no ceiling.
+    Raises:
+        ValueError: if a number does not fit the dtype.
     """
-    largest = float(value.args[2].extra)
-    fits = [min(largest * 2.0**-exponent, LARGEST_FLOAT32) for exponent in possible_exponents(largest)]
-    return np.array([*fits, np.nextafter(_TINY, ZERO)], np.float32)
+    for number in itertools.chain.from_iterable(np.ravel(np.array(each, object)) for each in numbers):
+        is_number = isinstance(number, Integral if dtype == "int32" else Real) and not isinstance(number, bool)
+        if dtype == "int32":
+            fits = is_number and -LARGEST_INT32 - 1 <= number <= LARGEST_INT32
+        else:
+            fits = is_number and (abs(number) == math.inf or not math.isinf(to_float32(number)))
+            fits = fits and not 0 < abs(number) < SMALLEST_FLOAT32
+        if not fits:
+            raise ValueError(f"{number!r} is not a valid {dtype} constant")
+    return [np.array(each, dtype) for each in numbers]
 
 
-def _exponents(value: Any) -> Array:
-    return np.array([UNSHOWN, *possible_exponents(float(value.args[2].extra)), UNSHOWN], np.int32)
+def filled_table(function: Callable[..., Any], ranges: Sequence[Any]) -> tuple[Array, Array]:
+    """Return the results of a function for all combinations of its arguments, and the lowest value of each argument.
 
+    Args:
+        function (Callable): takes integers, and returns a tuple of integers.
+        ranges (Sequence[tuple[int, int]]): the lowest and the highest value of each argument.
 
-class Operation(NamedTuple):
-    """The NumPy and MindSpore expressions of an operation, with ``{0}``, ``{1}``, ... for its arguments.
-
-    Attributes:
-        numpy (str): the NumPy expression; it may use the functions of this module.
-        mindspore (str): the MindSpore expression; it may use ``ops``, ``mstype`` and names of ``cells/graph_form.py``.
-        guard (Callable, optional): returns whether the row applies to a value. Default: None, to all values.
-        constants (Mapping[str, Callable]): functions that compute, from a value, other constants of ``mindspore``.
+    Raises:
+        ValueError: if there are too many combinations, or a result is no tuple of int32.
     """
-
-    numpy: str
-    mindspore: str
-    guard: Callable[[Any], bool] | None = None
-    constants: Mapping[str, Callable[[Any], Any]] = {}
-
-
-def _both(text: str, guard: Callable[[Any], bool] | None = None) -> Operation:
-    return Operation(text, text, guard)
-
-
-_MINUS = {"minus": lambda value: -value.args[1].extra}
-_NAN_PRODUCT = {
-    "is_nan": lambda value: np.isnan(value.args[1].extra),
-    "minus": lambda value: -np.where(np.isnan(value.args[1].extra), np.float32(2), value.args[1].extra),
-}
-
-# The NumPy and MindSpore expressions of each operation. Rows whose names begin with the same word are variants of one
-# operation; the first variant whose guard returns True for the values of the step is used.
-OPERATIONS = {
-    # MindSpore's compiler removes the addition of a constant near 0, so -0.0 + 0.0 would stay -0.0. To get 0.0,
-    # subtract the negated constant instead.
-    "add nearly zero": Operation("{0} + {1}", "{0} - {minus}", _has_nearly_zero, _MINUS),
-    "add": _both("{0} + {1}"),
-    "sub": _both("{0} - {1}"),
-    # MindSpore's compiler treats a constant NaN, which can result from other constants, as 1.
-    "mul by NaN": Operation("{0} * {1}", "ops.select({is_nan}, NAN, -{0} * {minus})", _has_nan, _NAN_PRODUCT),
-    # MindSpore's compiler turns (x * c1) * c2 into x * (c1 * c2), which can change the last bit. Negating both factors
-    # prevents this change.
-    "mul again": Operation("{0} * {1}", "-{0} * {minus}", _is_product_of_product, _MINUS),
-    "mul": _both("{0} * {1}"),
-    "div by a constant": _both("{0} / {1}", _is_known_divisor),
-    "div": Operation("{0} / or_nan({1})", "{0} / ops.select(ops.equal({1}, ZERO), NAN, {1})"),
-    "floordiv by a constant": _both("{0} // {1}", _is_known_divisor),
-    "floordiv": Operation("{0} // {1}", "ops.select(ops.equal({1}, NONE), NONE, {0} // {1})"),
-    "neg": _both("-{0}"),
-    "abs": Operation("np.absolute({0})", "ops.abs({0})"),
-    # MindSpore's compiler removes minimum(x, c) if the constant c is 2^127 or more. An x of inf would then stay inf.
-    "minimum with an end": Operation(
-        "np.where({0} < {1}, {0}, {1})",
-        "ops.select(ops.less({0}, {1}), {0}, {1})",
-        lambda value: _is_of_float32(value) and _has_nearly_largest(value),
-    ),
-    "maximum with an end": Operation(
-        "np.where({1} < {0}, {0}, {1})",
-        "ops.select(ops.less({1}, {0}), {0}, {1})",
-        lambda value: _is_of_float32(value) and _has_nearly_largest(value),
-    ),
-    "minimum float32": Operation("np.where({0} < {1}, {0}, {1})", "ops.minimum({0}, {1})", _is_of_float32),
-    "maximum float32": Operation("np.where({1} < {0}, {0}, {1})", "ops.maximum({0}, {1})", _is_of_float32),
-    "minimum": Operation("np.minimum({0}, {1})", "ops.minimum({0}, {1})"),
-    "maximum": Operation("np.maximum({0}, {1})", "ops.maximum({0}, {1})"),
-    "floor": Operation("np.floor({0})", "ops.floor({0})"),
-    "ceil": Operation("np.ceil({0})", "ops.ceil({0})"),
-    "less": Operation("{0} < {1}", "ops.less({0}, {1})"),
-    "less_equal": Operation("{0} <= {1}", "ops.less_equal({0}, {1})"),
-    "equal": Operation("{0} == {1}", "ops.equal({0}, {1})"),
-    "and": Operation("{0} & {1}", "ops.logical_and({0}, {1})"),
-    "or": Operation("{0} | {1}", "ops.logical_or({0}, {1})"),
-    "not": Operation("~{0}", "ops.logical_not({0})"),
-    "where": Operation("np.where({0}, {1}, {2})", "ops.select({0}, {1}, {2})"),
-    "int32 float32": Operation(
-        "np.fmin(np.fmax({0}, SMALLEST_AS_INT32), LARGEST_AS_INT32).astype(np.int32)",
-        "ops.cast(ops.minimum(ops.maximum({0}, SMALLEST_AS_INT32), LARGEST_AS_INT32), mstype.int32)",
-        _is_of_float32,
-    ),
-    "int32": Operation("{0}.astype(np.int32)", "ops.cast({0}, mstype.int32)"),
-    "float32": Operation("{0}.astype(np.float32)", "ops.cast({0}, mstype.float32)"),
-    "stack": Operation("stacked({all})", "ops.stack(({all},))"),
-    "element": Operation("{0}[{extra}]", "ops.unstack({0})[{extra}]"),
-    "take": Operation(
-        "taken({0}, {1})",
-        "ops.gather({0}, ops.minimum(ops.maximum({1}, NONE), {last}), 0)",
-        constants={"last": lambda value: np.int32(value.args[0].shape[0] - 1)},
-    ),
-    # Count the true flags as a sum in float32, because Ascend devices sum float32, not bool. The sum is exact up to
-    # 2**24 flags.
-    "count": Operation(
-        "np.count_nonzero({0}, axis=0).astype(np.int32)",
-        "ops.cast(reduce_sum(ops.cast({0}, mstype.float32)), mstype.int32)",
-    ),
-    "argmin": Operation(
-        "np.argmin(np.where({0} == {0}, {0}, INF), axis=0).astype(np.int32)",
-        "argmin(ops.select(ops.equal({0}, {0}), {0}, INF))",
-    ),
-    "lookup": Operation(
-        "{table}({0})",
-        "ops.gather_nd({rows}, ops.minimum(ops.maximum({0}, {lowest}), {highest}) - {lowest})",
-        constants={
-            "rows": lambda value: value.extra[0],
-            "lowest": lambda value: value.extra[1],
-            "highest": lambda value: value.extra[1] + np.array(value.extra[0].shape[:-1], np.int32) - 1,
-        },
-    ),
-    # Operations that a user's rule cannot call: log2 of a power of two, the power of two for an exponent, and the
-    # exponent of the largest power-of-two loss scale without overflow.
-    "exponent": Operation(
-        "np.frexp({0})[1].astype(np.int32) - np.int32(1)",
-        "{below} + ops.cast(reduce_sum(ops.cast(ops.less_equal({powers}, {0}), mstype.float32)), mstype.int32)",
-        constants={"powers": _powers, "below": lambda value: value.args[1].extra - np.int32(1)},
-    ),
-    "power": Operation(
-        "np.ldexp(np.float32(1), {0})", "ops.gather({powers}, {0} - {1}, 0)", constants={"powers": _powers}
-    ),
-    "max_safe_exponent": Operation(
-        "shown({0}, {1}, {2})",
-        "ops.gather({exponents}, ops.select({1}, NONE, ops.cast(reduce_sum("
-        "ops.cast(ops.less_equal({0}, {fits_at}), mstype.float32)), mstype.int32)), 0)",
-        constants={"exponents": _exponents, "fits_at": _fits_at},
-    ),
-}
-
-_ROWS: dict[str, list[str]] = {}
-for _name in OPERATIONS:
-    _ROWS.setdefault(_name.partition(" ")[0], []).append(_name)
-
-# Values that fold() does not compute in advance: inputs, values that are constants already, and operations whose
-# structure, such as the size of a table, can differ from rule to rule.
-_UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_exponent")
+    spans = [range(lowest, highest + 1) for lowest, highest in ranges]
+    if not 0 < math.prod(map(len, spans)) <= _LARGEST_TABLE:
+        raise ValueError(
+            f"tabulate() takes ranges (lowest, highest) of 1 to {_LARGEST_TABLE} combinations, not {ranges}"
+        )
+    rows = np.array([function(*point) for point in itertools.product(*spans)], object)
+    if rows.ndim != 2 or any(type(number) is not int or abs(number) > LARGEST_INT32 for number in rows.flat):
+        name = getattr(function, "__name__", function)
+        raise ValueError(f"tabulate() needs a function that returns a tuple of int32 numbers, but got {name}")
+    return rows.astype(np.int32).reshape(*map(len, spans), -1), np.array([span[0] for span in spans], np.int32)
 
 
-def operation_of(values: Sequence[Any]) -> Operation:
-    """Return the first row of OPERATIONS that fits ``values``: its guard accepts each value, or it has no guard.
-
-    The values are the results of the same operation in the traced steps of several rules.
-    """
-    rows = [OPERATIONS[name] for name in _ROWS[values[0].op]]
-    return next(row for row in rows if row.guard is None or all(map(row.guard, values)))
-
-
-def fold(value: Any) -> Array | None:
-    """Return the result of an operation on constants, computed in NumPy; None for any other operation.
-
-    The guards of OPERATIONS can then examine the result, and MindSpore's compiler cannot compute a different result.
-    """
-    if value.op in _UNFOLDED or any(argument.op != "constant" for argument in value.args):
-        return None
-    names = [f"v{position}" for position in range(len(value.args))]
-    arrays = [argument.extra[..., np.newaxis] for argument in value.args]
-    expression = operation_of([value]).numpy.format(*names, all=", ".join(names), extra=value.extra)
-    with np.errstate(all="ignore"):
-        lanes: Array = eval(expression, globals(), dict(zip(names, arrays, strict=True)))
-    return lanes[..., 0]
-
-
-def or_nan(divisor: Array) -> Array:
-    """Return a divisor in which NaN replaces 0."""
-    return np.where(divisor == 0, np.float32(np.nan), divisor)
-
-
-def stacked(*parts: Array) -> Array:
-    """Return the parts of a vector, stacked. Each part has one number per lane (run), or one number for all lanes."""
-    joined, lanes = np.concatenate(parts), parts[0].shape[-1]
-    if joined.size != len(parts) * lanes:
-        return np.stack(np.broadcast_arrays(*parts))
-    return joined.reshape(len(parts), lanes)
-
-
-def taken(vector: Array, index: Array) -> Array:
-    """Return the element at ``index`` of each lane's (run's) vector; an index out of range means the first or last."""
-    places = np.clip(index, 0, len(vector) - 1)[np.newaxis]
-    lanes = max(vector.shape[-1], places.shape[-1])
-    vector = np.broadcast_to(vector, (len(vector), lanes))
-    elements: Array = np.take_along_axis(vector, np.broadcast_to(places, (1, lanes)), 0)[0]
-    return elements
+_cached_table = functools.lru_cache(maxsize=256)(filled_table)
 
 
 def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
@@ -303,12 +114,6 @@ def possible_exponents(largest: float) -> range:
     return range(exponent - 129, exponent + 126)
 
 
-def shown(largest_gradient: Array, overflow: Array, largest: Array) -> Array:
-    """Return log2 of each step's safe loss scale, or ``UNSHOWN`` if it overflowed or has no usable largest gradient."""
-    known, exponents = safe_exponents(largest_gradient, largest)
-    return np.where(known & ~overflow, exponents, np.int32(UNSHOWN))
-
-
 class Table:
     """The tables of all lanes (runs) for one call of ``tabulate``, joined end to end. Lanes can share a table.
 
@@ -329,13 +134,14 @@ class Table:
         bounds = (lowest, lowest + sizes - 1, strides, first)
         self._lowest, self._highest, self._strides, self._first = (merged(bound.astype(np.int32)) for bound in bounds)
 
-    def __call__(self, index: Array) -> Array:
+    def __call__(self, *arguments: Array) -> Array:
         """Return the results of the tabulated function, as an array of shape (results, lanes).
 
         Args:
-            index (NDArray): the values of the function's arguments, of shape (arguments, lanes). If a value is out of
-                the bounds of its argument, the nearer bound is used.
+            *arguments (NDArray): the values of the function's arguments, of shape (lanes,). If a value is out of the
+                bounds of its argument, the nearer bound is used.
         """
+        index = stack(arguments)
         places = (np.minimum(np.maximum(index, self._lowest), self._highest) - self._lowest) * self._strides
         rows: Array = self._rows.take(np.add.reduce(places, axis=0) + self._first, axis=0).T
         return rows
@@ -348,15 +154,86 @@ def merged(each: Array) -> Array:
     return np.ascontiguousarray(np.moveaxis(each[:1] if is_one else each, 0, -1))
 
 
-def in_all_lanes(array: Array, lanes: int) -> Array:
-    """Return an array whose last axis has ``lanes`` elements; repeat the array if it has one element for all lanes."""
-    return array if array.shape[-1] == lanes else np.broadcast_to(array, (*array.shape[:-1], lanes))
+def _minimum(x: Array, y: Array) -> Any:
+    return np.where(x < y, x, y) if x.dtype == np.float32 else np.minimum(x, y)
 
 
-def notice_subnormal(*computed: Array) -> None:
-    """Signal an underflow in NumPy if a computed float32 number is subnormal: below 2^-126, but not 0."""
-    bits = np.concatenate([array.ravel() for array in computed]).view(np.uint32) << 1
-    # Compare the magnitudes of the numbers by their bits. Subtracting 1 wraps 0 around to the largest unsigned number,
-    # so that 0 does not count as subnormal.
-    if (bits - np.uint32(1)).min() < _SMALLEST_BITS:
-        np.multiply(_TINY, _TINY)
+def _maximum(x: Array, y: Array) -> Any:
+    return np.where(y < x, x, y) if x.dtype == np.float32 else np.maximum(x, y)
+
+
+def _int32(x: Array) -> Any:
+    if x.dtype == np.float32:
+        x = np.fmin(np.fmax(x, SMALLEST_AS_INT32), LARGEST_AS_INT32)
+    return x.astype(np.int32)
+
+
+def _float32(x: Array) -> Any:
+    return x.astype(np.float32)
+
+
+def stack(parts: Sequence[Array]) -> Array:
+    """Return a vector of numbers, in each lane."""
+    return np.stack(np.broadcast_arrays(*parts))
+
+
+def _take(vector: Array, index: Array) -> Any:
+    index = np.minimum(np.maximum(index, 0), len(vector) - 1)
+    vector, index = np.broadcast_arrays(vector, index)
+    return np.take_along_axis(vector, index[:1], axis=0)[0]
+
+
+def _argmin(vector: Array) -> Any:
+    return np.argmin(np.where(vector == vector, vector, np.float32(np.inf)), axis=0).astype(np.int32)
+
+
+def _count(flags: Array) -> Any:
+    return np.count_nonzero(flags, axis=0).astype(np.int32)
+
+
+# Operations on values. Constants and tables are made by functions of Namespace instead.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **{"where": np.where, "minimum": _minimum, "maximum": _maximum, "floor": np.floor, "int32": _int32},
+    **{"float32": _float32, "stack": stack, "unstack": list, "take": _take, "argmin": _argmin, "count": _count},
+}
+
+
+class Namespace:
+    """The argument ``xp`` of a rule's ``make_step``: operations, and functions that make constants and tables.
+
+    Args:
+        operations (Mapping[str, Callable]): operations by name.
+        constant (Callable): makes a constant of an array of shape () or (n,).
+        table (Callable): makes a function of integers of the rows of a table and the lowest arguments.
+    """
+
+    def __init__(self, operations: Any, constant: Callable[[Array], Any], table: Callable[..., Any]) -> None:
+        vars(self).update(operations)
+        self.constant, self.table = constant, table
+
+    def ints(self, *numbers: Any) -> Any:
+        """Return int32 constants, one for each number or sequence of numbers."""
+        return self._constants("int32", numbers)
+
+    def floats(self, *numbers: Any) -> Any:
+        """Return float32 constants, one for each number or sequence of numbers."""
+        return self._constants("float32", numbers)
+
+    def tabulate(self, function: Callable[..., Any], *ranges: tuple[int, int]) -> Any:
+        """Return a function of values that looks up the results of a function of small integers.
+
+        Args:
+            function (Callable): takes integers, and returns a tuple of integers. It may use ``if``.
+            *ranges (tuple[int, int]): the lowest and the highest value of each argument. Beyond these bounds, the
+                nearer bound is used.
+        """
+        # Only functions marked by is_cached are the same object in many rules.
+        fill = _cached_table if getattr(function, "is_cached", False) else filled_table
+        return self.table(*fill(function, ranges))
+
+    def _constants(self, dtype: str, numbers: tuple[Any, ...]) -> Any:
+        made = tuple(map(self.constant, constants(dtype, numbers)))
+        return made if len(made) > 1 else made[0]
+
+
+NUMPY = Namespace(OPERATIONS, lambda array: array[..., np.newaxis], lambda *table: Table([table]))

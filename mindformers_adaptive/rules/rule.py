@@ -15,24 +15,32 @@ import numpy as np
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive, to_float32
 from mindformers_adaptive.rules.description import OF_EVERY_RULE, arguments_of, check_description, checked_value
-from mindformers_adaptive.rules.fields import Field, fields_of
+from mindformers_adaptive.rules.fields import Field, fields_of, is_of_this_package
 from mindformers_adaptive.rules.formats import Format, find_format
-from mindformers_adaptive.rules.tracing import TracedStep, told, trace_step
-from mindformers_adaptive.rules.values import is_traced_now, refused
+from mindformers_adaptive.rules.operations import NUMPY
+from mindformers_adaptive.rules.step import arguments_of_step
+from mindformers_adaptive.rules.step_check import check_step, told
 
 __all__ = ["Rule"]
 
 
 class _CheckedOnCreation(type):
-    """Metaclass that freezes a rule's attributes after the constructor, checks the rule, and traces its step."""
+    """Metaclass that freezes a rule's attributes after the constructor, and checks the rule and its step."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         rule = super().__call__(*args, **kwargs)
-        # A rule's step is traced only once, when the rule is created. A list that changes afterwards would contradict
-        # the trace, so freeze lists.
+        # MindSpore compiles a rule's step once. A list that changes afterwards would contradict the compiled step, so
+        # freeze lists.
         vars(rule).update({name: _frozen(value) for name, value in vars(rule).items()})
         check_description(rule)
-        _ = rule.traced
+        vars(rule)["_is_made"] = True
+        if not is_of_this_package(cls):
+            check_step(rule)
+        if rule.moves_by_bits and rule.min_exponent > rule.max_exponent:
+            raise ValueError(
+                "There must be a power of two from 'min_loss_scale' to 'max_loss_scale', but got "
+                f"{rule.min_loss_scale} and {rule.max_loss_scale}. Lower 'min_loss_scale' or raise 'max_loss_scale'."
+            )
         return rule
 
     @property
@@ -43,12 +51,13 @@ class _CheckedOnCreation(type):
 
 
 class Rule(metaclass=_CheckedOnCreation):
-    """A loss-scaling rule: a state, and a Python function that computes the state after each training step.
+    """A loss-scaling rule: a state, and a function that computes the state after each training step.
 
-    A subclass has :meth:`next_state`, which is called once when the rule is made, with values that record what is done
-    to them. From that come one NumPy function and the graph of the update cell. It may have :meth:`first_state`,
-    and a constructor that keeps each argument as an attribute of the same name. Once the rule is made its attributes
-    cannot change: a list becomes a tuple, a set a frozenset, and a dict or an array a copy that is read only.
+    A subclass has :meth:`make_step`, which returns the step, an ordinary function. NumPy runs this function for many
+    runs side by side, and MindSpore compiles the same function for the update cell. A subclass may have
+    :meth:`first_state`, and a constructor that keeps each argument as an attribute of the same name. Once the rule is
+    made its attributes cannot change: a list becomes a tuple, a set a frozenset, and a dict or an array a copy that is
+    read only.
 
     Attributes:
         name (str): the name of the rule, in policies and checkpoints.
@@ -63,21 +72,26 @@ class Rule(metaclass=_CheckedOnCreation):
     Args:
         min_loss_scale (float): the floor of the loss scale, above 0. Default: 1.0, MindSpore's.
         max_loss_scale (float, optional): the upper bound of the loss scale. Default: None, the largest finite float32.
-        gradient_format (Union[str, Mapping, Format]): the format of the gradients, for ``seen.max_safe_exponent``; as
+        gradient_format (Union[str, Mapping, Format]): the format of the gradients, for ``max_safe_exponent``; as
             :func:`~mindformers_adaptive.rules.formats.find_format` takes it. Default: "float16".
 
     Raises:
         TypeError: if an argument is not of its type.
-        ValueError: if an argument is out of its range, or the step cannot be traced; the message says in which line,
-            and what to write instead.
+        ValueError: if an argument is out of its range, or the step is invalid; the message says in which line, and what
+            to write instead.
 
     Examples:
-        >>> from mindformers_adaptive.rules import Rule, where
+        >>> from mindformers_adaptive.rules import Rule
         >>> class Halve(Rule):
         ...     name = "halve"
         ...
-        ...     def next_state(self, state, seen):
-        ...         return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 2), state)
+        ...     def make_step(self, xp):
+        ...         half = xp.floats(0.5)
+        ...
+        ...         def step(loss_scale, overflow):
+        ...             return {"loss_scale": xp.where(overflow, loss_scale * half, loss_scale)}
+        ...
+        ...         return step
         >>> rule = Halve()
         >>> rule.step(rule.start(1024.0), overflow=True).loss_scale
         512.0
@@ -110,7 +124,7 @@ class Rule(metaclass=_CheckedOnCreation):
     counts_clean_steps: ClassVar[bool] = False
     # Fields that a checkpoint must have to contain a state of this rule; None means all fields of the rule.
     identifying_fields: ClassVar[tuple[str, ...] | None] = None
-    # Whether the loss scale that next_state() returns always lies between min_loss_scale and max_loss_scale.
+    # Whether the loss scale that the step returns always lies between min_loss_scale and max_loss_scale.
     keeps_bounds: ClassVar[bool] = False
 
     def __init__(
@@ -157,19 +171,23 @@ class Rule(metaclass=_CheckedOnCreation):
         """
         return {}
 
-    def next_state(self, state: Any, seen: Any) -> Any:
-        """Return the state of the rule after a training step. Every subclass must define this method.
+    def make_step(self, xp: Any) -> Any:
+        """Return the function that computes the state after a training step. Every subclass must define this method.
+
+        The arguments of the function are some of these names: ``loss_scale``, float32, or ``exponent``, int32, its
+        log2, for a rule whose scale is always a power of two; ``overflow``, bool; the names of the state;
+        ``skipped_steps`` and ``consecutive_overflows``, int32, the overflowed steps before this one, in all and in a
+        row; with ``needs_gradients`` also ``largest_gradient``, float32; ``gradient_known``, bool;
+        ``max_safe_exponent``, int32. The function returns a dict with the next ``loss_scale`` or ``exponent`` and the
+        next value of each name of the state. A loss scale beyond its bounds becomes the nearer bound; NaN keeps the
+        old loss scale.
 
         Args:
-            state (State): before the step: the state by its names; ``loss_scale``, float32, or ``exponent``, int32,
-                its log2, for a rule whose scale is always a power of two; ``skipped_steps`` and
-                ``consecutive_overflows``, the overflowed steps before this one, in all and in a row, int32.
-            seen (Seen): of the step: ``overflow``, bool; with ``needs_gradients`` also ``largest_gradient``, float32;
-                ``gradient_known``, bool; ``max_safe_exponent``, int32.
+            xp (Namespace): the operations, of NumPy or of MindSpore. ``xp.ints(...)`` and ``xp.floats(...)`` make
+                constants, ``xp.tabulate(...)`` a table; call them here and not in the returned function.
 
         Returns:
-            State: ``state.replace(...)``. A loss scale beyond its bounds becomes the nearer bound; NaN keeps the old
-            loss scale.
+            Callable, from values to a dict of values.
         """
         raise NotImplementedError
 
@@ -273,7 +291,7 @@ class Rule(metaclass=_CheckedOnCreation):
         """
         from mindformers_adaptive.rules.lanes import Lanes
 
-        if not is_traced_now(self) and getattr(state, "_fields", None) != self.State._fields:
+        if getattr(state, "_fields", None) != self.State._fields:
             raise TypeError(
                 f"'state' must be a state from start() or step() of the rule {self.name!r}, but got {state!r}."
             )
@@ -298,14 +316,9 @@ class Rule(metaclass=_CheckedOnCreation):
         return _state_class(f"{type(self).__name__}State", names)
 
     @functools.cached_property
-    def traced(self) -> TracedStep:
-        """TracedStep: the operations of the rule's step, recorded by calling the step once."""
-        return trace_step(self)
-
-    @property
     def moves_by_bits(self) -> bool:
-        """bool: whether the loss scale is always a power of two, because the rule's step uses ``state.exponent``."""
-        return self.traced.moves_by_bits
+        """bool: whether the loss scale is always a power of two, because the rule's step takes ``exponent``."""
+        return "exponent" in arguments_of_step(self.make_step(NUMPY))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -326,9 +339,7 @@ class Rule(metaclass=_CheckedOnCreation):
         return math.ldexp(1.0, max(math.frexp(loss_scale)[1] - 1, self.min_exponent))
 
     def __setattr__(self, name: str, value: object) -> None:
-        if is_traced_now(self):
-            raise refused(f"assigns self.{name}. Keep in the state what the next step needs")
-        if "traced" in vars(self):
+        if "_is_made" in vars(self):
             raise AttributeError(
                 f"The rule {self.name!r} cannot change its {name!r} after it is created. Make another rule with the "
                 "new value."
@@ -340,7 +351,7 @@ class Rule(metaclass=_CheckedOnCreation):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("traced", "State", "fields", "_single")
+        derived = ("State", "fields", "moves_by_bits", "_single")
         return {name: _thawed(value) for name, value in vars(self).items() if name not in derived}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:

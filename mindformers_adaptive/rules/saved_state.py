@@ -17,7 +17,7 @@ from mindformers_adaptive.rules.fields import (
     form_of,
     kept_fields,
 )
-from mindformers_adaptive.rules.tracing import told
+from mindformers_adaptive.rules.step_check import told
 
 __all__ = ["all_fields", "describe_fresh_start", "from_values", "keep_within", "restored_fields"]
 __all__ += ["own_keys", "repair", "repair_loss_scale", "to_values"]

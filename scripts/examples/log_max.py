@@ -2,7 +2,7 @@
 
 import math
 
-from mindformers_adaptive.rules import Rule, float32, floor, int32, maximum, minimum, where
+from mindformers_adaptive.rules import Rule, float32
 
 
 class LogMaxRule(Rule):
@@ -22,15 +22,26 @@ class LogMaxRule(Rule):
         """Return the state before the first step."""
         return {"mean": math.log2(loss_scale), "quick_spread": 1.0, "slow_spread": 1.0}
 
-    def next_state(self, state, seen):
-        """Return the state after a step. ``max_safe_exponent`` is log2 of the largest loss scale without overflow."""
-        lower = state.exponent - 1
-        allowed = float32(where(seen.overflow, lower, seen.max_safe_exponent))
-        distance = abs(allowed - state.mean)
-        quick = state.quick_spread + (distance - state.quick_spread) * self.share
-        slow = state.slow_spread + (distance - state.slow_spread) * self.share**2
-        mean = state.mean + (allowed - state.mean) * self.share
-        wanted = int32(floor(mean - self.margin * maximum(quick, slow)))
-        wanted = where(seen.overflow, minimum(wanted, lower), wanted)
-        moved = state.replace(exponent=wanted, mean=mean, quick_spread=quick, slow_spread=slow)
-        return where(seen.overflow | seen.gradient_known, moved, state)
+    def make_step(self, xp):
+        """Return the step. ``max_safe_exponent`` is log2 of the largest loss scale without overflow."""
+        one = xp.ints(1)
+        margin, share, slow_share = xp.floats(self.margin, self.share, self.share**2)
+
+        def step(exponent, overflow, gradient_known, max_safe_exponent, mean, quick_spread, slow_spread):
+            lower = exponent - one
+            allowed = xp.float32(xp.where(overflow, lower, max_safe_exponent))
+            distance = abs(allowed - mean)
+            quick = quick_spread + (distance - quick_spread) * share
+            slow = slow_spread + (distance - slow_spread) * slow_share
+            next_mean = mean + (allowed - mean) * share
+            wanted = xp.int32(xp.floor(next_mean - margin * xp.maximum(quick, slow)))
+            wanted = xp.where(overflow, xp.minimum(wanted, lower), wanted)
+            moves = overflow | gradient_known
+            return {
+                "exponent": xp.where(moves, wanted, exponent),
+                "mean": xp.where(moves, next_mean, mean),
+                "quick_spread": xp.where(moves, quick, quick_spread),
+                "slow_spread": xp.where(moves, slow, slow_spread),
+            }
+
+        return step

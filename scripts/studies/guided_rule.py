@@ -17,7 +17,7 @@ from mindformers_adaptive.lab.gradient_ceilings import random_of, with_gradients
 from mindformers_adaptive.lab.measures import overflow_flags
 from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.record.trace import Trace
-from mindformers_adaptive.rules import Rule, argmin, float32, floor, int32, maximum, stack, take, where
+from mindformers_adaptive.rules import Rule, float32, int32
 from mindformers_adaptive.rules import guided as guided_module
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.examples.log_max import LogMaxRule
@@ -43,12 +43,17 @@ class RecentMaxima(Rule):
     def first_state(self, loss_scale):
         return {"ceilings": [float(np.log2(loss_scale)) + self.margin] * self.length}
 
-    def next_state(self, state, seen):
-        # After an overflow, remember a ceiling that is one bit lower than the loss scale.
-        shown = where(seen.gradient_known, seen.max_safe_exponent, state.exponent + self.margin)
-        newest = float32(where(seen.overflow, state.exponent - 1, shown))
-        ceilings = stack([*[state.ceilings[index] for index in range(1, self.length)], newest])
-        return state.replace(ceilings=ceilings, exponent=int32(take(ceilings, argmin(ceilings))) - self.margin)
+    def make_step(self, xp):
+        one, margin = xp.ints(1, self.margin)
+
+        def step(exponent, overflow, gradient_known, max_safe_exponent, ceilings):
+            # After an overflow, remember a ceiling that is one bit lower than the loss scale.
+            shown = xp.where(gradient_known, max_safe_exponent, exponent + margin)
+            newest = xp.float32(xp.where(overflow, exponent - one, shown))
+            kept = xp.stack((*xp.unstack(ceilings)[1:], newest))
+            return {"exponent": xp.int32(xp.take(kept, xp.argmin(kept))) - margin, "ceilings": kept}
+
+        return step
 
 
 class GrowingMargin(Rule):
@@ -61,25 +66,43 @@ class GrowingMargin(Rule):
     def first_state(self, loss_scale):
         return {"margin": 6, "first": int(np.log2(loss_scale))}
 
-    def next_state(self, state, seen):
-        known, first = seen.gradient_known, state.first
-        shown = float32(seen.max_safe_exponent)
-        climbed = state.low + (shown - state.low) * 0.05 + 0.05
-        climbed = where(shown < climbed, shown, climbed)
-        low = where(known, where(state.has_begun > 0, climbed, shown), state.low)
-        lowest = int32(floor(low))
-        unexplained = (state.consecutive_overflows > 0) & known & (seen.max_safe_exponent >= first)
-        margin = where(unexplained, maximum(state.margin, lowest - first + 3), state.margin)
-        clean = where(unexplained, 1, state.clean + 1)
-        is_calm = clean >= 1000
-        margin = where(is_calm, maximum(margin - 1, 6), margin)
-        begun = maximum(state.has_begun, int32(known))
-        following = where(begun > 0, lowest - margin, state.exponent)
-        following = where(following < self.min_exponent, self.min_exponent, following)
-        applied = state.replace(
-            low=low, margin=margin, clean=where(is_calm, 0, clean), first=following, has_begun=begun, exponent=following
-        )
-        return where(seen.overflow, state.replace(exponent=maximum(state.exponent - 10, self.min_exponent)), applied)
+    def make_step(self, xp):
+        zero, one, three, six, ten, calm = xp.ints(0, 1, 3, 6, 10, 1000)
+        lowest, share = xp.ints(self.min_exponent), xp.floats(0.05)
+
+        def step(
+            exponent,
+            overflow,
+            gradient_known,
+            max_safe_exponent,
+            consecutive_overflows,
+            low,
+            margin,
+            clean,
+            first,
+            has_begun,
+        ):
+            shown = xp.float32(max_safe_exponent)
+            climbed = xp.minimum(shown, low + (shown - low) * share + share)
+            next_low = xp.where(gradient_known, xp.where(has_begun > zero, climbed, shown), low)
+            whole = xp.int32(xp.floor(next_low))
+            unexplained = (consecutive_overflows > zero) & gradient_known & (max_safe_exponent >= first)
+            enlarged = xp.where(unexplained, xp.maximum(margin, whole - first + three), margin)
+            count = xp.where(unexplained, one, clean + one)
+            is_calm = count >= calm
+            next_margin = xp.where(is_calm, xp.maximum(enlarged - one, six), enlarged)
+            begun = xp.maximum(has_begun, xp.int32(gradient_known))
+            following = xp.maximum(xp.where(begun > zero, whole - next_margin, exponent), lowest)
+            return {
+                "exponent": xp.where(overflow, xp.maximum(exponent - ten, lowest), following),
+                "low": xp.where(overflow, low, next_low),
+                "margin": xp.where(overflow, margin, next_margin),
+                "clean": xp.where(overflow, clean, xp.where(is_calm, zero, count)),
+                "first": xp.where(overflow, first, following),
+                "has_begun": xp.where(overflow, has_begun, begun),
+            }
+
+        return step
 
 
 GUIDED, DYNAMIC, GROWING = "guided", "dynamic 1000", "a margin that always grows"

@@ -1,14 +1,10 @@
 """The update cell's arguments, Parameters and state, and its use in MindSpore's own train-step cells."""
 
-import shutil
-from pathlib import Path
-
 import mindformers.wrapper
 import pytest
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from tests.shared.networks import Dense
 
 
@@ -76,18 +72,3 @@ def test_an_empty_window_warns_and_starts_at_the_smallest():
     with pytest.warns(UserWarning, match=r"'scale_window' .*window of the ladder \(20, .* is empty: .* 20"):
         cell = AdaptiveLossScaleUpdateCell(1024, 2, None)
     assert cell.state()["scale_window"] == 20
-
-
-def test_a_removed_temporary_folder_ends_no_training(graph_mode):
-    """MindSpore still compiles a rule if a cleaner of /tmp has removed the folder with the rule's generated code."""
-    scales = []
-    for window in (3, 3, 5):
-        rule = AdaptiveRule(max_scale_window=window, min_scale_window=window)
-        cell = AdaptiveLossScaleUpdateCell.from_rule(rule, rule.start(2.0**16))
-        shutil.rmtree(Path(cell.step_function.__code__.co_filename).parent, ignore_errors=True)
-        loss_scale = Parameter(Tensor(2.0**16), name="loss_scale")
-        for overflow in (False, False, False, True):
-            cell(loss_scale, Tensor(overflow))
-        scales.append(float(loss_scale))
-        assert rule.step(rule.start(2.0**16), True).loss_scale == 2.0**15
-    assert scales == [2.0**16, 2.0**16, 2.0**15]

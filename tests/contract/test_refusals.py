@@ -193,8 +193,8 @@ def test_field_named_as_an_attribute_of_the_cell_is_refused():
         name = "keep"
         state: ClassVar = {"select": float32}
 
-        def next_state(self, state, seen):
-            return state
+        def make_step(self, xp):
+            return lambda loss_scale, select: {"loss_scale": loss_scale, "select": select}
 
     with pytest.raises(ValueError, match=r"rule 'keep' must not be called 'select'.* another name"):
         RuleLossScaleUpdateCell(Keep, 2**10)

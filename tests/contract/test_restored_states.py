@@ -1,6 +1,7 @@
 """Update cells correct invalid states only after loading a checkpoint, and load each number into its own field."""
 
 import functools
+import inspect
 import json
 import math
 import random
@@ -18,14 +19,16 @@ from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell,
 from mindformers_adaptive.mindformers.callbacks import restores_sidecar
 from mindformers_adaptive.mindformers.checkpoint_formats import write_sidecar
 from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
-from mindformers_adaptive.rules import Rule, float32, int32, minimum, where
+from mindformers_adaptive.rules import Rule, float32, int32
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.fields import fields_of
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.saved_state import own_keys
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 from tests.conftest import mindspore_mode
 from tests.shared.every_rule import KINDS, Owned, is_same
 from tests.shared.networks import Dense, resettable
+from tests.shared.own_rules import rule_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graph_mode")]
 
@@ -39,10 +42,16 @@ class Smallest(Rule):
     def first_state(self, loss_scale):
         return {"smallest": math.inf}
 
-    def next_state(self, state, seen):
-        lowest = minimum(state.smallest, state.loss_scale)
-        halved = state.replace(loss_scale=state.loss_scale / 2, smallest=lowest)
-        return where(seen.overflow, halved, state.replace(loss_scale=state.loss_scale * 1.25))
+    def make_step(self, xp):
+        half, growth = xp.floats(0.5, 1.25)
+
+        def step(loss_scale, overflow, smallest):
+            return {
+                "loss_scale": loss_scale * xp.where(overflow, half, growth),
+                "smallest": xp.where(overflow, xp.minimum(smallest, loss_scale), smallest),
+            }
+
+        return step
 
 
 class Refusing(Rule):
@@ -51,10 +60,19 @@ class Refusing(Rule):
     name = "refusing"
     state: ClassVar = {"clean": int32}
 
-    def next_state(self, state, seen):
-        raised = state.replace(loss_scale=state.loss_scale * 2, clean=0)
-        clean = where(state.clean >= 3, raised, state.replace(clean=state.clean + 1))
-        return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 2, clean=0), clean)
+    def make_step(self, xp):
+        zero, one, three = xp.ints(0, 1, 3)
+        half, two = xp.floats(0.5, 2)
+
+        def step(loss_scale, overflow, clean):
+            raises = clean >= three
+            raised = xp.where(raises, loss_scale * two, loss_scale)
+            return {
+                "loss_scale": xp.where(overflow, loss_scale * half, raised),
+                "clean": xp.where(overflow | raises, zero, clean + one),
+            }
+
+        return step
 
     def find_state_problem(self, values):
         return "The checkpoint has counted" if values["clean"] else None
@@ -65,9 +83,16 @@ class MovedWindow(AdaptiveRule):
 
     name = "moved_window"
 
-    def next_state(self, state, seen):
-        after = super().next_state(state, seen)
-        return after.replace(scale_window=after.scale_window + 7)
+    def make_step(self, xp):
+        adaptive, seven = super().make_step(xp), xp.ints(7)
+
+        def step(*values):
+            after = adaptive(*values)
+            after["scale_window"] = after["scale_window"] + seven
+            return after
+
+        step.__signature__ = inspect.signature(adaptive)
+        return step
 
 
 RULES = [Smallest, Refusing, functools.partial(MovedWindow, max_scale_window=4, min_scale_window=1)]
@@ -121,18 +146,22 @@ def test_a_cell_of_one_rule_takes_no_other():
         assert RuleLossScaleUpdateCell.from_rule(rule, rule.start(2.0**16)).rule is rule
 
 
-def rule_with(state, name="reshaped", first=None):
+def rule_with(state, name="reshaped", **first):
     """Return a rule with the given state fields; each step adds 1 to every number in these fields."""
 
-    def next_state(self, before, seen):
-        numbers = {key: getattr(before, key) + 1 for field in self.fields for key in field.keys}
-        halved = where(seen.overflow, before.loss_scale / 2, before.loss_scale)
-        return before.replace(loss_scale=halved, **numbers)
-
-    names = {"name": name, "state": state, "next_state": next_state}
-    if first is not None:
-        names["first_state"] = lambda self, loss_scale: first
-    return type("Reshaped", (Rule,), names)()
+    fields = fields_of(types.SimpleNamespace(name=name, state=state, parameter_names={}))
+    shown = [(key, field.dtype) for field in fields for key in field.keys]
+    after = "".join(f", {key!r}: {key} + {dtype}" for key, dtype in shown)
+    return rule_of(
+        f"""
+def step(loss_scale, overflow, {", ".join(key for key, _ in shown)}):
+    return {{"loss_scale": xp.where(overflow, loss_scale * half, loss_scale){after}}}
+""",
+        "int32, float32, half = xp.ints(1), xp.floats(1), xp.floats(0.5)",
+        state=state,
+        **first,
+        name=name,
+    )
 
 
 BEFORE = {"counts": {"bad": int32, "good": int32}, "level": float32, "window": int32[3]}

@@ -1,4 +1,4 @@
-"""The adaptive rule takes the same steps, bit for bit, as its earlier hand-written version without tracing."""
+"""The adaptive rule takes the same steps, bit for bit, as in earlier versions of its code."""
 
 import hashlib
 import json
@@ -8,8 +8,8 @@ import numpy as np
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
-# Hashes of the states in random runs, computed with the former hand-written version of the adaptive rule. The present
-# adaptive rule must give the same hashes.
+# Hashes of the states in random runs, computed by an earlier version of the code. With a hysteresis of 1, the budget is
+# 1 in each of these states, as in the update cell.
 BEFORE = json.loads(Path(__file__).with_name("paths_before.json").read_text(encoding="utf-8"))
 STEPS = 500
 

@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
-import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import math
 import pickle
@@ -15,7 +15,6 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -23,39 +22,19 @@ import pytest
 from log_max import LogMaxRule
 
 from mindformers_adaptive import RuleLossScaleUpdateCell
-from mindformers_adaptive.rules import (
-    Rule,
-    argmin,
-    ceil,
-    count,
-    float32,
-    int32,
-    maximum,
-    minimum,
-    stack,
-    tabulate,
-    take,
-    where,
-)
+from mindformers_adaptive.rules import Rule, float32, int32
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 from mindformers_adaptive.rules.description import RESERVED
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
+from mindformers_adaptive.rules.step import structure_of
 from tests.conftest import ROOT
 from tests.shared.every_rule import SILENT, Owned, is_same
-from tests.shared.own_rules import Follow, Plain, Weigh
+from tests.shared.own_rules import Follow, Plain, Weigh, rule_of
 
 SCALAR, INTEGER, VECTOR = {"x": float32}, {"x": int32}, {"x": float32[2]}
 FLAGS = [False, False, True, False, True, True, False, False]
-
-
-def rule_of(next_state, *, state=None, first=MappingProxyType({}), needs_gradients=False, **arguments):
-    """Return a rule with the given step function and state fields."""
-    names = {"name": "own", "state": state or {}, "needs_gradients": needs_gradients, "next_state": next_state}
-    if first != {}:
-        names["first_state"] = lambda self, loss_scale: first
-    return type("Own", (Rule,), names)(**arguments)
 
 
 def test_rule_shows_its_arguments():
@@ -75,7 +54,8 @@ def test_documents_list_the_names_that_a_state_cannot_have(language):
     ("package", "name", "said"),
     [
         ("mindformers_adaptive", "TextRule", "Use mindformers_adaptive.Rule"),
-        ("mindformers_adaptive.rules", "TextRule", r"a method next_state\. .*docs/en/own_rule\.md"),
+        ("mindformers_adaptive.rules", "TextRule", r"a method make_step\. .*docs/en/own_rule\.md"),
+        ("mindformers_adaptive.rules", "where", r"make_step\(self, xp\) .*xp\.where"),
         ("mindformers_adaptive.rules", "Field", "a dict as its state"),
     ],
 )
@@ -96,8 +76,14 @@ def scales(rule, flags=FLAGS, **arguments):
     return [state.loss_scale for state in run(rule, flags, **arguments)]
 
 
-def halved(self, state, seen):
-    return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 2), state)
+HALVING = """
+def step(loss_scale, overflow):
+    return {"loss_scale": xp.where(overflow, loss_scale * half, loss_scale)}
+"""
+
+
+def halved(**options):
+    return rule_of(HALVING, "half = xp.floats(0.5)", **options)
 
 
 HALVED = [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**14, 2.0**13, 2.0**13, 2.0**13]
@@ -106,32 +92,32 @@ HALVED = [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**14, 2.0**13, 2.0**13, 2.0**13
 # What the package does before and after a rule's own step.
 
 
-def to_the_ends(self, state, seen):
-    return state.replace(loss_scale=state.loss_scale * where(seen.overflow, 1e-30, 1e30))
+def result(text, constants="", **options):
+    """Return a rule whose step returns the given code as its results, beside an unchanged loss scale."""
+    keys = ", ".join(options.get("state", {}))
+    shown = ", gradient_known, max_safe_exponent, largest_gradient" if options.get("needs_gradients") else ""
+    step = f"def step(loss_scale, overflow, {keys}{shown}):\n    return {{'loss_scale': loss_scale, {text}}}"
+    return rule_of(step, constants, **options)
 
 
 def test_scale_moves_to_the_nearer_bound_and_nan_stays():
-    rule = rule_of(to_the_ends, min_loss_scale=4.0, max_loss_scale=2.0**20)
+    moved = "'loss_scale': loss_scale * xp.where(overflow, low, high)"
+    rule = result(moved, "low, high = xp.floats(1e-30, 1e30)", min_loss_scale=4.0, max_loss_scale=2.0**20)
     assert scales(rule, [False, True, False]) == [2.0**20, 4.0, 2.0**20]
-    for divisor in (0.0, math.inf - 0.0):
-        rule = rule_of(
-            lambda self, state, seen, by=divisor: state.replace(loss_scale=(by - float32(seen.overflow)) / by)
-        )
-        assert scales(rule, [False]) == [2.0**16]
-    for number, expected in ((math.inf, LARGEST_FLOAT32), (-math.inf, 1.0), (-3, 1.0), (3, 3.0)):
-        rule = rule_of(lambda self, state, seen, number=number: state.replace(loss_scale=number))
+    for number, expected in (("inf", LARGEST_FLOAT32), ("-inf", 1.0), (-3, 1.0), (3, 3.0), ("nan", 2.0**16)):
+        rule = result("'loss_scale': number", f"number = xp.floats(float('{number}'))")
         assert scales(rule, [False]) == [expected]
 
 
 @pytest.mark.parametrize("overflow", [1, np.int64(1), np.bool_(True), 1.0])
 def test_a_flag_may_be_a_number_that_is_one(overflow):
-    rule = rule_of(lambda self, state, seen: state.replace(x=where(~seen.overflow, 1, 2)), state=INTEGER)
+    rule = result("'x': xp.where(~overflow, one, two)", "one, two = xp.ints(1, 2)", state=INTEGER)
     assert rule.step(rule.start(1.0), overflow).x == 2
 
 
 @pytest.mark.parametrize("overflow", [None, 5, -1, math.nan, "yes"])
 def test_what_is_no_flag_and_no_state_of_the_rule_is_refused(overflow):
-    rule, other = rule_of(halved), rule_of(halved, state=INTEGER)
+    rule, other = halved(), result("'x': x", state=INTEGER)
     with pytest.raises(TypeError, match=rf"'overflow' must be True or False, .* {overflow!r}\."):
         rule.step(rule.start(1.0), overflow)
     with pytest.raises(TypeError, match=r"'state' must be .*start\(\) or step\(\) of the rule 'own'"):
@@ -139,9 +125,7 @@ def test_what_is_no_flag_and_no_state_of_the_rule_is_refused(overflow):
 
 
 def test_a_gradient_beyond_float64_shows_nothing():
-    rule = rule_of(
-        lambda self, state, seen: state.replace(x=int32(seen.gradient_known)), state=INTEGER, needs_gradients=True
-    )
+    rule = result("'x': xp.int32(gradient_known)", state=INTEGER, needs_gradients=True)
     assert [rule.step(rule.start(1.0), False, gradient).x for gradient in (1.0, 10**400)] == [1, 0]
 
 
@@ -153,13 +137,14 @@ def test_bounds_may_be_set_after_the_constructor_of_rule():
             super().__init__()
             self.min_loss_scale, self.max_loss_scale = 64.0, 2.0**18
 
-        def next_state(self, state, seen):
-            return state.replace(exponent=where(seen.overflow, state.exponent - 20, state.exponent + 20))
+        def make_step(self, xp):
+            up, down = xp.ints(20, -20)
+            return lambda exponent, overflow: {"exponent": exponent + xp.where(overflow, down, up)}
 
     assert scales(Tight(), [False, True, True]) == [2.0**18, 64.0, 64.0]
 
 
-MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
+MADE = ("start", "step", "fields", "State", "arguments", "moves_by_bits", "nearest_scale")
 
 
 @pytest.mark.parametrize(
@@ -179,13 +164,13 @@ MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bit
 )
 def test_impossible_description_of_a_rule_is_refused(attributes, said):
     with pytest.raises(ValueError, match=rf"^The rule 'own' of .*Own (has|must have)? ?{said}"):
-        type("Own", (Rule,), {"name": "own", "next_state": halved, **attributes})()
+        type("Own", (Rule,), {"name": "own", "make_step": type(halved()).make_step, **attributes})()
 
 
 @pytest.mark.parametrize("attribute", MADE)
 def test_attribute_named_like_the_rules_own_is_refused(attribute):
     class Own(Rule):
-        name, next_state = "own", halved
+        name, make_step = "own", type(halved()).make_step
 
         def __init__(self):
             super().__init__()
@@ -196,7 +181,7 @@ def test_attribute_named_like_the_rules_own_is_refused(attribute):
 
 
 def test_an_error_in_the_first_state_is_told_with_its_line():
-    rule = rule_of(halved)
+    rule = halved()
     type(rule).first_state = lambda self, loss_scale: {}["x"]
     with pytest.raises(
         ValueError,
@@ -206,16 +191,17 @@ def test_an_error_in_the_first_state_is_told_with_its_line():
 
 
 def test_step_takes_counts_and_bounds():
-    def count_skips(self, state, seen):
-        skipped, in_a_row = self.min_exponent + state.skipped_steps, self.max_exponent - state.consecutive_overflows
-        return state.replace(exponent=where(seen.overflow, skipped, in_a_row))
-
-    rule = rule_of(count_skips, min_loss_scale=3.0, max_loss_scale=1000.0)
+    step = """
+def step(overflow, exponent, skipped_steps, consecutive_overflows):
+    return {"exponent": xp.where(overflow, lowest + skipped_steps, highest - consecutive_overflows)}
+"""
+    constants = "lowest, highest = xp.ints(self.min_exponent, self.max_exponent)"
+    rule = rule_of(step, constants, min_loss_scale=3.0, max_loss_scale=1000.0)
     states = run(rule, [True, True, False, True, False, False], 2.0**5)
     assert [int(math.log2(state.loss_scale)) for state in states] == [2, 3, 7, 4, 8, 9]
     assert (states[-1].skipped_steps, states[-1].consecutive_overflows) == (3, 0)
-    exponents = run(rule_of(lambda self, state, seen: state.replace(exponent=state.exponent + 99)), [False, True])
-    assert [state.loss_scale for state in exponents] == [2.0**115, 2.0**127]
+    rising = rule_of("step = lambda exponent: {'exponent': exponent + more}", "more = xp.ints(99)")
+    assert [state.loss_scale for state in run(rising, [False, True])] == [2.0**115, 2.0**127]
 
 
 def test_state_has_parts_vectors_and_numbers_of_python():
@@ -239,8 +225,8 @@ def test_a_gradient_counts_where_it_shows_something(gradient, shown):
 
 
 def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
-    assert rule_of(halved).start(1000.0).loss_scale == 1000.0
-    assert not rule_of(halved, min_loss_scale=5.0, max_loss_scale=7.0).moves_by_bits
+    assert halved().start(1000.0).loss_scale == 1000.0
+    assert not halved(min_loss_scale=5.0, max_loss_scale=7.0).moves_by_bits
     with pytest.warns(UserWarning, match=r"'loss_scale_value' .*power of two .* 1000\.0.* 512\.0"):
         assert Follow().start(1000.0).loss_scale == 512.0
     with pytest.raises(ValueError, match=r"power of two from 'min_loss_scale' to 'max_loss_scale', .* 5\.0 and 7\.0"):
@@ -261,20 +247,24 @@ class Bounded(Rule):
         super().__init__(**bounds)
         self.factor = factor
 
-    def next_state(self, state, seen):
-        return where(
-            seen.overflow, state.replace(loss_scale=self.lowered(state.loss_scale), clean=0), self.later(state)
-        )
+    def make_step(self, xp):
+        zero, one = xp.ints(0, 1)
+        share = xp.floats(self.drop())
 
-    def lowered(self, scale):
-        return scale / self.factor
+        def step(loss_scale, overflow, clean):
+            return {
+                "loss_scale": xp.where(overflow, loss_scale * share, loss_scale),
+                "clean": xp.where(overflow, zero, clean + one),
+            }
 
-    def later(self, state):
-        return state.replace(clean=state.clean + 1)
+        return step
+
+    def drop(self):
+        return 1 / self.factor
 
 
 class Further(Bounded):
-    """A rule with one more argument than its parent class; its next_state() first calls the parent's next_state()."""
+    """A rule with one more argument than its parent class; its step first calls the parent's step."""
 
     name = "further"
 
@@ -282,13 +272,20 @@ class Further(Bounded):
         super().__init__(**arguments)
         self.window = window
 
-    def next_state(self, state, seen):
-        after = super().next_state(state, seen)
-        raised = after.replace(loss_scale=after.loss_scale * self.factor, clean=0)
-        return where(after.clean >= self.window, raised, after)
+    def make_step(self, xp):
+        bounded, window, factor = super().make_step(xp), xp.ints(self.window), xp.floats(self.factor)
 
-    def lowered(self, scale):
-        return super().lowered(scale) / 2
+        def step(loss_scale, overflow, clean):
+            after = bounded(loss_scale, overflow, clean)
+            raises = after["clean"] >= window
+            after["loss_scale"] = xp.where(raises, after["loss_scale"] * factor, after["loss_scale"])
+            after["clean"] = xp.where(raises, clean - clean, after["clean"])
+            return after
+
+        return step
+
+    def drop(self):
+        return super().drop() / 2
 
 
 def test_arguments_and_methods_of_a_page_are_the_classs():
@@ -300,68 +297,7 @@ def test_arguments_and_methods_of_a_page_are_the_classs():
     with pytest.raises(TypeError, match="unexpected keyword argument 'windo'"):
         Further(windo=3)
     again = Further(**rule.arguments)
-    assert (again.arguments, again.traced.shape, scales(again)) == (rule.arguments, rule.traced.shape, scales(rule))
-
-
-TWO = 2
-
-
-def half(x):
-    return x / TWO
-
-
-def halving(by):
-    def next_state(self, state, seen):
-        def lowered(scale):
-            return scale / by
-
-        return where(seen.overflow, state.replace(loss_scale=lowered(state.loss_scale)), state)
-
-    return next_state
-
-
-def by_loops(self, state, seen):
-    candidates, scale = [state.loss_scale / 2**n for n in (1, 0)], state.loss_scale
-    for n, (flag, candidate) in enumerate(zip((seen.overflow, ~seen.overflow), candidates, strict=True)):
-        assert n < TWO
-        scale = where(flag, candidate, scale)
-    return state.replace(loss_scale=scale)
-
-
-@pytest.mark.parametrize(
-    "next_state",
-    [
-        halved,
-        halving(TWO),
-        lambda self, state, seen: where(seen.overflow, state.replace(loss_scale=half(state.loss_scale)), state),
-        by_loops,
-        staticmethod(lambda state, seen: halved(None, state, seen)),
-        classmethod(halved),
-        functools.partialmethod(lambda self, by, state, seen: halving(by)(self, state, seen), TWO),
-        lambda self, state, seen: state.replace(
-            loss_scale=state.loss_scale * (0.5, 1.0)[0 if seen is None else 1]
-        ).replace(loss_scale=where(~seen.overflow, state.loss_scale, 0.5 * state.loss_scale)),
-        lambda self, state, seen: state.replace(
-            loss_scale=functools.reduce(lambda x, y: x * y, [state.loss_scale, where(seen.overflow, 0.5, 1)])
-        ),
-        lambda self, state, seen: state.replace(loss_scale=take([1.0, 0.5], int32(seen.overflow)) * state.loss_scale),
-        lambda self, state, seen: state.replace(
-            loss_scale=np.float64(0.5) * state.loss_scale * where(seen.overflow, 1.0, 2.0)
-        ),
-        lambda self, state, seen: state.replace(
-            loss_scale=state.loss_scale / float32(tabulate(lambda o: (2 if o else 1,), o=seen.overflow)[0])
-        ),
-    ],
-)
-def test_step_is_any_function_that_computes_with_values(next_state):
-    assert scales(rule_of(next_state)) == HALVED
-
-
-def test_pick_between_equal_numbers_by_a_vector_is_a_vector():
-    def step(self, state, seen):
-        return state.replace(x=where(state.x < 1, state.loss_scale, state.loss_scale))
-
-    assert run(rule_of(step, state=VECTOR), [False])[0].x == (2.0**16,) * 2
+    assert (again.arguments, structure_of(again), scales(again)) == (rule.arguments, structure_of(rule), scales(rule))
 
 
 @dataclasses.dataclass
@@ -376,9 +312,15 @@ class Dated(Rule):
         super().__init__()
         self.inner = Bounded(self.factor)
 
-    def next_state(self, state, seen):
-        [rung] = tabulate(self.moved, rung=(state.rung, 0, 5), overflow=seen.overflow)
-        return self.inner.next_state(state, seen).replace(rung=rung)
+    def make_step(self, xp):
+        inner, rungs = self.inner.make_step(xp), xp.tabulate(self.moved, (0, 5), (0, 1))
+
+        def step(loss_scale, overflow, clean, rung):
+            after = inner(loss_scale, overflow, clean)
+            after["rung"] = rungs(rung, xp.int32(overflow))[0]
+            return after
+
+        return step
 
     def moved(self, rung, overflow):
         return (0,) if overflow else (min(rung + 1, 5),)
@@ -392,12 +334,8 @@ def test_a_rule_may_be_a_dataclass_and_use_another_rule():
 
 
 def test_rules_may_be_made_in_several_threads():
-    def slow(self, state, seen):
-        time.sleep(0.005)
-        return halved(self, state, seen)
-
     with ThreadPoolExecutor(4) as threads:
-        rules = list(threads.map(lambda _: rule_of(slow), range(8)))
+        rules = list(threads.map(lambda _: (time.sleep(0.005), halved())[1], range(8)))
     assert [scales(rule) for rule in rules] == [HALVED] * 8
 
 
@@ -449,9 +387,9 @@ class Listed(Rule):
         super().__init__(**bounds)
         self.factors = factors
 
-    def next_state(self, state, seen):
-        first = next(iter(self.factors))
-        return where(seen.overflow, state.replace(loss_scale=state.loss_scale / first), state)
+    def make_step(self, xp):
+        share = xp.floats(1 / next(iter(self.factors)))
+        return lambda loss_scale, overflow: {"loss_scale": xp.where(overflow, loss_scale * share, loss_scale)}
 
 
 @pytest.mark.parametrize(
@@ -485,7 +423,7 @@ EXCHANGED = [1.0, 2.0**-9, 70000.0, 1e-39, np.nan]
 
 
 class Counters(Rule):
-    """A rule with a vector of counters; an argument of the rule sets the length of the vector."""
+    """A rule with a table and a vector of counters; an argument of the rule sets the size of the table."""
 
     name = "counters"
     state: ClassVar = {"rung": int32, "wait": int32[2]}
@@ -494,14 +432,44 @@ class Counters(Rule):
         super().__init__()
         self.rungs, self.factors = rungs, tuple(factors)
 
-    def next_state(self, state, seen):
-        rung, wait = tabulate(self.moved, fell=seen.overflow, rung=(state.rung, 0, self.rungs))
-        factor = take(self.factors, rung // 2)
-        scale = where(seen.overflow, state.loss_scale / factor, minimum(state.loss_scale * self.factors[0], 1e30))
-        return state.replace(rung=rung, wait=stack([wait, state.wait[0]]), loss_scale=scale)
+    def make_step(self, xp):
+        two, table = xp.ints(2), xp.tabulate(self.moved, (0, 1), (0, self.rungs))
+        factors, raised, largest = xp.floats(self.factors, self.factors[0], 1e30)
+
+        def step(loss_scale, overflow, rung, wait):
+            next_rung, next_wait = table(xp.int32(overflow), rung)
+            first, _ = xp.unstack(wait)
+            lower = loss_scale / xp.take(factors, next_rung // two)
+            return {
+                "loss_scale": xp.where(overflow, lower, xp.minimum(loss_scale * raised, largest)),
+                "rung": next_rung,
+                "wait": xp.stack((next_wait, first)),
+            }
+
+        return step
 
     def moved(self, fell, rung):
         return (0, rung) if fell else (min(rung + 1, self.rungs), self.rungs * 10)
+
+
+class Chosen(Rule):
+    """A rule whose arguments choose between constants, and between two ways of computing."""
+
+    name = "chosen"
+
+    def __init__(self, is_fast=False, factor=2.0, halves=True):
+        super().__init__()
+        self.is_fast, self.factor, self.halves = is_fast, factor, halves
+
+    def make_step(self, xp):
+        fast, slow, half = xp.floats(8, self.factor, 0.5)
+        factor, halves = fast if self.is_fast else slow, self.halves
+
+        def step(loss_scale, overflow):
+            lower = loss_scale * half if halves else loss_scale
+            return {"loss_scale": xp.where(overflow, lower, loss_scale * factor)}
+
+        return step
 
 
 @pytest.mark.parametrize(
@@ -512,9 +480,8 @@ class Counters(Rule):
         [Follow(margin, bound) for margin, bound in ((0, 1.0), (3, 4.0), (-2, 0.25), (3, 1.0))],
         [Counters(rungs, factors) for rungs, factors in ((1, (2.0, 8.0)), (3, (2.0, 4.0)), (7, (1.5, 3.0)))],
         [LogMaxRule(margin, share) for margin, share in ((1.0, 0.5), (2.0, 0.1), (3.0, 1 / 3))],
-        [rule_of(lambda _, state, seen, by=by: state.replace(loss_scale=state.loss_scale / by)) for by in (0.5, 0.0)],
-        [rule_of(lambda self, state, seen: state.replace(exponent=self.max_exponent, clean=3), state={"clean": int32})]
-        * 3,
+        [result("'loss_scale': loss_scale / by", f"by = xp.floats({by})") for by in (0.5, 0.0)],
+        [result("'clean': three", "three = xp.ints(3)", state={"clean": int32})] * 3,
     ],
     ids=lambda rules: type(rules[0]).__name__,
 )
@@ -535,57 +502,25 @@ def assert_lanes_equal_runs(rules):
         assert lanes.loss_scale.tolist() == [state.loss_scale for state in states]
 
 
-class Numbers(Rule):
-    """A rule with conditions, tables, vectors and reductions that depend on the rule's arguments only."""
-
-    name = "numbers"
-    state: ClassVar = {"n": int32, "v": float32[3], "places": int32[2]}
-    needs_gradients = True
-
-    def __init__(self, k=1.0, m=2, **arguments):
-        super().__init__(**arguments)
-        self.k, self.m = k, m
-
-    def next_state(self, state, seen):
-        is_large = float32(self.k) > 2
-        vector = where(is_large | seen.overflow, stack([self.k, 1.0, 2.0]), state.v)
-        least, many = argmin([self.k, 2.0, float(self.m)]), count([self.k > 1, True, self.m > 2])
-        moved, _ = tabulate(self.moved, n=(state.n, -self.m, self.m), overflow=seen.overflow)
-        scale = take([self.k, 2.5, 3.5], least + state.n) * state.loss_scale / float32(self.m)
-        bounded = minimum(maximum(scale, self.k), 1e20 / self.k) + seen.largest_gradient
-        after = state.replace(v=vector + 1.0, n=moved + least - many, places=stack([least, seen.max_safe_exponent]))
-        return where(seen.overflow, after, after.replace(loss_scale=where(is_large, bounded, bounded * 1.5)))
-
-    def moved(self, n, overflow):
-        return (n * self.m, -n) if overflow else (n - 1, 0)
-
-
-def test_lanes_have_numbers_of_their_own_in_every_place():
-    cases = [
-        (1.0, 2, "float16"),
-        (3.0, 5, "bfloat16"),
-        (2.5, 3, "float16"),
-        (7.0, 2, "float8_e4m3fn"),
-        (3.0, 5, "float16"),
-    ]
-    assert_lanes_equal_runs([Numbers(k, m, gradient_format=name) for k, m, name in cases])
-
-
-def test_lanes_of_rules_that_compute_otherwise_are_refused():
-    def first(self, state, seen):
-        return state.replace(loss_scale=state.v[0])
-
-    def last(self, state, seen):
-        return state.replace(loss_scale=state.v[-1])
-
-    rules = [rule_of(step, state={"v": float32[2]}, first={"v": [5, 7]}) for step in (first, last)]
-    assert [scales(rule, [False]) for rule in rules] == [[5.0], [7.0]]
-    with pytest.raises(ValueError, match=r"traced\.shape"):
-        Lanes(rules, [rule.start(2.0) for rule in rules]).step(np.array([False] * 2), np.array([np.nan] * 2))
+def test_rules_run_side_by_side_if_they_differ_only_in_numbers():
+    cases = [(False, 2.0, True), (False, 4.0, True), (True, 2.0, True), (False, 2.0, False)]
+    first, same, *others = (Chosen(*case) for case in cases)
+    assert structure_of(first) == structure_of(same)
+    assert_lanes_equal_runs([first, same])
+    for other in others:
+        assert structure_of(first) != structure_of(other)
+    for name in ("float16", "bfloat16", "float8_e4m3fn"):
+        assert structure_of(LogMaxRule(gradient_format=name)) == structure_of(LogMaxRule())
+    assert_lanes_equal_runs([LogMaxRule(gradient_format=name) for name in ("float16", "bfloat16", "float8_e4m3fn")])
 
 
 def test_zeros_of_either_sign_are_numbers_of_their_own():
-    rules = [rule_of(lambda self, state, seen, zero=zero: state.replace(x=zero), state=SCALAR) for zero in (0.0, -0.0)]
+    rule_class = type(result("'x': zero", "zero = xp.floats(self.min_loss_scale - 1)", state=SCALAR))
+    names = {"__init__": lambda self, zero: (Rule.__init__(self), setattr(self, "zero", zero))[0]}
+    names["make_step"] = lambda self, xp: (lambda zero: lambda loss_scale: {"loss_scale": loss_scale, "x": zero})(
+        xp.floats(self.zero)
+    )
+    rules = [type("Zeros", (rule_class,), names)(zero) for zero in (0.0, -0.0)]
     lanes = Lanes(rules, [rule.start(2.0) for rule in rules])
     lanes.step(np.array([False] * 2), np.array([np.nan] * 2))
     assert [math.copysign(1, state.x) for state in lanes.states()] == [1, -1]
@@ -594,46 +529,39 @@ def test_zeros_of_either_sign_are_numbers_of_their_own():
 # Subnormal numbers, which some devices flush to 0.
 
 
-def large_again(number):
-    """Return a number that is not subnormal. For the input 2^16, an intermediate product is subnormal (< 2^-126)."""
-    return abs(number * 2.0**-80 * 2.0**-64 * 2.0**100 * 2.0**10 - 2.0) + 1.0
-
-
 @pytest.mark.parametrize(
-    "next_state",
+    ("text", "warns"),
     [
-        lambda self, state, seen: state.replace(x=state.loss_scale * 1e-30 * 1e-20 * 1e30),
-        lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64),
-        # The result is not subnormal, but an intermediate product is, so the rule must warn.
-        lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64 * 2.0**100),
-        lambda self, state, seen: state.replace(x=ceil(state.loss_scale * 2.0**-80 * 2.0**-64)),
-        lambda self, state, seen: where(seen.overflow, state, state.replace(x=large_again(state.loss_scale))),
-        # The product of the two constants, 2^-140, is subnormal, so the rule must warn at every loss scale.
-        lambda self, state, seen: state.replace(x=state.loss_scale * (float32(2.0**-80) * 2.0**-60)),
+        ("'x': loss_scale * a", True),
+        ("'x': loss_scale * a * b", True),
+        # This intermediate product is subnormal and inexact.
+        ("'x': (loss_scale * third) * a * b * c", True),
+        ("'x': xp.maximum(loss_scale * a, one)", False),
+        ("'x': loss_scale * a * c", False),
+        ("'x': (loss_scale - loss_scale) * a * b", False),
     ],
 )
-def test_numbers_nearer_to_zero_than_the_smallest_are_noticed(next_state):
-    rule = rule_of(next_state, state=SCALAR)
-    with pytest.warns(UserWarning, match=r"'own' computed a subnormal number \(below 2\^-126\).* by maximum"):
-        rule.step(rule.start(2.0**16), False)
-
-
-@pytest.mark.parametrize(
-    "next_state",
-    [
-        lambda self, state, seen: state.replace(x=maximum(state.loss_scale * 2.0**-80 * 2.0**-64, 0.5)),
-        lambda self, state, seen: state.replace(x=(state.loss_scale - 2.0**16) * 2.0**-80 * -(2.0**-64)),
-        lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-62),
-    ],
-)
-def test_numbers_that_no_device_flushes_are_not_noticed(next_state):
-    rule = rule_of(next_state, state=SCALAR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rule.step(rule.start(2.0**16), False)
+def test_subnormal_numbers_are_noticed(text, warns):
+    constants = "a, b, c, one, third = xp.floats(2.0**-120, 2.0**-30, 2.0**60, 1, 1 / 3)"
+    rule = result(text, constants, state=SCALAR)
+    start = rule.start(1.0)._replace(loss_scale=2.0**-10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rule.step(start, False)
+    said = r"'own' computed a subnormal number \(below 2\^-126\).* by xp\.maximum"
+    assert [bool(re.search(said, str(warning.message))) for warning in caught] == [True] * warns
 
 
 # The first state of a rule.
+
+
+def unchanged(state, first):
+    """Return a rule that never changes its state."""
+    keys = [key for kind in state.values() for key in (kind if isinstance(kind, dict) else ())] or list(state)
+    results = ", ".join(f"{key!r}: {key}" for key in keys)
+    arguments = ", ".join(["loss_scale", *keys])
+    step = f"def step({arguments}):\n    return {{'loss_scale': loss_scale, {results}}}"
+    return rule_of(step, state=state, first=first)
 
 
 @pytest.mark.parametrize(
@@ -672,7 +600,7 @@ def test_numbers_that_no_device_flushes_are_not_noticed(next_state):
     ],
 )
 def test_a_first_state_that_is_none_is_refused_at_the_start(state, first, message):
-    rule = rule_of(lambda self, state, seen: state, state=state, first=first)
+    rule = unchanged(state, first)
     with pytest.raises(ValueError, match=f"first state .*'own' {message}"):
         rule.start(2.0**16)
 
@@ -693,7 +621,7 @@ def test_a_first_state_that_is_none_is_refused_at_the_start(state, first, messag
     ],
 )
 def test_a_first_state_has_the_dtypes_of_its_fields(state, first, expected):
-    rule = rule_of(lambda self, state, seen: state, state=state, first=first)
+    rule = unchanged(state, first)
     start = rule.start(2.0**16)
     assert is_same(start.x, expected)
     assert is_same(rule.step(start, False).x, expected)
@@ -717,26 +645,21 @@ def assert_cell_equals(rule, steps=100, loss_scale=2.0**16, gradients=None, seed
     return states[1:]
 
 
-def remembers(self, state, seen):
-    first, second, third = state.vector
-    return state.replace(
-        loss_scale=state.loss_scale * where(seen.overflow, 0.5, 1.25),
-        last=state.loss_scale,
-        before=state.last,
-        once_more=state.before * 1,
-        a=state.b,
-        b=state.a,
-        vector=stack([third, first, second + 1]),
-        other=state.vector,
-        count=state.skipped_steps,
-        further=state.count,
-    )
-
-
 def test_a_value_that_is_handed_on_is_that_of_before_the_step(mode):
     state = {"last": float32, "before": float32, "once_more": float32, "pair": {"a": int32, "b": int32}}
     state |= {"vector": float32[3], "other": float32[3], "count": int32, "further": int32}
-    states = assert_cell_equals(rule_of(remembers, state=state, first={"a": 1, "b": 2, "vector": [1, 2, 3]}))
+    step = """
+def step(loss_scale, overflow, last, before, once_more, a, b, vector, other, count, further, skipped_steps):
+    first, second, third = xp.unstack(vector)
+    return {
+        "loss_scale": loss_scale * xp.where(overflow, half, growth),
+        "last": loss_scale, "before": last, "once_more": before * one, "a": b, "b": a,
+        "vector": xp.stack((third, first, second + one)), "other": vector,
+        "count": skipped_steps, "further": count * minus * minus,
+    }
+"""
+    constants = "half, growth, one = xp.floats(0.5, 1.25, 1)\nminus = xp.ints(-1)"
+    states = assert_cell_equals(rule_of(step, constants, state=state, first={"a": 1, "b": 2, "vector": [1, 2, 3]}))
     for before, after in itertools.pairwise(states):
         assert (after.last, after.before, after.other) == (before.loss_scale, before.last, before.vector)
         assert (after.once_more, after.a, after.further) == (before.before, before.b, before.count)
@@ -748,52 +671,39 @@ class Watching(AdaptiveRule):
     name = "watching"
     state: ClassVar = {**AdaptiveRule.state, "clean": int32}
 
-    def next_state(self, state, seen):
-        return super().next_state(state, seen).replace(clean=state.clean_steps + 1)
+    def make_step(self, xp):
+        adaptive, one = super().make_step(xp), xp.ints(1)
+
+        def step(clean_steps, clean, *values):
+            after = adaptive(*values, clean_steps)
+            after["clean"] = clean_steps + one
+            return after
+
+        *parameters, last = inspect.signature(adaptive).parameters.values()
+        parameters = [last, last.replace(name="clean"), *parameters]
+        step.__signature__ = inspect.Signature(parameters)
+        return step
 
 
-def drawn_together(self, state, seen):
-    mean = (state.vector[0] + state.vector[1]) / 2
-    together = (state.vector + mean) / 2 + minimum(mean, 1.0)
-    return state.replace(vector=where(seen.overflow, together, state.vector), first=state.vector[0])
-
-
-def test_overflow_change_leaves_a_value_that_is_handed_on():
+def test_rule_may_count_beside_the_adaptive_one(graph_mode):
     states = run(Watching(max_scale_window=3, min_scale_window=3))
     assert [state.clean for state in states] == [1, 2, 3, 1, 2, 1, 1, 2]
-    states = run(rule_of(drawn_together, state={"vector": float32[2], "first": float32}, first={"vector": [1, 3]}))
-    assert len({state.vector for state in states}) == 4
-    assert [state.first for state in states] == [1, *(state.vector[0] for state in states[:-1])]
-
-
-def test_constants_of_the_compiler_leave_a_value_handed_on(graph_mode):
-    # In each of these functions, the product of the constants is 1 in int32 arithmetic, so the compiler may replace the
-    # function's result by ``a`` itself. The fields must still get the value of ``a`` before the step.
-    before = (lambda a: a * -1 * -1, lambda a: a * 3 * -1431655765, lambda a: 65537 * (-65535 * a))
-    state = {"a": int32} | {f"before_{n}": int32 for n in range(len(before))}
-
-    def step(self, state, seen):
-        called = {f"before_{n}": function(state.a) for n, function in enumerate(before)}
-        return state.replace(a=state.a + 1, **called)
-
-    states = assert_cell_equals(rule_of(step, state=state), steps=3)
-    assert states[-1][1:5] == (3, 2, 2, 2)
+    assert_cell_equals(Watching(max_scale_window=3, min_scale_window=3), steps=20)
 
 
 def test_fields_may_be_called_like_what_other_rules_have(graph_mode):
     names = ("clean_steps", "window_index", "hysteresis_budget", "growth_num", "scale_window", "steps", "count")
-
-    def step(self, state, seen):
-        return state.replace(**{name: getattr(state, name) + n for n, name in enumerate(names, 1)})
-
-    rule = rule_of(step, state=dict.fromkeys(names, float32))
-    rule = rule_of(step, state={**rule.state, "clean_steps": int32, "scale_window": int32})
-    [*_, last] = assert_cell_equals(rule, steps=3)
+    state = {**dict.fromkeys(names, float32), "clean_steps": int32, "scale_window": int32}
+    numbers = [(name, "ints" if state[name] is int32 else "floats", n) for n, name in enumerate(names, 1)]
+    results = ", ".join(f"{name!r}: {name} + more_{name}" for name, *_ in numbers)
+    step = f"def step(loss_scale, {', '.join(names)}):\n    return {{'loss_scale': loss_scale, {results}}}"
+    constants = "\n".join(f"more_{name} = xp.{kind}({n})" for name, kind, n in numbers)
+    [*_, last] = assert_cell_equals(rule_of(step, constants, state=state), steps=3)
     assert [getattr(last, name) for name in names] == [3 * n for n in range(1, 8)]
 
 
 def test_a_rule_may_call_anything_a_scale_factor():
-    rule_of_factors = type("Factors", (type(rule_of(halved)),), {"scale_factor": {"up": 2, "down": 4}})()
+    rule_of_factors = type("Factors", (type(halved()),), {"scale_factor": {"up": 2, "down": 4}})()
     assert RuleLossScaleUpdateCell(rule_of_factors, 8.0).rule_state() == rule_of_factors.start(8.0)
 
 
@@ -802,9 +712,17 @@ class FarGuided(GuidedRule):
 
     name = "far_guided"
 
-    def next_state(self, state, seen):
-        after = super().next_state(state, seen)
-        return after.replace(exponent=after.exponent + where(seen.overflow, -300, 300))
+    def make_step(self, xp):
+        guided, (up, down) = super().make_step(xp), xp.ints(300, -300)
+
+        def step(overflow, *values):
+            after = guided(values[0], overflow, *values[1:])
+            after["exponent"] = after["exponent"] + xp.where(overflow, down, up)
+            return after
+
+        first, second, *others = inspect.signature(guided).parameters.values()
+        step.__signature__ = inspect.Signature([second, first, *others])
+        return step
 
 
 class FarAdaptive(AdaptiveRule):
@@ -813,10 +731,18 @@ class FarAdaptive(AdaptiveRule):
     name = "far_adaptive"
     state: ClassVar = {**AdaptiveRule.state, "raises": float32}
 
-    def next_state(self, state, seen):
-        after = super().next_state(state, seen)
-        factor = where(seen.overflow, 1e-30, 1e30)
-        return after.replace(loss_scale=after.loss_scale * factor, raises=state.raises + float32(~seen.overflow))
+    def make_step(self, xp):
+        adaptive, (up, down) = super().make_step(xp), xp.floats(1e30, 1e-30)
+
+        def step(raises, overflow, loss_scale, *values):
+            after = adaptive(loss_scale, overflow, *values)
+            after["loss_scale"] = after["loss_scale"] * xp.where(overflow, down, up)
+            after["raises"] = raises + xp.float32(~overflow)
+            return after
+
+        scale, overflow, *others = inspect.signature(adaptive).parameters.values()
+        step.__signature__ = inspect.Signature([scale.replace(name="raises"), overflow, scale, *others])
+        return step
 
 
 @pytest.mark.parametrize(("rule_class", "arguments"), [(FarGuided, {}), (FarAdaptive, {"hysteresis": 2})])
@@ -833,11 +759,19 @@ class SpendsMore(AdaptiveRule):
 
     name = "spends_more"
 
-    def next_state(self, state, seen):
-        after = super().next_state(state, seen)
-        low = state.hysteresis_budget > 2
-        budget = where(low, 0, state.hysteresis_budget + 1)
-        return after.replace(hysteresis_budget=budget, loss_scale=where(low, after.loss_scale / 2, after.loss_scale))
+    def make_step(self, xp):
+        adaptive, (zero, one, two), half = super().make_step(xp), xp.ints(0, 1, 2), xp.floats(0.5)
+
+        def step(hysteresis_budget, *values):
+            after = adaptive(*values[:-1], hysteresis_budget, values[-1])
+            low = hysteresis_budget > two
+            after["hysteresis_budget"] = xp.where(low, zero, hysteresis_budget + one)
+            after["loss_scale"] = xp.where(low, after["loss_scale"] * half, after["loss_scale"])
+            return after
+
+        *parameters, budget, clean = inspect.signature(adaptive).parameters.values()
+        step.__signature__ = inspect.Signature([budget, *parameters, clean])
+        return step
 
 
 def test_rule_made_from_the_adaptive_one_may_change_each_part(graph_mode):
@@ -846,74 +780,39 @@ def test_rule_made_from_the_adaptive_one_may_change_each_part(graph_mode):
 
 
 def test_raises_without_a_bound_end_at_the_largest_float32(mode):
-    def rising(self, state, seen):
-        wanted = state.loss_scale * where(seen.overflow, 0.5, 1e20)
-        return state.replace(loss_scale=wanted, capped=minimum(wanted, LARGEST_FLOAT32), floor=maximum(-wanted, -3e38))
-
-    states = assert_cell_equals(rule_of(rising, state={"capped": float32, "floor": float32}), steps=20)
+    step = """
+def step(loss_scale, overflow, capped, floor):
+    wanted = loss_scale * xp.where(overflow, half, growth)
+    return {"loss_scale": wanted, "capped": xp.minimum(wanted, largest), "floor": xp.maximum(-wanted, smallest)}
+"""
+    constants = f"half, growth, largest, smallest = xp.floats(0.5, 1e20, {LARGEST_FLOAT32!r}, -3e38)"
+    states = assert_cell_equals(rule_of(step, constants, state={"capped": float32, "floor": float32}), steps=20)
     assert max(state.loss_scale for state in states) == LARGEST_FLOAT32
     assert max(state.capped for state in states) == LARGEST_FLOAT32
 
 
-DECAY, ONE, SHARE = 0.99, 1.0, 0.3
-
-
-def test_counts_are_weighed_in_float32(graph_mode):
-    def weighed(self, state, seen):
-        gap = where(seen.overflow, state.gap + 7, state.gap)
-        clean = where(seen.overflow, 0, state.clean + 3)
-        wait = int32(SHARE * float32(gap + clean))
-        return state.replace(gap=gap, clean=clean, wait=wait, loss_scale=where(clean > wait, 2.0, 1.5) * 2.0**10)
-
-    states = assert_cell_equals(rule_of(weighed, state=dict.fromkeys(("gap", "clean", "wait"), int32)), steps=200)
-    assert len({state.wait for state in states}) > 50
-
-
-def test_constants_are_pythons_numbers_and_with_values_float32(graph_mode):
-    def averaged(self, state, seen):
-        mean = state.mean * DECAY + state.loss_scale * (ONE - DECAY)
-        return state.replace(mean=mean, loss_scale=where(seen.overflow, mean / 3, mean * 1.1))
-
-    states = assert_cell_equals(rule_of(averaged, state={"mean": float32}, first={"mean": 3e4}), steps=200)
-    mean, share = np.float32(3e4), np.float32(ONE - DECAY)
-    assert states[0].mean == mean * np.float32(DECAY) + np.float32(2.0**16) * share
-
-
-def test_nan_and_division_by_zero_give_the_same_everywhere(graph_mode):
-    inf, largest = math.inf, 2**31 - 1
-
-    def strange(self, state, seen):
-        zero = int32(~seen.overflow)
-        nan = state.loss_scale / float32(zero)
-        bad = where(seen.overflow, nan, state.loss_scale)
-        vector = stack([3.0, bad, 2.0, where(seen.overflow, state.loss_scale, nan)])
-        return state.replace(
-            loss_scale=bad * 2,
-            low=stack([minimum(bad, 1.0), minimum(1.0, bad), minimum(bad, inf), minimum(bad, bad)]),
-            high=stack([maximum(bad, 1.0), maximum(1.0, bad), maximum(bad, -inf), maximum(-0.0, bad * 0.0)]),
-            least=argmin(vector) * 10 + argmin(stack([bad, bad])),
-            whole=stack([7 // zero, -7 // zero, state.least // 0, largest // (zero - 1)]),
-            quotient=stack([1.0 / float32(zero), -1.0 / (bad * 0.0), bad / 0.0, float32(zero) / float32(zero)]),
-            cast=stack([int32(bad), int32(bad * 1e9), int32(-bad * 1e9), int32(inf * float32(zero))]),
-        )
-
-    state = {"low": float32[4], "high": float32[4], "least": int32, "whole": int32[4], "quotient": float32[4]}
-    states = assert_cell_equals(rule_of(strange, state={**state, "cast": int32[4]}), steps=40)
-    assert {after.whole[2] for after in states} == {0}
-    assert len(set(map(str, states))) > 3
+def test_averages_are_computed_in_float32(graph_mode):
+    step = """
+def step(loss_scale, overflow, mean):
+    after = mean * decay + loss_scale * share
+    return {"loss_scale": xp.where(overflow, after / three, after * more), "mean": after}
+"""
+    constants = "decay, share, three, more = xp.floats(0.99, 1 - 0.99, 3, 1.1)"
+    states = assert_cell_equals(rule_of(step, constants, state={"mean": float32}, first={"mean": 3e4}), steps=200)
+    mean, share = np.float32(3e4), np.float32(1 - 0.99)
+    assert states[0].mean == mean * np.float32(0.99) + np.float32(2.0**16) * share
 
 
 def test_max_safe_exponent_is_minus_1024_where_nothing_is_known(graph_mode):
-    def shows(self, state, seen):
-        lower = where(seen.gradient_known, minimum(state.exponent, seen.max_safe_exponent), state.exponent - 1)
-        return state.replace(
-            exponent=lower,
-            shown=seen.max_safe_exponent,
-            known=int32(seen.gradient_known),
-            largest=seen.largest_gradient,
-        )
-
-    rule = rule_of(shows, state={"shown": int32, "known": int32, "largest": float32}, needs_gradients=True)
+    step = """
+def step(exponent, gradient_known, max_safe_exponent, largest_gradient, shown, known, largest):
+    return {
+        "exponent": xp.where(gradient_known, xp.minimum(exponent, max_safe_exponent), exponent - one),
+        "shown": max_safe_exponent, "known": xp.int32(gradient_known), "largest": largest_gradient,
+    }
+"""
+    state = {"shown": int32, "known": int32, "largest": float32}
+    rule = rule_of(step, "one = xp.ints(1)", state=state, needs_gradients=True)
     gradients = [*SILENT, -1.0, 1.0, 65504.0, 65505.0, 2.0**-126, 2.0**-14, 1e38]
     states = assert_cell_equals(rule, steps=80, loss_scale=2.0**100, gradients=gradients)
     assert {after.known for after in states} == {0, 1}
@@ -925,10 +824,23 @@ def test_two_modules_of_one_name_have_their_own_constants(graph_mode, tmp_path, 
     def cell(factor):
         file = tmp_path / str(factor) / "twin.py"
         file.parent.mkdir()
-        text = f"from mindformers_adaptive.rules import Rule\n\nFACTOR = {factor}\n\n\nclass Twin(Rule):\n"
-        text += '    name = "twin"\n\n    def next_state(self, state, seen):\n'
-        text += "        return state.replace(loss_scale=state.loss_scale * FACTOR)\n"
-        file.write_text(text)
+        file.write_text(f"""
+from mindformers_adaptive.rules import Rule
+
+FACTOR = {factor}
+
+
+class Twin(Rule):
+    name = "twin"
+
+    def make_step(self, xp):
+        factor = xp.floats(FACTOR)
+
+        def step(loss_scale):
+            return {{"loss_scale": loss_scale * factor}}
+
+        return step
+""")
         spec = importlib.util.spec_from_file_location("twin", file)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "twin", module)

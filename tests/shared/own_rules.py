@@ -1,10 +1,48 @@
 """Rules as a user would write them: one follows the gradients, one has a vector as state, some extend other rules."""
 
+import importlib.util
+import inspect
+import itertools
+import sys
+import tempfile
+from pathlib import Path
 from typing import ClassVar
 
-from mindformers_adaptive.rules import Rule, argmin, float32, int32, minimum, where
+from mindformers_adaptive.rules import Rule, float32, int32
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
+
+# The rule has no method first_state().
+_NO_STATE = object()
+
+# MindSpore compiles a function from its source file. The folder is removed when the process ends.
+_FOLDER, _numbers = tempfile.TemporaryDirectory(), itertools.count()
+
+
+def make_step_of(text):
+    """Return the method ``make_step`` from its source code, which is written to a module and imported."""
+    name = f"rule_{next(_numbers)}"
+    file = Path(_FOLDER.name, f"{name}.py")
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make_step
+
+
+def rule_of(step, constants="", *, state=None, first=_NO_STATE, needs_gradients=False, name="own", **arguments):
+    """Return a rule with the given code as its step, which may use ``self``, ``xp`` and the constants.
+
+    Args:
+        step (str): statements of the step, with the line of ``def``.
+        constants (str): statements before the step.
+    """
+    lines = ["def make_step(self, xp):", *(f"    {line}" for line in constants.splitlines())]
+    lines += [*(f"    {line}" for line in step.strip().splitlines()), "    return step", ""]
+    names = {"name": name, "state": state or {}, "needs_gradients": needs_gradients}
+    if first is not _NO_STATE:
+        names["first_state"] = lambda self, loss_scale: first
+    return type("Own", (Rule,), {**names, "make_step": make_step_of("\n".join(lines))})(**arguments)
 
 
 class Follow(Rule):
@@ -22,12 +60,14 @@ class Follow(Rule):
     def first_state(self, loss_scale):
         return {"shown": 16}
 
-    def next_state(self, state, seen):
-        lowest = where(seen.gradient_known, seen.max_safe_exponent, state.shown)
-        return state.replace(
-            exponent=where(seen.overflow, state.exponent - 2, lowest - self.margin),
-            shown=lowest,
-        )
+    def make_step(self, xp):
+        two, margin = xp.ints(2, self.margin)
+
+        def step(exponent, overflow, gradient_known, max_safe_exponent, shown):
+            lowest = xp.where(gradient_known, max_safe_exponent, shown)
+            return {"exponent": xp.where(overflow, exponent - two, lowest - margin), "shown": lowest}
+
+        return step
 
 
 class Weigh(Rule):
@@ -40,14 +80,19 @@ class Weigh(Rule):
         self.length, self.growth = length, growth
         self.state = {"weights": float32[length]}
 
-    def next_state(self, state, seen):
-        places = [float(self.length - number) for number in range(self.length)]
-        raised = where(argmin(state.weights) > 0, state.loss_scale * self.growth, state.loss_scale)
-        return where(
-            seen.overflow,
-            state.replace(loss_scale=state.loss_scale * 0.5, weights=state.weights * 0.5),
-            state.replace(loss_scale=raised, weights=state.weights + places),
-        )
+    def make_step(self, xp):
+        zero = xp.ints(0)
+        half, growth = xp.floats(0.5, self.growth)
+        places = xp.floats([float(self.length - number) for number in range(self.length)])
+
+        def step(loss_scale, overflow, weights):
+            raised = xp.where(xp.argmin(weights) > zero, loss_scale * growth, loss_scale)
+            return {
+                "loss_scale": xp.where(overflow, loss_scale * half, raised),
+                "weights": xp.where(overflow, weights * half, weights + places),
+            }
+
+        return step
 
 
 class Plain(Rule):
@@ -60,11 +105,20 @@ class Plain(Rule):
         super().__init__(**bounds)
         self.window = window
 
-    def next_state(self, state, seen):
-        clean_steps = state.clean_steps + 1
-        raised = state.replace(loss_scale=state.loss_scale * 2, clean_steps=0)
-        clean = where(clean_steps >= self.window, raised, state.replace(clean_steps=clean_steps))
-        return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 2, clean_steps=0), clean)
+    def make_step(self, xp):
+        zero, one, window = xp.ints(0, 1, self.window)
+        half, two = xp.floats(0.5, 2)
+
+        def step(loss_scale, overflow, clean_steps):
+            clean = clean_steps + one
+            raises = clean >= window
+            raised = xp.where(raises, loss_scale * two, loss_scale)
+            return {
+                "loss_scale": xp.where(overflow, loss_scale * half, raised),
+                "clean_steps": xp.where(overflow | raises, zero, clean),
+            }
+
+        return step
 
 
 class CappedGuided(GuidedRule):
@@ -76,9 +130,16 @@ class CappedGuided(GuidedRule):
         super().__init__()
         self.cap = cap
 
-    def next_state(self, state, seen):
-        after = super().next_state(state, seen)
-        return after.replace(exponent=minimum(after.exponent, self.cap))
+    def make_step(self, xp):
+        guided, cap = super().make_step(xp), xp.ints(self.cap)
+
+        def step(*values):
+            after = guided(*values)
+            after["exponent"] = xp.minimum(after["exponent"], cap)
+            return after
+
+        step.__signature__ = inspect.signature(guided)
+        return step
 
 
 class CappedAdaptive(AdaptiveRule):
@@ -90,9 +151,16 @@ class CappedAdaptive(AdaptiveRule):
         super().__init__(max_scale_window=100)
         self.cap = cap
 
-    def next_state(self, state, seen):
-        after = super().next_state(state, seen)
-        return after.replace(loss_scale=minimum(after.loss_scale, self.cap))
+    def make_step(self, xp):
+        adaptive, cap = super().make_step(xp), xp.floats(self.cap)
+
+        def step(*values):
+            after = adaptive(*values)
+            after["loss_scale"] = xp.minimum(after["loss_scale"], cap)
+            return after
+
+        step.__signature__ = inspect.signature(adaptive)
+        return step
 
 
 class Windows(Rule):
@@ -101,8 +169,13 @@ class Windows(Rule):
     name = "windows"
     state: ClassVar = {"scale_window": int32[3]}
 
-    def next_state(self, state, seen):
-        return state.replace(scale_window=state.scale_window + 1)
+    def make_step(self, xp):
+        one = xp.ints(1)
+
+        def step(loss_scale, scale_window):
+            return {"loss_scale": loss_scale, "scale_window": scale_window + one}
+
+        return step
 
 
 class NoRule:
