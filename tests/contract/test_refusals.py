@@ -167,9 +167,9 @@ def test_initial_scale_from_a_checkpoint_is_read_and_not_saved(kind, type_, valu
         ("guidd", ValueError, r"'rule' must be 'adaptive', 'guided', or 'module.Class' .*, but got 'guidd'"),
         ("log_max.Nothing", ValueError, r"'log_max.Nothing' cannot be imported: .*has no attribute 'Nothing'"),
         (
-            "log_max.floor",
+            "log_max.float32",
             TypeError,
-            r"'rule' must be .* but got 'log_max\.floor'.* subclass of .*\.rules\.Rule",
+            r"'rule' must be .* but got 'log_max\.float32'.* subclass of .*\.rules\.Rule",
         ),
         (7, TypeError, r"'rule' must be .* but got 7"),
     ],

@@ -55,7 +55,7 @@ def test_documents_list_the_names_that_a_state_cannot_have(language):
     [
         ("mindformers_adaptive", "TextRule", "Use mindformers_adaptive.Rule"),
         ("mindformers_adaptive.rules", "TextRule", r"a method make_step\. .*docs/en/own_rule\.md"),
-        ("mindformers_adaptive.rules", "where", r"make_step\(self, xp\) .*xp\.where"),
+        ("mindformers_adaptive.rules", "where", r"make_step\(self, xp\), .*xp\.where"),
         ("mindformers_adaptive.rules", "Field", "a dict as its state"),
     ],
 )
