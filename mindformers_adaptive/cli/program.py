@@ -138,8 +138,8 @@ def _command_list() -> str:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print what is wrong, without the usage, which is longer than the message."""
-        told = f"{self.prog}: error: {printable(message, keep=chr(10))}"
-        self.exit(2, f"{styled(told, 'error', sys.stderr)}\nAll options: {self.prog} --help\n")
+        problem = f"{self.prog}: error: {printable(message, keep=chr(10))}"
+        self.exit(2, f"{styled(problem, 'error', sys.stderr)}\nAll options: {self.prog} --help\n")
 
 
 def _parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
