@@ -16,8 +16,8 @@ from mindspore import dtype as mstype
 import mindformers_adaptive
 from mindformers_adaptive import (
     AdaptiveLossScaleUpdateCell,
-    AdaptiveRule,
     GradientGuidedLossScaleUpdateCell,
+    GuidedRule,
     RuleLossScaleUpdateCell,
 )
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
@@ -186,8 +186,8 @@ def test_yaml_to_paste_makes_the_update_cell():
     recommendation = find_loss_scale(HalfPrecisionSum(2), ONES, margin=2)
     pasted = yaml.safe_load(recommendation.yaml)["runner_wrapper"]
     assert pasted["type"] == "MFTrainOneStepCell"
-    assert pasted["scale_sense"].pop("type") == "AdaptiveLossScale"
-    assert AdaptiveLossScaleUpdateCell(**pasted["scale_sense"]).get_loss_scale() == 2.0**13
+    assert pasted["scale_sense"].pop("type") == "GradientGuidedLossScale"
+    assert GradientGuidedLossScaleUpdateCell(**pasted["scale_sense"]).get_loss_scale() == 2.0**13
     assert json.loads(json.dumps(recommendation.to_dict()))["loss_scale_value"] == 2.0**13
 
 
@@ -209,8 +209,8 @@ def test_python_to_paste_keeps_the_rule_of_the_train_step(cell):
     name = text.partition("(")[0]
     update_cell = eval(text, {name: getattr(mindformers_adaptive, name)})
     assert update_cell.get_loss_scale() == recommendation.loss_scale_value
-    assert repr(update_cell.rule) == repr(CELLS[cell]().rule if cell else AdaptiveRule())
-    assert ("window" in text) is (cell in ("adaptive", None))
+    assert repr(update_cell.rule) == repr(CELLS[cell]().rule if cell else GuidedRule())
+    assert ("window" in text) is (cell == "adaptive")
     assert "runner_wrapper" not in str(recommendation)
     assert recommendation.to_dict()["update_cell"].rstrip() == text
 

@@ -52,7 +52,7 @@ def test_groups_and_the_worst_parameter_over_batches():
     assert verdict.groups == {"attention": pytest.approx(5.0 / 50.0**0.5), "output": 0.0}
     assert (verdict.parameter, verdict.parameter_share) == (ATTENTION, pytest.approx(5.0 / 50.0**0.5))
     assert verdict.is_harmful
-    assert f"Without scaling, FP16 loses 70.71% of the gradient of {ATTENTION}; more than 20%" in str(verdict)
+    assert f"Without scaling, FP16 loses 70.71% of the gradient of {ATTENTION}." in str(verdict)
     assert json.loads(json.dumps(verdict.to_dict()))["is_harmful"] is True
 
 
@@ -74,15 +74,14 @@ def test_harm_begins_above_the_limit(lost, is_harmful):
     assert verdict.is_harmful is is_harmful
 
 
-def test_one_weight_of_many_may_lose_more_than_its_group():
-    large = {f"layers.{layer}.attention.wq.weight": (0.0, 1.0) for layer in range(1, 6)}
-    verdict = judge(sweep({ATTENTION: (0.003, 0.01), **large}), 1)
+def test_one_weight_may_lose_more_than_its_group():
+    others = {f"layers.{layer}.attention.wq.weight": (0.0, 1.0) for layer in range(1, 6)}
+    verdict = judge(sweep({ATTENTION: (0.003, 0.01), **others}), 1)
     assert (verdict.parameter, verdict.is_harmful) == (ATTENTION, False)
-    assert f"loses 30.00% of the gradient of {ATTENTION}, but at most 0.13% of a group's (attention)" in str(verdict)
-    # Two of six layers that lose as much are a third of the weights, although their gradients are small.
-    verdict = judge(sweep({ATTENTION: (0.003, 0.01), **large, "layers.1.attention.wq.weight": (0.003, 0.01)}), 1)
+    assert re.search(f"loses 30.00% of the gradient of {ATTENTION}, but .* 0.13% .attention.", str(verdict))
+    # Above one half, its group does not make up for it.
+    verdict = judge(sweep({ATTENTION: (0.0051, 0.01), **others}), 1)
     assert verdict.is_harmful
-    assert "33% of all weights" in str(verdict)
 
 
 class KeyBias(nn.Cell):
