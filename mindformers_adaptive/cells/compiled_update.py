@@ -1,25 +1,35 @@
-"""``CompiledUpdateCell`` keeps the state of any loss-scaling rule in Parameters; a compiled function updates them."""
+"""``CompiledUpdateCell`` keeps the state of any loss-scaling rule in Parameters; a compiled function updates them.
+
+``CellWithLossScale`` also knows its loss scale, wherever the loss scale is kept. ``ScaleHistory`` keeps the last steps
+on the device, for a host that does not see every step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.graph_form import GraphStep
-from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
-from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.cells.loads import SeesLoads
+from mindformers_adaptive.rules.checks import require_integer, to_float32
 from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Field
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
-__all__ = ["CompiledUpdateCell", "tensor_of"]
+__all__ = ["CellWithLossScale", "CompiledUpdateCell", "ScaleHistory", "tensor_of"]
 
 # This tuple is annotated at module level, because MindSpore cannot compile a function with an annotated variable.
 _NO_TENSORS: tuple[Any, ...] = ()
+
+# Numbers for the names of Parameters: in a graph, Parameters that belong to no cell need distinct names.
+_numbers = itertools.count()
 
 
 class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
@@ -45,7 +55,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.rule = rule
         self.needs_gradients = rule.needs_gradients
         if history_size:
-            refuse_kept_graphs(history_size)
+            _refuse_kept_graphs(history_size)
         self.has_signal = not self.needs_gradients
         step = GraphStep(rule)
         self.step_function = step.function
@@ -182,3 +192,160 @@ def _place_of(rule: Rule, key: str, places: Mapping[str, int]) -> tuple[str, int
 def tensor_of(field: Field, values: Mapping[str, Any]) -> Any:
     """Return a Tensor with the value of a state field, for its Parameter; ``values`` holds the state by name."""
     return Tensor(np.array(field.value_in(values), field.dtype))
+
+
+class CellWithLossScale(SeesLoads, CompiledUpdateCell):
+    """Update cell that reads the loss scale from the Parameter of the train-step cell or scaler that it is bound to."""
+
+    bound_loss_scale: Any = None
+    # The id of this update cell when it was bound to a loss scale. A copy has another id, and can be bound again.
+    _bound_id: int | None = None
+    # The number of the training step whose loss scale this cell has itself.
+    _known_step = 1
+
+    def get_loss_scale(self) -> float:
+        """Return the loss scale for the next step. Reading it may wait for the device.
+
+        Returns:
+            float.
+
+        Raises:
+            RuntimeError: as of :meth:`known_loss_scale`.
+        """
+        return self.present_loss_scale if self.loaded else self.known_loss_scale()
+
+    def known_loss_scale(self) -> float:
+        """Return the loss scale for the next step.
+
+        Returns:
+            float.
+
+        Raises:
+            RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know it.
+        """
+        if not self._knows_loss_scale:
+            raise RuntimeError(
+                "The update cell does not know its loss scale, because its train-step cell is not from "
+                "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
+            )
+        return self.present_loss_scale
+
+    @property
+    def _knows_loss_scale(self) -> bool:
+        return self.bound_loss_scale is not None or int(self.cur_iter.asnumpy()) == self._known_step
+
+    @property
+    def loss_scale_value(self) -> float:
+        """float: the loss scale for the next step, as far as this cell knows it."""
+        return self.present_loss_scale
+
+    @loss_scale_value.setter
+    def loss_scale_value(self, loss_scale: float) -> None:
+        object.__setattr__(self, "_own_loss_scale", loss_scale)
+
+    @property
+    def present_loss_scale(self) -> float:
+        """float: the loss scale of the next step, or the initial one until a train-step cell is bound."""
+        if self.bound_loss_scale is None:
+            return float(self._own_loss_scale)
+        return float(self.bound_loss_scale.asnumpy())
+
+    @property
+    def inv_scale(self) -> float:
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return to_float32(1.0 / self.known_loss_scale())
+
+    def bind_loss_scale(self, parameter: Any) -> None:
+        """Tell this update cell which Parameter holds the loss scale, for ``state_dict()`` and ``load_state_dict()``.
+
+        The train-step cells of this package call this.
+
+        Args:
+            parameter (Parameter): the loss scale, float32 of shape ().
+
+        Raises:
+            ValueError: if another train step already uses the cell. A copy of the cell is not bound to any.
+        """
+        if self._bound_id == id(self) and parameter is not self.bound_loss_scale:
+            raise ValueError(
+                f"This {type(self).__name__} already scales the loss of another train step, and an update cell can "
+                "serve only one train step. Make an update cell for each train step. To continue from the state of the "
+                "old cell, call new_cell.load_state_dict(old_cell.state_dict())."
+            )
+        self._bound_id = id(self)
+        # Bypass nn.Cell.__setattr__, which would make the Parameter of the loss scale a child of this cell too.
+        object.__setattr__(self, "bound_loss_scale", parameter)
+        self._observe_loads()
+
+
+class ScaleHistory(nn.Cell):
+    """A ring buffer of the last training steps, one row for each step, written by the graph of the update cell.
+
+    Its Parameters belong to no cell, so no checkpoint contains them: a checkpoint can be loaded with any history size,
+    and never brings back the steps of an earlier run.
+
+    Args:
+        size (int): how many steps are kept, at least 1.
+        counts (Sequence[str]): the names of the counts, which are int32; ``overflow`` comes back as a bool.
+        measures (Sequence[str]): the names of further values, which are float32. Default: none.
+
+    Inputs:
+        - **loss_scale** (Parameter) - the loss scale that the step used, float32 of shape ().
+        - **next_loss_scale** (Tensor) - the loss scale for the next step, float32 of shape ().
+        - **step** (Parameter) - the number of the step, int32 of shape ().
+        - **counts** (tuple[Tensor]) - the counts after the step, int32 of shape ().
+        - **measures** (tuple[Parameter]) - the further values of the step, float32 of shape (). Default: none.
+
+    Outputs:
+        Tensor, `next_loss_scale`.
+    """
+
+    def __init__(self, size: int, counts: Sequence[str], measures: Sequence[str] = ()) -> None:
+        super().__init__(auto_prefix=False)
+        self.size = size
+        self.names_of_counts, self.names_of_floats = ("step", *counts), ("loss_scale", "next_loss_scale", *measures)
+        self.number = next(_numbers)
+        self._own("scales", np.zeros((size, len(self.names_of_floats)), np.float32))
+        self._own("counts", np.zeros((size, len(self.names_of_counts)), np.int32))
+        self._own("place", np.zeros(1, np.int32))
+        self.place_after = Tensor(np.roll(np.arange(size), -1), mstype.int32)
+
+    def construct(self, loss_scale: Any, next_loss_scale: Any, step: Any, counts: Any, measures: Any = ()) -> Any:
+        scales = ops.stack((loss_scale, next_loss_scale, *measures))
+        counts = ops.stack((step, *counts))
+        ops.scatter_update(self.scales, self.place, ops.expand_dims(scales, 0))
+        ops.scatter_update(self.counts, self.place, ops.expand_dims(counts, 0))
+        # Look up the index of the ring buffer's next row in a table. Do not calculate it by Mod, which Ascend documents
+        # as inexact for large integers.
+        ops.assign(self.place, ops.gather(self.place_after, self.place, 0))
+        return next_loss_scale
+
+    def steps(self, since: int, last: int) -> list[dict[str, Any]]:
+        """Return the steps after ``since`` that the ring buffer holds, up to ``last``, in order and without gaps."""
+        scales, counts, index = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
+        newest_first = []
+        # Read the ring buffer backwards as long as the step number falls by 1 from row to row. Stop at another number:
+        # the older rows hold steps that were undone when an earlier state was restored.
+        for step in range(last, max(since, last - self.size), -1):
+            index = (index - 1) % self.size
+            row = dict(zip(self.names_of_counts, counts[index].tolist(), strict=True))
+            if row["step"] != step:
+                break
+            row["overflow"] = bool(row["overflow"])
+            newest_first.append(row | dict(zip(self.names_of_floats, scales[index].tolist(), strict=True)))
+        return newest_first[::-1]
+
+    def _own(self, name: str, values: Any) -> None:
+        parameter = Parameter(Tensor(values), name=f"loss_scale_history_{self.number}_{name}", requires_grad=False)
+        # Bypass nn.Cell.__setattr__, which would add the Parameter to the network and to every checkpoint.
+        object.__setattr__(self, name, parameter)
+
+
+def _refuse_kept_graphs(history_size: int) -> None:
+    """Raise ValueError if MindSpore caches compiled graphs: a graph from the cache writes no history of the steps."""
+    if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache"):
+        raise ValueError(
+            "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
+            f"enable_compile_cache), but got {history_size}: a graph from the cache does not write the history. Set "
+            "'history_size' to 0, or switch the cache off."
+        )
