@@ -78,18 +78,18 @@ PUBLIC: dict[str, dict[str, str]] = {
         "lab.read_log": "record.logs",
         "lab.compare": "lab.replay",
         "lab.replay.replay": "lab.replay",
-        "lab.tune": "lab.tuning",
         "lab.from_gradient_ranges": "lab.gradient_ceilings",
         "lab.RecordedRun": "record.run",
-        "lab.synthetic_trace": "lab.synthetic",
-        "lab.synthetic_traces": "lab.synthetic",
         "lab.Trace": "record.trace",
     },
 }
 
-# Removed public names of this package, each with what to use instead.
+# Removed public names, each with what to use instead.
 _GONE = {
     "TextRule": f"{_PACKAGE}.Rule",
+    "lab.tune": f"{_PACKAGE}.lab.analyze, which says what to change, or {_PACKAGE}.lab.compare",
+    "lab.synthetic_trace": "scripts/studies/synthetic.py in the repository",
+    "lab.synthetic_traces": "scripts/studies/synthetic.py in the repository",
     "simulate_formats": "scripts/studies/simulated_formats.py in the repository",
 }
 
@@ -116,8 +116,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
 
     def load(name: str) -> object:
         name = _RENAMED.get(name, name)
-        if name in _GONE and not prefix:
-            raise ImportError(f"{package} no longer has {name}. Use {_GONE[name]} instead.")
+        if (gone := f"{prefix}.{name}".lstrip(".")) in _GONE:
+            raise ImportError(f"{package} no longer has {name}. Use {_GONE[gone]} instead.")
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with install_hint(f"{package}.{name}"):

@@ -9,14 +9,12 @@ examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from mindformers_adaptive.cli.output import (
     add_output_arguments,
     add_pattern_argument,
     add_python_argument,
     print_result,
-    progress_bar,
     read_source,
 )
 from mindformers_adaptive.lab.analysis import analyze
@@ -46,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--details",
         action="store_true",
-        help="print all changes of the scale too, and what other rules would have done",
+        help="print all changes of the scale too, and what was read of the log",
     )
     add_output_arguments(parser, "draw loss, loss scale and skipped steps to this PNG or SVG file")
 
@@ -54,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Read the log, and print the analysis of the run; with ``--plot``, also draw the run."""
     recorded = read_log([*map(record_in, options.logs)], options.format, options.pattern)
-    with progress_bar(None, "replaying") as progress:
-        analysis = analyze(recorded, in_python=options.python, progress=progress)
-        result: Any = analysis.to_dict() if options.json else analysis.text(options.details)
-    print_result(options, lambda: result, lambda: result)
+    analysis = analyze(recorded, in_python=options.python)
+    print_result(options, analysis.to_dict, lambda: analysis.text(options.details))
     if options.plot:
         save(draw_runs({recorded.name: recorded}), options.plot)

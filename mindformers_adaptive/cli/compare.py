@@ -1,30 +1,53 @@
 """Replay rules of loss scaling on logs, and compare their skipped steps and how low their scales were.
 
+The log must show each step: the record of LossScaleMonitor, or the log of Megatron-LM with --log-interval 1.
+
 examples:
-  adaptive-loss-scale compare output/log/rank_0/info.log
-  adaptive-loss-scale compare synthetic --rules adaptive torch megatron dynamic:scale_window=20
-  adaptive-loss-scale compare synthetic --rules fixed:loss_scale=1024 torch:init_scale=2^20
+  adaptive-loss-scale compare output
+  adaptive-loss-scale compare output/loss_scale_record.jsonl --rules adaptive guided torch dynamic:scale_window=20
+  adaptive-loss-scale compare run_64 run_512 --rules fixed:loss_scale=1024 torch:init_scale=2^20
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from mindformers_adaptive.cli.lab_arguments import (
-    Source,
-    add_trace_arguments,
-    policy_maker,
-    print_sources,
-    read_sources,
+import numpy as np
+
+from mindformers_adaptive.cli.output import (
+    UsageError,
+    add_output_arguments,
+    add_pattern_argument,
+    print_result,
+    print_text,
+    progress_bar,
+    read_source,
+    read_value,
+    wrong_usage,
 )
-from mindformers_adaptive.cli.output import add_output_arguments, progress_bar
-from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
+from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges
+from mindformers_adaptive.lab.other_cause import other_cause
+from mindformers_adaptive.lab.policies import POLICY_NAMES, Policy, make_policy
 from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
-from mindformers_adaptive.rules import RULES
+from mindformers_adaptive.record.ceilings import ASSUMPTIONS, trace_of
+from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.run_folder import record_in
+from mindformers_adaptive.record.trace import Trace
+from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
+from mindformers_adaptive.rules.formats import FLOAT16
+from mindformers_adaptive.text.files import json_object, refuse_pipe
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["add_arguments", "run"]
 
@@ -44,15 +67,68 @@ _DEFAULT_POLICIES = [
 # gradients.
 _WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
 
-
 # The argument of each default policy that holds the loss scale to start from.
 _START_NAMES = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}
 _START_NAMES |= {"torch": "init_scale", **dict.fromkeys(_WITH_GRADIENTS, "loss_scale_value")}
 
+# Where no run says where it started, all rules start here, the default of MindFormers and of PyTorch.
+_START = 2.0**16
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A trace to replay policies on, and the recorded run, if any, from which the trace was made."""
+
+    trace: Trace
+    run: RecordedRun | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return, for JSON, the source of the trace, and how much is known of its ceilings and gradients."""
+        run, gradients = self.run, self.trace.largest_gradient
+        known = {
+            "trace": self.trace.name,
+            "steps": len(self.trace),
+            "gradients_known": 0.0 if gradients is None else float((~np.isnan(gradients)).mean()),
+        }
+        if run is None:
+            return known
+        counts = {name: getattr(run, name) for name in ("lines_read", "lines_used", "lines_ignored", "problems")}
+        return {**known, "format": run.log_format, **counts, "known_share": run.known_share}
+
+    def text(self) -> str:
+        """Return the facts of :meth:`describe` as lines for a terminal."""
+        facts = self.describe()
+        start, share = f"{facts['trace']}: {counted(facts['steps'], 'step')}", facts["gradients_known"]
+        shown = f"; largest gradients known at {share:.1%} of the steps" if share else ""
+        if self.run is None:
+            return f"{start}, ceilings known between the scales of a sweep{shown}"
+        lines = [
+            f"{start} from {counted(facts['lines_read'], 'line')} ({facts['format']}): {facts['lines_used']} used, "
+            f"{facts['lines_ignored']} ignored",
+            f"  scale and outcome stated for {facts['known_share']:.1%} of the steps{shown}",
+        ]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.run.problems)])
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``compare``."""
-    add_trace_arguments(parser)
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        type=read_source,
+        metavar="LOG",
+        help="a training log with a line for each step, a record of LossScaleMonitor, the output folder of a run, a "
+        "folder of logs, or a record of GradientRangeMonitor with loss_scales",
+    )
+    parser.add_argument(
+        "--ceilings",
+        choices=ASSUMPTIONS,
+        help="the ceiling of a step is the largest loss scale that does not overflow. What to assume where a log does "
+        "not show it: what the gradients show (the default where the log has gradients), or interpolated between "
+        "neighbouring skips",
+    )
+    add_pattern_argument(parser)
+    parser.add_argument("--details", action="store_true", help="print more measures, and what was read of each log")
     parser.add_argument(
         "--rules",
         "--policies",
@@ -60,7 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME[:PARAMETER=VALUE,...]",
         help=f"default: {' '.join(_DEFAULT_POLICIES)}, and {', '.join(_WITH_GRADIENTS)} where all traces have largest "
-        f"gradients; all names: {', '.join(POLICY_NAMES)}, or module.Class, a rule of your own",
+        f"gradients, all from one loss scale; all names: {', '.join(POLICY_NAMES)}, or module.Class, a rule of your "
+        "own. A rule without a start in its parameters starts where the run did",
     )
     parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
     add_output_arguments(parser, "draw ceiling, scales and skips, or skips and bits below the ceiling, to a file")
@@ -68,25 +145,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Replay the rules on the traces, and print the table that compares them."""
-    makers = dict(policy_maker(text) for text in options.policies or _DEFAULT_POLICIES)
-    sources = read_sources(options, makers)
+    for text in options.policies or ():
+        # Refuse a wrong rule before the logs are read, which takes some time.
+        _policy_maker(text, _START)
+    sources = _read_sources(options)
+    start = _start_of(sources)
+    makers = dict(_policy_maker(text, start) for text in options.policies or _DEFAULT_POLICIES)
+    _warn_of_gradients(sources, makers)
     if not options.policies and all(source.trace.largest_gradient is not None for source in sources):
         formats = {source.trace.gradient_format for source in sources}
         if len(formats) == 1:
-            makers |= {name: partial(make_policy, name, gradient_format=formats.pop()) for name in _WITH_GRADIENTS}
-    if not options.policies and (start := _start_of(sources)):
-        # Rules that start at different scales would differ first of all in what each start costs.
-        # Only the rules that follow the gradients need a power of two.
-        power = 2.0 ** math.floor(math.log2(start))
-        makers = {
-            name: partial(make, **{_START_NAMES[name.partition(":")[0]]: power if name in _WITH_GRADIENTS else start})
-            for name, make in makers.items()
-        }
+            made = {"gradient_format": formats.pop(), "loss_scale_value": 2.0 ** math.floor(math.log2(start))}
+            makers |= {name: partial(make_policy, name, **made) for name in _WITH_GRADIENTS}
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
     content = {"rows": comparison.rows(), "pareto_front": comparison.pareto_front()}
-    print_sources(options, sources, content, comparison.text(options.each_trace, options.details))
+    _print(options, sources, content, comparison.text(options.each_trace, options.details))
     if options.plot and len(traces) == 1:
         replays = {label: replay(make(), traces[0]) for label, make in makers.items()}
         save(draw_replays(traces[0], replays), options.plot)
@@ -94,11 +169,140 @@ def run(options: argparse.Namespace) -> None:
         save(draw_comparison(comparison), options.plot)
 
 
-def _start_of(sources: list[Source]) -> float | None:
-    """Return the loss scale at which the only recorded run started; None without a run, or with several traces."""
+def _start_of(sources: list[_Source]) -> float:
+    """Return the loss scale at which all rules start: that of the only recorded run, or else 2^16."""
     run = sources[0].run if len(sources) == 1 else None
-    if run is None:
-        return None
-    scale = run.filled_loss_scale
+    scale = np.empty(0) if run is None else run.stated_scales()
     usable = scale[(scale >= 1.0) & (scale <= 2.0**64)]
-    return float(usable[0]) if len(usable) else None
+    first = None if run is None else run.first_loss_scales()
+    if first is not None and first[0] >= 1.0:
+        return min(first[1], 2.0**64)
+    return float(usable[0]) if len(usable) else _START
+
+
+def _policy_maker(text: str, start: float) -> tuple[str, Callable[[], Policy]]:
+    """Return a policy's label and a function that makes it, from ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
+
+    A rule of which the text does not give the start begins at the scale ``start``.
+
+    Raises:
+        UsageError: if there is no such policy, or it cannot take these parameters.
+
+    Examples:
+        >>> label, make = _policy_maker("dynamic:scale_window=20,init_loss_scale=2^16", 8.0)
+        >>> label, make().loss_scale
+        ('dynamic:scale_window=20,init_loss_scale=2^16', 65536.0)
+    """
+    name, _, listed = text.partition(":")
+    parameters: dict[str, Any] = {}
+    for pair in filter(None, listed.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"A rule's parameter must have the form NAME=VALUE, but got {pair!r} in {text!r}.")
+        if (key := key.strip()) in parameters:
+            raise UsageError(f"A rule's parameter must be given once, but {key!r} has two values in {text!r}.")
+        with wrong_usage(f"{pair!r}: "):
+            parameters[key] = read_value(value)
+    with wrong_usage(f"{text!r}: "):
+        make_policy(name, **parameters)
+        argument = _START_NAMES.get(name, "loss_scale_value" if is_rule_name(name) else "init_scale")
+        if name != "fixed" and not {argument, "loss_scale_value"} & parameters.keys():
+            power = 2.0 ** math.floor(math.log2(start))
+            parameters[argument] = power if is_rule_name(name) and name != "adaptive" else start
+        make_policy(name, **parameters)
+    return text, partial(make_policy, name, **parameters)
+
+
+def _read_sources(options: argparse.Namespace) -> list[_Source]:
+    sources = []
+    for word in options.traces:
+        if word.partition(":")[0] == "synthetic":
+            raise UsageError("made-up runs are no longer in the program: give a log or a record of a training")
+        if not Path(word).is_dir():
+            sources.append(_read_file(record_in(word), options))
+            continue
+        try:
+            file = record_in(word)
+        except FileNotFoundError:
+            sources += _read_folder(Path(word), options)
+        else:
+            sources.append(_read_file(file, options))
+    return sources
+
+
+def _read_file(path: Path, options: argparse.Namespace) -> _Source:
+    refuse_pipe(path)
+    if path.suffix == ".jsonl" and _holds_sweeps(path):
+        return _Source(from_gradient_ranges(path))
+    run = read_log(path, pattern=options.pattern)
+    return _Source(trace_of(run, options.ceilings), run)
+
+
+def _holds_sweeps(path: Path) -> bool:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        return "batches" in json_object(lines.readline().strip())
+
+
+def _read_folder(folder: Path, options: argparse.Namespace) -> list[_Source]:
+    sources = []
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
+        try:
+            sources.append(_read_file(path, options))
+        except ValueError as error:
+            print_text(f"{path} is left out: {error}", file=sys.stderr)
+    if not sources:
+        raise ValueError(
+            f"The folder {str(folder)!r} must hold at least one log of which each step is known, but holds none. Give "
+            "a folder of training logs or of records of LossScaleMonitor."
+        )
+    return sources
+
+
+def _warn_of_gradients(sources: list[_Source], labels: Iterable[str]) -> None:
+    """Warn on stderr if a policy lacks the gradients it needs, or takes them for another format."""
+    texts = {label.partition(":")[0]: label for label in labels}
+    for name in filter(is_rule_name, texts):
+        rule = find_rule(name)
+        for source in sources if rule.needs_gradients else ():
+            gradient_format = source.trace.gradient_format
+            if gradient_format != FLOAT16 and "gradient_format" not in texts[name]:
+                print(
+                    f"The gradients of {source.trace.name} are in {gradient_format.name}, but rule {name!r} assumes "
+                    f"float16. Give the rule the parameter gradient_format={gradient_format.name}.",
+                    file=sys.stderr,
+                )
+            if source.trace.largest_gradient is None:
+                print_text(
+                    f"{source.trace.name} has no largest gradients, so rule {name!r} sees only overflows. A "
+                    f"record of a training with {rule.cell} has them.",
+                    file=sys.stderr,
+                )
+
+
+def _print(options: argparse.Namespace, sources: list[_Source], content: dict[str, Any], text: str) -> None:
+    """Print the comparison and, with ``--details``, where the traces came from."""
+    causes = [line for source in sources for line in _cause_lines(source.run)]
+    lines = [*causes, text, *(["", *(source.text() for source in sources)] if options.details else [])]
+    for source in sources:
+        problems = 0 if source.run is None else len(source.run.problems)
+        if problems and not options.details:
+            lines.append(f"{counted(problems, 'line')} of {source.trace.name} could not be read: --details")
+    print_result(
+        options,
+        lambda: {"sources": [source.describe() for source in sources], **content},
+        lambda: "\n".join(map(_wrapped, "\n".join(lines).split("\n"))),
+    )
+
+
+def _wrapped(line: str) -> str:
+    """Wrap a line that ends a sentence at 100 columns; leave tables, YAML and commands as they are."""
+    sentence = line.endswith((".", ":")) and not line.startswith(" ")
+    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) if sentence else line
+
+
+def _cause_lines(run: RecordedRun | None) -> list[str]:
+    """Return lines that say which cause outside loss scaling the log of a run shows; an empty list if it shows none."""
+    cause = None if run is None else other_cause(run)
+    if run is None or cause is None:
+        return []
+    return [f"{run.name}: {cause.reason}", f"What to do: adaptive-loss-scale analyze {run.files[0]}", ""]

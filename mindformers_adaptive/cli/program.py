@@ -39,7 +39,6 @@ _GROUPS = {
     },
     "choosing a rule": {
         "compare": "replay other rules on a log",
-        "tune": "find the best settings for a log",
     },
     "help": {
         "megatron": "translate Megatron-LM arguments into a scale_sense section",
@@ -49,8 +48,11 @@ _GROUPS = {
 COMMANDS = {name: purpose for commands in _GROUPS.values() for name, purpose in commands.items()}
 # The options, of all subcommands, whose value is the path of an output file.
 _WRITTEN = ("plot", "picture", "output", "gradients")
-# Removed subcommands, each with the subcommand to use instead.
-_REPLACED_BY = {"simulate": "compare --rules NAME"}
+# Removed subcommands, each with what to use instead.
+_REPLACED_BY = {
+    "simulate": "Use 'compare --rules NAME'",
+    "tune": "'analyze' says what to change, and 'compare --rules' replays rules with other settings",
+}
 
 _EXIT_CODES = """\
 Options may be written with underscores in place of hyphens, as MindFormers writes them: --train_dataset_dir.
@@ -61,7 +63,7 @@ _EXAMPLES = """\
 examples:
   adaptive-loss-scale train --config configs/tiny_llama_cpu_fp16.yaml --train-dataset-dir output/corpus
   adaptive-loss-scale analyze output/log/rank_0/info.log
-  adaptive-loss-scale tune output/log/rank_0/info.log
+  adaptive-loss-scale compare output/loss_scale_record.jsonl
   adaptive-loss-scale find --config my.yaml --train-dataset-dir my_data
 """
 
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _carry_out(lambda: print(versions.short()), parser)
     parser.add_argument("--version", action="store_true", help="show the versions, and whether the pair was tested")
     if words and words[0] in _REPLACED_BY:
-        parser.error(f"there is no command {words[0]!r} any more. Use '{_REPLACED_BY[words[0]]}', which does the same")
+        parser.error(f"there is no command {words[0]!r} any more. {_REPLACED_BY[words[0]]}")
     if words and (nearest := did_you_mean(words[0], COMMANDS)):
         parser.error(f"argument COMMAND: invalid choice: {words[0]!r}. {nearest}".rstrip())
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help="from the list above")

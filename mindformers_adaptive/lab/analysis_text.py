@@ -6,34 +6,25 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
 from mindformers_adaptive.record.run_folder import find_command
 from mindformers_adaptive.record.thresholds import HELD
-from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
+from mindformers_adaptive.text.table import as_power_of_two, counted
 
-__all__ = ["DECIDED", "analysis_text", "scales_in_words", "without_advice"]
+__all__ = ["PASTE", "PASTE_IN_PYTHON", "analysis_text", "scales_in_words", "without_advice"]
 
 # Show at most this many step ranges, phases and problems, and wrap lines of text at this width in characters.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
 _WIDTH = 118
 
-# How much of a prediction is known.
-DECIDED = "The log shows for {:.0%} of these steps whether they overflow; for the rest this is assumed."
+# What comes before settings to paste.
+PASTE = "Paste these settings under runner_wrapper:"
+PASTE_IN_PYTHON = "Make the update cell with these settings:"
 
 _JUMP = (
     "A jump is a change of the scale that no step explains: the run was restarted with another scale, or steps are "
     "missing. In a log that does not state what each step did, the rule may also move the scale by another factor."
 )
-
-_OUTCOMES = {
-    "policy": "rule",
-    "skipped": "skipped",
-    "fewest_skipped": "fewest",
-    "most_skipped": "most",
-    "too_low": f"over {FREE_BITS} bits too low",
-    "known": "decided by the log (%)",
-}
 
 
 def analysis_text(analysis: Mapping[str, Any], details: bool) -> str:
@@ -45,49 +36,45 @@ def analysis_text(analysis: Mapping[str, Any], details: bool) -> str:
     parts += _advice(analysis)
     if details:
         parts += [_log(analysis["log"]), _steps(analysis)]
-        parts += [_path(analysis["loss_scale"]["phases"]), _outcomes(analysis["outcomes"])]
+        parts += [_path(analysis["loss_scale"]["phases"])]
     else:
+        # After settings to paste, other lines begin anew.
+        parts += [[]] * bool(analysis["scale_sense"])
         if problems := len(analysis["log"]["problems"]):
             parts[-1].append(f"{counted(problems, 'line')} of the log could not be read: --details")
-        parts[-1].append(
-            "All changes of the scale, and what other rules would have done: --details. A picture: --plot run.png"
-        )
+        parts[-1].append("All changes of the scale: --details. A picture: --plot run.png. Other rules: compare.")
     return "\n\n".join("\n".join(part) for part in parts)
 
 
 def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
     advice = analysis["advice"]
-    if analysis["scale_sense"] is not None:
-        outcome, share = analysis["outcomes"][-1], analysis["certainty"]["known_share"]
-        skipped_then = counted(outcome["skipped"], "step")
-        paste, settings = "Paste them under runner_wrapper", analysis["scale_sense"]
-        if analysis["in_python"]:
-            paste, settings = "Make the update cell with them", analysis["update_cell"]
-        return [
-            [f"With these settings the same run would have skipped {skipped_then}. {paste}:"],
-            [settings.rstrip()],
-            [DECIDED.format(share)],
-        ]
     if not advice:
         return [[line for text in without_advice(analysis) for line in _wrapped(text)]]
-    return [[*_change(each["change"]), *_wrapped(each["reason"])] for each in advice]
+    parts = [[*_change(each["change"]), *_wrapped(each["reason"])] for each in advice]
+    if settings := analysis["update_cell"] if analysis["in_python"] else analysis["scale_sense"]:
+        parts[-1].append(PASTE_IN_PYTHON if analysis["in_python"] else PASTE)
+        parts.append([settings.rstrip()])
+    return parts
 
 
 def without_advice(analysis: Mapping[str, Any]) -> list[str]:
     """Return paragraphs about a run that needs no change, or whose log is too short to tell."""
-    skipped, lines = analysis["skipped"], ["The log shows nothing that should be changed."]
-    if skipped["at_least"] and analysis["steps"]["count"] < HELD:
-        lines = [
+    skipped, start = analysis["skipped"], analysis["start_up"]
+    if skipped["at_most"] != 0 and analysis["steps"]["count"] < HELD and not start["a_scale_held"]:
+        return [
             f"Too few steps to judge: a loss scale counts as held after {HELD} steps without overflow. Overflows "
             "in the first steps are normal: each one halves the scale until a scale holds."
         ]
-    elif skipped["at_least"] and not analysis["start_up"]["a_scale_held"]:
-        lines = [f"No loss scale has held yet: none had {HELD} consecutive steps without overflow."]
-        lines.append(f"Measure a scale to start from: {find_command(analysis['in_python'])}")
-    # A rule that follows the largest gradients has no scale windows.
-    shown = analysis["shown_by_gradients"]
-    if skipped["count"] is None and not (shown and shown["by"] == "largest gradients"):
-        lines.append("The log does not show every step, so it gives no reason for other scale windows.")
+    if skipped["at_least"] and start["a_scale_held"] is False:
+        return [
+            f"No loss scale has held: no {HELD} steps in a row were without overflow.",
+            f"Measure a scale to start from: {find_command(analysis['in_python'])}",
+        ]
+    if start["a_scale_held"] is None:
+        return ["The log does not show whether a loss scale has held: it leaves open which steps were skipped."]
+    lines = ["The log shows nothing that should be changed."]
+    if skipped["count"] is not None and skipped["count"] == start["before_scale_held"]:
+        lines.append("No step was skipped after the start: no rule would do better. Keep yours.")
     return lines
 
 
@@ -117,10 +104,11 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
     steps, dropped = analysis["steps"], analysis["dropped_by_norm"]
     before, in_first = _between(start, "before_first_applied_"), _between(start, "skipped_in_first_steps_")
     lines = [
-        f"Steps     {steps['first']} to {steps['last']}",
-        f"Skipped   {_between(skipped)}: the log names {skipped['known']} of these steps, {skipped['inferred']} are "
-        "inferred",
-        *_wrapped(f"          known: {_listed(skipped)}", " " * 10),
+        f"Steps     {steps['first']} to {steps['last']}"
+        if skipped["at_most"] is not None
+        else f"Steps     at least {steps['count']}",
+        f"Skipped   {_between(skipped)}",
+        *_wrapped(f"          the log names {_listed(skipped)}", " " * 10),
         skipped["at_most"]
         and f"          {before} before the first step that was not skipped, {in_first} in the first "
         f"{start['first_steps']}",
@@ -139,14 +127,15 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
 
 
 def scales_in_words(scale: Mapping[str, Any]) -> str:
-    """Return a text with the first, the final, the lowest and the highest loss scale of a run."""
-    first, final, smallest, largest, low, high = (
+    """Return a text with the first, the final, the lowest and the highest loss scale that the log states."""
+    first, final, last, smallest, largest, low, high = (
         as_power_of_two(scale[name]) if isinstance(scale[name], float) else str(scale[name] or "unknown")
-        for name in ("first", "final", "smallest", "largest", "first_at_least", "first_at_most")
+        for name in ("first", "final", "last_stated", "smallest", "largest", "first_at_least", "first_at_most")
     )
     if scale["first"] is None and scale["first_at_least"] is not None:
         first = f"{low} to {high}"
-    return f"{first} at first, {final} at the end; between {smallest} and {largest}"
+    end = f"{last} on the last line" if scale["final"] is None else f"{final} at the end"
+    return f"{first} at first, {end}; the lines state {smallest} to {largest}"
 
 
 def _gradients(shown: Mapping[str, Any] | None) -> str:
@@ -174,7 +163,7 @@ def _listed(steps: Mapping[str, Any]) -> str:
 
 def _path(phases: Sequence[Mapping[str, Any]]) -> list[str]:
     if not phases:
-        return ["The loss scale did not change."]
+        return ["The log states no change of the loss scale."]
     heading, *lines = path_lines([Phase(**phase) for phase in phases])
     if len(lines) > _PHASES_SHOWN:
         half = _PHASES_SHOWN // 2
@@ -182,15 +171,6 @@ def _path(phases: Sequence[Mapping[str, Any]]) -> list[str]:
     if any(phase["kind"] == "jump" for phase in phases):
         lines += _wrapped(_JUMP)
     return [heading, *lines]
-
-
-def _outcomes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        "Skipped steps of other rules on this run. The log decides a part of their steps; 'fewest' and 'most' are the",
-        "bounds under all assumptions about the other steps.",
-        "",
-        text_table(_OUTCOMES, [{**row, "known": 100 * row["known_share"]} for row in rows]),
-    ]
 
 
 def _wrapped(text: str | None, indent: str = "") -> list[str]:

@@ -1,33 +1,23 @@
-"""A configuration (a loss-scaling rule and its arguments), and grids of configurations."""
+"""A configuration: a loss-scaling rule and its arguments."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
-import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from mindformers_adaptive.lab.policies import refuse_unknown, start_rule
+from mindformers_adaptive.lab.policies import start_rule
 from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.description import all_arguments, is_of_this_package
-from mindformers_adaptive.rules.ladder import window_ladder
+from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.rules.pasting import cell_call, commented
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
-
-# The largest number of configurations in a grid: the replays of a larger grid would take hours.
-_MOST_COMBINATIONS = 100_000
-
-# The initial loss scales that a grid tries by default. Megatron-LM starts from 2**32.
-_INITIAL_SCALES = (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32)
+__all__ = ["Configuration", "yaml_value"]
 
 
 @dataclass(init=False)
@@ -70,7 +60,7 @@ class Configuration:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             try:
-                rule, start = start_rule(policy, arguments, _made)
+                rule, start = start_rule(policy, arguments)
             except UserWarning as warning:
                 raise ValueError(f"{warning} A configuration must have valid values, so give another value.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
@@ -155,102 +145,6 @@ class Configuration:
         rule_class: Any = type(self.rule)
         defaults = all_arguments(rule_class)
         return [(name, value) for name, value in self.arguments.items() if name in always or value != defaults[name]]
-
-
-def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configuration]:
-    """Return a configuration of the rule for each valid combination of the argument values.
-
-    For the adaptive rule, combinations are left out if the largest window is below the smallest window, or if the first
-    window is not on the ladder of windows.
-
-    Args:
-        policy (Union[str, type]): the rule, as for :class:`Configuration`.
-        **values: the values to try, by argument name.
-
-    Returns:
-        list[Configuration], in which the values of the last argument vary fastest.
-
-    Raises:
-        TypeError: if the rule has no argument with one of the names, or a value has the wrong type.
-        ValueError: if there is no such rule, a value is out of its range, or no combination is left.
-
-    Examples:
-        >>> [one.label for one in grid("adaptive", min_scale_window=[20, 50], max_scale_window=[20, 1000])]
-        ['dynamic 20', 'adaptive 20-1000', 'adaptive 50-1000']
-    """
-    rule_class = find_rule(policy)
-    refuse_unknown(policy, values, all_arguments(rule_class))
-    tried = {name: list(choices) for name, choices in values.items()}
-    if (count := math.prod(map(len, tried.values()))) > _MOST_COMBINATIONS:
-        raise ValueError(
-            f"A grid must have at most {_MOST_COMBINATIONS:,} combinations, but got {count:,}. Try fewer values."
-        )
-    combinations = [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
-    configurations = [
-        _configured(policy, arguments) for arguments in combinations if _values_fit(rule_class, arguments)
-    ]
-    if not configurations:
-        raise ValueError(
-            f"A grid must have at least one valid combination of values, but no combination of {tried} is valid. Add "
-            "values with 'min_scale_window' at most 'max_scale_window', and with 'scale_window' on the ladder of "
-            "windows from 'min_scale_window' to 'max_scale_window'."
-        )
-    return configurations
-
-
-def _made(rule_class: type[Rule], /, **arguments: Any) -> Rule:
-    """Return the rule with these arguments. Equal rules of this package are one object, because a rule never changes.
-
-    A grid has every rule with several initial loss scales, and tracing the step of a rule takes most of the time.
-    """
-    if is_of_this_package(rule_class) and all(isinstance(value, Real | None) for value in arguments.values()):
-        return _made_once(rule_class, **arguments)
-    return rule_class(**arguments)
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def _made_once(rule_class: type[Rule], /, **arguments: Any) -> Rule:
-    return rule_class(**arguments)
-
-
-def _configured(policy: str | type[Rule], arguments: Mapping[str, Any]) -> Configuration:
-    """Return a configuration of the rule, or raise an error that names the refused arguments."""
-    try:
-        return Configuration(policy, **arguments)
-    except (ArithmeticError, TypeError, ValueError) as error:
-        if any(repr(name) in str(error) for name in arguments):
-            raise
-        # A user's rule may raise an error that does not name the invalid argument. So name all arguments in the error.
-        tried = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"The arguments {tried} are refused: {error}") from error
-
-
-def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
-    """Return the values that :func:`~mindformers_adaptive.lab.tuning.tune` tries by default, by argument name.
-
-    Examples:
-        >>> len(grid("adaptive", **default_grid("adaptive")))
-        900
-    """
-    rule_class = find_rule(policy)
-    # A subclass of a rule may inherit values to try for arguments that the subclass's constructor does not take. Leave
-    # such values out.
-    is_own, known = "tried" in vars(rule_class), all_arguments(rule_class)
-    tried = {name: values for name, values in rule_class.tried.items() if is_own or name in known}
-    return {"loss_scale_value": _INITIAL_SCALES, **tried}
-
-
-def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
-    """Return whether the windows fit together: smallest and largest form a ladder, and the initial window is on it."""
-    if not issubclass(rule_class, AdaptiveRule):
-        return True
-    values = {**all_arguments(rule_class), **arguments}
-    # A subclass of the adaptive rule may lack some of the arguments for scale windows.
-    first, largest, smallest = map(values.get, ("scale_window", "max_scale_window", "min_scale_window"))
-    if largest is None or smallest is None:
-        return True
-    return bool(largest >= smallest and (not isinstance(first, int) or first in window_ladder(largest, smallest)))
 
 
 def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:

@@ -60,7 +60,7 @@ class DynamicRule:
         clean:     clean_steps += 1
                    if clean_steps == scale_window:
                        clean_steps = 0, overflows = 0
-                       loss_scale = min(loss_scale * growth_factor, upper_bound)                    (a raise)
+                       loss_scale = loss_scale * growth_factor                                     (a raise)
 
     By default only a raise resets ``overflows``. Until a raise, each overflow from number ``tolerance`` on is a drop.
 
@@ -72,7 +72,6 @@ class DynamicRule:
         reciprocal (bool): without ``backoff_factor``: whether a drop multiplies by the rounded 1 / ``growth_factor``
             instead of dividing.
         floor (float): the smallest scale that a drop can lead to.
-        upper_bound (float): the largest scale that a raise can lead to.
         stays_finite (bool): whether a raise beyond the largest float32 number leaves the scale as it is.
         tolerance (int): how many overflows it takes to drop the scale.
         clean_step_forgives (bool): whether a clean step also resets the count of overflows to 0.
@@ -84,15 +83,14 @@ class DynamicRule:
     backoff_factor: float | None = None
     reciprocal: bool = False
     floor: float = 0.0
-    upper_bound: float = math.inf
     stays_finite: bool = False
     tolerance: int = 1
     clean_step_forgives: bool = False
     stops_at_floor: bool = False
 
-    def start(self, loss_scale: float, scale_window: int | None = None, clean_steps: int = 0) -> DynamicState:
+    def start(self, loss_scale: float, scale_window: int | None = None) -> DynamicState:
         """Return the state before the first step."""
-        return DynamicState(min(self.arithmetic.scale(loss_scale), self.upper_bound), scale_window, clean_steps)
+        return DynamicState(self.arithmetic.scale(loss_scale), scale_window)
 
     def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
@@ -108,7 +106,7 @@ class DynamicRule:
             )
         raised = self.arithmetic.scale(loss_scale * self.arithmetic.factor(self.growth_factor))
         if not self.stays_finite or math.isfinite(to_float32(raised)):
-            loss_scale = min(raised, self.upper_bound)
+            loss_scale = raised
         return DynamicState(loss_scale, window, 0, 0, stopped)
 
     def _drop(self, loss_scale: float) -> float:

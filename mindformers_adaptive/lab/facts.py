@@ -1,20 +1,21 @@
-"""Facts about a recorded run: skipped steps, start-up, loss scales, and the loss scales that gradients allowed."""
+"""Facts about a recorded run, as far as its log shows them: skipped steps, start-up, loss scales, room to rise."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.scale_summary import held_at, path_in_words
-from mindformers_adaptive.record.thresholds import HELD
+from mindformers_adaptive.record.scale_summary import held, path_in_words, settled, stayed
+from mindformers_adaptive.record.step import LARGEST_STEP
 from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
-__all__ = ["StartUp", "facts_of", "shown_by_gradients", "start_up_of", "verdict"]
+__all__ = ["facts_of", "shown_by_gradients", "verdict"]
 
 # The number of first steps that count as a run's start-up. In published logs, 16 to 19 of the first 30 to 100 steps
 # were skipped.
@@ -25,75 +26,33 @@ _START_UP = 100
 _ROOM = 2.0**3
 
 
-class StartUp(NamedTuple):
-    """The start-up of a run: the steps before the first loss scale that held (20 steps without overflow).
-
-    Attributes:
-        steps (int): the number of these steps: 0 if the first scale held, all steps of the run if no scale held.
-        scale (float, optional): the highest scale that held and is below all scales that overflowed earlier; None if
-            there is no such scale.
-        first_step (int, optional): the number of the first step at which that scale held.
-        fewest (int), most (int): bounds on how many of the start-up's steps were skipped.
-        highest (float, optional): the highest scale that ever held, even after it had overflowed; None if none held.
-    """
-
-    steps: int
-    scale: float | None
-    first_step: int | None
-    fewest: int
-    most: int
-    highest: float | None
-
-
-def start_up_of(run: RecordedRun) -> StartUp:
-    """Return the start-up of a run: the steps before the first loss scale that held (20 steps without overflow).
-
-    The run must have at least one step.
-
-    Examples:
-        >>> flags = np.arange(100) < 16
-        >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
-        >>> start_up_of(RecordedRun("run", (), "jsonl", np.arange(1, 101), scale, flags, np.full(100, True)))
-        StartUp(steps=16, scale=65536.0, first_step=17, fewest=16, most=16, highest=65536.0)
-    """
-    scale, steps = run.filled_loss_scale, None
-    lowest_overflow = np.minimum.accumulate(np.where(run.overflow & ~np.isnan(run.loss_scale), scale, np.inf))
-    best, highest, first_step = 0.0, 0.0, None
-    for first, last in held_at(run):
-        steps = first if steps is None else steps
-        held = np.lib.stride_tricks.sliding_window_view(scale[first : last + 1], HELD).min(axis=1)
-        highest = max(highest, float(held.max()))
-        held = np.where(held < lowest_overflow[first], held, 0.0)
-        if held.max() > best:
-            best, first_step = float(held.max()), int(run.step[first + int(np.argmax(held))])
-    steps, ends = len(run) if steps is None else steps, run.line_ends()
-    # If a log line stands for several steps, the number of skipped steps is known only after the last of these steps.
-    end = steps if steps == 0 or steps in ends else int(ends[np.searchsorted(ends, steps)])
-    return StartUp(steps, best or None, first_step, *run.skipped_bounds(end), highest or None)
-
-
 def facts_of(run: RecordedRun) -> dict[str, Any]:
     """Return the facts about a run, ready for JSON; see :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
-    start_up, dropped, loss = start_up_of(run), run.steps_where("dropped_by_norm"), run.column("loss")
+    start, dropped, loss = held(run), run.steps_where("dropped_by_norm"), run.column("loss")
     loss = np.empty(0) if loss is None else loss
     finite, bad = loss[np.isfinite(loss)], np.flatnonzero(np.isinf(loss))
     first_steps = min(_START_UP, len(run))
+    ends = np.cumsum(run.lengths)
     return {
-        "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
+        "steps": {"count": len(run), "first": int(run.first[0]), "last": int(run.last[-1])},
         "skipped": _skipped(run),
         "dropped_by_norm": {"count": len(dropped), "ranges": _ranges(dropped)},
         "start_up": {
-            "a_scale_held": start_up.highest is not None,
+            "a_scale_held": start.answer,
+            "held_scale": _for_json(start.scale),
+            "held_from_step": start.from_step,
+            "highest_held": _for_json(start.highest),
             **_bounded("before_first_applied", *_before_first_applied(run)),
-            **_bounded("before_scale_held", start_up.fewest, min(start_up.most, len(run))),
+            **_bounded("before_scale_held", *run.skipped_bounds(start.before)),
             "first_steps": first_steps,
-            **_bounded("skipped_in_first_steps", *np.minimum(run.skipped_bounds(first_steps), first_steps).tolist()),
+            **_bounded("skipped_in_first_steps", *_skipped_in_first(run, ends, first_steps)),
         },
         "loss": {
             "first": float(finite[0]) if len(finite) else None,
             "last": float(finite[-1]) if len(finite) else None,
+            "stated": int((~np.isnan(loss)).sum()),
             "bad_steps": len(bad),
-            "first_bad_step": int(run.step[bad[0]]) if len(bad) else None,
+            "first_bad_step": int(run.last[bad[0]]) if len(bad) else None,
         },
         "loss_scale": _scales(run),
         "shown_by_gradients": shown_by_gradients(run),
@@ -113,7 +72,7 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
     elif fewest == most:
         at_start, first = start["before_scale_held"], facts["loss_scale"]["first"]
         where = ""
-        if at_start and run.overflow[0] and at_start < fewest and isinstance(first, float):
+        if at_start and at_start < fewest and start["a_scale_held"] and run.skipped[0] and isinstance(first, float):
             where = f": {at_start} at the start, because {as_power_of_two(first)} was too high, and "
             where += f"{fewest - at_start} later"
         said = f"{fewest:,} of {counted(steps, 'step')} {were} skipped ({fewest / steps:.1%}){where}."
@@ -124,18 +83,21 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
         said = f"{least} {most:,} of {counted(steps, 'step')} were skipped "
         said += f"({fewest / steps:.1%} to {most / steps:.1%})."
     sentences = [said]
-    if bad["bad_steps"]:
+    if bad["bad_steps"] and bad["stated"] == steps:
         sentences.append(
             f"The loss was inf or NaN in {counted(bad['bad_steps'], 'step')}, first in step {bad['first_bad_step']}."
         )
+    elif bad["bad_steps"]:
+        sentences.append(
+            f"The loss was inf or NaN on {bad['bad_steps']:,} of the {counted(bad['stated'], 'line')} that state it, "
+            f"first for step {bad['first_bad_step']}."
+        )
     room = [] if bad["bad_steps"] else _room(run, facts["shown_by_gradients"])
     # Where no line counts the overflows, only the falls of the scale show how many there may have been.
-    falls = [phase for phase in facts["loss_scale"].get("phases", ()) if phase["kind"] in ("drop", "fall")]
-    halvings = math.floor(sum(math.log2(phase["scale_before"] / phase["scale_after"]) for phase in falls) + 1e-3)
+    halvings = facts["loss_scale"]["halvings_at_least"]
     fell = f"Its falls add up to at least {counted(halvings, 'halving')}."
     went = path_in_words(run, as_power_of_two)
-    path = [f"The loss scale {went}."] if went else []
-    return [*sentences, *path, *[fell] * (fewest != most and halvings > fewest), *room]
+    return [*sentences, *[f"{went}."] * bool(went), *[fell] * (fewest != most and halvings > fewest), *room]
 
 
 def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
@@ -143,19 +105,22 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
 
     A rise without overflow shows this, or the size of the gradients.
     """
-    scale = run.filled_loss_scale
-    overflows = np.flatnonzero(run.overflow)
-    climbed = scale[: int(overflows[0]) if len(overflows) else len(scale)]
-    if len(climbed) and climbed.max() >= _ROOM * scale[0]:
+    first = run.first_loss_scales()
+    if first is None or first[0] != first[1] or not 0 < first[0] < math.inf:
+        return []
+    others = np.flatnonzero(~(run.applied & np.append(True, run.follows[1:])))
+    climbed = run.after[: int(others[0]) if len(others) else len(run.after)]
+    highest = float(np.nanmax(climbed, initial=0.0)) if len(climbed) else 0.0
+    if highest >= _ROOM * first[0]:
         return [
-            f"There was room at the start: the scale rose from {as_power_of_two(float(scale[0]))} to "
-            f"{as_power_of_two(float(climbed.max()))} before any overflow."
+            f"There was room at the start: the scale rose from {as_power_of_two(first[0])} to "
+            f"{as_power_of_two(highest)} before any overflow."
         ]
     # Ignore a constant scale of 1: the run may be in BF16, which needs no loss scaling.
-    is_fixed = not len(overflows) and scale.min() == scale.max() != 1
-    if shown is None or not is_fixed or shown["lowest"] < _ROOM * scale[0]:
+    is_fixed = run.skipped_bounds()[1] == 0 and stayed(run) and first[0] != 1
+    if shown is None or not is_fixed or shown["steps"] < len(run) or shown["lowest"] < _ROOM * first[0]:
         return []
-    bits = math.floor(math.log2(shown["lowest"] / scale[0]))
+    bits = math.floor(math.log2(shown["lowest"] / first[0]))
     return [f"By the {shown['by']}, there is room for {bits} bits more; values between the layers may leave less."]
 
 
@@ -172,18 +137,15 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
         ``lowest`` and ``median`` of the scales that they allow (for norms, lower bounds).
 
     Examples:
-        >>> flags = np.array([False, False])
-        >>> arrays = np.array([1, 2]), np.array([64.0, 64.0]), flags, ~flags
-        >>> run = RecordedRun("run", (), "jsonl", *arrays, {"gradient_norm": np.array([0.5, 2.0])})
-        >>> shown_by_gradients(run)
+        >>> norms = {"gradient_norm": np.array([0.5, 2.0])}
+        >>> shown_by_gradients(RecordedRun.of_steps([1, 2], [64.0, 64.0], [False, False], columns=norms))
         {'by': 'norms', 'steps': 2, 'lowest': 32752.0, 'median': 81880.0}
     """
     for name, field in (("largest gradients", "largest_gradient"), ("norms", "gradient_norm")):
         if (gradients := run.column(field)) is None:
             continue
-        ceilings = implied_ceilings(
-            np.where(run.overflow | np.isinf(gradients), np.nan, gradients), run.gradient_format
-        )
+        is_shown = run.applied & (run.lengths == 1) & ~np.isinf(gradients)
+        ceilings = implied_ceilings(np.where(is_shown, gradients, np.nan), run.gradient_format)
         known = ceilings[np.isfinite(ceilings)]
         if len(known):
             extremes = {"lowest": float(known.min()), "median": float(np.median(known))}
@@ -198,50 +160,73 @@ def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
 
 def _skipped(run: RecordedRun) -> dict[str, Any]:
     fewest, most = run.skipped_bounds()
-    known = run.overflow & run.position_known
-    runs = consecutive_runs(np.flatnonzero(known))
-    longest = runs[np.argmax(runs[:, 1] - runs[:, 0])] if len(runs) else None
+    known = np.flatnonzero(run.skipped)
+    # Stretches of skipped steps that follow each other are one range.
+    series = consecutive_runs(known)
+    ranges: list[tuple[int, int]] = []
+    for start, end in series.tolist():
+        cuts = [start, *(start + 1 + np.flatnonzero(~run.follows[start + 1 : end + 1])).tolist(), end + 1]
+        ranges += [(int(run.first[low]), int(run.last[high - 1])) for low, high in pairwise(cuts)]
+    longest = max(ranges, key=lambda ends: ends[1] - ends[0], default=None)
     seconds = run.column("seconds")
-    seconds = np.empty(0) if seconds is None else seconds[run.overflow if fewest == most else known]
-    stated = seconds[~np.isnan(seconds)]
+    stated = np.empty(0) if seconds is None else seconds[known]
+    lengths = run.lengths[known][~np.isnan(stated)] if seconds is not None else np.empty(0, np.int64)
+    stated = stated[~np.isnan(stated)]
     return {
         "count": fewest if fewest == most else None,
         "at_least": fewest,
         "at_most": most if run.is_numbered else None,
-        "known": int(known.sum()),
-        "inferred": fewest - int(known.sum()),
-        "ranges": _ranges(run.step[known]),
-        "longest_run": 0 if longest is None else int(longest[1] - longest[0] + 1),
-        "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
-        "seconds_lost": float(stated.sum()) if len(stated) else None,
-        "steps_with_seconds": len(stated),
+        "ranges": ranges,
+        "longest_run": 0 if longest is None else longest[1] - longest[0] + 1,
+        "longest_run_steps": longest,
+        "seconds_lost": float((stated * lengths).sum()) if len(stated) else None,
+        "steps_with_seconds": int(lengths.sum()),
     }
 
 
 def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
-    return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": most}
+    # Where steps of the log have no number, there is no greatest number.
+    at_most = most if most < LARGEST_STEP else None
+    return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": at_most}
 
 
 def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
     """Return the fewest and the most steps that may have been skipped before the first applied step."""
-    surely_skipped, surely_applied = run.overflow & run.position_known, ~run.overflow & run.position_known
-    least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
-    most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)
-    while run.skipped_bounds(most)[1] < most:
-        most = run.skipped_bounds(most)[1]
-    return least, most
+    ends = np.append(0, np.cumsum(run.lengths))
+    others, some = np.flatnonzero(~run.skipped), np.flatnonzero(run.most < run.lengths)
+    if not len(some):
+        return int(ends[others[0]]) if len(others) else len(run), len(run)
+    return int(ends[others[0]]), int(ends[some[0]] + run.most[some[0]])
+
+
+def _skipped_in_first(run: RecordedRun, ends: NDArray[np.int64], steps: int) -> tuple[int, int]:
+    """Return the fewest and the most steps that were skipped among the first ones."""
+    whole = int(np.searchsorted(ends, steps, side="right"))
+    fewest, most = run.skipped_bounds(whole)
+    if (inside := steps - (int(ends[whole - 1]) if whole else 0)) > 0:
+        fewest += max(int(run.fewest[whole] - (run.lengths[whole] - inside)), 0)
+        most += min(int(run.most[whole]), inside)
+    return fewest, min(most, steps)
 
 
 def _scales(run: RecordedRun) -> dict[str, Any]:
-    """Return the first, final, smallest and largest of the loss scales at the start and after each log line."""
-    starts = np.append(0, run.line_ends()[:-1])
-    scales = np.append(run.loss_scale[starts], run.final_loss_scale)
-    known: NDArray[np.float64] = scales[~np.isnan(scales)]
-    if math.isnan(run.final_loss_scale):
-        known = np.append(known, run.filled_loss_scale[-1])
-    named = {"first": scales[0], "final": known[-1], "smallest": known.min(), "largest": known.max()}
+    """Return what the log states of the loss scale: at the start, at the end, and in between."""
+    scales, within = run.stated_scales(), settled(run)
     low, high = run.first_loss_scales() or (math.nan, math.nan)
+    ends = (scales.min(), scales.max(), scales[-1]) if len(scales) else (math.nan,) * 3
+    final = run.after[-1] if run.is_numbered else math.nan
+    named = {"first": low if low == high else math.nan, "first_at_least": low, "first_at_most": high, "final": final}
+    named |= dict(zip(("smallest", "largest", "last_stated"), ends, strict=True))
     return {
-        name: None if math.isnan(scale) else float(scale) if math.isfinite(scale) else "inf"
-        for name, scale in {**named, "first_at_least": low, "first_at_most": high}.items()
+        **{name: _for_json(scale) for name, scale in named.items()},
+        "stayed": stayed(run),
+        "settled": None if within is None else list(within),
+        "halvings_at_least": math.floor((run.halvings or 0.0) + 1e-3),
     }
+
+
+def _for_json(scale: float | None) -> float | str | None:
+    """Return a loss scale as JSON has it: None where it is not stated, and inf as text."""
+    if scale is None or math.isnan(scale):
+        return None
+    return float(scale) if math.isfinite(scale) else "inf"

@@ -1,8 +1,7 @@
-"""Traces of ceilings (largest loss scales without overflow) and largest gradients: measured in sweeps, or synthetic."""
+"""Traces of ceilings (largest loss scales without overflow) and largest gradients that sweeps measured."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -13,44 +12,10 @@ from typing import Any
 import numpy as np
 
 from mindformers_adaptive.record.trace import Trace
-from mindformers_adaptive.rules.checks import require_integer
-from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
+from mindformers_adaptive.rules.formats import FLOAT16, find_format
 from mindformers_adaptive.text.untrusted import printable
 
-__all__ = ["MOST_STEPS", "checked_steps", "from_gradient_ranges", "random_of", "with_gradients"]
-
-# The largest number of steps in a trace: more steps than any training has, and the replay of such a trace still fits
-# into memory.
-MOST_STEPS = 10**7
-
-_PLAIN_INTEGER = "Write it without quotes and without a decimal point."
-
-
-def with_gradients(
-    trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0, gradient_format: Format = FLOAT16
-) -> Trace:
-    r"""Return a copy of a trace with gradients that imply the trace's ceilings, or too high or too low ceilings.
-
-    :math:`largest\_gradient_t = largest / (c_t \cdot 2^{offset + spread \cdot n_t})`, where *largest* is the
-    largest number of the format, :math:`c_t` the ceiling, and :math:`n_t` are independent standard normal numbers.
-
-    Args:
-        trace (Trace): the trace that the gradients are added to.
-        offset (float): how many bits the ceilings that the gradients imply are too high, as when activation gradients
-            overflow first. A negative offset makes them too low, as when a gradient is summed in float32. Default: 0.
-        spread (float): standard deviation of the offset, in bits. Default: 0.
-        seed (int): seed of the random offsets, at least 0. Default: 0.
-        gradient_format (Format): the format of the gradients. Default: float16.
-
-    Examples:
-        >>> with_gradients(Trace.exact("calm", [2.0**16] * 3), offset=3.0).largest_gradient.tolist()
-        [0.12493896484375, 0.12493896484375, 0.12493896484375]
-    """
-    noise = random_of(seed, "offset").standard_normal(len(trace)) if spread else 0.0
-    with np.errstate(divide="ignore", over="ignore"):
-        gradients = gradient_format.largest / trace.ceiling / np.exp2(offset + spread * noise)
-    shown = np.broadcast_to(gradients, trace.ceiling.shape)
-    return dataclasses.replace(trace, largest_gradient=shown, gradient_format=gradient_format)
+__all__ = ["from_gradient_ranges"]
 
 
 def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
@@ -112,13 +77,3 @@ def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, flo
         ranges["overall"]["largest"] for ranges in sweep.get("loss_scales", []) if float(ranges["loss_scale"]) == lower
     ]
     return lower, upper, float(largest[0]) / lower if largest else math.nan
-
-
-def random_of(seed: int, symbol: str) -> np.random.Generator:
-    """Return a random generator for one symbol of a formula. Different symbols get independent random numbers."""
-    return np.random.default_rng([require_integer("seed", seed, 0, _PLAIN_INTEGER, most=2**63), *symbol.encode()])
-
-
-def checked_steps(steps: int) -> int:
-    """Return ``steps`` if it is an integer from 1 to ``MOST_STEPS``, else raise an error."""
-    return require_integer("steps", steps, 1, _PLAIN_INTEGER, most=MOST_STEPS)

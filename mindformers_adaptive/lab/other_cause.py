@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.record.diagnosis import Finding, Seen, diagnose
+from mindformers_adaptive.record.diagnosis import Finding, diagnose
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import ways_of
 from mindformers_adaptive.record.thresholds import STUCK
@@ -25,8 +24,8 @@ class Advice:
     """One piece of advice: what to change after a run, and why.
 
     Attributes:
-        rule (str): the kind of advice: "start lower", "larger window" or "short run"; or, if the loss scaling is not
-            the cause, a kind of :class:`~mindformers_adaptive.record.symptom.Finding` or "scale of 1".
+        rule (str): the kind of advice: "start lower", "take guided", "restart" or "short run"; or, if the loss scaling
+            is not the cause, a kind of :class:`~mindformers_adaptive.record.symptom.Finding` or "scale of 1".
         change (str): what to change.
         reason (str): why to change it, with figures.
         figures (dict): the figures of the reason by name, ready for JSON.
@@ -44,23 +43,7 @@ class Advice:
 
 def findings_of(run: RecordedRun) -> list[Finding]:
     """Return what is wrong in the steps of a run, the likeliest cause first."""
-    return diagnose(_seen_steps(run))
-
-
-def _seen_steps(run: RecordedRun) -> Iterator[Seen]:
-    """Yield the steps of a run with what its log states of them."""
-    dropped, follows = {*run.steps_where("dropped_by_norm").tolist()}, run.column("largest_gradient") is not None
-    unknown = [None] * len(run)
-    losses, norms = (
-        unknown if (column := run.column(name)) is None else [None if math.isnan(v) else v for v in column.tolist()]
-        for name in ("loss", "gradient_norm")
-    )
-    scales = [None if math.isnan(scale) else scale for scale in run.loss_scale.tolist()]
-    flags = zip(run.overflow.tolist(), run.position_known.tolist(), strict=True)
-    columns = zip(run.step.tolist(), losses, flags, scales, norms, strict=True)
-    for step, loss, (overflow, is_known), scale, norm in columns:
-        overflow = overflow if is_known else None
-        yield Seen(step, loss, overflow, scale, None, norm, step in dropped, follows_gradients=follows)
+    return diagnose(run.seen_steps())
 
 
 def other_cause(run: RecordedRun, in_python: bool = False, findings: Sequence[Finding] | None = None) -> Advice | None:
@@ -77,7 +60,7 @@ def other_cause(run: RecordedRun, in_python: bool = False, findings: Sequence[Fi
         # A loss that jumped and fell back does not keep the loss scaling from being the cause.
         if not (finding.kind == "loss jump" and finding.is_over):
             return Advice(finding.kind, f"{finding.remedy} {to_the_layer}", finding.text, finding.figures)
-    if not (run.filled_loss_scale == 1.0).all():
+    if not (run.stated_scales() == 1.0).all():
         return None
     skipped = run.skipped_bounds()[0]
     if skipped >= STUCK:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from mindformers_adaptive.lab.dynamic_rule import DynamicRule
@@ -13,12 +12,12 @@ from mindformers_adaptive.rules.description import DEFAULT_LOSS_SCALE, all_argum
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import did_you_mean
 
-__all__ = ["POLICY_NAMES", "Policy", "make_policy", "refuse_unknown", "start_rule"]
+__all__ = ["POLICY_NAMES", "Policy", "make_policy", "start_rule"]
 
 POLICY_NAMES = (*RULES, *PRESETS)
 
 # Arguments of DynamicRule.start(). All other arguments of a policy preset go to the constructor of DynamicRule.
-_STARTS = ("loss_scale", "scale_window", "clean_steps")
+_STARTS = ("loss_scale", "scale_window")
 
 
 def make_policy(name: str | type[Rule], **params: Any) -> Policy:
@@ -57,44 +56,38 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         own_rule, state = start_rule(name, params)
         return Policy(name if isinstance(name, str) else own_rule.name, own_rule, state)
     if name in REMOVED_PRESETS:
-        raise ValueError(
-            f"The rule {name!r} was removed in version 2.0.0. Use the most similar rule, {REMOVED_PRESETS[name]}."
-        )
+        raise ValueError(f"The rule {name!r} was removed. Use the most similar rule, {REMOVED_PRESETS[name]}.")
     if name not in POLICY_NAMES:
         message = f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}. "
         raise ValueError((message + did_you_mean(name, POLICY_NAMES)).rstrip())
     preset = PRESETS[name]
     values = _values_of(name, preset, params)
-    settings = {parameter.sets: values[name] for name, parameter in preset.parameters.items() if parameter.sets}
+    settings = {parameter.sets: values[name] for name, parameter in preset.parameters.items()}
     _check_limits(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
     rule = DynamicRule(**preset.constants, **settings)
     return Policy(name, rule, rule.start(**start))
 
 
-def start_rule(
-    policy: str | type[Rule], arguments: Mapping[str, Any], make: Callable[..., Rule] | None = None
-) -> tuple[Rule, Any]:
+def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
     """Return a loss-scaling rule and the state of the rule before the first step.
 
     Args:
         policy (Union[str, type]): the name or the class of the rule.
         arguments (Mapping): the arguments of the rule and of its start, by name. Arguments left out have defaults.
-        make (Callable, optional): takes the class and the rule's arguments, and returns the rule. Default: None, the
-            class makes a new rule.
     """
     rule_class = find_rule(policy)
-    refuse_unknown(policy, arguments, all_arguments(rule_class))
+    _refuse_unknown(policy, arguments, all_arguments(rule_class))
     of_start = {"loss_scale_value", *rule_class.start_arguments}
     of_rule = {name: value for name, value in arguments.items() if name not in of_start}
-    rule = rule_class(**of_rule) if make is None else make(rule_class, **of_rule)
+    rule = rule_class(**of_rule)
     start_values = {name: value for name, value in arguments.items() if name in of_start}
     return rule, rule.start(**{"loss_scale_value": DEFAULT_LOSS_SCALE, **start_values})
 
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
     """Return the checked values of all parameters of a policy preset, by their names in the original system."""
-    refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
+    _refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
     values: dict[str, Any] = {}
     for key, value in params.items():
         preset_key = preset.aliases.get(key, key)
@@ -102,16 +95,10 @@ def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, A
             raise TypeError(f"{key!r} and {preset_key!r} of the rule {name!r} are the same parameter. Give only one.")
         parameter = preset.parameters[preset_key]
         values[preset_key] = parameter.check(key, value)
-        if parameter.sets is None and values[preset_key] != parameter.default:
-            warnings.warn(
-                f"'{key}' of the rule {name!r} has no effect: the loss scaler that this rule imitates always uses "
-                f"{parameter.default}, but got {value!r}. Leave '{key}' out.",
-                stacklevel=4,
-            )
     return {key: values.get(key, parameter.default) for key, parameter in preset.parameters.items()}
 
 
-def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Collection[str]) -> None:
+def _refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Collection[str]) -> None:
     """Raise TypeError if a name in ``params`` is not one of the ``known`` parameters of the policy."""
     name = policy if isinstance(policy, str) else policy.__qualname__
     for key in params:
@@ -125,17 +112,10 @@ def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Colle
 def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
     named = {parameter.sets: name for name, parameter in preset.parameters.items()}
     floor = values[named["floor"]] if "floor" in named else None
-    for upper in ("upper_bound", "loss_scale"):
-        if floor is not None and upper in named and values[named[upper]] < floor:
-            raise ValueError(
-                f"'{named[upper]}' must be at least '{named['floor']}' ({floor}), but got {values[named[upper]]}. "
-                f"Raise '{named[upper]}' or lower '{named['floor']}'."
-            )
-    if "clean_steps" in named and values[named["clean_steps"]] >= values[named["scale_window"]]:
+    if floor is not None and "loss_scale" in named and values[named["loss_scale"]] < floor:
         raise ValueError(
-            f"'{named['clean_steps']}' must be below '{named['scale_window']}' ({values[named['scale_window']]}), but "
-            f"got {values[named['clean_steps']]}. The counter of clean steps goes back to 0 at "
-            f"'{named['scale_window']}', so give a smaller number."
+            f"'{named['loss_scale']}' must be at least '{named['floor']}' ({floor}), but got "
+            f"{values[named['loss_scale']]}. Raise '{named['loss_scale']}' or lower '{named['floor']}'."
         )
 
 

@@ -26,24 +26,21 @@ def _number(wanted: str, accepts: Callable[[float], bool], remedy: str) -> _Chec
 
 _positive = _number("a finite number above 0", lambda number: number > 0, "Loss scales are usually 1 to 2^32.")
 _not_negative = _number("a finite number of at least 0", lambda number: number >= 0, "0 means no limit.")
-_not_negative_or_none: _Check = lambda name, value: 0.0 if value is None else _not_negative(name, value)  # noqa: E731
 _factor_above_one = _number("a finite number above 1", lambda number: number > 1, "The usual value is 2.")
 _ratio_below_one = _number("a number between 0 and 1", lambda number: 0 < number < 1, "The usual value is 0.5.")
 _steps: _Check = partial(require_integer, least=1, remedy="Give a positive number of steps.")
-_count: _Check = partial(require_integer, least=0, remedy="A fresh counter is 0.")
 
 
 class Parameter(NamedTuple):
     """A parameter of a preset, which reproduces the loss scaler of another system, such as PyTorch.
 
     Attributes:
-        sets (str, optional): the argument of ``DynamicRule`` or of its ``start()`` that the parameter sets; None if
-            the system accepts the parameter but does not use it.
+        sets (str): the argument of ``DynamicRule`` or of its ``start()`` that the parameter sets.
         default (object): the value if the parameter is left out.
         check (Callable): takes the name of the parameter and a value, and returns the value in its type or raises.
     """
 
-    sets: str | None
+    sets: str
     default: Any
     check: _Check
 
@@ -83,17 +80,6 @@ PRESETS: dict[str, Preset] = {
         {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
         aliases={"loss_scale_value": "init_loss_scale"},
     ),
-    # This preset reproduces MindSpore's amp.DynamicLossScaler. This class has no defaults, so use the defaults of
-    # DynamicLossScaleManager.
-    "dynamic_scaler": Preset(
-        {
-            "scale_value": _scale(2.0**24),
-            "scale_factor": _factor,
-            "scale_window": _window(2000),
-            "initial_counter": Parameter("clean_steps", 0, _count),
-        },
-        {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True},
-    ),
     # This preset reproduces PyTorch's torch.amp.GradScaler, with the arithmetic of the kernel _amp_update_scale_, which
     # updates the loss scale.
     "torch": Preset(
@@ -131,31 +117,21 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT64},
     ),
-    # This preset reproduces Apex's amp.scaler.LossScaler, which accepts a scale_factor, but always doubles and halves
-    # the loss scale.
-    "apex": Preset(
-        {
-            "init_scale": _scale(2.0**16),
-            "scale_factor": Parameter(None, 2.0, _factor_above_one),
-            "scale_window": _window(2000),
-            "min_loss_scale": Parameter("floor", 0.0, _not_negative_or_none),
-            "max_loss_scale": Parameter("upper_bound", 2.0**24, _positive),
-        },
-        {"arithmetic": FLOAT64},
-    ),
 }
 
-# Presets that version 2.0.0 of this package removed, each with the most similar policy that is left.
+# Presets that this package has removed, each with the most similar policy that is left.
 REMOVED_PRESETS = {
     "metaseq": "deepspeed:init_scale=4,scale_window=256",
     "fairseq": "deepspeed:init_scale=2^15,scale_window=2000",
     "apex_hysteresis": "torch",
-    "tensorflow": "dynamic_scaler:scale_value=2^15",
+    "apex": "torch",
+    "dynamic_scaler": "dynamic",
+    "tensorflow": "dynamic:init_loss_scale=2^15",
     "tensorflow_contrib": "megatron:initial_scale=2^15,growth_interval=2000,backoff_factor=0.8",
     "keras": "torch:init_scale=2^15",
-    "keras2": "dynamic_scaler:scale_value=2^15",
+    "keras2": "dynamic:init_loss_scale=2^15",
     "deepspeed_fused": "deepspeed",
     "deepspeed_unfused": "deepspeed:init_scale=2^16,min_scale=0.25",
-    "jmp": "dynamic_scaler:scale_value=2^15",
-    "paddle": "dynamic_scaler:scale_value=2^16",
+    "jmp": "dynamic:init_loss_scale=2^15",
+    "paddle": "dynamic:init_loss_scale=2^16",
 }

@@ -1,40 +1,33 @@
-"""Replay loss-scaling policies on traces, one policy at a time or many side by side, and compare the results."""
+"""Replay loss-scaling policies on traces, and compare the results."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.measures import (
     FREE_BITS,
     LARGEST_LOSS_SCALE,
-    MeasureAccumulator,
     Measures,
     measure,
     overflow_flags,
     overflows,
     require_steps,
-    rows_of,
 )
 from mindformers_adaptive.lab.policies import Policy
+from mindformers_adaptive.record.thresholds import DECIDED_FROM
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.rules.step import structure_of
 from mindformers_adaptive.text.table import as_power_of_two, text_table
 
-__all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
-
-# How many loss scales to replay before measuring them: enough for NumPy to be fast, few enough for a CPU cache.
-_SCALES_AT_ONCE = 2**16
+__all__ = ["Comparison", "Replay", "compare", "pareto_front", "replay"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,21 +85,24 @@ def replay(policy: Policy, trace: Trace) -> Replay:
 
 
 def _replay_lane(policy: Policy, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
-    """Return the loss scales and the windows of each step and after the last step, from a replay in lanes."""
+    """Return the loss scales and the windows of each step and after the last step, from a replay in a lane."""
     require_steps(trace)
-    lanes = Lanes([policy.rule], [policy.current])
-    scales, windows = [], []
-    for _, chunk_scales, chunk_windows in _chunks(lanes, 1, [trace]):
-        scales.append(chunk_scales[:, 0])
-        if chunk_windows is not None:
-            windows.append(chunk_windows[:, 0])
+    lanes, steps = Lanes([policy.rule], [policy.current]), len(trace)
+    limits = np.minimum(trace.ceiling, LARGEST_LOSS_SCALE)
+    gradients = np.full(steps, math.nan) if trace.largest_gradient is None else trace.largest_gradient
+    scales = np.empty((steps + 1, 1))
+    windows = None if lanes.scale_window is None else np.empty((steps + 1, 1), np.int64)
+    with lanes.watching():
+        for step in range(steps + 1):
+            if step:
+                # Find overflows as overflow_flags() does. No check for a scale of 0 is needed, because a rule keeps the
+                # scale above 0.
+                lanes.advance(~(scales[step - 1] <= limits[step - 1]), gradients[step - 1 : step])
+            scales[step] = lanes.loss_scale
+            if windows is not None:
+                windows[step] = lanes.scale_window
     [policy.current] = lanes.states()
-    return _joined(scales), _joined(windows) if windows else None
-
-
-def _joined(chunks: list[NDArray[Any]]) -> NDArray[Any]:
-    """Join chunks of a replay. The last value of a chunk is also the first value of the next chunk; keep it once."""
-    return np.concatenate([*(chunk[:-1] for chunk in chunks), chunks[-1][-1:]])
+    return scales[:, 0], None if windows is None else windows[:, 0]
 
 
 def _replay_step_by_step(policy: Policy, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
@@ -117,104 +113,6 @@ def _replay_step_by_step(policy: Policy, trace: Trace) -> tuple[NDArray[np.float
         scales.append(float(policy.step(overflow, None if overflow or math.isnan(gradient) else gradient)))
         windows.append(policy.scale_window)
     return np.array(scales), None if windows[0] is None else np.array(windows, np.int64)
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """The results of replaying several configurations on one trace.
-
-    Attributes:
-        measures (tuple[Measures, ...]): the measures of each configuration.
-        final_states (tuple[NamedTuple, ...]): the state of each configuration's rule after the last step.
-    """
-
-    measures: tuple[Measures, ...]
-    final_states: tuple[Any, ...]
-
-    def column(self, name: str) -> NDArray[np.float64]:
-        """Return a measure of all configurations, float64 of shape (configurations,); nan if the measure is None."""
-        return np.array([getattr(measures, name) for measures in self.measures], np.float64)
-
-
-def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
-    """Replay configurations side by side, with a few NumPy operations per step for all configurations.
-
-    States, counts and ``known_share`` are exactly as if each configuration's rule was stepped by itself.
-    ``headroom_lost`` and ``seconds_lost`` are float64 sums in another order, so their last digits may differ.
-
-    Args:
-        configurations (Sequence[Configuration]): at least one configuration; the rules may differ.
-        trace (Trace): at least one step.
-
-    Returns:
-        SweepResult, in the order of ``configurations``.
-
-    Raises:
-        ValueError: if there is no configuration or no step.
-
-    Examples:
-        >>> trace = Trace.exact("calm", [2.0**20] * 1000)
-        >>> result = sweep([Configuration.dynamic(10), Configuration.dynamic(100)], trace)
-        >>> [one.skipped for one in result.measures]
-        [87, 5]
-    """
-    if len(configurations) == 0:
-        raise ValueError("'configurations' must have at least 1 configuration, but got none. Call grid() to make some.")
-    side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
-    for index, configuration in enumerate(configurations):
-        side_by_side[structure_of(configuration.rule)].append(index)
-    results: dict[int, tuple[Measures, Any]] = {}
-    for indices in side_by_side.values():
-        group = [configurations[index] for index in indices]
-        rules, states = [each.rule for each in group], [each.start for each in group]
-        results |= dict(zip(indices, replay_side_by_side(rules, states, [trace]), strict=True))
-    measures, final_states = zip(*(results[index] for index in range(len(configurations))), strict=True)
-    return SweepResult(measures, final_states)
-
-
-def replay_side_by_side(
-    rules: Sequence[Rule], states: Sequence[Any], traces: Sequence[Trace]
-) -> list[tuple[Measures, Any]]:
-    """Replay rules of one class side by side. The steps of these rules may differ only in constants.
-
-    Args:
-        rules (Sequence[Rule]): at least one rule; all with equal structures (``structure_of``).
-        states (Sequence[NamedTuple]): the state of each rule before the first step.
-        traces (Sequence[Trace]): one trace for all rules, or one for each; equally long, with at least one step.
-
-    Returns:
-        list[tuple[Measures, NamedTuple]], the measures and the state after the last step of each rule.
-
-    Raises:
-        ValueError: if the traces have no steps.
-    """
-    lanes, accumulator = Lanes(rules, states), MeasureAccumulator(traces, len(rules))
-    for start, scales, windows in _chunks(lanes, len(rules), traces):
-        accumulator.add(start, scales, windows)
-    return list(zip(accumulator.measures(), lanes.states(), strict=True))
-
-
-def _chunks(
-    lanes: Lanes, count: int, traces: Sequence[Trace]
-) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64] | None]]:
-    """Replay rules on traces in chunks of steps. Yield each chunk's first step, its loss scales and its windows."""
-    steps = max(_SCALES_AT_ONCE // count, 1)
-    for start in range(0, len(traces[0]), steps):
-        stop = min(start + steps, len(traces[0]))
-        limits = np.minimum(rows_of(traces, "ceiling", start, stop), LARGEST_LOSS_SCALE)
-        gradients = np.broadcast_to(rows_of(traces, "largest_gradient", start, stop), (stop - start, count))
-        scales = np.empty((stop - start + 1, count))
-        windows = None if lanes.scale_window is None else np.empty(scales.shape, np.int64)
-        with lanes.watching():
-            for position in range(stop - start + 1):
-                if position:
-                    # Find overflows as overflow_flags() does. No check for a scale of 0 is needed, because a rule keeps
-                    # the scale above 0.
-                    lanes.advance(~(scales[position - 1] <= limits[position - 1]), gradients[position - 1])
-                scales[position] = lanes.loss_scale
-                if windows is not None:
-                    windows[position] = lanes.scale_window
-        yield start, scales, windows
 
 
 @dataclass(frozen=True)
@@ -282,21 +180,31 @@ class Comparison:
         ]
         rows.sort(key=lambda row: (row["skipped"] + row["too_low"], row["skipped"], row["headroom_lost"] or 0.0))
         tables = [_table(_COLUMNS, rows), *([_table(_MORE_COLUMNS, rows)] if details else [])]
-        share = sum(row["known_share"] for row in rows) / len(rows)
-        bad = {name: (mean["skipped"] or 0) + (mean["too_low"] or 0) for name, mean in self.means().items()}
-        fewest = list(dict.fromkeys(row["policy"] for row in rows if bad[row["policy"]] == min(bad.values())))
         low = f" or over {FREE_BITS} bits too low" * any(row["too_low"] for row in rows)
-        names = f"{', '.join(fewest[:3])}{' and others' * (len(fewest) > 3)}"
-        lines = [f"Fewest steps skipped{low}: {'the same for all rules' if len(fewest) == len(bad) > 1 else names}."]
-        if share < 1:
-            shown = f"{min(share, 0.99):.0%} of the steps"
-            lines.append(f"The log shows for {shown} if they overflow; the rest is assumed (--ceilings).")
+        lines = [self._winners(low, list(dict.fromkeys(row["policy"] for row in rows)))]
         if len(set(self.starts.values())) == 1:
             lines.append(f"All rules start at {rows[0]['start']}.")
         notes = f"Sorted by the steps that are skipped{low}. Ceiling: the largest loss scale without overflow.\n"
         notes += f"Bits below: below the ceiling, on average; down to {FREE_BITS}, FP16 loses next to nothing. "
         notes += "Too low: more."
         return "\n\n".join(["\n".join(lines), *tables, notes])
+
+    def _winners(self, low: str, order: Sequence[str]) -> str:
+        """Return a sentence that names the rules with the fewest bad steps, if the logs show enough of each rule."""
+        shares = {
+            name: sum(measures.known_share * measures.steps for measures in on_traces) / sum(m.steps for m in on_traces)
+            for name, on_traces in self.measures.items()
+        }
+        name, share = min(shares.items(), key=lambda pair: pair[1])
+        if share < DECIDED_FROM:
+            return (
+                f"No rule is named best: of the steps of {name}, the log shows for {share:.0%} whether they overflow, "
+                f"and {DECIDED_FROM:.0%} are needed. The table assumes the rest (--ceilings)."
+            )
+        bad = {name: (mean["skipped"] or 0) + (mean["too_low"] or 0) for name, mean in self.means().items()}
+        fewest = [name for name in order if bad[name] == min(bad.values())]
+        names = f"{', '.join(fewest[:3])}{' and others' * (len(fewest) > 3)}"
+        return f"Fewest steps skipped{low}: {'the same for all rules' if len(fewest) == len(bad) > 1 else names}."
 
 
 _COLUMNS = {
@@ -357,23 +265,16 @@ def compare(
             raise ValueError(f"'{name}' must have at least 1 entry, but got none. Give at least 1 rule and 1 trace.")
     numbers = itertools.count(1)
 
-    def measured(make: Callable[[], Policy]) -> Iterator[Measures]:
-        policies_of_traces = [make() for _ in traces]
-        rules: list[Any] = [policy.rule for policy in policies_of_traces]
-        if isinstance(rules[0], Rule) and len({len(trace) for trace in traces}) == 1:
-            states = [policy.current for policy in policies_of_traces]
-            replayed = (measures for measures, _ in replay_side_by_side(rules, states, traces))
-        else:
-            pairs = zip(policies_of_traces, traces, strict=True)
-            replayed = (replay(policy, trace).measures for policy, trace in pairs)
-        for measures in replayed:
-            yield measures
-            if progress is not None:
-                progress(next(numbers))
+    def measured(make: Callable[[], Policy], trace: Trace) -> Measures:
+        measures = replay(make(), trace).measures
+        if progress is not None:
+            progress(next(numbers))
+        return measures
 
     names = tuple(trace.name for trace in traces)
     starts = {name: float(make().loss_scale) for name, make in policies.items()}
-    return Comparison(names, {name: tuple(measured(make)) for name, make in policies.items()}, starts)
+    measures = {name: tuple(measured(make, trace) for trace in traces) for name, make in policies.items()}
+    return Comparison(names, measures, starts)
 
 
 def pareto_front(skipped: ArrayLike, lost: ArrayLike) -> NDArray[np.bool_]:

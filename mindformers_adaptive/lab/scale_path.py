@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Change", "Phase", "as_range", "changes_of", "path_line", "path_lines", "phases"]
@@ -34,14 +33,12 @@ class Change(NamedTuple):
     Attributes:
         step (int): the number of the step.
         kind (str): "drop" (after an overflow); "raise" (after an applied step); "applied fall" or "overflow rise" (only
-            some rules make these); "fall" or "rise" (the total change in a log line that stands for several steps);
-            "jump" (no known step of the rule explains the change: a restart, or a gap in the log).
+            some rules make these); "fall" or "rise" (where the log does not state which step did it, or whether that
+            step was skipped); "jump" (no step explains the change: a restart, or a gap in the log).
         before (tuple[float, int or None]): the scale and the window that the step used; None for an unknown window.
         after (tuple[float, int or None]): the scale and the window for the next step; None for an unknown window.
         first_step (int, optional): the first of the steps within which the scale changed, if there are several.
             Default: None, the scale changed after ``step``.
-        clean_steps (int, optional): for a raise, the number of clean steps since the overflow or raise before it, if
-            the log shows each of these steps. Default: None.
     """
 
     step: int
@@ -49,7 +46,6 @@ class Change(NamedTuple):
     before: tuple[float, int | None]
     after: tuple[float, int | None]
     first_step: int | None = None
-    clean_steps: int | None = None
 
 
 class Phase(NamedTuple):
@@ -107,100 +103,75 @@ def path_line(phase: Phase) -> str:
 
 
 def changes_of(run: RecordedRun) -> list[Change]:
-    """Return the changes of the loss scale in a recorded run.
-
-    The scale windows are taken from the log. Changes within a log line that stands for several steps are a fall or a
-    rise. If a line states one scale for the next step, but the next step used another scale, the difference is a jump.
+    """Return the changes of the loss scale in a recorded run, between the scales that its log states.
 
     Examples:
-        >>> flags = np.array([True, False, False, False])
-        >>> run = RecordedRun("run", (), "jsonl", np.arange(1, 5), np.array([4.0, 2.0, 2.0, 4.0]), flags, ~flags | True)
-        >>> [(change.step, change.kind, change.after, change.clean_steps) for change in changes_of(run)]
-        [(1, 'drop', (2.0, None), None), (3, 'raise', (4.0, None), 2)]
+        >>> run = RecordedRun.of_steps(range(1, 5), [4.0, 2.0, 2.0, 4.0], [True, False, False, False])
+        >>> [(change.step, change.kind, change.after) for change in changes_of(run)]
+        [(1, 'drop', (2.0, None)), (3, 'raise', (4.0, None))]
     """
-    first, last = _units(run)
-    scale = np.append(run.loss_scale, run.final_loss_scale)
-    stated = run.column("next_loss_scale")
-    stated = np.full(len(run), math.nan) if stated is None else stated
-    follows = np.append(np.diff(run.step) == 1, True)
-    known, skipped = np.flatnonzero(~np.isnan(scale)), np.flatnonzero(run.overflow)
-    # Look only at the few steps where the loss scale changes.
-    at_end, used = stated[known[1:] - 1], scale[known[:-1]]
-    differs = (scale[known[1:]] != used) | (~np.isnan(at_end) & (at_end != used))
-    changes: list[Change] = []
-    started = -1
-    for position, following in zip(known[:-1][differs].tolist(), known[1:][differs].tolist(), strict=True):
-        start, here = int(first[position]), int(last[following - 1])
-        before, after = float(scale[position]), float(scale[following])
-        reached, kind = after, "jump"
-        is_stated = here == following - 1 and not math.isnan(stated[here])
-        if is_stated:
-            reached = float(stated[here])
-        if is_stated or (follows[position:following].all() and _can_move(before, after, following - position, run)):
-            kind = _kind_of_step(before, reached, run, here) if start == here else _direction(before, reached)
-        windows = _window(run, max(start - 1, 0)), _window(run, here)
-        first_step = int(run.step[start]) if here > start else None
-        for name, old, new in ((kind, before, reached), ("jump", reached, after)):
-            if old == new:
-                continue
-            clean_steps = _clean_steps(run, skipped, started, here) if name == "raise" else None
-            # For a "jump", "fall" or "rise" of the loss scale, the log does not show at which step the new loss scale
-            # began. So do not count the clean steps at the new loss scale.
-            started = len(run) if name in ("jump", "fall", "rise") else here
-            change = Change(int(run.step[here]), name, (old, windows[0]), (new, windows[1]), first_step, clean_steps)
-            if first_step and changes and changes[-1][:2] == change[:2] and name in ("fall", "rise"):
-                change = change._replace(before=changes.pop().before)
-            changes.append(change)
-    return changes
+    moves = [
+        (move.stretch, _change_of_move(run, move))
+        for move in run.moves
+        if move.before == move.before != move.after == move.after
+    ]
+    moved = {stretch for stretch, _ in moves}
+    # Between lines, a change that has lines of its own is not counted again.
+    between = [(end, change) for end, change in _between_lines(run) if end not in moved]
+    return [change for _, change in sorted([*moves, *between], key=lambda pair: pair[0])]
 
 
-def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return two arrays: for each step, the index of the first and of the last step that its log line covers.
-
-    If the log shows for every step of the line whether it was skipped, both are the index of the step itself.
-    """
-    ends = run.line_ends()
-    lengths = np.diff(ends, prepend=0)
-    line = np.repeat(np.arange(len(ends)), lengths)
-    all_known = np.bincount(line, run.position_known) == lengths
-    index = np.arange(len(run))
-    return np.where(all_known[line], index, (ends - lengths)[line]), np.where(all_known[line], index, (ends - 1)[line])
+def _change_of_move(run: RecordedRun, move: Move) -> Change:
+    kind = ("drop" if move.after < move.before else "overflow rise") if move.is_overflow else "raise"
+    first, last = int(run.first[move.stretch]), int(run.last[move.stretch])
+    return Change(last, kind, (move.before, None), (move.after, None), first if first < last else None)
 
 
-def _can_move(before: float, after: float, steps: int, run: RecordedRun) -> bool:
-    """Return whether a scale can become ``after`` in ``steps`` steps that each change it by up to one scale factor."""
-    if min(before, after) <= 0 or math.isinf(max(before, after)):
-        return False
-    return abs(math.log2(after / before)) <= steps * math.log2(max(2.0, run.scale_factor) * (1 + _NEAR))
-
-
-def _direction(before: float, after: float) -> str:
-    return "fall" if after < before else "rise"
-
-
-def _kind_of_step(before: float, after: float, run: RecordedRun, index: int) -> str:
-    if run.overflow[index]:
-        return "drop" if after < before else "overflow rise"
-    return "applied fall" if after < before else "raise"
+def _between_lines(run: RecordedRun) -> Iterator[tuple[int, Change]]:
+    """Yield each change between two scales that the lines of steps state, and the index of the stretch that ends it."""
+    # The stated scales in order: the scale before the run, then for each stretch the scale it used and the scale after.
+    scales = np.append(run.start, np.column_stack([np.where(run.lengths == 1, run.used, np.nan), run.after]).ravel())
+    known = np.flatnonzero(~np.isnan(scales))
+    # Look only at the few places where the loss scale changes.
+    at = np.flatnonzero(scales[known[1:]] != scales[known[:-1]])
+    breaks = np.cumsum(np.append(False, ~run.follows[1:]))
+    for here, there in zip(known[at].tolist(), known[at + 1].tolist(), strict=True):
+        stretch, before, after = (here - 1) // 2, float(scales[here]), float(scales[there])
+        # The scale changed within the stretches from ``begin`` to ``end``; between two of them if ``end`` is smaller.
+        begin, end = stretch + (here % 2 == 0), (there - 1) // 2 - there % 2
+        is_gap = breaks[(there - 1) // 2] > breaks[max(stretch, 0)]
+        if here % 2 and there == here + 1:
+            kind = _kind_of_step(before, after, run, end)
+        elif end < begin or is_gap:
+            kind = "jump"
+        else:
+            kind = _kind_of_steps(before, after, run, begin, end)
+        step, first = int(run.last[max(end, 0)]), int(run.first[begin])
+        windows = [_window(run, max(begin - 1, 0)), _window(run, max(end, 0))]
+        yield end, Change(step, kind, (before, windows[0]), (after, windows[1]), first if first < step else None)
 
 
 def _window(run: RecordedRun, index: int) -> int | None:
     windows = run.column("scale_window")
-    return None if windows is None or math.isnan(windows[index]) else int(windows[index])
+    return None if windows is None or np.isnan(windows[index]) else int(windows[index])
 
 
-def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, here: int) -> int | None:
-    """Return the number of clean steps up to the index ``here``, or None if this number is unknown.
+def _kind_of_step(before: float, after: float, run: RecordedRun, index: int) -> str:
+    if run.skipped[index]:
+        return "drop" if after < before else "overflow rise"
+    if run.applied[index]:
+        return "applied fall" if after < before else "raise"
+    return "fall" if after < before else "rise"
 
-    The count begins after the last overflow or after the index ``started``, whichever is later.
-    """
-    earlier = np.searchsorted(skipped, here)
-    last = max(started, int(skipped[earlier - 1]) if earlier else -1)
-    steps, first = here - last, max(last, 0)
-    begins_in_the_log = last >= 0 or run.step[0] == 1
-    if steps < 1 or not begins_in_the_log or run.step[here] - run.step[first] != here - first:
-        return None
-    return steps if run.position_known[first : here + 1].all() else None
+
+def _kind_of_steps(before: float, after: float, run: RecordedRun, begin: int, end: int) -> str:
+    """Return the kind of a change within several steps, each of which may change the scale by a factor of two."""
+    steps = int(run.last[end] - run.first[begin]) + 1
+    if steps == 1 or min(before, after) <= 0 or math.isinf(max(before, after)):
+        return "jump"
+    if abs(math.log2(after / before)) > steps * (1 + _NEAR):
+        return "jump"
+    return "fall" if after < before else "rise"
 
 
 def as_range(first: int, last: int) -> str:

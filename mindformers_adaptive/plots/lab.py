@@ -117,7 +117,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     """Draw skipped steps against bits below the ceiling for the policies of a comparison, as means over its traces.
 
     The policies on the Pareto front of skipped steps and steps that were too low are filled. Below the ceiling, 16 bits
-    are free, see :func:`~mindformers_adaptive.lab.measures.cost`.
+    are free, see :class:`~mindformers_adaptive.lab.measures.Measures`.
 
     Args:
         comparison (Comparison): what :func:`mindformers_adaptive.lab.replay.compare` returned.

@@ -12,7 +12,7 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from mindformers_adaptive.lab.analysis_text import DECIDED, scales_in_words, without_advice
+from mindformers_adaptive.lab.analysis_text import PASTE, PASTE_IN_PYTHON, scales_in_words, without_advice
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
@@ -152,12 +152,10 @@ def _advice(analysis: Mapping[str, Any]) -> str:
     )
     if not analysis["scale_sense"]:
         return f"<ol>{entries}</ol>"
-    share = analysis["certainty"]["known_share"]
-    paste, settings = "Paste this under runner_wrapper.", analysis["scale_sense"]
+    paste, settings = PASTE, analysis["scale_sense"]
     if analysis["in_python"]:
-        paste, settings = "Make the update cell with these settings.", analysis["update_cell"]
-    note = f"{paste} {DECIDED.format(share)}"
-    return f'<ol>{entries}</ol><p class="muted">{_escaped(note)}</p><pre>{_escaped(settings.rstrip())}</pre>'
+        paste, settings = PASTE_IN_PYTHON, analysis["update_cell"]
+    return f'<ol>{entries}</ol><p class="muted">{_escaped(paste)}</p><pre>{_escaped(settings.rstrip())}</pre>'
 
 
 def _change(change: str) -> str:

@@ -42,7 +42,7 @@ class RunSeries(NamedTuple):
         counted (int): the number of steps of the run that the log lists or counts.
         bounds (tuple[int, int or None]): the fewest and the most of them that were skipped; None if the log does not
             number all of its steps.
-        path (str): a phrase that says where the loss scale went; "" if it is not known.
+        path (str): a sentence that says where the loss scale went; "" if the log states no loss scale.
         ceiling (NDArray, optional): float64, the ceiling that the largest gradient of each step implies; nan where it
             is not known, None if it is never known.
         gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where the norm is unknown
@@ -108,9 +108,8 @@ class RunSeries(NamedTuple):
         below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
         bad = self.step[np.isinf(self.loss)]
         loss = f"; loss inf or NaN in {counted(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
-        return "".join(
-            [f"{number} {whole} skipped", loss, self.path and f"; loss scale {self.path}", below and f", {below}"]
-        )
+        path = self.path and f"; {self.path[0].lower()}{self.path[1:]}"
+        return f"{number} {whole} skipped{loss}{path}{below and f', {below}'}"
 
 
 def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
@@ -145,28 +144,32 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     run = run if isinstance(run, RecordedRun) else run_of_record(run)
     if not len(run):
         raise ValueError("The run must have at least 1 step to draw, but has none. Wait until it has taken a step.")
-    at = np.full(len(run), True) if run.without_line is None else ~run.without_line
-    [fewest, most], unknown = run.skipped_bounds(), np.full(len(run), np.nan)
-    gradients = run.applied_gradients()
+    # Draw a point for each step that the log states something of, and for the last step of each longer stretch. In a
+    # record, a longer stretch is one of missing steps.
+    at = ~np.isnan([run.used, run.after, *run.columns.values()]).all(axis=0)
+    at = (run.lengths == 1) & (at | (run.fewest == run.most)) | (at & (run.log_format != "jsonl"))
+    fewest, most = run.skipped_bounds()
+    unknown, gradients = np.full(len(run.first), np.nan), run.applied_gradients()
     optional = (run.column("loss"), run.column("scale_window"), gradients, run.column("gradient_norm"))
     loss, window, shown, norm = (unknown if values is None else values for values in optional)
     loss = np.where(np.isinf(loss), loss, np.clip(loss, -_LARGEST, _LARGEST))
-    norm = np.where((norm > 0) & (norm < np.inf) & ~run.overflow, np.minimum(norm, _LARGEST), np.nan)[at]
+    norm = np.where((norm > 0) & (norm < np.inf) & ~run.skipped, np.minimum(norm, _LARGEST), np.nan)[at]
     ceiling = implied_ceilings(shown[at], run.gradient_format)
     has_ceiling = not np.isnan(ceiling).all()
-    scales = np.append(run.loss_scale[at], run.final_loss_scale)
-    if np.isnan(scales[-1]):
+    # Where a line does not state the scale that its last step used, draw the scale after it.
+    scales = np.append(np.where(np.isnan(run.used), run.after, run.used)[at], run.after[-1])
+    if np.isnan(scales[-1]) and len(scales) > 1:
         scales[-1] = scales[-2]
     scales = np.where((scales > 0) & np.isfinite(scales), scales, np.nan)
     return RunSeries(
-        step=run.step[at].astype(np.float64),
+        step=run.last[at].astype(np.float64),
         loss=loss[at],
         scales=scales,
         path=path_in_words(run, _named),
-        overflow=run.overflow[at],
+        overflow=run.skipped[at],
         scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > 1 else None,
-        first_step=int(run.step[0]),
-        last_step=int(run.step[-1]),
+        first_step=int(run.first[0]),
+        last_step=int(run.last[-1]),
         counted=len(run),
         bounds=(fewest, most if run.is_numbered else None),
         ceiling=ceiling if has_ceiling else None,

@@ -43,8 +43,8 @@ def explanation_of(run: RecordedRun) -> list[str]:
     if step is None:
         return [f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES]]
     loss = run.column("loss")
-    is_bad = run.overflow if loss is None else run.overflow | np.isinf(loss)
-    if step not in run.step[is_bad].tolist():
+    is_bad = run.skipped if loss is None else run.skipped | np.isinf(loss)
+    if step not in run.last[is_bad].tolist():
         return []
     first, *later = (f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES])
     return [f"Step {step} was explained. {first}", *later]

@@ -13,9 +13,12 @@ import numpy as np
 from mindformers_adaptive.record.step import LARGEST_STEP, LogLine, Step, step_of
 from mindformers_adaptive.text.files import json_object
 
-__all__ = ["FORMATS", "LogFormat"]
+__all__ = ["FORMATS", "NAMED", "LogFormat", "missing_steps"]
 
 _RECORD_DECODER = msgspec.json.Decoder(Step, strict=False)
+
+# The source of a line that names the step of an overflow; its scales follow on other lines.
+NAMED = "named"
 
 # If a log line has these fields, it is from Megatron-DeepSpeed, whose number of skipped iterations stays 0.
 _COUNT_STAYS_ZERO = re.compile("samples per second:|TFLOPs:")
@@ -31,6 +34,8 @@ class LogFormat(Protocol):
         every_step (bool): whether each log line is about one step, and not about all steps since the line before.
         repeats_first_line (bool): whether the training prints the first step in a separate line, and counts this step
             again in the next line.
+        names_overflows (bool): whether a line may name the step of an overflow, and lines about other steps are rare.
+        lists_overflows (bool): whether each overflow has a line of its own wherever one has.
         printed_with (tuple[str, ...]): names of other formats whose lines appear in the same log.
     """
 
@@ -39,6 +44,8 @@ class LogFormat(Protocol):
     start: re.Pattern[str] | None = None
     every_step: bool = False
     repeats_first_line: bool = False
+    names_overflows: bool = False
+    lists_overflows: bool = False
     printed_with: tuple[str, ...] = ()
 
     def parse(self, line: str) -> Step | None:
@@ -183,16 +190,30 @@ class _DeepSpeed(LogFormat):
     name = "deepspeed"
     example = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: A, reducing to B, or step=N, skipped=M"
     start = re.compile(r"(?=\[\d{4}-\d\d-\d\d )")
+    names_overflows = True
+    # The fused and the unfused optimizer count iterations from 0, and print raises too.
+    named = re.compile(r"(?<!No )Grad overflow on iteration:?\s+(\d{1,16})(?=\s|$)", re.I)
+    clean = re.compile(r"No Grad overflow for\s+(\d{1,16})\s+iterations", re.I)
     overflow = re.compile(
         r"overflow(?:!| detected).*skipping step|Attempted loss|Reducing dynamic loss scale from", re.I
     )
-    attempted = re.compile(r"(?:Attempted loss\s+scale:|dynamic loss scale from)\s*([-+.\w]+)(?=,|\s+to\b)", re.I)
+    attempted = re.compile(
+        r"(?:Attempted loss\s+scale:|(?:Reducing|Increasing) dynamic loss scale from)\s*([-+.\w]+)(?=,|\s+to\b)", re.I
+    )
     reduced = re.compile(r"(?:reducing to|loss scale from\s+\S+\s+to)\s+([-+.\w]+)", re.I)
     step = re.compile(r"(?<!\w)step=(\d{1,16}), skipped=(\d{1,16})(?=,|\s|$)")
     source, rank = re.compile(r"\[(\w+)\.py:\d+"), re.compile(r"\brank (\d+)", re.I)
     moment = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 
     def parse(self, line: str) -> Step | None:
+        if "rad overflow" in line:
+            if clean := self.clean.search(line):
+                return LogLine(overflow=False, steps=int(clean[1]))
+            if named := self.named.search(line):
+                return LogLine(step=_step(int(named[1]) + 1), overflow=True, source=NAMED)
+        if "Increasing dynamic loss scale from" in line:
+            before, raised = _number(self.attempted, line), _number(self.reduced, line)
+            return LogLine(overflow=False, loss_scale=before, next_loss_scale=raised) if before and raised else None
         if self.overflow.search(line):
             scale, after = _number(self.attempted, line), _number(self.reduced, line)
             if after is None and "but hysteresis" in line:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from mindformers_adaptive.record.log_formats import NAMED
 from mindformers_adaptive.record.step import LogLine, Step
 from mindformers_adaptive.text.table import counted
 
@@ -23,6 +24,15 @@ _RANKS_APART = 8
 
 # The number of restarts of a run that get a note each; further restarts are only counted.
 _RESTARTS_NAMED = 3
+
+# A run that is restarted goes back to a checkpoint. If lines disagree about the last step more often than this, they
+# are of several optimizers.
+_AT_SAME_STEP = 3
+MIXED = (
+    "The log must be of one optimizer, but its lines disagree again and again about the same step, {1} on {0} for the "
+    "last time: the lines of two optimizers are mixed, such as an actor's and a critic's. Give the lines of one of "
+    "them, for example every second line of steps: awk 'NR % 2 == 1'."
+)
 
 # New log lines wait in a list. The data of this many lines is moved into the columns of LogLines at a time.
 _BLOCK = 4096
@@ -50,8 +60,8 @@ class LogLines:
 
     Attributes:
         columns (dict[str, array]): a column for each number or flag of :class:`LogLine`; -1 and nan stand for None.
-        overflows (list[tuple[int, LogLine]]): the lines on overflows that name no step, each with the number of rows
-            before the line.
+        overflows (list[tuple[int, LogLine]]): the lines on overflows and raises that name no step, each with the number
+            of rows before the line.
         after_damage (set[int]), after_restart (set[int]): indices of rows that follow an unreadable line, and indices
             of the first rows after a restart.
         formats (list): the gradient formats, each with the index of the row at which it begins.
@@ -71,6 +81,9 @@ class LogLines:
         self._pending: list[Any] = []
         self._restarts: list[str] = []
         self._last_step = -1
+        # How many steps without overflow a line has named since the last overflow.
+        self._clean_steps: int | None = None
+        self._at_same_step = 0
 
     def __len__(self) -> int:
         return len(self.where)
@@ -87,12 +100,26 @@ class LogLines:
             self._append(line, where)
         elif line.step < 0:
             assert isinstance(line, LogLine)
-            if line.overflow:
-                self.overflows.append((len(self), line))
-            elif self._pending:
-                self._pending[-1].dropped_by_norm = True
+            self._add_without_step(line)
         elif not self._merge(line):
             self._restart(line, where, name_of)
+
+    def _add_without_step(self, line: LogLine) -> None:
+        named = self._pending[-1] if self._pending and getattr(self._pending[-1], "source", "") == NAMED else None
+        if line.overflow is None:
+            if self._pending:
+                self._pending[-1].dropped_by_norm = True
+        elif line.overflow and named is not None and named.loss_scale in (None, line.loss_scale):
+            # The line before names the step of this overflow.
+            named.loss_scale, named.next_loss_scale = line.loss_scale, line.next_loss_scale
+        elif line.overflow:
+            self.overflows.append((len(self), line))
+            self._clean_steps = None
+        elif line.loss_scale is None:
+            self._clean_steps = line.steps
+        else:
+            line.steps = self._clean_steps
+            self.overflows.append((len(self), line))
 
     def _append(self, line: Step, where: int) -> None:
         self._last_step = line.step
@@ -143,6 +170,9 @@ class LogLines:
 
     def _restart(self, line: Step, where: int, name_of: Callable[[int], str]) -> None:
         last, before = self._last_step, len(self)
+        self._at_same_step += line.step == last
+        if self._at_same_step > _AT_SAME_STEP:
+            raise ValueError(MIXED.format(name_of(where), line.step))
         while self._pending and self._pending[-1].step >= line.step:
             self._pending.pop()
         flushed = len(self.columns["step"])

@@ -16,14 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mindformers_adaptive.record.log_formats import FORMATS, LogFormat, missing_steps
 from mindformers_adaptive.record.log_lines import LogLines
 from mindformers_adaptive.record.pattern import Pattern
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.run_of_lines import run_of_lines
 from mindformers_adaptive.record.step import Step, step_of
+from mindformers_adaptive.record.stretches import run_of_lines
 from mindformers_adaptive.record.suggested_pattern import suggest_pattern
 from mindformers_adaptive.rules.checks import require_choice, with_type
 from mindformers_adaptive.text.files import refuse_pipe
@@ -157,7 +155,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
     if not lines.has_step():
         raise ValueError(_nothing_found(paths, formats, texts.number, nearest))
     run = run_of_lines(lines, log_format, texts.name_of)
-    if np.isnan(run.filled_loss_scale).all():
+    if not len(run.stated_scales()) and not run.is_rounded:
         raise ValueError(
             f"The log must show the loss scale, but no line of {_names(paths)} shows it (lines about steps: {used}). "
             "Give the log of a training with loss scaling, or describe its lines with --pattern."

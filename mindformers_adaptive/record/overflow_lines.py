@@ -44,7 +44,7 @@ def merge_ranks(overflows: Iterable[tuple[int, LogLine]], notes: list[str]) -> d
 
 
 def steps_between(overflows: Sequence[LogLine]) -> int:
-    """Return the least number of steps between overflows that changed the loss scale, by a factor of two at a time."""
+    """Return the least number of steps between moves of the loss scale, each by up to a factor of two."""
     total = 0
     for first, second in pairwise(overflows):
         high, start, end = (_bits_of(scale) for scale in (first.loss_scale, second.loss_scale, first.next_loss_scale))
@@ -58,9 +58,9 @@ def _without_repeats(lines: Iterable[tuple[int, LogLine]]) -> list[tuple[int, Lo
     """Return the lines without those that several ranks may have printed about one overflow."""
     result: list[tuple[int, LogLine]] = []
     # For each kind of overflow, the row and the time of its last line.
-    last: dict[tuple[float | None, float | None], tuple[int, float]] = {}
+    last: dict[tuple[float | bool | None, ...], tuple[int, float]] = {}
     for row, line in lines:
-        moment, scales = _seconds(line.moment), (line.loss_scale, line.next_loss_scale)
+        moment, scales = _seconds(line.moment), (line.overflow, line.loss_scale, line.next_loss_scale)
         repeats = [
             earlier
             for earlier, (earlier_row, earlier_moment) in last.items()

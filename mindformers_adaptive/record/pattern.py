@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from mindformers_adaptive.record.log_formats import LogFormat
@@ -15,14 +11,13 @@ from mindformers_adaptive.rules.checks import with_type
 
 __all__ = ["GROUPS", "Pattern"]
 
-GROUPS = ("step", "loss_scale", "overflow", "skipped", "loss", "gradient_norm")
+GROUPS = ("step", "loss_scale", "overflow", "skipped", "total_skipped", "loss", "gradient_norm")
 
 _TRUE = frozenset({"true", "1", "yes", "y", "on", "inf", "+inf", "-inf", "infinity", "nan", "overflow", "skipped"})
 _FALSE = frozenset({"false", "0", "no", "n", "off", "none", "ok", "finite"})
 
-# A line that takes the pattern longer than this many seconds of CPU time has too many ways to match. Only the first
-# characters of a line are matched.
-_MOST_SECONDS, _LONGEST_LINE = 2.0, 10_000
+# Only the first characters of a line are matched.
+_LONGEST_LINE = 10_000
 
 
 class Pattern(LogFormat):
@@ -38,6 +33,7 @@ class Pattern(LogFormat):
     """
 
     name = "pattern"
+    lists_overflows = True
 
     def __init__(self, pattern: str) -> None:
         if not isinstance(pattern, str):
@@ -54,17 +50,16 @@ class Pattern(LogFormat):
                 f"'pattern' must use only the groups {', '.join(GROUPS)}, but has {', '.join(unknown)}. Rename or "
                 "remove them."
             )
-        if "step" not in groups or not groups & {"loss_scale", "overflow", "skipped"}:
+        if "step" not in groups or not groups & {"loss_scale", "overflow", "skipped", "total_skipped"}:
             raise ValueError(
                 "'pattern' must have the group (?P<step>...) and at least one of (?P<loss_scale>...), "
-                f"(?P<overflow>...) and (?P<skipped>...), but {pattern!r} has {', '.join(groups) or 'no group'}. Add "
-                "what is missing."
+                "(?P<overflow>...), (?P<skipped>...) and (?P<total_skipped>...), but "
+                f"{pattern!r} has {', '.join(groups) or 'no group'}. Add what is missing."
             )
         self.example = pattern
 
     def parse(self, line: str) -> Step | None:
-        with _time_limit(self.example):
-            match = self._pattern.search(line[:_LONGEST_LINE])
+        match = self._pattern.search(line[:_LONGEST_LINE])
         if match is None:
             return None
         texts = {name: text.strip() for name, text in match.groupdict().items() if text and text.strip()}
@@ -77,6 +72,7 @@ class Pattern(LogFormat):
             next_loss_scale=values.get("loss_scale"),
             overflow=values.get("overflow"),
             skipped_since=values.get("skipped"),
+            skipped_steps=values.get("total_skipped"),
             loss=values.get("loss"),
             gradient_norm=values.get("gradient_norm"),
         )
@@ -92,7 +88,7 @@ def _value(name: str, text: str) -> Any:
         return word in _TRUE
     number = re.sub(r"(?<=\d)[,_](?=\d{3}(?:\D|$))", "", text).rstrip(".,")
     try:
-        if name not in ("step", "skipped"):
+        if name not in ("step", "skipped", "total_skipped"):
             return float(number)
         whole = int(float(number)) if re.fullmatch(r"\d+\.0*", number) else int(number)
     except ValueError:
@@ -100,25 +96,3 @@ def _value(name: str, text: str) -> Any:
     if not 0 <= whole <= LARGEST_STEP:
         raise ValueError(f"the group {name!r} must be from 0 to 2^53, but is {whole}")
     return whole
-
-
-@contextmanager
-def _time_limit(pattern: str) -> Iterator[None]:
-    """Raise TimeoutError in the ``with`` block when it takes too much CPU time; only the main thread can be stopped."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGVTALRM"):
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(
-            f"'pattern' must match each line within {_MOST_SECONDS:g} seconds, but {pattern!r} takes longer. Leave out "
-            "repeats of repeats such as (a+)+, and use [^|]* instead of several .*"
-        )
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)

@@ -1,17 +1,18 @@
-"""Say of a run whether a loss scale held, between which scales it settled, and how many steps were skipped."""
+"""Where the loss scale of a run went, as far as its log shows: whether it held, settled, collapsed, rose or fell."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.record.run import RecordedRun, bound_shares
+from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.thresholds import HELD, STUCK
-from mindformers_adaptive.record.trace import Trace, consecutive_runs
+from mindformers_adaptive.record.trace import consecutive_runs
 
-__all__ = ["bounded_share", "bounds_in_words", "held_at", "path_in_words", "settled"]
+__all__ = ["Held", "bounds_in_words", "held", "path_in_words", "settled", "skipped_at_end", "stayed"]
 
 # The loss scale of a run with at least 40 steps has settled if some scale held and two conditions hold in the second
 # half of the run: 95 % of the loss scales lie within a factor of 4, and the loss scale either both rises and falls or
@@ -19,68 +20,153 @@ __all__ = ["bounded_share", "bounds_in_words", "held_at", "path_in_words", "sett
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
 
-def held_at(run: RecordedRun) -> list[tuple[int, int]]:
-    """Return the first and last index of each series of at least ``HELD`` steps that surely did not overflow."""
-    clean = ~run.overflow & (run.position_known | _in_roomy_line(run))
-    return [
-        (first, last) for first, last in consecutive_runs(np.flatnonzero(clean)).tolist() if last - first + 1 >= HELD
-    ]
+class Held(NamedTuple):
+    """Whether a loss scale held: 20 steps in a row without overflow that used this scale or a larger one.
 
-
-def bounded_share(trace: Trace) -> float:
-    """Return the share of a trace's steps with a bound on the loss scale; no replay can have more decided steps."""
-    return 1.0 - bound_shares(trace)["neither"]
-
-
-def settled(run: RecordedRun, known: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the lowest and the highest scale between which the loss scale settled; None if it did not settle.
-
-    Args:
-        run (RecordedRun): the run.
-        known (NDArray): its known loss scales in the order of the steps.
+    Attributes:
+        answer (bool, optional): whether a scale held; None if the log does not show it.
+        scale (float, optional): the highest scale that held and is below all scales that are known to have overflowed
+            earlier; None if there is no such scale or the log does not show it.
+        from_step (int, optional): the first step of a series of steps at which that scale held.
+        highest (float, optional): the highest scale that is shown to have held, even after it had overflowed.
+        before (int): the number of stretches before the first scale held; all if none held.
     """
-    half = known[len(known) // 2 :]
-    if len(known) < _SETTLED_FROM or (np.diff(half) > 0).any() != (np.diff(half) < 0).any() or not held_at(run):
+
+    answer: bool | None
+    scale: float | None
+    from_step: int | None
+    highest: float | None
+    before: int
+
+
+def held(run: RecordedRun) -> Held:
+    """Return whether a loss scale held in a run, and which.
+
+    Examples:
+        >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
+        >>> held(RecordedRun.of_steps(range(1, 101), scale, np.arange(100) < 16))
+        Held(answer=True, scale=65536.0, from_step=17, highest=65536.0, before=16)
+    """
+    lengths, low = run.lengths, np.nan_to_num(run.scale_ranges()[0])
+    first, sums = _series(run, run.applied)
+    is_roomy = (run.most < lengths) & (lengths - run.most >= HELD * (run.most + 1))
+    starts = np.concatenate([first[sums >= HELD], np.flatnonzero(is_roomy & ~run.applied) + 1])
+    raises = [move for move in run.moves if not move.is_overflow and move.clean_steps >= HELD]
+    answer = bool(len(starts) or raises) or (None if _may_have_held(run) else False)
+    before = int(starts.min()) if len(starts) else len(run.first)
+    # For each stretch, at most 20 places; a place between two stretches that do not follow each other breaks a series.
+    copies = np.where(run.applied, np.minimum(lengths, HELD), 1) + (~run.follows & run.applied)
+    index = np.repeat(np.arange(len(copies)), copies)
+    scales = np.where(run.applied, low, -1.0)[index]
+    scales[(np.cumsum(copies) - copies)[~run.follows & run.applied]] = -1.0
+    windows = np.zeros(0)
+    if len(scales) >= HELD:
+        windows = np.lib.stride_tricks.sliding_window_view(scales, HELD).min(axis=1)
+    windows = np.append(np.maximum(windows, 0.0), [move.before for move in raises if move.before > 0])
+    index = np.append(index[: max(len(scales) - HELD + 1, 0)], [move.stretch for move in raises if move.before > 0])
+    index = index.astype(np.int64)
+    overflowed = np.minimum.accumulate(np.where(run.skipped & (low > 0), low, np.inf))
+    below = np.where(windows < overflowed[index], windows, 0.0)
+    best = float(below.max(initial=0.0))
+    step = int(run.first[index[np.argmax(below)]]) if best else None
+    return Held(answer, best or None, step, float(windows.max(initial=0.0)) or None, before)
+
+
+def _series(run: RecordedRun, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each series of chosen stretches that follow each other its first index and its number of steps."""
+    starts = chosen & ~(run.follows & np.append(False, chosen[:-1]))
+    first = np.flatnonzero(starts)
+    if not len(first):
+        return first, first
+    return first, np.add.reduceat(np.where(chosen, run.lengths, 0), first)
+
+
+def _may_have_held(run: RecordedRun) -> bool:
+    """Return whether 20 steps in a row may have been without overflow, in a stretch or over several."""
+    if not run.is_numbered or not run.follows[1:].all():
+        return True
+    clean = run.lengths - run.fewest
+    # A series without a stated overflow may go on in a part of the stretches around it.
+    for first, last in consecutive_runs(np.flatnonzero(run.fewest == 0)).tolist():
+        if clean[max(first - 1, 0) : last + 2].sum() >= HELD:
+            return True
+    return bool((clean[:-1] + clean[1:] >= HELD).any()) if len(clean) > 1 else bool(clean[0] >= HELD)
+
+
+def stayed(run: RecordedRun) -> bool | None:
+    """Return whether the scale was the same in every step of the run; None if the log does not show it."""
+    scales = run.stated_scales()
+    if not len(scales) or scales.min() < scales.max():
+        return False if len(scales) else None
+    return None if run.is_rounded or np.isnan(run.scale_ranges()[0]).any() else True
+
+
+def settled(run: RecordedRun) -> tuple[float, float] | None:
+    """Return the lowest and the highest scale between which the loss scale settled; None if that is not shown."""
+    if len(run) < _SETTLED_FROM or held(run).answer is not True:
         return None
-    recent, outside = np.sort(half), int(len(half) * (1 - _SETTLED_SHARE) / 2)
-    low, high = float(recent[outside]), float(recent[-1 - outside])
-    return (low, high) if high <= _SETTLED_WITHIN * low else None
+    half = len(run) - len(run) // 2
+    low, high = (np.repeat(scale, run.lengths)[-half:] for scale in run.scale_ranges())
+    is_known = ~np.isnan(low)
+    outside = int((half * (1 - _SETTLED_SHARE) - (~is_known).sum()) / 2)
+    low, high = low[is_known], high[is_known]
+    if outside < 0 or (half * (1 - _SETTLED_SHARE) - (~is_known).sum()) < 0 or not len(low):
+        return None
+    scales = np.column_stack([low, high]).ravel()
+    if (scales[1:] > scales[:-1]).any() != (scales[1:] < scales[:-1]).any():
+        return None
+    lowest, highest = float(np.sort(low)[outside]), float(np.sort(high)[-1 - outside])
+    return (lowest, highest) if 0 < highest <= _SETTLED_WITHIN * lowest < np.inf else None
+
+
+def skipped_at_end(run: RecordedRun) -> int:
+    """Return how many steps at the end of the run were all skipped, as far as the log states it."""
+    others = np.flatnonzero(~(run.skipped & run.follows))
+    start = int(others[-1]) if len(others) else 0
+    return int(run.lengths[start if run.skipped[start] else start + 1 :].sum())
 
 
 def path_in_words(run: RecordedRun, named: Callable[[float], str]) -> str:
-    """Return a phrase that says where the loss scale of a run went, such as "fell from 2^16 to 2^9".
+    """Return a sentence without its end that says where the loss scale of a run went.
 
     Args:
         run (RecordedRun): the run.
         named (Callable): returns a loss scale as text.
 
     Returns:
-        str, which is empty if no loss scale is known.
+        str, such as "The loss scale fell from 2^16 to 2^9"; empty if no loss scale is stated.
     """
-    scales = np.append(run.loss_scale, run.final_loss_scale)
-    known = scales[(scales > 0) & np.isfinite(scales)]
-    if not len(known):
+    scales = run.stated_scales()
+    if not len(scales):
         return ""
-    not_skipped = np.flatnonzero(~(run.overflow & run.position_known))
-    skipped_at_end = len(run) - (int(not_skipped[-1]) + 1 if len(not_skipped) else 0)
-    at_end = f": the last {skipped_at_end:,} steps were all skipped" * (skipped_at_end >= STUCK)
-    first, last, within = float(known[0]), float(known[-1]), settled(run, known)
+    lowest, highest, last = float(scales.min()), float(scales.max()), float(scales[-1])
+    low, high = run.scale_ranges()
+    is_shown = not np.isnan(low).any() and run.is_numbered
+    count = skipped_at_end(run)
+    at_end = f": the last {count:,} steps were all skipped" * (count >= STUCK)
     # A scale that no overflow moves is a fixed scale: it has not collapsed.
-    if known.min() == known.max():
-        # Where most steps have no line, the scale may have moved between the lines.
-        stayed = "stayed at {}" if run.position_known.mean() >= 0.5 else "was {} on each line of the log"
-        return f"{stayed.format(named(last))}{at_end}"
-    if at_end and (known[-STUCK:] == known.min()).all():
-        return f"collapsed to {named(last)}{at_end}"
-    low, high = (float(known.min()), float(known.max())) if within is None else within
-    if within is not None:
-        return f"settled at {named(low)}" if low == high else f"settled between {named(low)} and {named(high)}"
-    bits = np.log2(known)
-    # If the scale went up and down, and still moves that far, its first and its last value do not say where it went.
-    net, late = abs(bits[-1] - bits[0]), np.ptp(bits[len(bits) // 2 :])
-    if net <= late and 2 * net < np.abs(np.diff(bits)).sum():
-        return f"moved between {named(low)} and {named(high)}"
-    return f"{'rose' if last > first else 'fell'} from {named(first)} to {named(last)}"
+    if lowest == highest:
+        if run.is_rounded:
+            return f"The log states a loss scale of {named(last)}"
+        stayed = "stayed at {}" if is_shown else "was {} on each line of the log"
+        return f"The loss scale {stayed.format(named(last))}{at_end * is_shown}"
+    if at_end and (np.repeat(high, run.lengths)[-STUCK:] == lowest).all():
+        return f"The loss scale collapsed to {named(lowest)}{at_end}"
+    if (within := settled(run)) is not None:
+        between = f"at {named(within[0])}" if within[0] == within[1] else f"between {' and '.join(map(named, within))}"
+        return f"The loss scale settled {between}"
+    first, final = run.first_loss_scales(), float(run.after[-1])
+    is_between = first is not None and first[0] == first[1] and run.is_numbered and 0 < first[0] != final > 0
+    bits = np.log2(scales[(scales > 0) & np.isfinite(scales)])
+    if first is not None and is_between:
+        # If the scale went up and down, and still moves that far, its first and last value do not say where it went.
+        net, late = abs(np.log2(final) - np.log2(first[0])), np.ptp(bits[len(bits) // 2 :])
+        if net > late or 2 * net >= np.abs(np.diff(bits)).sum():
+            return f"The loss scale {'rose' if final > first[0] else 'fell'} from {named(first[0])} to {named(final)}"
+    if is_shown and not np.isnan(final):
+        return f"The loss scale moved between {named(lowest)} and {named(highest)}"
+    end = "" if run.is_rounded else f"; the last is {named(last)}"
+    return f"The log states loss scales between {named(lowest)} and {named(highest)}{end}"
 
 
 def bounds_in_words(fewest: int, most: int | None) -> str:
@@ -93,10 +179,3 @@ def bounds_in_words(fewest: int, most: int | None) -> str:
     if most is None:
         return f"at least {fewest:,}"
     return f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
-
-
-def _in_roomy_line(run: RecordedRun) -> NDArray[np.bool_]:
-    """Return for each step whether its log line surely covers 20 (``HELD``) consecutive steps without overflow."""
-    ends, _, most = np.asarray(run.lines, np.int64).T
-    steps, skipped = np.diff(ends, prepend=0), np.diff(most, prepend=0)
-    return np.repeat(steps - skipped >= HELD * (skipped + 1), steps)

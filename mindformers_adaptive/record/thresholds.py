@@ -10,8 +10,9 @@ __all__ = ["COLLAPSE", "DECIDED_FROM", "HELD", "LOW_SCALE", "STUCK", "TOLERABLE"
 # scale window that MindFormers uses by default.
 HELD = DEFAULT_MIN_SCALE_WINDOW
 
-# Recommend settings only if the log shows for at least this share of the replayed steps whether they overflow. This
-# share is a judgement: with less, the recommendation could depend on assumed overflows.
+# Replay other rules only if the log states for at least this share of the steps whether they overflowed, and name a
+# winner only if as many replayed steps follow from the log. This share is a judgement: with less, the winner could
+# depend on assumed overflows.
 DECIDED_FROM = 0.9
 
 # Recommend a change only if it saves more skipped steps than this. Users of Megatron-LM and other systems tolerate two

@@ -9,11 +9,11 @@ import dataclasses
 import math
 
 import numpy as np
+from mindformers_adaptive.lab.synthetic import synthetic_traces
 
 from mindformers_adaptive.lab.configuration import grid
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay import replay, sweep
-from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.record.trace import Trace
 from scripts.benchmarks.paired_timing import compare, ratio, with_error
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mindformers_adaptive.lab import read_log
-from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.plots.canvas import MAIN, WARNING, new_figure, save, style_axes
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.table import as_power_of_two
+from scripts.studies.synthetic import with_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"

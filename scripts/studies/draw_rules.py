@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from mindformers_adaptive import make_policy, window_ladder
-from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, SECOND, WARNING, headline, new_figure, save, style_axes
 from mindformers_adaptive.record.trace import Trace
+from scripts.studies.synthetic import with_gradients
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 STEPS = 1900

@@ -13,9 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.lab.gradient_ceilings import random_of, with_gradients
 from mindformers_adaptive.lab.measures import overflow_flags
-from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import Rule, float32, int32
 from mindformers_adaptive.rules import guided as guided_module
@@ -23,6 +21,7 @@ from mindformers_adaptive.rules.lanes import Lanes
 from scripts.examples.log_max import LogMaxRule
 from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from scripts.studies.reporting import add_json_option, positive, with_captions, write_json
+from scripts.studies.synthetic import KINDS, REGIMES, random_of, synthetic_trace, with_gradients
 
 # More than FAR bits below the ceiling, FP16 can lose a part of the gradient that matters.
 FAR = 16

@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from mindformers_adaptive.lab.gradient_ceilings import random_of
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.formats import FLOAT16
+from scripts.studies.synthetic import random_of
 
 # Four sets of arguments (level, offset, spread, memory) for independent_ceiling(). The first set was measured in a LoRA
 # fine-tuning (rank 4, all other weights frozen, batch size 64). The second set is the first with memory 0, so

@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.measures import FREE_BITS, overflow_flags
-from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 from mindformers_adaptive.record.trace import consecutive_runs
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from scripts.studies.reporting import ROOT, add_json_option, positive, with_captions, write_json
+from scripts.studies.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace, with_gradients
 
 PICTURE = "docs/images/policy_study.svg"
 WINDOWS = (20, 100, 1000, 2000)

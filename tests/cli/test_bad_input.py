@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 LOG = str(ROOT / "tests" / "record" / "samples" / "mindformers_1_9_cpu.log")
 CONFIG = str(ROOT / "configs" / "tiny_llama_cpu_fp16.yaml")
-SPIKES = ["synthetic:spikes", "--steps", "50"]
+SPIKES = [LOG]
 DIGITS = "9" * 5000
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]")
 
@@ -82,17 +82,12 @@ USAGE = [
     (["compare"], "required: LOG"),
     (["find"], "required: --config"),
     (["analyze", LOG, "--policy", "adaptive:loss_scale=1"], "unrecognized arguments: --policy"),
-    (["compare", "synthetic:nonsense"], "must be one of stationary, ... 'nonsense'"),
+    (["compare", "synthetic:spikes"], "made-up runs are no longer in the program: give a log"),
+    (["tune", LOG], "there is no command 'tune' any more. 'analyze' says what to change"),
     (["compare", *SPIKES, "--policies", "torhc"], "'torhc' ... torch"),
     (["compare", *SPIKES, "--policies", "torch:init_scale"], "NAME=VALUE, but got 'init_scale'"),
     (["compare", *SPIKES, "--policies", "torch:foo=1"], "no parameter 'foo'"),
-    (["tune", *SPIKES, "--policy", "both", "--grid", "windows=2"], "'adaptive' has no parameter 'windows'"),
-    (["tune", *SPIKES, "--grid", "hysteresis"], "ARGUMENT=VALUE,VALUE"),
     (["probe", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
-    (["compare", "synthetic:spikes", "--steps", "99999999999999"], "--steps: must be an integer from 1 to 10000000"),
-    (["compare", "synthetic:spikes", "--steps", "0"], "argument --steps: must be an integer from 1"),
-    (["compare", "synthetic:spikes", "--steps", DIGITS], "argument --steps: must be an integer"),
-    (["compare", "synthetic:spikes", "--seed", "-1"], "argument --seed: must be an integer from 0"),
     (
         ["compare", *SPIKES, "--policies", "guided:max_loss_scale=2^5000"],
         "'max_loss_scale=2^5000': '2^5000' is too large",
@@ -101,33 +96,19 @@ USAGE = [
         ["compare", *SPIKES, "--policies", "torch:growth_interval=" + "9" * 22],
         "'growth_interval' must be at most 214748",
     ),
-    (["compare", "synthetic:spikes", "--plot", "a.jpg"], "argument --plot: 'path' must name a picture ... .png"),
+    (["compare", LOG, "--plot", "a.jpg"], "argument --plot: 'path' must name a picture ... .png"),
     (["compare", *SPIKES, "--policies", "fails.Rule"], "cannot be imported: KeyError('x')"),
     (["compare", *SPIKES, "--policies", "syntax.Rule"], "cannot be imported: SyntaxError"),
     (["compare", *SPIKES, "--policies", "exits.Rule"], "cannot be imported: SystemExit"),
-    (["simulate", *SPIKES], "there is no command 'simulate' any more. Use 'compare --rules NAME', which does"),
-    (["compare", "synthetic:spikes", "--policis", "torch"], "--policis torch. Did you mean --policies?"),
-    (["compare", "synthetic:spikes", "--\x1b[31m"], r"unrecognized arguments: --\x1b[31m"),
+    (["simulate", *SPIKES], "there is no command 'simulate' any more. Use 'compare --rules NAME'"),
+    (["compare", LOG, "--policis", "torch"], "--policis torch. Did you mean --policies?"),
+    (["compare", LOG, "--\x1b[31m"], r"unrecognized arguments: --\x1b[31m"),
     (
         ["compare", *SPIKES, "--policies", "torch:growth_interval=2,growth_interval=3"],
         "'growth_interval' has two values",
     ),
     (["compare", *SPIKES, "--policies", "a..b"], "'module.Class' ... search path for modules, ... got 'a..b'."),
-    (["tune", *SPIKES, "--policy", "fixed"], "'module.Class' ... search path for modules, ... got 'fixed'."),
-    (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is given twice"),
-    (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is listed twice"),
-    (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=0"], "loss_scale_value=4096.0, n=0 are refused: integer"),
-    (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=x"], "n='x' are refused: invalid literal"),
     (["compare", *SPIKES, "--policies", "every.Rule:n=0"], "'every.Rule:n=0': integer division ... by zero"),
-    (["tune", *SPIKES, "--rows", "0"], "argument --rows: must be an integer from 1"),
-    (
-        ["tune", *SPIKES, "--exchange-rate", "0.5"],
-        "argument --exchange-rate: ... free down to 16 ... Leave the option out",
-    ),
-    (["tune", *SPIKES, "--grid", "hysteresis=1,2,nan"], "'hysteresis' must be an integer ... got 'nan'"),
-    (["tune", *SPIKES, "--grid", "scale_window=[1]"], "'scale_window' must be an integer"),
-    (["tune", *SPIKES, "--grid", "scale_factor=2^2000"], "argument --grid: 'scale_factor': '2^2000' is too large"),
-    (["tune", *SPIKES, "--grid", "hysteresis=" + ",".join(map(str, range(1, 500)))], "at most 100,000 combinations"),
     (["plot", LOG, "picture.jpg"], "must name a picture ... .png or .svg, ... 'picture.jpg'"),
     (["plot", LOG, "a.png", "--loss-scales", "2^99999"], "argument --loss-scales: '2^99999' is too large"),
     (["plot", LOG, "a.png", "--loss-scales", "0"], "argument --loss-scales: 'SCALE' must be finite and above 0"),
@@ -195,11 +176,10 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
     content, message = FILES[name]
     file = tmp_path / f"{name}.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    for command in ("compare", "tune"):
-        code, said = answer(run_program, command, file)
-        assert code == 1
-        assert file.name in said
-        assert has(said, message)
+    code, said = answer(run_program, "compare", file)
+    assert code == 1
+    assert file.name in said
+    assert has(said, message)
     for command in (["analyze", file], ["plot", file, tmp_path / "a.png"], ["inspect", file]):
         if (name, command[0]) == ("beyond_float32", "plot"):
             # The plot command can draw the losses of this record.
@@ -215,7 +195,7 @@ def test_one_line_is_said_in_the_singular(run_program, tmp_path, text, said):
     assert said in "".join(run_program("compare", "--details", tmp_path / "run.txt")[1:])
 
 
-READERS = {"analyze": [], "compare": [], "tune": [], "plot": ["a.png"], "report": ["--output", "a.html"]}
+READERS = {"analyze": [], "compare": [], "plot": ["a.png"], "report": ["--output", "a.html"]}
 
 
 @pytest.mark.parametrize("command", READERS)
@@ -292,7 +272,6 @@ def test_control_characters_in_file_names_are_escaped(run_program, tmp_path):
     for command in (
         ["compare", "--each-trace", "--details"],
         ["compare", "--json"],
-        ["tune", "--details", "--grid", "hysteresis=1"],
     ):
         code, printed, errors = run_program(*command, tmp_path)
         assert code == 0

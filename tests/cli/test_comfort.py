@@ -77,7 +77,7 @@ def test_without_argcomplete_nothing_changes(run_program, monkeypatch):
     assert run_program("megatron", "--fp16")[0] == 0
 
 
-@pytest.mark.parametrize("command", ["analyze", "compare", "tune"])
+@pytest.mark.parametrize("command", ["analyze", "compare"])
 def test_the_folder_of_a_run_stands_for_its_record(run_program, run_folder, command):
     of_file = run_program(command, "--json", run_folder / "loss_scale_record.jsonl")
     assert of_file[0] == 0

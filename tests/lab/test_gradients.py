@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges, with_gradients
-from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
+from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges
 from mindformers_adaptive.record.trace import Trace
+from scripts.studies.synthetic import synthetic_trace, synthetic_traces, with_gradients
 from tests.shared.records import gradient_line, unscaled_gradients
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, nn
+from mindspore import amp, nn
 
 from mindformers_adaptive.lab.policies import make_policy
 from tests.shared.every_rule import Owned
@@ -42,16 +42,6 @@ def test_dynamic_has_the_defaults_of_the_manager():
     manager, policy = amp.DynamicLossScaleManager(), make_policy("dynamic")
     assert (policy.loss_scale, policy.scale_window) == (manager.get_loss_scale(), manager.scale_window)
     assert policy.step(True) == manager.get_loss_scale() / manager.scale_factor
-
-
-@pytest.mark.parametrize("setting", [SETTINGS[1], SETTINGS[4]])
-def test_dynamic_scaler_is_the_scaler(setting):
-    scaler = amp.DynamicLossScaler(*setting)
-    policy = make_policy("dynamic_scaler", **named("scale_value", setting))
-    for overflow in random_overflows(40):
-        scaler.adjust(Tensor(not overflow))
-        assert policy.step(overflow) == float(scaler.scale_value.asnumpy())
-        assert policy.state()["clean_steps"] == int(scaler.counter.asnumpy())
 
 
 def test_fixed_is_the_fixed_manager():

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, pareto_front, replay
-from mindformers_adaptive.lab.synthetic import synthetic_trace
 from mindformers_adaptive.record.trace import Trace
+from scripts.studies.synthetic import synthetic_trace, with_gradients
 
 SMALL = {"loss_scale_value": 16.0, "max_scale_window": 3, "min_scale_window": 2}
 
@@ -58,7 +57,7 @@ def test_each_trace_begins_with_a_fresh_policy():
 
 
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
-def test_comparison_side_by_side_equals_single_replays(lengths):
+def test_comparison_equals_single_replays(lengths):
     drops = [synthetic_trace("sudden drop", steps, seed=steps) for steps in lengths]
     traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
     done = []
@@ -115,7 +114,8 @@ def test_rules_that_skip_as_much_are_not_compared():
 def test_a_known_share_of_0_is_shown():
     trace = Trace("log", np.full(4, 16.0), np.zeros(4), np.full(4, np.inf))
     text = compare({"one": fixed(1.0)}, [trace]).text(details=True)
-    assert "shows for 0% of the steps" in text
+    assert "No rule is named best: of the steps of one, the log shows for 0%" in text
+    assert "Fewest" not in text
     assert "All rules start at 2^0." in text
     assert text.split("\n\n")[2].splitlines()[1].split()[-1] == "0.0"
 

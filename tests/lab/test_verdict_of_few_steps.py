@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.other_cause import last_error
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.symptoms import last_error
 from mindformers_adaptive.record.trace import Trace
 from tests.shared.records import run_of
 
@@ -33,15 +33,6 @@ def test_late_streak_with_a_worse_loss_leads_to_the_cause(after, is_late_streak)
         assert (text in analysis.text()) is is_late_streak
 
 
-def test_a_scale_that_held_later_has_held():
-    # At most 9 steps were skipped before a scale held, but the log states only that at least 2 were.
-    flags, scales = [True] * 2 + [False] * 8 + [False] * 100, [16.0, 8.0] + [4.0] * 108
-    known = [True] * 2 + [False] * 8 + [True] * 100
-    lines = np.array([[1, 1, 1], [2, 2, 2], [10, 2, 9], *([step, 2, 9] for step in range(11, 111))])
-    text = analyze(run_of(scales, flags, known=np.array(known), lines=lines)).text()
-    assert ("settled" in text, "has held yet" in text) == (True, False)
-
-
 def test_fixed_scale_stays():
     verdict = analyze(run_of([1024.0] * 30, [True] * 30)).to_dict()["verdict"]
     assert "stayed at 2^10: the last 30 steps" in " ".join(verdict)
@@ -63,26 +54,17 @@ def test_advised_start_is_not_one_that_overflowed(window):
     analysis = analyze(run_of(replayed.loss_scale, replayed.overflow))
     assert "1 at the start, because 2^16 was too high" in analysis.text()
     assert analysis.settings.arguments["loss_scale_value"] == 2.0**15
-    assert "# was 2^16" in analysis.scale_sense
 
 
 @pytest.mark.parametrize(
-    ("scales", "note", "reason"),
+    ("scales", "reason"),
     [
         # 2^14 holds, and no higher scale is used again.
-        ([17, 16, 15, *[14] * 200], "highest that held 20 steps", "2^14 is the highest scale"),
+        ([17, 16, 15, *[14] * 200], "From step 4 on, 2^14 held: 20 steps in a row were not skipped."),
         # 2^15 overflows first, and holds later.
-        ([17, 16, 15, *[14] * 40, *[15] * 200], "14 held 20 steps, and higher", "Scales up to 2^15 held later"),
-        # 2^15 never overflows, but has 19 steps at the end.
-        (
-            [18, 17, 16, *[14] * 200, *[15] * 19],
-            "highest that held 20 steps",
-            "Scales up to 2^15 had fewer",
-        ),
+        ([17, 16, 15, *[14] * 40, *[15] * 200], "Scales up to 2^15 held later"),
     ],
 )
-def test_advised_start_says_why_higher_scales_are_left_out(scales, note, reason):
+def test_advised_start_says_why_it_held(scales, reason):
     [advice] = analyze(run_of(2.0 ** np.array(scales), np.arange(len(scales)) < 3)).advice
-    assert note in advice.note
     assert reason in advice.reason
-    assert "20 steps in a row" in advice.reason

@@ -6,12 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, replay
-from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays, draw_skips
 from mindformers_adaptive.record.trace import Trace
+from scripts.studies.synthetic import synthetic_trace, synthetic_traces, with_gradients
 from tests.plots.drawn import artists, legend, overlap, points, title
 
 NAMES = ("adaptive", "dynamic", "torch")

@@ -1,5 +1,6 @@
 """A picture of runs has every skipped step, shows no data that the record lacks, and has a title that fits the data."""
 
+import dataclasses
 import json
 import math
 import re
@@ -9,12 +10,12 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.synthetic import synthetic_trace
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import RunRecord, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from scripts.studies.synthetic import synthetic_trace
 from tests.plots.drawn import artist, artists, legend, overlap, points, title
 from tests.shared.records import gradient_line, record_of, run_of
 
@@ -135,7 +136,7 @@ def test_skips_in_a_gap_are_not_counted():
     record = [*record_of([8.0] * 11, [3]), {"missing_steps": 5, "first_step": 11, "last_step": 15}]
     finding = title(draw_one(record))
     assert finding.startswith("1 to 6 of 15 steps skipped; ")
-    assert finding.endswith(" stayed at $2^{3}$")
+    assert finding.endswith(" the loss scale was $2^{3}$ on each line of the log")
 
 
 def test_picture_and_analysis_agree_on_a_record_with_gaps(tmp_path):
@@ -234,7 +235,7 @@ def darkest(axes, x, y):
 
 def test_run_of_a_log_is_named_and_drawn_without_window():
     run = run_of([8.0, 4.0, 4.0, 4.0], [True, False, False, False], loss=np.array([NAN, 3.0, NAN, 2.0]))
-    figure = draw_one(run, run.name)
+    figure = draw_one(dataclasses.replace(run, after=np.array([4.0] * 4)), run.name)
     assert title(figure).startswith("run: 1 of 4 steps skipped; ")
     assert title(figure).endswith(" fell from $2^{3}$ to $2^{2}$")
     # The log has the loss of every second step only. The loss curve must still be drawn without gaps.

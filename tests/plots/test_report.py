@@ -18,8 +18,9 @@ from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.plots.report_page import RunTold, picture, render
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import run_of_record
+from mindformers_adaptive.record.run import RecordedRun
 from tests.plots.drawn import title
-from tests.shared.records import gradient_line, record_of, run_of
+from tests.shared.records import gradient_line, record_of
 
 EVIL = "<script>document.title='taken over'</script>"
 SKIPPED = range(1, 13)
@@ -118,7 +119,7 @@ def test_what_comes_from_files_is_text(page_of, tmp_path):
 def test_names_of_rules_and_settings_are_text():
     values = analyze(run_of_record(RECORD)).to_dict()
     values["advice"][0] |= {"change": EVIL, "reason": f"'\"{EVIL}"}
-    values["scale_sense"], values["certainty"], values["verdict"] = f"type: {EVIL}", {"known_share": 1.0}, [EVIL]
+    values["scale_sense"], values["verdict"] = f"type: {EVIL}", [EVIL]
     values["loss_scale"]["first"] = EVIL
     page = render([RunTold(EVIL, EVIL, values, EVIL)], [], written=EVIL, versions=EVIL)
     assert "<script" not in page
@@ -127,9 +128,11 @@ def test_names_of_rules_and_settings_are_text():
 
 def test_bounds_are_told_as_bounds_and_advice_may_lack_settings():
     """The first line of the log stands for ten steps, and the last twenty steps overflow at the smallest loss scale."""
-    overflow = np.arange(40) >= 20
-    lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
-    run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
+    last = np.arange(9, 41)
+    first, fewest = np.where(last == 9, 1, last), (last > 20).astype(int)
+    most, scale = np.where(last == 9, 3, fewest), np.full(32, 1.0)
+    used = np.where(last == 9, np.nan, scale)
+    run = RecordedRun("run", ("run.log",), "jsonl", first, last, fewest, most, used, scale)
     analysis = analyze(run)
     page = render([RunTold("run", "run.log", analysis.to_dict(), analysis.text())], [], written="", versions="")
     assert "<dt>skipped</dt><dd>20 to 23, 50.00% to 57.50%</dd>" in page

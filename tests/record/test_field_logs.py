@@ -46,10 +46,10 @@ TRUTH = {
         ["At most 2,440 of 2,442", "each line of the log"],
         ["stayed", "Start at", "Paste"],
     ),
-    # Two ranks print each move.
-    "deepspeed_fused_ranks.log": ((4, None), ["At least 4"], ["rose", "Paste"]),
+    # Two ranks print each move, after the step of its overflow.
+    "deepspeed_fused_ranks.log": ((4, 30), ["At least 4", "10-12, 30"], ["rose", "Paste"]),
     # Hysteresis may have tolerated the first overflow.
-    "hysteresis_start.log": ((5, 5), ["5 of 120", "was 2^16 to 2^17"], []),
+    "hysteresis_start.log": ((5, 5), ["5 of 120", "instead of 2^16 to 2^17"], []),
     "missing_steps.jsonl": ((5, 50005), ["at most 50,005 of 50,200"], ["Start at", "Paste"]),
     "one_step.log": ((1, 1), ["1 of 1 step"], ["Start at", "Paste"]),
     "late_streak.log": ((8, 8), ["8 of 60"], ["Start at", "Paste"]),

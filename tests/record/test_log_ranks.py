@@ -43,8 +43,8 @@ def test_moves_that_several_ranks_print_count_once(tmp_path_factory, stamped, pr
         for rank in range(ranks)
     ]
     run = read(tmp_path_factory.getbasetemp(), *interleaved(random, texts))
-    assert (run.skipped_bounds()[0], run.loss_scale.tolist()) == (4, scales)
-    assert run.final_loss_scale == 2.0**19
+    assert (run.skipped_bounds()[0], [move.before for move in run.moves]) == (4, scales)
+    assert run.moves[-1].after == 2.0**19
 
 
 def test_equal_moves_far_apart_are_several_overflows(tmp_path):
@@ -68,7 +68,7 @@ def test_lines_of_a_step_count_once_for_all_ranks(tmp_path, ranks):
     for line in (mindformers_line, lambda step, flag, scale: megatron_line(step, scale, flag)):
         steps = [(step, step < 5, 2.0 ** max(16 - step, 12)) for step in range(1, 40)]
         run = read(tmp_path, *(line(*values) for values in steps for _ in range(ranks)))
-        assert (run.step.tolist(), run.skipped_bounds()) == (list(range(1, 40)), (4, 4))
+        assert (run.last.tolist(), run.skipped_bounds()) == (list(range(1, 40)), (4, 4))
 
 
 @pytest.mark.parametrize("name", ["megatron", "mindformers"])
@@ -80,9 +80,9 @@ def test_a_first_scale_that_no_line_states_is_a_range(tmp_path, name):
     ]
     run = read(tmp_path, *lines)
     assert (run.first_loss_scales(), run.skipped_bounds()) == ((2.0**16, 2.0**17), (5, 5))
-    assert np.isnan(run.loss_scale[0])
+    assert np.isnan(run.used[0])
     text = analyze(run).text(details=True)
-    assert "was 2^16 to 2^17" in text
+    assert "instead of 2^16 to 2^17" in text
     assert "2^16 to 2^17 at first" in text
     # With a line for step 0, which states the scale before the first step, the start is known.
     before = megatron_line(0, 2.0**16) if name == "megatron" else mindformers_line(0, False, 2.0**16)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.record.log_formats import FORMATS
 from mindformers_adaptive.record.logs import read_log, run_of_record
-from mindformers_adaptive.record.run import ASSUMPTIONS
 from mindformers_adaptive.record.step import COLUMNS, FIELDS, Step, field_descriptions
 from mindformers_adaptive.record.writer import RunRecord
 from mindformers_adaptive.text.files import json_text
@@ -41,7 +41,7 @@ SAMPLES["jsonl"] += ['{"missing_steps": 2, "first_step": 9, "last_step": 10}\n']
 
 
 def assert_same(run, expected):
-    for name in ("step", "loss_scale", "overflow", "position_known"):
+    for name in ("first", "last", "fewest", "most", "used", "after"):
         np.testing.assert_array_equal(getattr(run, name), getattr(expected, name))
     assert run.skipped_bounds() == expected.skipped_bounds()
 
@@ -65,8 +65,8 @@ MINDFORMERS = {
 @pytest.mark.parametrize("version", MINDFORMERS)
 def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
-    assert (run.log_format, run.step.tolist(), run.overflow[-1]) == ("mindformers", [1, 2, 3], True)
-    assert (run.first_loss_scales(), run.final_loss_scale, run.column("loss")[-1]) == (None, 32768.0, 2.5)
+    assert (run.log_format, run.last.tolist(), run.skipped[-1]) == ("mindformers", [2, 3], True)
+    assert (run.first_loss_scales(), run.after[-1], run.column("loss")[-1]) == (None, 32768.0, 2.5)
     # A log line of MindFormers up to 0.7 has the time of a network call. A call may take several steps, so the seconds
     # per step are unknown.
     seconds = run.column("seconds")
@@ -77,7 +77,7 @@ def test_mindformers_epochs_norms_and_losses_are_read(tmp_path):
     lines = [mindformers_line(step, False, 8.0, epoch, 2) for epoch in (1, 2) for step in (1, 2)]
     lines[2] = mindformers_line(1, False, 8.0, 2, 2, loss="nan", norm="[nan]")
     run = read(tmp_path, *lines)
-    assert run.step.tolist() == [1, 2, 3, 4]
+    assert run.last.tolist() == [1, 2, 3, 4]
     # A loss or gradient norm of NaN is read as inf, not as unknown.
     assert np.isinf(run.column("loss")).tolist() == [False, False, True, False]
     np.testing.assert_array_equal(run.column("gradient_norm"), [1.5, 1.5, np.inf, 1.5])
@@ -87,7 +87,7 @@ def test_a_scale_in_eight_digits_is_the_float32_it_stands_for(tmp_path):
     run = read(
         tmp_path, *(mindformers_line(k, True, scale) for k, scale in ((1, "268435460.0"), (2, "[1.3421773e+08]")))
     )
-    assert (run.loss_scale[1:].tolist(), run.first_loss_scales()) == ([2.0**28], (2.0**28, 2.0**29))
+    assert (run.used[1:].tolist(), run.first_loss_scales()) == ([2.0**28], (2.0**28, 2.0**29))
 
 
 def test_steps_dropped_for_their_norm_are_no_overflows(tmp_path):
@@ -141,21 +141,21 @@ def test_lines_of_other_monitors_are_no_problems(tmp_path):
 )
 def test_each_variant_of_megatron_line_is_read(tmp_path, text):
     run = read(tmp_path, text)
-    assert (run.log_format, run.step[0], run.problems) == ("megatron", 1, ())
+    assert (run.log_format, run.last[0], run.problems) == ("megatron", 1, ())
     assert (run.column("loss")[0], run.column("seconds")[0]) == (2.5, 1.25)
 
 
 def test_a_falling_scale_outweighs_a_count_of_0(tmp_path):
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0), megatron_line(30, 256.0))
-    assert (run.skipped_bounds(), run.position_known.any()) == ((0, 30), False)
+    assert (run.skipped_bounds(), (run.skipped | run.applied).any()) == ((0, 30), False)
     assert any(re.search(r"log:2: the scale fell .*no skipped step.* 1 line ", note) for note in run.notes)
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0, 2), megatron_line(30, 256.0))
-    assert run.position_known.tolist() == [True] * 10 + [False] * 10 + [True] * 10
+    assert (run.skipped | run.applied).tolist() == [True, False, True]
 
 
 def test_the_0_of_megatron_deepspeed_says_nothing(tmp_path):
     run = read(tmp_path, *(megatron_line(step, 1.0, end=MEGATRON_DEEPSPEED) for step in (1, 2, 3)))
-    assert (run.skipped_bounds(), run.to_trace().lower_bound.tolist()) == ((0, 3), [0, 0, 0])
+    assert (run.skipped_bounds(), run.known_share) == ((0, 3), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_each_wording_of_an_overflow_is_read(tmp_path, start, end):
     for prefix in ("", bar, bar + "\r"):
         line = f"{prefix}[2023-02-28 20:08:24,113] [INFO] {start}Attempted loss scale: 65536, reducing to {end}\n"
         run = read(tmp_path, line)
-        assert (run.log_format, run.loss_scale.tolist(), run.overflow.tolist()) == ("deepspeed", [65536.0], [True])
-        assert (run.final_loss_scale, run.is_numbered, run.problems) == (32768.0, False, ())
+        assert (run.log_format, run.moves[0].before, run.skipped_bounds()[0]) == ("deepspeed", 65536.0, 1)
+        assert (run.moves[0].after, run.is_numbered, run.problems) == (32768.0, False, ())
 
 
 def test_overflows_of_all_ranks_and_sources_count_once(tmp_path):
@@ -191,13 +191,13 @@ def test_overflows_of_all_ranks_and_sources_count_once(tmp_path):
 def test_a_log_that_begins_late_does_not_count_old_skips(tmp_path):
     lines = progress_line(510, 8), overflow_line(4, 2), progress_line(520, 9)
     run = read(tmp_path, *lines)
-    assert (run.step[0], run.step[-1]) == (501, 520)
-    assert (run.skipped_bounds(10), run.skipped_bounds()) == ((0, 10), (1, 11))
+    assert (run.first[0], run.last[-1]) == (501, 520)
+    assert (run.skipped_bounds(1), run.skipped_bounds()) == ((0, 10), (1, 11))
 
 
 def test_overflows_after_the_last_number_leave_their_count_open(tmp_path):
     run = read(tmp_path, overflow_line(8, 4), progress_line(10, 1), overflow_line(4, 2), overflow_line(2, 1))
-    assert (run.skipped_bounds(10), run.skipped_bounds()[0], run.is_numbered) == ((1, 1), 3, False)
+    assert (run.skipped_bounds(1), run.skipped_bounds()[0], run.is_numbered) == ((1, 1), 3, False)
     assert run.skipped_bounds()[1] > len(run)
 
 
@@ -209,31 +209,31 @@ def test_the_outputs_that_mindspore_prints_are_read(tmp_path):
     run = read(
         tmp_path, line.format(1, False, "1.67772e+07"), "epoch time: 1 ms\n", line.format(2, True, "8.38861e+06")
     )
-    assert (run.log_format, run.overflow.tolist()) == ("mindspore", [False, True])
+    assert (run.log_format, run.skipped.tolist()) == ("mindspore", [False, True])
     assert run.column("loss").tolist() == [1.5, 1.5]
-    assert (run.loss_scale.tolist(), run.final_loss_scale) == ([2.0**24, 2.0**24], 2.0**23)
+    assert (run.used[1], run.after.tolist()) == (2.0**24, [2.0**24, 2.0**23])
 
 
 def test_samples_have_the_skips_of_their_flags_and_counts():
     run = read_log(LOGS / "mindformers_1_9_cpu.log")
     # The expected skipped steps were read by hand from the log lines with "overflow cond: True".
-    assert run.step[run.overflow].tolist() == [1, 2, 3, 4, 5, 8, 11, 14, 19, 23, 31]
-    assert run.loss_scale[1:9].tolist() == [2.0**k for k in (23, 22, 21, 20, 19, 19, 20, 19)]
+    assert run.last[run.skipped].tolist() == [1, 2, 3, 4, 5, 8, 11, 14, 19, 23, 31]
+    assert run.used[1:9].tolist() == [2.0**k for k in (23, 22, 21, 20, 19, 19, 20, 19)]
     # MindFormers' own update cell halves the scale at the first overflow; hysteresis would have kept it.
-    assert (np.isnan(run.loss_scale[0]), run.first_loss_scales()) == (True, (2.0**23, 2.0**24))
+    assert (np.isnan(run.used[0]), run.first_loss_scales()) == (True, (2.0**23, 2.0**24))
     assert (run.lines_read, run.lines_used, run.problems) == (32, 32, ())
     assert (run.column("loss")[0], run.column("seconds")[0]) == (4.155150, 4.705)
     run = read_log(LOGS / "megatron_gpt2_n4.log")
     # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. The run started at 2^32
     # and tolerated its first overflow, but the log does not state this.
-    assert [int(run.overflow[start : start + 10].sum()) for start in range(0, 200, 10)] == [10, 8, 1] + [0] * 17
-    assert (np.isnan(run.loss_scale[:10]).all(), run.first_loss_scales()) == (True, (2.0**23, 2.0**33))
-    assert np.flatnonzero(~run.position_known).tolist() == list(range(10, 30))
+    assert run.fewest.tolist() == run.most.tolist() == [10, 8, 1] + [0] * 17
+    assert (np.isnan(run.used[:3]).all(), run.first_loss_scales()) == (True, (2.0**23, 2.0**33))
+    assert run.known_share == 0.85
     run = read_log(LOGS / "deepspeed_overflow.log")
     # The log says "step=10, skipped=6", but has lines for only four of the six skipped steps.
-    assert (len(run), run.skipped_bounds(), run.position_known.any()) == (10, (6, 6), False)
-    assert run.loss_scale[:4].tolist() == [65536, 65536, 32768, 16384]
-    assert np.isnan(run.loss_scale[4:]).all()
+    assert (len(run), run.skipped_bounds(), run.known_share) == (10, (6, 6), 0.0)
+    assert [move.before for move in run.moves] == [65536, 65536, 32768, 16384]
+    assert np.isnan(run.after).all()
 
 
 def test_lines_of_several_ranks_are_one_step(tmp_path):
@@ -252,7 +252,7 @@ def test_a_restart_supersedes_the_steps_of_the_earlier_attempt(tmp_path):
     again = [line.replace("cond: True", "cond: False") for line in lines[16:20]]
     run = read(tmp_path, *lines, *again)
     # Steps 1 to 16 have 8 skips. Later lines supersede the skip at step 19, so it no longer counts.
-    assert (run.step.tolist(), run.skipped_steps, run.lines_superseded) == (list(range(1, 21)), 8, 16)
+    assert (run.last.tolist(), int(run.skipped.sum()), run.lines_superseded) == (list(range(1, 21)), 8, 16)
     assert [note for note in run.notes if "run.log:33: the run restarts at step 17 (it had reached 32)" in note]
     many = [line.replace("8388608.0", f"{2**k}.0") for k in range(30) for line in lines[:4]]
     run = read(tmp_path, *many)
@@ -264,7 +264,7 @@ def test_long_log_is_restarted_where_lines_were_put_away(tmp_path):
     lines = [record_line(step) for step in range(1, 10_001)]
     again = [record_line(step, step == 300, 4.0) for step in range(300, 310)]
     run = read(tmp_path, *lines, *again)
-    assert (len(run), run.skipped_bounds(), run.loss_scale[298:301].tolist()) == (309, (1, 1), [1024.0, 4.0, 4.0])
+    assert (len(run), run.skipped_bounds(), run.used[298:301].tolist()) == (309, (1, 1), [1024.0, 4.0, 4.0])
 
 
 def test_files_of_one_run_are_read_one_after_the_other(tmp_path):
@@ -274,7 +274,7 @@ def test_files_of_one_run_are_read_one_after_the_other(tmp_path):
     with open(names[1], "a") as file:
         file.write("Epoch:[ 1/ 1], step:[ 32/ 32], loss: torn\n")
     run = read_log([names[0], str(names[1])])
-    assert (run.name, run.files, run.step[-1]) == ("1.log", tuple(map(str, names)), 31)
+    assert (run.name, run.files, run.last[-1]) == ("1.log", tuple(map(str, names)), 31)
     assert run.problems[0].startswith(f"{names[1]}:12: looks like a step's line")
 
 
@@ -302,8 +302,8 @@ def test_a_torn_line_leaves_a_step_of_which_nothing_is_known(tmp_path):
     lines = SAMPLES["mindformers"]
     for torn in ([lines[9][:-140] + "\n"], [lines[9][:-140] + lines[10]]):
         run = read(tmp_path, *lines[:9], *torn, *lines[9 + len(torn[0].split("Epoch")) - 1 :])
-        assert (run.step.tolist(), run.skipped_bounds()) == (list(range(1, 33)), (11, 12))
-        assert np.flatnonzero(~run.position_known).tolist() == [9]
+        assert (run.last.tolist(), run.skipped_bounds()) == (list(range(1, 33)), (11, 12))
+        assert np.flatnonzero(~(run.skipped | run.applied)).tolist() == [9]
         assert "run.log:10: looks like a step's line" in run.problems[0]
     two = read(tmp_path, SAMPLES["megatron"][0].strip("\n") + SAMPLES["megatron"][1], *SAMPLES["megatron"][2:])
     assert (two.skipped_bounds(), two.lines_used, two.problems) == ((19, 19), 19, ())
@@ -315,9 +315,9 @@ def test_a_log_may_end_anywhere_in_a_line(tmp_path, name):
     whole = read(tmp_path, *lines, last)
     for length in range(1, len(last) - 1, 3):
         run = read(tmp_path, *lines, last[:length])
-        same = min(len(run), len(whole)) - 1 if name != "deepspeed" else 2
-        np.testing.assert_array_equal(run.loss_scale[:same], whole.loss_scale[:same], str(length))
-        assert run.overflow[:same].tolist() == whole.overflow[:same].tolist(), length
+        same = min(len(run.last), len(whole.last)) - 1 if name != "deepspeed" else 0
+        np.testing.assert_array_equal(run.used[:same], whole.used[:same], str(length))
+        assert run.fewest[:same].tolist() == whole.fewest[:same].tolist(), length
         assert any(re.search(rf"run\.log:{len(lines) + 1}: .* ends .*middle of a line", note) for note in run.notes)
 
 
@@ -348,7 +348,7 @@ def test_a_refusal_quotes_the_first_line_that_nearly_fits(tmp_path, name, line):
 def test_the_format_may_be_named(tmp_path):
     both = [*SAMPLES["megatron"], *SAMPLES["mindformers"]]
     assert read(tmp_path, *both).log_format == "megatron"
-    assert read(tmp_path, *both, format="mindformers").skipped_steps == 11
+    assert read(tmp_path, *both, format="mindformers").skipped_bounds() == (11, 11)
 
 
 @pytest.mark.parametrize(
@@ -370,18 +370,18 @@ def test_bad_arguments_and_paths_are_refused(arguments, error, message):
 
 def test_steps_that_are_missing_are_named(tmp_path):
     run = read(tmp_path, *(mindformers_line(step, False, 1024.0) for step in (1, 2, 3, 7, 8)))
-    assert run.step.tolist() == [1, 2, 3, 7, 8]
+    assert run.last.tolist() == [1, 2, 3, 7, 8]
     assert [note for note in run.notes if "log:4: the log lacks 3 steps" in note and "4 to 6" in note]
 
 
 def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
     run = read(tmp_path, mindformers_line(1, False, 1024.0), mindformers_line(2, False, 64.0))
-    assert run.loss_scale.tolist() == [1024.0, 64.0]
+    assert np.isnan(run.used).all()
     assert any(re.search(r"log:2: an applied step .*scale 1024 .*to 64\. ", note) for note in run.notes)
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
     # No rule raises a loss scale from 2^11 to 2^20 in four steps, so this rise does not show which of these steps were
     # skipped. The overflow flag of the last step shows that it was applied. So at most three of the steps were skipped.
-    assert read(tmp_path, *lines).lines.tolist() == [[4, 0, 3], [8, 0, 6], [12, 0, 9]]
+    assert read(tmp_path, *lines).so_far[1::2].tolist() == [[0, 3], [0, 6], [0, 9]]
 
 
 # The run record that this package writes.
@@ -393,8 +393,8 @@ def test_what_the_package_writes_is_read(tmp_path):
     values = {"overflow": True, "loss_scale": float("inf"), "next_loss_scale": float("inf"), "loss": float("nan")}
     written.append([{"step": 1, **values}, {"step": 4, **values, "loss_scale": 8.0, "next_loss_scale": 4.0}])
     run = read_log(written.path)
-    assert (run.step.tolist(), run.without_line.tolist()) == ([1, 2, 3, 4], [False, True, True, False])
-    assert (run.loss_scale[[0, 3]].tolist(), run.problems) == ([float("inf"), 8.0], ())
+    assert (run.first.tolist(), run.last.tolist()) == ([1, 2, 4], [1, 3, 4])
+    assert (run.used[[0, 2]].tolist(), run.problems) == ([float("inf"), 8.0], ())
     # The record has no count of skipped steps, so it does not show whether the two missing steps were skipped.
     assert run.skipped_bounds() == (2, 4)
     assert run.column("loss")[0] == np.inf
@@ -431,7 +431,7 @@ def test_every_field_of_the_schema_has_a_meaning(tmp_path):
 )
 def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
     run = read(tmp_path, record_line(1), torn, record_line(3))
-    assert (run.step.tolist(), run.skipped_bounds(), run.lines_ignored) == ([1, 2, 3], (0, 1), 1)
+    assert (run.last.tolist(), run.skipped_bounds(), run.lines_ignored) == ([1, 2, 3], (0, 1), 1)
     assert len(run.problems) == 1
     assert "run.log:2: looks like a step's line" in run.problems[0]
 
@@ -439,7 +439,7 @@ def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
 def test_flags_are_of_the_steps_on_whose_lines_they_stand(tmp_path):
     run = read(tmp_path, *(record_line(step, saved=step in (0, 4)) for step in (0, 1, 4, 5)), record_line(5, True))
     # A line of step 0 is about no step of the run. The two lines of step 5 disagree, so the run restarted there.
-    assert run.step.tolist() == [1, 4, 5]
+    assert run.last.tolist() == [1, 4, 5]
     assert [run.steps_where(flag).tolist() for flag in ("saved", "resumed", "applied_bad_loss")] == [[4], [5], []]
     assert run.column("applied_bad_loss") is None
 
@@ -455,7 +455,7 @@ def test_a_value_that_cannot_be_is_unknown(tmp_path):
     line = {"step": 1, "overflow": True, "loss_scale": 0, "next_loss_scale": 8.0, "loss": "nan", "seconds": -4}
     line |= {"largest_gradient": "many", "scale_window": 0}
     run = read(tmp_path, json.dumps(line) + "\n", record_line(2, True, 8.0, gradient_norm="inf"))
-    assert (run.skipped_bounds(), run.loss_scale[1], run.column("loss")[0]) == ((2, 2), 8.0, np.inf)
+    assert (run.skipped_bounds(), run.used[1], run.column("loss")[0]) == ((2, 2), 8.0, np.inf)
     assert (run.columns.keys(), run.column("gradient_norm")[1]) == (
         {"loss", "next_loss_scale", "gradient_norm"},
         np.inf,
@@ -471,7 +471,7 @@ def test_a_flag_that_no_line_names_follows_from_the_counts(tmp_path):
             for step, (count, after) in enumerate(zip(counts, truth.after, strict=True), start=1)
         ]
         run = read(tmp_path, *(line.replace("false", "null") for line in lines))
-        assert (run.overflow.tolist(), run.skipped_bounds()) == (truth.flags, (counts[-1],) * 2)
+        assert (run.skipped.tolist(), run.skipped_bounds()) == (truth.flags, (counts[-1],) * 2)
 
 
 @pytest.mark.parametrize(
@@ -492,9 +492,9 @@ def test_record_begins_at_a_resume_and_ends_in_a_gap(tmp_path):
     late = '{"missing_steps": 6, "first_step": 101, "last_step": 106}\n', record_line(107, skipped_steps=12)
     run = read(tmp_path, *late)
     # The number of skipped steps before step 101 is not known.
-    assert (run.step.tolist(), run.skipped_bounds()) == (list(range(101, 108)), (0, 6))
+    assert (run.first.tolist(), run.last.tolist(), run.skipped_bounds()) == ([101, 107], [106, 107], (0, 6))
     run = read(tmp_path, record_line(1), '{"missing_steps": 3, "first_step": 2, "last_step": 4}\n')
-    assert (run.step.tolist(), run.skipped_bounds()) == ([1, 2, 3, 4], (0, 3))
+    assert (run.last.tolist(), run.skipped_bounds()) == ([1, 4], (0, 3))
 
 
 def test_no_number_fills_the_memory(tmp_path):
@@ -509,9 +509,9 @@ def test_no_number_fills_the_memory(tmp_path):
 
 def test_thousands_of_skipped_steps_on_a_line_are_read(tmp_path):
     run = read(tmp_path, megatron_line(5000, 1.0, 4000), megatron_line(10000, 1.0, 4000))
-    assert (run.skipped_bounds(), run.final_loss_scale) == ((8000, 8000), 1.0)
+    assert (run.skipped_bounds(), run.after[-1]) == ((8000, 8000), 1.0)
     run = read(tmp_path, overflow_line(4, 2), progress_line(5000, 4000))
-    assert (run.skipped_bounds(), np.isnan(run.final_loss_scale)) == ((4000, 4000), True)
+    assert (run.skipped_bounds(), np.isnan(run.after[-1])) == ((4000, 4000), True)
 
 
 def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
@@ -559,7 +559,9 @@ def test_mutilated_logs_raise_only_value_errors(name, data, tmp_path_factory):
             continue
         assert run.lines_read == run.lines_used + run.lines_ignored
         assert all(f"mutilated_{name}.log:" in problem for problem in run.problems)
-        assert not (run.loss_scale <= 0).any()
+        assert not (run.used < 0).any()
         fewest, most = run.skipped_bounds()
-        assert 0 <= fewest <= run.skipped_steps <= most
-        assert not any(np.isnan(run.to_trace(assume).ceiling).any() for assume in ASSUMPTIONS)
+        assert 0 <= fewest <= most
+        assert (run.fewest <= run.most).all()
+        assert run.is_numbered is False or most <= len(run)
+        analyze(run).text(details=True)

@@ -67,8 +67,9 @@ PROGRAMS = {
 def test_each_program_is_read_by_its_pattern(tmp_path, name):
     pattern, text = PROGRAMS[name]
     run = read(tmp_path, text, pattern=pattern)
-    assert (run.log_format, run.step[-1], run.filled_loss_scale[-1]) == ("pattern", 300, 32768.0)
-    bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 300), "fairseq": (1, 300)}.get(name, (0, 300))
+    assert (run.log_format, run.last[-1], run.stated_scales()[-1]) == ("pattern", 300, 32768.0)
+    # The two lines of apex may be of two ranks.
+    bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 2), "fairseq": (1, 1)}.get(name, (0, 300))
     assert run.skipped_bounds() == bounds
     assert run.problems == ()
 
@@ -108,11 +109,9 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, seed, every):
         (r"(?P<step>\d+)(?P<overflow>\d)(?P<lr>\d)", ValueError, r"only the groups .*but has lr"),
         (7, TypeError, r"must be text, but got 7"),
         (r"iter (?P<step>\d+) (?P<overflow>\d)", ValueError, r"No line of .* states a step"),
-        (r"x(?P<step>(\d+)+)+y(?P<loss_scale>\d)", TimeoutError, r"must match each line within"),
     ],
 )
-def test_a_wrong_pattern_is_refused_with_the_remedy(tmp_path, monkeypatch, pattern, error, message):
-    monkeypatch.setattr("mindformers_adaptive.record.pattern._MOST_SECONDS", 0.2)
+def test_a_wrong_pattern_is_refused_with_the_remedy(tmp_path, pattern, error, message):
     with pytest.raises(error, match=message):
         read(tmp_path, "x" + "1" * 60 + "\n", pattern=pattern)
 
@@ -133,10 +132,12 @@ def test_each_command_takes_a_pattern(run_program, tmp_path):
     pattern, text = PROGRAMS["yolox"]
     log = tmp_path / "train.log"
     log.write_text(text)
-    commands = [["analyze", log], ["compare", log], ["tune", log], ["plot", log, tmp_path / "a.png"]]
+    commands = [["analyze", log], ["plot", log, tmp_path / "a.png"]]
     for command in [*commands, ["report", log, "--output", tmp_path / "a.html"]]:
         code, _, error = run_program(*map(str, command), "--pattern", pattern)
         assert (code, "Error" in error) == (0, False), error
+    log.write_text("".join(f"step: [{n}/99], loss: 1.5, overflow: False, scale: 8\n" for n in range(1, 50)))
+    assert run_program("compare", str(log), "--pattern", pattern)[0] == 0
     code, _, error = run_program("analyze", str(log), "--pattern", "(")
     assert (code, "must be a regular expression" in error) == (2, True)
 
@@ -146,13 +147,13 @@ def test_a_scale_beyond_float64_costs_no_more_than_its_line(tmp_path, name):
     line = megatron_line if name == "megatron" else lambda step, scale: mindformers_line(step, False, scale)
     texts = [line(step, 8.0) for step in range(1, 6)]
     texts[2] = texts[2].replace("scale: 8.0", "scale: 1e400")
-    assert read(tmp_path, *texts).step.tolist() == [1, 2, 3, 4, 5]
+    assert read(tmp_path, *texts).last.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_pipes_and_devices_are_refused_at_once(run_program, tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for file in (str(tmp_path / "pipe.yaml"), "/dev/zero"):
-        commands = [[command, file] for command in ("analyze", "compare", "tune", "plot", "report", "inspect")]
+        commands = [[command, file] for command in ("analyze", "compare", "plot", "report", "inspect")]
         commands += [["diff", file, file], ["why", "--record", file, "--network", "module.build"]]
         commands += [[command, "--config", file] for command in ("find", "probe", "why", "train")]
         for arguments in commands:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.record.run import ASSUMPTIONS, bound_shares
+from mindformers_adaptive.record.ceilings import ASSUMPTIONS, trace_of
+from mindformers_adaptive.record.run import RecordedRun
 from tests.shared import records
 
 
@@ -25,78 +26,82 @@ def test_interpolated_ceilings_lie_between_skipped_steps():
     run = run_of([16, 8, 4, 4, 4, 4, 16, 8], "!!....!.")
     # Log2 of the ceiling is (3 + 2) / 2 = 2.5 at index 1 and (4 + 3) / 2 = 3.5 at index 6; linear in between, constant
     # outside.
-    assert exponents(run.to_trace().ceiling) == [2.5, 2.5, 2.7, 2.9, 3.1, 3.3, 3.5, 3.5]
+    assert exponents(trace_of(run).ceiling) == [2.5, 2.5, 2.7, 2.9, 3.1, 3.3, 3.5, 3.5]
 
 
 def test_interpolated_ceilings_are_moved_into_the_bounds():
     # The step at index 1 is skipped at a loss scale of 2^3, and index 2 is applied at 2^2. So log2 of the ceiling is
     # first assumed to be (3 + 2) / 2 = 2.5 at all three steps. But index 0 was applied at 2^3, so its log2 ceiling is
     # raised to 3.
-    assert exponents(run_of([8, 8, 4], ".!.").to_trace().ceiling) == [3, 2.5, 2.5]
+    assert exponents(trace_of(run_of([8, 8, 4], ".!.")).ceiling) == [3, 2.5, 2.5]
     # The overflow is tolerated, so the next step has the same loss scale, 2^3. The log2 ceiling is then interpolated
     # between this scale and half of it: (3 + 2) / 2.
-    assert exponents(run_of([8, 8, 8], "!..").to_trace().ceiling) == [2.5, 3, 3]
+    assert exponents(trace_of(run_of([8, 8, 8], "!..")).ceiling) == [2.5, 3, 3]
     # No step follows the skipped step at the end. So its log2 ceiling is interpolated between its own loss scale, 2^3,
     # and half of this scale: (3 + 2) / 2.
-    assert exponents(run_of([4, 8], ".!").to_trace().ceiling) == [2.5, 2.5]
+    assert exponents(trace_of(run_of([4, 8], ".!")).ceiling) == [2.5, 2.5]
 
 
 def test_largest_applied_scale_is_assumed_without_skips():
     run = run_of([4, 8, 4], "...")
-    assert exponents(run.to_trace().ceiling) == [3, 3, 3]
-    assert run.to_trace("lower_bound").ceiling.tolist() == [4, 8, 4]
-    assert np.isinf(run.to_trace("upper_bound").ceiling).all()
-
-
-def test_lower_bound_takes_the_applied_scale_or_the_neighbours():
-    run = run_of([4, 16, 8, 2, 16, 8], ".!!.!.")
-    assert run.to_trace("lower_bound").ceiling.tolist() == [4, 2, 2, 2, 2, 8]
+    assert exponents(trace_of(run).ceiling) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("assume", ASSUMPTIONS)
 def test_scale_of_zero_has_a_ceiling_below_every_float32(assume):
-    trace = run_of([2.0**-148, 2.0**-149, 0, 0], "!!!!").to_trace(assume)
+    trace = trace_of(run_of([2.0**-148, 2.0**-149, 0, 0], "!!!!"), assume)
     assert (trace.ceiling[2:] < 2.0**-149).all()
 
 
-def test_upper_bound_is_just_below_what_neighbours_did_not_bear():
-    run = run_of([4, 16, 8, 2, 32, 8], ".!!.!.")
-    expected = [np.nextafter(scale, 0) for scale in (16, 16, 8, 32, 32, 32)]
-    assert run.to_trace("upper_bound").ceiling.tolist() == expected
+def test_bounds_come_from_steps_of_known_outcome_and_scale():
+    known = [True] * 18 + [False, True]
+    run = run_of([16.0] + [8.0] * 18 + [8.0], "!" + "." * 19, known=known)
+    trace = trace_of(run)
+    assert trace.lower_bound.tolist() == [0, *[8] * 17, 0, 8]
+    assert trace.upper_bound.tolist() == [16, *[np.inf] * 19]
+    assert trace.known([16, *[8] * 19]).tolist() == known
 
 
-def test_bounds_come_from_steps_of_known_number_and_scale():
-    run = run_of([16, 8, 4, np.nan], "!.!.", known=[True, True, False, True])
-    trace = run.to_trace()
-    assert trace.lower_bound.tolist() == [0, 8, 0, 0]
-    assert trace.upper_bound.tolist() == [16, np.inf, np.inf, np.inf]
-    assert bound_shares(trace) == {"both": 0.0, "lower_bound": 0.25, "upper_bound": 0.25, "neither": 0.5}
-    assert trace.known([16, 8, 4, 4]).tolist() == [True, True, False, False]
+def test_a_run_of_which_too_little_is_known_is_refused():
+    run = run_of([8.0] * 10, "." * 10, known=[False, False, *[True] * 8])
+    with pytest.raises(ValueError, match=r"run states for 80% of its steps .*90%.*--log-interval 1"):
+        trace_of(run)
 
 
 def test_the_trace_carries_what_the_run_recorded():
     seconds = np.array([0.5, np.nan])
-    trace = run_of([8, 4], "!.", seconds=seconds).to_trace()
+    trace = trace_of(run_of([8, 4], "!.", seconds=seconds))
     assert trace.name == "run"
-    assert trace.seconds is seconds
+    np.testing.assert_array_equal(trace.seconds, seconds)
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 40), st.booleans(), st.booleans(), st.floats(0, 1e9) | st.just(np.nan)),
+        st.tuples(st.integers(0, 40), st.booleans(), st.floats(0, 1e9) | st.just(np.nan)),
         min_size=1,
         max_size=60,
     )
 )
 def test_every_assumption_agrees_with_every_step(steps):
-    exponent, overflow, known, gradients = zip(*steps, strict=True)
+    exponent, overflow, gradients = zip(*steps, strict=True)
     flags = "".join("!" if over else "." for over in overflow)
-    run = run_of([2.0**k for k in exponent], flags, known=known, largest_gradient=np.array(gradients))
-    lower, upper = run.to_trace("lower_bound").ceiling, run.to_trace("upper_bound").ceiling
-    for ceiling in (run.to_trace(assume).ceiling for assume in ASSUMPTIONS):
+    run = run_of([2.0**k for k in exponent], flags, largest_gradient=np.array(gradients))
+    for ceiling in (trace_of(run, assume).ceiling for assume in ASSUMPTIONS):
         # A replay at the recorded loss scales must overflow at exactly the steps that the run skipped.
-        assert ((run.loss_scale > ceiling) == run.overflow).all()
-    assert (lower <= upper).all()
+        assert ((run.used > ceiling) == run.skipped).all()
+
+
+def test_a_stretch_of_several_steps_bounds_each_of_them():
+    # Four applied steps between 2^3 and 2^4, then two skipped steps down to 2^2.
+    first, last = np.array([1, 5, 7]), np.array([4, 6, 8])
+    count, scale = np.array([0, 2, 0]), np.array([16.0, 4.0, 4.0])
+    unknown = np.full(3, np.nan)
+    run = RecordedRun("run", (), "megatron", first, last, count, count, unknown, scale, start=8.0)
+    assert [bounds.tolist() for bounds in run.scale_ranges()] == [[8, 4, 4], [16, 16, 4]]
+    assert (len(run), run.known_share, run.skipped_bounds(), run.first_loss_scales()) == (8, 1.0, (2, 2), (8.0, 8.0))
+    trace = trace_of(run)
+    assert trace.lower_bound.tolist() == [8, 8, 8, 8, 0, 0, 4, 4]
+    assert trace.upper_bound.tolist() == [*[np.inf] * 4, 16, 16, np.inf, np.inf]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_every_assumption_agrees_with_every_step(steps):
     [
         ({"columns": {"loss": np.ones(3)}}, r"All arrays of the run 'run' must have one number for each step"),
         ({"columns": {"los": np.ones(2)}}, r"A column's name must be one of \('loss', .*, but got 'los'"),
-        ({"step": np.array([2, 2])}, r"The steps of the run 'run' must increase"),
+        ({"last": np.array([2, 2])}, r"The steps of the run 'run' must increase"),
     ],
 )
 def test_a_run_that_contradicts_itself_is_refused(changes, message):
@@ -113,9 +118,8 @@ def test_a_run_that_contradicts_itself_is_refused(changes, message):
 
 
 def test_an_unknown_assumption_is_refused():
-    with pytest.raises(ValueError, match=r"'assume' must be one of \('interpolated', .*, but got 'hopeful'"):
-        run_of([8], ".").to_trace("hopeful")
-    assert run_of([8], ".").assumptions[0] == "interpolated"
+    with pytest.raises(ValueError, match=r"'assume' must be one of \('gradients', .*, but got 'hopeful'"):
+        trace_of(run_of([8], "."), "hopeful")
 
 
 def shown(exponents):
@@ -128,34 +132,32 @@ def test_known_gradients_show_the_ceilings():
     # The steps at index 1 and 3 have no gradients, so log2 of their ceilings is interpolated: index 1 gets the mean of
     # 5 and 3, and index 3 the mean of 3 and 4. The gradients of the last step imply a log2 ceiling of 1, but this step
     # was applied at a loss scale of 2^2, so its log2 ceiling is at least 2.
-    assert run.assumptions[0] == "gradients"
-    assert exponents(run.to_trace().ceiling) == [5, 4, 3, 3.5, 4, 2]
-    assert exponents(run.to_trace("interpolated").ceiling) == [3] * 6
+    assert exponents(trace_of(run).ceiling) == [5, 4, 3, 3.5, 4, 2]
+    assert exponents(trace_of(run, "interpolated").ceiling) == [3] * 6
 
 
 def test_gradients_above_an_overflow_are_lowered():
     # Both skipped steps have a loss scale of 2^4, but the gradients nearby imply ceilings of 2^7 and 2^8. So the
     # implied ceilings are lowered by 3.5 bits.
     gradients = shown([7, None, 7, 7, None, 8])
-    trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()
+    trace = trace_of(run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients))
     assert exponents(trace.ceiling) == [3.5, 3.5, 3.5, 3.5, 4, 4.5]
     # Three steps overflow at a loss scale of 2^4. After only one of these overflows, the gradients imply a ceiling
     # above 2^4 (2^9). The median over the three overflows ignores a single exception, so the ceilings from gradients
     # are not lowered.
     trace = run_of([8, 16, 8, 16, 8, 16, 8], ".!.!.!.", largest_gradient=shown([3.5, None] * 2 + [9, None, 3.5]))
-    assert exponents(trace.to_trace().ceiling)[4] == 9
+    assert exponents(trace_of(trace).ceiling)[4] == 9
 
 
 def test_the_trace_has_the_gradients_of_applied_steps_only():
     # An applied step cannot have a largest gradient of inf. So the trace must treat such a gradient as unknown.
     gradients = np.array([np.inf, 2.0, 0.0, np.nan, np.inf, 8.0])
-    trace = run_of([8, 4, 4, 4, 4, 4], "!....!", known=[True] * 6, largest_gradient=gradients).to_trace()
+    trace = trace_of(run_of([8, 4, 4, 4, 4, 4], "!....!", known=[True] * 6, largest_gradient=gradients))
     np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan, np.nan])
 
 
 @pytest.mark.parametrize("gradients", [None, np.full(2, np.nan), np.zeros(2), np.array([np.inf, 1e-300])])
 def test_without_gradients_that_show_anything_all_is_as_before(gradients):
     run = run_of([8, 4], "!.", largest_gradient=gradients)
-    assert run.assumptions == ("interpolated", "lower_bound", "upper_bound")
-    assert run.to_trace("gradients").ceiling.tolist() == run.to_trace().ceiling.tolist()
-    assert run.to_trace().largest_gradient is None
+    assert trace_of(run, "gradients").ceiling.tolist() == trace_of(run).ceiling.tolist()
+    assert trace_of(run).largest_gradient is None

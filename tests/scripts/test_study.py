@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
-from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.rules.formats import FORMATS
 from scripts.studies import study
 from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
+from scripts.studies.synthetic import KINDS, REGIMES, synthetic_trace, with_gradients
 from tests.shared.pages import figure
 
 pytestmark = pytest.mark.slow

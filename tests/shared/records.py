@@ -56,9 +56,7 @@ def run_of(scale, overflow, known=True, first_step=1, **attributes):
     """
     columns = {name: values for name in COLUMNS if (values := attributes.pop(name, None)) is not None}
     step = np.arange(first_step, first_step + len(scale))
-    scale, overflow = np.array(scale, np.float64), np.array(overflow, bool)
-    arrays = step, scale, overflow, np.broadcast_to(known, len(step)), columns
-    return RecordedRun("run", ("run.log",), "jsonl", *arrays, **attributes)
+    return RecordedRun.of_steps(step, scale, overflow, known, columns=columns, files=("run.log",), **attributes)
 
 
 def assert_follows(rule, state, lines):

@@ -34,15 +34,16 @@ Each kind of regime also exists with ``with spikes`` behind its name. Then 6 * b
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.gradient_ceilings import checked_steps, random_of, with_gradients
 from mindformers_adaptive.record.trace import Trace
+from mindformers_adaptive.rules.formats import FLOAT16, Format
 
-__all__ = ["KINDS", "REGIMES", "regime_levels", "synthetic_trace", "synthetic_traces"]
+__all__ = ["KINDS", "REGIMES", "random_of", "regime_levels", "synthetic_trace", "synthetic_traces", "with_gradients"]
 
 # Default log2 of the ceilings: the dynamic loss scale of a small Llama in FP16 on CPU stayed between 2^16 and 2^20.
 _LEVEL = 18.0
@@ -112,7 +113,7 @@ def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> ND
         >>> int((levels < 18).argmax()), float(levels[-1])
         (500, 18.0)
     """
-    count, pattern = checked_steps(steps), kind.removesuffix(_WITH_SPIKES)
+    count, pattern = steps, kind.removesuffix(_WITH_SPIKES)
     random = random_of(seed, pattern)
     depths, position, depth = np.zeros(count + _RAMP), 0, 0.0
     while position < count:
@@ -161,7 +162,7 @@ def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> 
         >>> len(synthetic_trace("random walk", steps=100, seed=0))
         100
     """
-    count = checked_steps(steps)
+    count = steps
     noise = random_of(seed, "n_t").standard_normal(count)
     if kind in REGIMES:
         spikes = _spikes(count, seed) if kind.endswith(_WITH_SPIKES) else 0.0
@@ -192,3 +193,32 @@ def synthetic_traces(steps: int, seed: int, kinds: Sequence[str] = KINDS) -> dic
         ['stationary', 'slowly rising', 'slowly falling', 'sudden drop']
     """
     return {kind: synthetic_trace(kind, steps, seed) for kind in kinds}
+
+
+def with_gradients(
+    trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0, gradient_format: Format = FLOAT16
+) -> Trace:
+    r"""Return a copy of a trace with gradients that imply the trace's ceilings, or too high or too low ceilings.
+
+    :math:`largest\_gradient_t = largest / (c_t \cdot 2^{offset + spread \cdot n_t})`, where *largest* is the
+    largest number of the format, :math:`c_t` the ceiling, and :math:`n_t` are independent standard normal numbers.
+
+    Args:
+        trace (Trace): the trace that the gradients are added to.
+        offset (float): how many bits the ceilings that the gradients imply are too high, as when activation gradients
+            overflow first. A negative offset makes them too low, as when a gradient is summed in float32. Default: 0.
+        spread (float): standard deviation of the offset, in bits. Default: 0.
+        seed (int): seed of the random offsets, at least 0. Default: 0.
+        gradient_format (Format): the format of the gradients. Default: float16.
+
+    """
+    noise = random_of(seed, "offset").standard_normal(len(trace)) if spread else 0.0
+    with np.errstate(divide="ignore", over="ignore"):
+        gradients = gradient_format.largest / trace.ceiling / np.exp2(offset + spread * noise)
+    shown = np.broadcast_to(gradients, trace.ceiling.shape)
+    return dataclasses.replace(trace, largest_gradient=shown, gradient_format=gradient_format)
+
+
+def random_of(seed: int, symbol: str) -> np.random.Generator:
+    """Return a random generator for one symbol of a formula. Different symbols get independent random numbers."""
+    return np.random.default_rng([seed, *symbol.encode()])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.synthetic import REGIMES, regime_levels, synthetic_trace, synthetic_traces
 from mindformers_adaptive.record.trace import consecutive_runs
+from scripts.studies.synthetic import REGIMES, regime_levels, synthetic_trace, synthetic_traces
 
 STEPS = 20_000
 TRACES = {name: np.log2(trace.ceiling) for name, trace in synthetic_traces(STEPS, seed=3).items()}
@@ -105,17 +105,3 @@ def test_a_trace_of_one_step_can_be_made():
 def test_ceilings_stay_within_float32():
     far = synthetic_trace("random walk", 1000, 0, level=500.0)
     assert far.ceiling.max() == 2.0**127
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((0, 0), ValueError, r"'steps' must be at least 1, but got 0"),
-        ((True, 0), TypeError, r"'steps' must be an integer.* got True of type bool"),
-        ((5, -1), ValueError, r"'seed' must be at least 0, but got -1"),
-        ((5, "1"), TypeError, r"'seed' must be an integer.* got '1' of type str"),
-    ],
-)
-def test_bad_steps_and_seeds_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        synthetic_traces(*arguments)
