@@ -65,14 +65,15 @@ def advise(
 def _lost_state(run: RecordedRun) -> Advice | None:
     """Advise resuming the state of the loss scale if a restart lost it: the scale jumps up, and steps are skipped."""
     scales = np.where(np.isnan(run.used), run.after, run.used)
-    # The lowest scale that the log states of each stretch before, or of the last one of which it states any.
+    # The lowest scale that the log states of the stretch before; after a restart, of the last one that states any.
     before = np.append(run.start, np.fmin(run.used, run.after)[:-1])
     known = np.flatnonzero(~np.isnan(before))
     if not len(known):
         return None
     last = before[known[np.maximum(np.searchsorted(known, np.arange(len(before)), side="right") - 1, 0)]]
+    last = np.where(np.asarray(run.restarted), last, before)
     is_single = (run.lengths == 1) & run.follows
-    jumps = (scales > _LOST * last) & (last > 0) & (is_single | np.append(False, ~run.follows[1:])) & run.skipped
+    jumps = (scales > _LOST * last) & (last > 0) & (is_single | np.asarray(run.restarted)) & run.skipped
     for index in np.flatnonzero(jumps).tolist():
         others = np.flatnonzero(~run.skipped[index:])
         end = index + int(others[0]) if len(others) else len(run.first)

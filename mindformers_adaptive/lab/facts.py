@@ -110,7 +110,7 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
         return []
     others = np.flatnonzero(~(run.applied & np.append(True, run.follows[1:])))
     climbed = run.after[: int(others[0]) if len(others) else len(run.after)]
-    highest = float(np.nanmax(climbed, initial=0.0)) if len(climbed) else 0.0
+    highest = float(np.max(climbed, initial=0.0, where=np.isfinite(climbed)))
     if highest >= _ROOM * first[0]:
         return [
             f"There was room at the start: the scale rose from {as_power_of_two(first[0])} to "

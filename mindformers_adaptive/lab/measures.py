@@ -125,8 +125,8 @@ def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None 
         headroom_lost=float(bits.mean()) if len(bits) else math.nan,
         longest_skip_run=int((series[:, 1] - series[:, 0] + 1).max(initial=0)),
         steps_to_first_applied=len(trace) if skipped.all() else int(np.argmin(skipped)),
-        scale_changes=int(np.count_nonzero(np.diff(scales))),
-        window_changes=int(np.count_nonzero(np.diff(windows))),
+        scale_changes=int(np.count_nonzero(scales[1:] != used)),
+        window_changes=int(np.count_nonzero(windows[1:] != windows[:-1])),
         known_share=float(trace.known(used).mean()),
     )
 

@@ -26,6 +26,9 @@ _IN_WORDS = {
 # Relative tolerance for comparing loss scales, because logs print rounded scales.
 _NEAR = 1e-3
 
+# A loss scale that changes by more than this factor in one step of a log has jumped.
+_FACTOR = 10.5
+
 
 class Change(NamedTuple):
     """A change of the loss scale, after one step or somewhere within several steps.
@@ -157,6 +160,9 @@ def _window(run: RecordedRun, index: int) -> int | None:
 
 
 def _kind_of_step(before: float, after: float, run: RecordedRun, index: int) -> str:
+    # Only a record names the rule's own next scale. In other logs, a rule moves the scale by a factor of two or so.
+    if math.isinf(before + after) or (run.log_format != "jsonl" and not 1 / _FACTOR <= after / before <= _FACTOR):
+        return "jump"
     if run.skipped[index]:
         return "drop" if after < before else "overflow rise"
     if run.applied[index]:

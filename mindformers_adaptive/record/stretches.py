@@ -136,7 +136,7 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
     Raises:
         ValueError: if a line names an unknown gradient format.
     """
-    rows = _rows(lines, name_of)
+    rows = _rows(lines, log_format, name_of)
     spans = _spans(rows, log_format)
     scales = _scales(rows, spans, log_format)
     fewest, most, so_far = _skipped(rows, spans, scales, log_format)
@@ -174,12 +174,13 @@ def _move(row: int, line: LogLine) -> Move:
     return Move(row, bool(line.overflow), before, after, line.steps or 0)
 
 
-def _rows(lines: LogLines, name_of: Callable[[int], str]) -> _Rows:
+def _rows(lines: LogLines, log_format: LogFormat, name_of: Callable[[int], str]) -> _Rows:
     notes: list[str] = []
     columns = {name: lines.array(name) for name in lines.columns}
     columns |= {name: _valid(columns[name]) for name in ("loss_scale", "next_loss_scale")}
-    # A log line for step 0 states the loss scale and the number of skipped steps before the first step.
-    first = int(len(lines) > 0 and columns["step"][0] == 0)
+    # A log line for step 0 states the loss scale and the number of skipped steps before the first step. In the log of
+    # another program, which a pattern describes, step 0 is a step.
+    first = int(len(lines) > 0 and columns["step"][0] == 0 and log_format.name != "pattern")
     start_total = int(columns["skipped_steps"][0]) if first else -1
     start_scale = float(columns["next_loss_scale"][0]) if first else math.nan
     columns = {name: column[first:] for name, column in columns.items()}
@@ -187,7 +188,8 @@ def _rows(lines: LogLines, name_of: Callable[[int], str]) -> _Rows:
     printed = Counter(max(row - first, 0) for row, line in lines.overflows if line.overflow)
     if has_tail := len(columns["step"]) in listed:
         tail = listed[len(columns["step"])]
-        steps = sum(bool(line.overflow) for line in tail) + steps_between(tail)
+        steps = sum(bool(line.overflow) for line in tail)
+        steps += max(steps_between(tail), sum(line.steps or 1 for line in tail if not line.overflow) * (not len(lines)))
         last = int(columns["step"][-1]) if len(columns["step"]) else 0
         if steps:
             unknown = {name: np.append(column, _UNKNOWN[column.dtype.kind]) for name, column in columns.items()}
@@ -210,7 +212,7 @@ def _rows(lines: LogLines, name_of: Callable[[int], str]) -> _Rows:
 def _spans(rows: _Rows, log_format: LogFormat) -> _Spans:
     """Find how many steps each row of the log covers, and whether the row follows the row before without a gap."""
     columns, step = rows.columns, rows.columns["step"]
-    before = np.append(0, step[:-1])
+    before = np.append(min(int(step[0]) - 1, 0), step[:-1])
     length, apart, stated = columns["steps"], step - before, columns["skipped_since"].copy()
     covered = np.where(length > 0, length, int(log_format.every_step))
     is_silent = np.isnan(columns["next_loss_scale"]) & (stated < 0) & (columns["overflow"] < 0)
@@ -278,7 +280,7 @@ def _group_by_totals(rows: _Rows, gap: Integers, steps: Integers) -> tuple[Integ
     ends = np.flatnonzero(total >= 0)
     group = np.searchsorted(ends, np.arange(len(gap)))
     begins = rows.start_total >= 0 or (math.isnan(rows.start_scale) and bool(len(gap) and gap[0] == 0))
-    lasts = np.append(np.append(0, step[ends]), LARGEST_STEP)
+    lasts = np.append(np.append(min(int(step[0]) - 1, 0), step[ends]), LARGEST_STEP)
     totals = np.append(np.append(max(rows.start_total, 0), total[ends]), 0)
     count, length = np.diff(totals), np.diff(lasts)
     missing, restarted = (np.bincount(group, weights, len(count)) for weights in (gap, rows.restarted))
@@ -311,7 +313,7 @@ def _scales(rows: _Rows, spans: _Spans, log_format: LogFormat) -> _Scales:
 
 def _narrowed(spans: _Spans, low: Floats, high: Floats, is_wide: Flags) -> tuple[Floats, Floats]:
     """Narrow the bounds on loss scales that the log prints rounded, by the loss scales in the lines around them."""
-    exact = (low + high)[~is_wide & ~np.isnan(low)] / 2
+    exact, stated = (low + high)[~is_wide & ~np.isnan(low)] / 2, (low, high)
     if (np.abs(exact - np.round(exact)) < _NEAR_BITS).all():
         whole_low, whole_high = np.ceil(low - _NEAR_BITS), np.floor(high + _NEAR_BITS)
         fits = whole_low <= whole_high
@@ -325,8 +327,10 @@ def _narrowed(spans: _Spans, low: Floats, high: Floats, is_wide: Flags) -> tuple
             fall, rise = (up[row], down[row]) if back else (down[row], up[row])
             lowest = max(low[here], low[there] - fall)
             highest = min(high[here], high[there] + rise)
-            if lowest <= highest:
-                low[here], high[here] = lowest, highest
+            if lowest > highest:
+                # No rule that moves the scale by factors of two prints these numbers.
+                return stated
+            low[here], high[here] = lowest, highest
     return low, high
 
 
@@ -349,9 +353,11 @@ def _skipped(rows: _Rows, spans: _Spans, scales: _Scales, log_format: LogFormat)
         is_late = int(rows.columns["step"][0] > steps[0])
         room[is_late:] = np.minimum(np.maximum(printed.astype(np.int64), flagged), room)[is_late:]
     listed = np.minimum(np.maximum(flagged, listed), room)
-    fits = (spans.stated >= listed) & (spans.stated <= room) & _counts_are_right(rows, spans, scales, log_format)
-    fewest, most = np.where(fits, spans.stated, listed), np.where(fits, spans.stated + spans.gap, room)
-    most = np.minimum(most, room)
+    is_right, is_lone = _counts_are_right(rows, spans, scales, log_format)
+    fits = (spans.stated >= listed) & (spans.stated <= room) & is_right
+    fewest = np.where(fits, spans.stated, listed)
+    # A lone line may count the skipped steps of only some of the steps up to it.
+    most = np.minimum(np.where(fits & ~is_lone, spans.stated + spans.gap, room), room)
     # If the lines of a group contradict its count, believe fewer of the statements about single lines.
     count, is_open = count[spans.group], count[spans.group] >= 0
     for low, high in ((fewest, most), (listed, room), (flagged, room)):
@@ -405,8 +411,11 @@ def _listed(rows: _Rows, count: int) -> Integers:
     return listed
 
 
-def _counts_are_right(rows: _Rows, spans: _Spans, scales: _Scales, log_format: LogFormat) -> bool:
-    """Return whether the lines' counts of skipped steps are right. If one is certainly wrong, believe none."""
+def _counts_are_right(rows: _Rows, spans: _Spans, scales: _Scales, log_format: LogFormat) -> tuple[bool, bool]:
+    """Return whether the lines' counts of skipped steps are right, and whether the log has just one line with a step.
+
+    If one count is certainly wrong, believe none.
+    """
     fell = spans.follows[1:] & (scales.high[1:] < scales.low[:-1] - _NEAR_BITS) & (spans.gap[1:] == 0)
     wrong = np.flatnonzero(fell & (spans.stated[1:] == 0)) + 1
     if len(wrong):
@@ -415,12 +424,12 @@ def _counts_are_right(rows: _Rows, spans: _Spans, scales: _Scales, log_format: L
             f"{counted(len(wrong), 'line')} in all, so the printed numbers of skipped steps are ignored."
         )
     is_lone = len(spans.steps) == 1 and spans.steps[0] > 1 and not log_format.every_step and spans.of_group[0] < 0
-    if is_lone and not rows.has_tail:
+    is_lone &= not rows.has_tail
+    if is_lone:
         rows.notes.append(
             f"{rows.where(0)}: this is the only line that names a step. It is taken to cover all steps up to "
             f"{rows.columns['step'][0]}, but may cover only the last of these steps."
         )
-        return False
     counts = spans.stated[spans.stated >= 0]
     moved = np.diff(counts[np.argmax(counts > 0) :]) if len(counts) else counts
     if log_format.name == "pattern" and len(moved) >= _SEEMS_TOTAL and (moved >= 0).all() and (moved > 0).sum() > 1:
@@ -428,8 +437,8 @@ def _counts_are_right(rows: _Rows, spans: _Spans, scales: _Scales, log_format: L
             "The numbers of the group 'skipped' never fall: they seem to count from the start of the run, and are "
             "ignored. Name the group 'total_skipped'."
         )
-        return False
-    return not len(wrong)
+        return False, is_lone
+    return not len(wrong), is_lone
 
 
 def _scales_of_steps(

@@ -272,6 +272,7 @@ class Collapse(Symptom):
         # The overflows in a row, and how many of the last ones were at one loss scale.
         self._row = self._at_one_scale = self._told_rows = 0
         self._scale: float | None = None
+        self._last_scale: float | None = None
         self._row_began = self._row_ended = 0
         self._has_gap = self._is_told = False
 
@@ -281,7 +282,8 @@ class Collapse(Symptom):
             if self._row and seen.overflow is False:
                 self._end()
             return None
-        scale = seen.next_loss_scale if seen.loss_scale is None else seen.loss_scale
+        # The next loss scale does not tell which scale the step used.
+        scale = self._last_scale = seen.loss_scale
         row = self._row + seen.steps if seen.consecutive_overflows is None else seen.consecutive_overflows
         if not self._row:
             self._row_began, self._has_gap = seen.step - row + 1, False
@@ -322,8 +324,8 @@ class Collapse(Symptom):
         at = ""
         if self._scale is not None and self._at_one_scale >= self._stuck_from:
             at = f", the last {self._at_one_scale} of them at a loss scale of {as_power_of_two(self._scale)}"
-        elif self._scale is not None:
-            at = f", the last of them at a loss scale of {as_power_of_two(self._scale)}"
+        elif self._last_scale is not None:
+            at = f", the last of them at a loss scale of {as_power_of_two(self._last_scale)}"
         steps = f"{self._row} steps in a row" if not self._has_gap else f"All {self._row} steps that the log shows"
         return (
             f"Loss scaling has collapsed: {steps} have overflowed and changed no weight, from step {self._row_began} "

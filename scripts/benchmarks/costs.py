@@ -1,9 +1,8 @@
-"""Measure what loss scaling costs: an update of the loss scale, a train step, overflow detection, the lab's sweep.
+"""Measure what loss scaling costs: an update of the loss scale, a train step, overflow detection.
 
     python -m scripts.benchmarks.costs update
     python -m scripts.benchmarks.costs step
     python -m scripts.benchmarks.costs detection
-    python -m scripts.benchmarks.costs sweep
 
 All four are measured as paired_timing.py describes: several copies of each way run in turns, in random order. A figure
 after ± is the standard error. Machines differ and are noisy, so compare the ratios from one run, not the times.
@@ -18,7 +17,6 @@ from pathlib import Path
 
 from scripts.benchmarks.paired_timing import compare, ratio, time_above, with_error
 from scripts.benchmarks.scales import measure_scales, scales_table
-from scripts.benchmarks.sweep import measure_sweep, sweep_tables
 from scripts.benchmarks.update_cells import (
     ADAPTIVE,
     CELLS,
@@ -74,7 +72,6 @@ def parse_arguments():
     update.add_argument("--calls", type=positive, default=100, help="updates a copy makes in a round (default: 100)")
     add_command(commands, measure_step, "a train step of the demo's model, in graph mode", 4, 20)
     add_command(commands, measure_detection, "what it takes to see an overflow in 5 million gradients", 4, 25)
-    add_command(commands, measure_sweep, "the lab's sweep, against each configuration by itself", 2, 3)
     return parser.parse_args()
 
 
@@ -351,14 +348,13 @@ def detection_tables(result):
     return {"passes": rows}
 
 
-TABLES = {"update": update_tables, "step": step_tables, "detection": detection_tables, "sweep": sweep_tables}
+TABLES = {"update": update_tables, "step": step_tables, "detection": detection_tables}
 CAPTIONS = {
     "cells": "An update; ratio: time above the empty call, MindFormers' cell = 1, ± its standard error:",
     "extra": f"Extra time of a step at 2^14 against {DYNAMIC} cell, in percent, ± its standard error:",
     "scales": "The same backward pass by loss scale: time against that at 2^14, and shares of the weights' gradients:",
     "parts": "Where the time of a step goes in graph mode, as a share of the whole step:",
     "passes": f"Overflow detection as a multiple of a plain pass over the same bytes ({PLAIN}), ± its standard error:",
-    "speeds": "The lab's sweep against each configuration by itself, on one core, ± the standard error:",
 }
 
 

@@ -47,7 +47,6 @@ def commands(record, picture, steps):
         JSON: ["-c", READ, record],
         "analyze": ["-c", PROGRAM, "analyze", record],
         "compare": ["-c", PROGRAM, "compare", record, "--policies", *WINDOWS],
-        "tune": ["-c", PROGRAM, "tune", record],
         "plot": ["-c", PROGRAM, "plot", record, picture],
         "resume": ["-c", RESUME, record, str(steps)],
     }

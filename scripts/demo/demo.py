@@ -19,6 +19,7 @@ from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.plots.canvas import MAIN, WARNING, new_figure, save, style_axes
+from mindformers_adaptive.record.ceilings import trace_of
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.table import as_power_of_two
 from scripts.studies.synthetic import with_gradients
@@ -160,7 +161,7 @@ def compared_rules(record):
     fits each step.
     """
     run = read_log(record)
-    trace, start = with_gradients(run.to_trace()), float(run.loss_scale[0])
+    trace, start = with_gradients(trace_of(run)), float(run.used[0])
     measured = {
         name: replay(make_policy(**arguments, loss_scale_value=start), trace).measures
         for name, arguments in REPLAYED.items()

@@ -71,7 +71,6 @@ FIGURES = {
     "update_pynative": Figure(f"python -m {COSTS} update --mode PyNative --rounds 20 --calls 20", COSTS),
     "step": Figure(f"python -m {COSTS} step", COSTS),
     "detection": Figure(f"python -m {COSTS} detection", COSTS),
-    "sweep": Figure(f"python -m {COSTS} sweep", COSTS),
     "long_records": Figure("python -m scripts.benchmarks.long_records", "scripts.benchmarks.long_records"),
     "ascend_dry_run": Figure("python -m scripts.ascend.compile_for_ascend --all", "scripts.ascend.program"),
     "versions": Figure("bash scripts/versions/version_table.sh"),

@@ -314,7 +314,7 @@ def test_a_run_without_trouble_has_nothing_to_change():
 )
 def test_sample_logs_start_where_a_scale_held(name, scale, skipped):
     analysis = analyze(read_log(LOGS / name))
-    assert [advice.figures["scale"] for advice in analysis.advice] == ([] if scale is None else [scale])
+    assert [advice.figures["scale"] for advice in analysis.advice[:1]] == ([] if scale is None else [scale])
     values = json.loads(json.dumps(analysis.to_dict(), allow_nan=False))
     assert values["skipped"]["count"] == skipped
 

@@ -181,4 +181,3 @@ def test_commands_of_the_page_on_own_rules_read_the_run_of_one(uninterrupted, tm
     mean = replay(LogMaxRule(margin=0.25), read_record(output / "loss_scale_record.jsonl"))[-1].mean
     assert f"{mean:.4g}" in printed["inspect"]
     assert re.search(r"^log_max.LogMaxRule:margin=2 ", printed["compare"], re.MULTILINE)
-    assert re.search(r"Best of 20 settings.*: log_max margin=[2346] ", printed["tune"])

@@ -37,8 +37,8 @@ TRUTH = {
     "lora_two_drops.log": ((2, 2), ["settled at 2^10"], ["Start at", "Paste"]),
     # 2^14 is the highest scale that is not known to overflow.
     "glm6b_sink4.log": ((2, 17), ["2^14", "at most 17 of 20"], ["Start at", "Paste"]),
-    "nan_cond_false.log": ((0, 0), ["no loss scale can help"], ["Start at", "Paste"]),
-    "nan_collapse.log": ((81, 81), ["no loss scale can help"], ["Start at", "Paste"]),
+    "nan_cond_false.log": ((0, 0), ["from step 40 on", "adaptive-loss-scale why"], ["Start at", "Paste"]),
+    "nan_collapse.log": ((81, 81), ["from step 40 on", "adaptive-loss-scale why"], ["Start at", "Paste"]),
     # The start is no power of two, and 4095.94 is the scale at the end.
     "mixtral_65535.log": ((6, 6), ["6 of 300", "loss_scale_value: 2048"], ["Start at 4095.94"]),
     "modelzoo_bert.log": (

@@ -192,7 +192,7 @@ def test_line_that_was_torn_for_good_is_passed_over(path, monkeypatch):
     assert path.read_text().splitlines()[2] == '{"step": '
     assert read_record(path) == lines[:4]
     run = read_log(path)
-    assert (run.step.tolist(), len(run.problems)) == ([1, 2, 3, 4], 1)
+    assert (run.last.tolist(), len(run.problems)) == ([1, 2, 3, 4], 1)
     assert write(path, lines[3:], last_step=3)[0].startswith(f"{path} went on to step 4")
     assert read_record(path) == lines
 

@@ -14,7 +14,6 @@ from mindformers_adaptive.record.logs import read_log
 from scripts.benchmarks import costs as benchmark
 from scripts.benchmarks import long_records as benchmark_long
 from scripts.benchmarks import scales as benchmark_scales
-from scripts.benchmarks import sweep as benchmark_sweep
 from scripts.benchmarks.costs import GRADIENTS, MONITOR, STEP
 from scripts.benchmarks.paired_timing import ratio, take_turns, time_above, typical_times
 from scripts.benchmarks.update_cells import (
@@ -160,16 +159,6 @@ def test_detection_is_compared_with_a_plain_pass(run_quickly):
     assert (list(result["times"]), len(result["times"]["4"])) == (["4"], 6)
 
 
-def test_sweep_comes_to_the_same_as_the_rule(run_quickly):
-    printed, result = run_quickly("sweep")
-    columns = "steps | skipped | million steps a second | seconds | times as fast"
-    rows = lines_of(printed, f"| 10 configurations replayed by | {columns} |")
-    assert [row[1] for row in rows] == ["200", "200", "400"]
-    assert re.fullmatch(r"\d+\.\d", rows[1][5])
-    assert (result["configurations"], result["different_configurations"]) == (10, 0)
-    assert len(benchmark_sweep.make_configurations()) == 1000
-
-
 def test_a_long_record_goes_through_every_command(monkeypatch, capsys, tmp_path):
     result = tmp_path / "long.json"
     monkeypatch.setattr("sys.argv", ["long_records.py", "--steps", "300", "--json", str(result)])
@@ -199,7 +188,7 @@ def test_growth_is_from_the_shortest_to_the_longest_record():
     [
         (("update", "--json", "missing/result.json"), "there is no folder 'missing'"),
         (("step", "--json", "."), "exists, but is not a regular file"),
-        (("sweep", "--rounds", "0"), "must be at least 1, but got 0"),
+        (("detection", "--rounds", "0"), "must be at least 1, but got 0"),
         (("update", "--mode", "our"), "invalid choice: 'our'"),
     ],
 )

@@ -14,8 +14,6 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.formats import FLOAT16
 from scripts.benchmarks import costs as benchmark
 from scripts.benchmarks import scales as benchmark_scales
-from scripts.benchmarks import sweep as benchmark_sweep
-from scripts.benchmarks.sweep import SWEEP
 from scripts.demo import demo
 from scripts.studies import figures, guided_training
 from scripts.studies.figures import DATA, FIGURES, PAGES, Figure
@@ -68,13 +66,13 @@ def test_a_block_is_replaced_and_translated(tmp_path, monkeypatch):
 
 
 def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
-    file = tmp_path / "sweep.json"
-    figures.measure(Figure("python -m scripts.benchmarks.costs sweep --quick", "benchmark"), file)
-    measured = json.loads(file.read_text())
-    assert (measured["command"], measured["steps"][SWEEP]) == ("python -m scripts.benchmarks.costs sweep --quick", 200)
+    file = tmp_path / "detection.json"
+    command = "python -m scripts.benchmarks.costs detection"
+    figures.measure(Figure(f"{command} --quick", "benchmark"), file)
+    assert json.loads(file.read_text())["command"] == f"{command} --quick"
     before = file.read_bytes()
     with pytest.raises(figures.subprocess.CalledProcessError):
-        figures.measure(Figure("python -m scripts.benchmarks.costs sweep --rounds 0", "benchmark"), file)
+        figures.measure(Figure(f"{command} --rounds 0", "benchmark"), file)
     assert file.read_bytes() == before
 
 
@@ -128,14 +126,6 @@ def test_rows_of_what_was_timed_are_those_of_the_script():
     ways = [benchmark.EMPTY, benchmark.PLAIN, benchmark.ALL_FINITE, *benchmark.DETECTIONS, benchmark.NUMPY]
     assert [list(times) for times in detection["times"].values()] == [ways] * len(benchmark.TENSORS)
     assert (list(detection["times"]), detection["elements"]) == (list(map(str, benchmark.TENSORS)), benchmark.ELEMENTS)
-
-
-def test_sweep_skips_as_many_steps():
-    data, configurations = figure("sweep"), benchmark_sweep.make_configurations()
-    assert (data["configurations"], data["different_configurations"]) == (len(configurations), 0)
-    # Leave out the long trace of the sweep, which takes some seconds.
-    trace = benchmark_sweep.make_trace(data["steps"][SWEEP])
-    assert benchmark_sweep.skipped_share(configurations, trace) == pytest.approx(data["skipped_share"][SWEEP])
 
 
 def test_trainings_are_those_of_the_script():
