@@ -282,8 +282,9 @@ class Collapse(Symptom):
             if self._row and seen.overflow is False:
                 self._end()
             return None
-        # The next loss scale does not tell which scale the step used.
-        scale = self._last_scale = seen.loss_scale
+        # Of several steps, the next loss scale does not tell which scales they used.
+        scale = seen.next_loss_scale if seen.loss_scale is None and seen.steps == 1 else seen.loss_scale
+        self._last_scale = scale
         row = self._row + seen.steps if seen.consecutive_overflows is None else seen.consecutive_overflows
         if not self._row:
             self._row_began, self._has_gap = seen.step - row + 1, False
