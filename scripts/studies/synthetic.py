@@ -144,8 +144,7 @@ def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> 
     """Return a synthetic trace with known ceilings, and with gradients that imply these ceilings.
 
     Args:
-        kind (str): one of the kinds in the tables of :mod:`mindformers_adaptive.lab.synthetic`, also the name of the
-            trace.
+        kind (str): one of the kinds in the tables of this module, also the name of the trace.
         steps (int): how many, at least 1.
         seed (int): at least 0; the same seed gives the same trace.
         level (float): log2 of the ceilings that the formula starts from. Default: 18.

@@ -6,32 +6,7 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges
-from mindformers_adaptive.record.trace import Trace
-from scripts.studies.synthetic import synthetic_trace, synthetic_traces, with_gradients
 from tests.shared.records import gradient_line, unscaled_gradients
-
-
-def shown_beyond(trace):
-    return np.log2(65504 / trace.largest_gradient) - np.log2(trace.ceiling)
-
-
-@pytest.mark.parametrize("kind", synthetic_traces(10, seed=0))
-def test_made_traces_show_their_ceilings(kind):
-    trace = synthetic_traces(1000, seed=3)[kind]
-    assert shown_beyond(trace) == pytest.approx(0, abs=1e-9)
-
-
-def test_offset_and_spread_are_in_bits():
-    trace = synthetic_trace("spikes", 20_000, seed=0)
-    assert shown_beyond(with_gradients(trace, -2)) == pytest.approx(-2)
-    hidden = shown_beyond(with_gradients(trace, 3, 0.4, seed=1))
-    assert (hidden.mean(), hidden.std()) == (pytest.approx(3, abs=0.02), pytest.approx(0.4, abs=0.02))
-    assert (shown_beyond(with_gradients(trace, 3, 0.4, seed=1)) == hidden).all()
-    assert (shown_beyond(with_gradients(trace, 3, 0.4, seed=2)) != hidden).any()
-
-
-def test_a_ceiling_of_0_and_one_without_bound_are_shown_as_such():
-    assert with_gradients(Trace.exact("made", [0.0, np.inf])).largest_gradient.tolist() == [np.inf, 0.0]
 
 
 def sweep_line(step, *batches):

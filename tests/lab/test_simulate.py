@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, pareto_front, replay
 from mindformers_adaptive.record.trace import Trace
-from scripts.studies.synthetic import synthetic_trace, with_gradients
+from tests.shared.traces import made_trace, with_gradients
 
 SMALL = {"loss_scale_value": 16.0, "max_scale_window": 3, "min_scale_window": 2}
 
@@ -58,7 +58,7 @@ def test_each_trace_begins_with_a_fresh_policy():
 
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
 def test_comparison_equals_single_replays(lengths):
-    drops = [synthetic_trace("sudden drop", steps, seed=steps) for steps in lengths]
+    drops = [made_trace("sudden drop", steps, seed=steps) for steps in lengths]
     traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
     done = []
     comparison = compare({"guided": partial(make_policy, "guided")}, traces, progress=done.append)

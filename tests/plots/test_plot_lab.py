@@ -10,8 +10,8 @@ from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays, draw_skips
 from mindformers_adaptive.record.trace import Trace
-from scripts.studies.synthetic import synthetic_trace, synthetic_traces, with_gradients
 from tests.plots.drawn import artists, legend, overlap, points, title
+from tests.shared.traces import made_trace, with_gradients
 
 NAMES = ("adaptive", "dynamic", "torch")
 
@@ -21,7 +21,7 @@ def replays_on(trace, names=NAMES):
 
 
 def test_scales_ceiling_and_every_skipped_step_are_drawn():
-    trace = synthetic_trace("sudden drop", 500, seed=1)
+    trace = made_trace("sudden drop", 500, seed=1)
     replays = replays_on(trace)
     upper, lower = draw_replays(trace, replays).axes
     assert points(upper, "ceiling") == (list(range(1, 501)), list(trace.ceiling))
@@ -41,7 +41,7 @@ def test_scales_ceiling_and_every_skipped_step_are_drawn():
 
 
 def test_long_names_leave_the_panels_their_room():
-    trace = synthetic_trace("sudden drop", 50, seed=0)
+    trace = made_trace("sudden drop", 50, seed=0)
     policies = {
         f"dynamic:scale_window={window}": make_policy("dynamic", scale_window=window) for window in range(20, 27)
     }
@@ -69,7 +69,7 @@ def test_ceiling_that_is_not_known_is_called_assumed(bounds):
 
 
 def test_long_trace_is_drawn_as_medians_within_a_band():
-    trace = synthetic_trace("spikes", 20_000, seed=0)
+    trace = made_trace("spikes", 20_000, seed=0)
     replays = replays_on(trace, ["dynamic"])
     upper, lower = draw_replays(trace, replays).axes
     x, y = points(upper, "ceiling")
@@ -85,7 +85,7 @@ def test_long_trace_is_drawn_as_medians_within_a_band():
 
 @pytest.mark.parametrize("steps", [5, 9000])
 def test_replays_of_another_trace_are_refused(steps):
-    short, long = (synthetic_trace("sudden drop", length, seed=0) for length in (steps, steps + 1))
+    short, long = (made_trace("sudden drop", length, seed=0) for length in (steps, steps + 1))
     with pytest.raises(ValueError, match="dimension"):
         draw_replays(long, replays_on(short, ["torch"]))
 
@@ -118,12 +118,12 @@ def test_of_many_results_the_legend_names_those_on_the_front():
 
 def test_comparison_is_drawn_by_its_means():
     policies = {name: partial(make_policy, name) for name in NAMES}
-    comparison = compare(policies, list(synthetic_traces(300, seed=0).values()))
+    comparison = compare(policies, [made_trace(name, 300) for name in ("sudden drop", "spikes")])
     figure = draw_comparison(comparison)
     means = comparison.means()
     drawn = {(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(figure.axes[0], "best")}
     assert drawn == {(means[name]["skipped"], means[name]["headroom_lost"]) for name in comparison.pareto_front()}
-    assert title(figure).startswith("mean of 8 traces: ")
+    assert title(figure).startswith("mean of 2 traces: ")
 
 
 def test_far_outlier_in_skipped_steps_gets_a_logarithmic_axis():
@@ -139,7 +139,7 @@ def test_results_without_any_headroom_are_refused(skipped):
 
 
 def test_what_the_gradients_show_has_its_own_line():
-    trace = with_gradients(synthetic_trace("sudden drop", 300, seed=1), offset=3.0)
+    trace = with_gradients(made_trace("sudden drop", 300, seed=1), bits=3.0)
     upper = draw_replays(trace, replays_on(trace, ["guided"])).axes[0]
     assert points(upper, "shown")[1] == pytest.approx(trace.ceiling * 8.0)
     assert legend(upper) == ["ceiling", "overflows", "what the gradients show", "guided"]

@@ -15,9 +15,9 @@ from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import RunRecord, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from scripts.studies.synthetic import synthetic_trace
 from tests.plots.drawn import artist, artists, legend, overlap, points, title
 from tests.shared.records import gradient_line, record_of, run_of
+from tests.shared.traces import made_trace
 
 NAN = math.nan
 
@@ -32,7 +32,7 @@ def adaptive():
     """Return a record of adaptive scaling on a 600-step trace whose largest scale without overflow suddenly drops."""
     rule, record = AdaptiveRule(), []
     state = rule.start(2.0**24)
-    for step, ceiling in enumerate(synthetic_trace("sudden drop", 600, seed=0).ceiling, start=1):
+    for step, ceiling in enumerate(made_trace("sudden drop", 600, seed=0).ceiling, start=1):
         overflow, used = bool(state.loss_scale > ceiling), state.loss_scale
         state = rule.step(state, overflow)
         entry = {name: getattr(state, name) for name in ("scale_window", "window_index", "skipped_steps")}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mindformers_adaptive.record.trace import consecutive_runs
-from scripts.studies.synthetic import REGIMES, regime_levels, synthetic_trace, synthetic_traces
+from mindformers_adaptive.record.trace import Trace, consecutive_runs
+from scripts.studies.synthetic import REGIMES, regime_levels, synthetic_trace, synthetic_traces, with_gradients
 
 STEPS = 20_000
 TRACES = {name: np.log2(trace.ceiling) for name, trace in synthetic_traces(STEPS, seed=3).items()}
@@ -105,3 +105,26 @@ def test_a_trace_of_one_step_can_be_made():
 def test_ceilings_stay_within_float32():
     far = synthetic_trace("random walk", 1000, 0, level=500.0)
     assert far.ceiling.max() == 2.0**127
+
+
+def shown_beyond(trace):
+    return np.log2(65504 / trace.largest_gradient) - np.log2(trace.ceiling)
+
+
+@pytest.mark.parametrize("kind", synthetic_traces(10, seed=0))
+def test_made_traces_show_their_ceilings(kind):
+    trace = synthetic_traces(1000, seed=3)[kind]
+    assert shown_beyond(trace) == pytest.approx(0, abs=1e-9)
+
+
+def test_offset_and_spread_are_in_bits():
+    trace = synthetic_trace("spikes", 20_000, seed=0)
+    assert shown_beyond(with_gradients(trace, -2)) == pytest.approx(-2)
+    hidden = shown_beyond(with_gradients(trace, 3, 0.4, seed=1))
+    assert (hidden.mean(), hidden.std()) == (pytest.approx(3, abs=0.02), pytest.approx(0.4, abs=0.02))
+    assert (shown_beyond(with_gradients(trace, 3, 0.4, seed=1)) == hidden).all()
+    assert (shown_beyond(with_gradients(trace, 3, 0.4, seed=2)) != hidden).any()
+
+
+def test_a_ceiling_of_0_and_one_without_bound_are_shown_as_such():
+    assert with_gradients(Trace.exact("made", [0.0, np.inf])).largest_gradient.tolist() == [np.inf, 0.0]
