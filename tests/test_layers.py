@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "record": {"text", "public_names", "rules"},
     "lab": {"text", "public_names", "rules", "record"},
     "overflow": {"text", "public_names", "rules", "gradients", "record"},
-    "monitor": {"", "text", "public_names", "rules", "record", "gradients"},
+    "monitor": {"", "text", "public_names", "rules", "record", "gradients", "overflow"},
     "plots": {"text", "rules", "record", "gradients", "overflow", "lab"},
     "mindformers": {"text", "rules", "record", "cells", "wrapper", "gradients", "monitor", "overflow"},
     "cli": {"", "text", "rules", "record", "gradients", "lab", "monitor", "mindformers", "plots"},

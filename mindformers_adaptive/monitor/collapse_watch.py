@@ -48,9 +48,9 @@ class CollapseWatch(Callback):
         self._reader = None if train_step is None or get_real_rank() != 0 else StepReader(train_step)
         if self._reader is None:
             return
-        if message := reports.trains_in_half(train_step):
-            logger.warning("%s", message)
         self._way = reports.way_to_the_cause([self])
+        for message in reports.of_weights(train_step, self._way):
+            logger.warning("%s", message)
         self._diagnosis = Diagnosis()
         self._every = _EVERY if self._reader.counts_overflows else 1
         self._first = self._last = params.cur_step_num

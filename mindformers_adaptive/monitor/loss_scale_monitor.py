@@ -179,7 +179,8 @@ class LossScaleMonitor(RecordingCallback):
         # An update cell that follows the largest gradient raises the loss scale without a scale window.
         window = None if self._reader.measures_gradients else self._reader.window[0]
         too_short = reports.too_short_for_window(params, window, self._last_step)
-        for message in filter(None, (too_short, self._writes and reports.trains_in_half(train_step))):
+        of_weights = reports.of_weights(train_step, self._way) if self._writes else []
+        for message in filter(None, (too_short, *of_weights)):
             logger.warning("%s", message)
 
     def on_train_step_end(self, run_context: Any) -> None:

@@ -7,10 +7,18 @@ from typing import Any
 
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.reading import read_values
+from mindformers_adaptive.overflow.causes import large_weights
 from mindformers_adaptive.record.run_folder import why_command
 from mindformers_adaptive.record.symptom import Sign
+from mindformers_adaptive.text.table import counted
 
-__all__ = ["message_of", "none_applied", "too_short_for_window", "trains_in_half", "way_to_the_cause"]
+__all__ = ["message_of", "none_applied", "of_weights", "too_short_for_window", "way_to_the_cause"]
+
+
+# Check the weights of models with at most this many elements, half a gigabyte in float32.
+_MOST_ELEMENTS = 2**27
 
 
 def way_to_the_cause(callbacks: Iterable[Any] = (), batch: str = "") -> str:
@@ -43,21 +51,35 @@ def none_applied(steps: int, way: str) -> str:
     return f"Loss scaling: all {steps} steps of this training overflowed and were skipped. No weight has changed. {way}"
 
 
-def trains_in_half(train_step: Any) -> str | None:
-    """Return a warning for a training whose weights are in FP16, else None.
+def of_weights(train_step: Any, way: str) -> list[str]:
+    """Return warnings for the weights with which a training begins: in FP16, or far above all others of their kind.
+
+    To find large weights, they are copied to the host, so this is not done for a large model.
 
     Args:
         train_step (Cell): the train-step cell.
+        way (str): the sentence of :func:`way_to_the_cause`.
     """
-    names = [weight.name for weight in train_step.trainable_params() if weight.dtype == mstype.float16]
-    if not names:
-        return None
-    more = f" and {len(names) - 1} more Parameters" if len(names) > 1 else ""
-    return (
-        f"The trained weights are in FP16: {names[0]}{more}. There an update below 1/4096 of a weight is lost, and "
-        "an optimizer that keeps squared gradients and eps in FP16 rounds them to 0. So the loss may not fall, or may "
-        "jump. No loss scale helps. Keep the weights in float32 (param_init_type: float32 in the YAML file)."
-    )
+    messages, weights = [], [weight for weight in train_step.network.get_parameters() if weight.is_floating_point()]
+    trained = [weight for weight in weights if weight.requires_grad]
+    if names := [weight.name for weight in trained if weight.dtype == mstype.float16]:
+        more = f" and {counted(len(names) - 1, 'more Parameter')}" if len(names) > 1 else ""
+        messages.append(
+            f"The trained weights are in FP16: {names[0]}{more}. There an update below 1/4096 of a weight is lost, and "
+            "an optimizer that keeps squared gradients and eps in FP16 rounds them to 0. So the loss may not fall, or "
+            "may jump. No loss scale helps. Keep the weights in float32 (param_init_type: float32 in the YAML file)."
+        )
+    if sum(weight.size for weight in weights) <= _MOST_ELEMENTS:
+        # Vectors that are not trained, such as the moving variances of a BatchNorm, may have any size.
+        compared = (weight for weight in weights if weight.requires_grad or weight.ndim > 1)
+        sizes = {weight.name: (weight.ndim, read_values(to_numpy(weight), "").largest) for weight in compared}
+        messages += [
+            f"A weight stands out as this training begins: {cause}. It may overflow, or its layer may learn nothing. "
+            f"{way}"
+            for cause in large_weights(sizes)
+            if cause.layer
+        ]
+    return messages
 
 
 def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, steps_before: int) -> str | None:

@@ -1,0 +1,76 @@
+"""Test what the log says before the first step, and why an explanation that was asked for is refused."""
+
+import numpy as np
+import pytest
+from mindspore import Model, Tensor, nn
+from mindspore import dtype as mstype
+from mindspore.dataset import NumpySlicesDataset
+
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, wrapper
+from mindformers_adaptive.monitor.collapse_explanation import explain_collapse
+from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
+from mindformers_adaptive.record.writer import read_record
+from tests.overflow.overflowing import Autoencoder, planted, values
+
+pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
+
+
+def warnings_of(network, mindformers_log, callback):
+    optimizer = nn.Adam(network.trainable_params(), 0.001)
+    scale = AdaptiveLossScaleUpdateCell(2.0**10, 2, 20)
+    train_step = wrapper.TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=scale)
+    mindformers_log.clear()
+    data = NumpySlicesDataset((values(22, 4, 16),), shuffle=False)
+    Model(train_step).train(1, data, callbacks=[callback], dataset_sink_mode=False)
+    lines = [record.getMessage() for record in mindformers_log.records if record.levelname == "WARNING"]
+    return [line for line in lines if "weight stands out" in line or "weights are in" in line]
+
+
+@pytest.mark.parametrize("callback", [LossScaleMonitor, CollapseWatch])
+def test_weights_that_hinder_a_training_are_told_before_its_first_step(callback, mindformers_log):
+    assert warnings_of(Autoencoder(), mindformers_log, callback()) == []
+    network = Autoencoder()
+    # The tanh after this layer keeps its outputs small, so that no step overflows.
+    with planted(network, {"encoder.weight": 4000.0}):
+        [outlier] = warnings_of(network, mindformers_log, callback())
+    assert "encoder.weight has a weight of" in outlier
+    assert "adaptive-loss-scale why" in outlier
+    network = Autoencoder()
+    for weight in network.get_parameters():
+        weight.set_dtype(mstype.float16)
+    first = warnings_of(network, mindformers_log, callback())[0]
+    assert "in FP16: encoder.weight and 3 more Parameters" in first
+    assert "param_init_type: float32" in first
+
+
+REFUSED = {
+    "no batch": (None, 1024.0, "data-sink mode"),
+    "inf": ((values(4, 16),), np.inf, "loss scale is inf"),
+    "no scale": ((values(4, 16),), None, "loss scale is None"),
+    "error": ((values(3, 5),), 1024.0, "could not be explained: "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_explanation_that_is_refused_says_why(case, tmp_path):
+    batch, loss_scale, reason = REFUSED[case]
+    batch = batch and tuple(map(Tensor, batch))
+    is_explained, why = explain_collapse(Autoencoder(), batch, loss_scale, 7, tmp_path)
+    assert not is_explained
+    assert reason in why
+
+
+def test_a_training_goes_on_where_no_explanation_is_given(mindformers_log, monkeypatch):
+    monkeypatch.setattr("mindformers_adaptive.overflow.explain._explain", lambda *args: 1 / 0)
+    network = Autoencoder()
+    optimizer = nn.SGD(network.trainable_params(), 0.001)
+    scale = AdaptiveLossScaleUpdateCell(2.0**10, 2, 20)
+    train_step = wrapper.TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=scale)
+    batches = values(12, 4, 16)
+    batches[:4] = np.nan
+    data = NumpySlicesDataset((batches,), shuffle=False)
+    monitor = LossScaleMonitor("record.jsonl", max_consecutive_overflows=3, explain=True)
+    Model(train_step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+    log = "\n".join(record.getMessage() for record in mindformers_log.records)
+    assert "could not be explained: ZeroDivisionError" in log
+    assert [step["step"] for step in read_record("record.jsonl")] == list(range(1, 13))
