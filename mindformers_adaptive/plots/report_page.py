@@ -61,7 +61,7 @@ def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, ver
     return template.substitute(
         title=_escaped(f"Loss scaling of {', '.join(run.name for run in runs)}"),
         written=_escaped(written),
-        verdicts="\n".join(_verdict(run, named=len(runs) > 1) for run in runs),
+        verdicts="\n".join(_head(run, named=len(runs) > 1) for run in runs),
         figures="\n".join(figures),
         runs="\n".join(map(_card, runs)),
         versions=_escaped(versions),
@@ -109,9 +109,17 @@ def _escaped(text: object) -> str:
     return html.escape(printable(str(text), keep="\n"))
 
 
-def _verdict(run: RunTold, named: bool) -> str:
+def _head(run: RunTold, named: bool) -> str:
+    """Return the head of the page about a run in three lines: the cause, what to do, and what else the log shows."""
+    lines, advice = list(run.analysis["verdict"]), run.analysis["advice"]
+    if advice:
+        # An explanation that lies beside the record names the cause more closely than the steps do.
+        lines.insert(1 if " was explained. " in lines[0] else 0, advice[0]["reason"])
+        first_sentence = advice[0]["change"].partition("\n")[0].partition(". ")[0]
+        lines.insert(1, first_sentence.rstrip(".:") + ".")
     name = f"{run.name}: " if named else ""
-    return f"<p><strong>{_escaped(name)}{_escaped(' '.join(run.analysis['verdict']))}</strong></p>"
+    cause, *others = (_escaped(line) for line in (f"{name}{lines[0]}", *lines[1:3]))
+    return f"<p>{'<br>'.join((f'<strong>{cause}</strong>', *others))}</p>"
 
 
 def _card(run: RunTold) -> str:
@@ -131,14 +139,19 @@ def _card(run: RunTold) -> str:
     rows = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd>" for name, value in facts.items())
     return (
         f'<article class="card">\n<h2>{_escaped(run.name)}</h2>\n<p class="muted">{_escaped(run.source)}</p>\n'
-        f"<h3>What to change</h3>\n{_advice(analysis)}\n{_skipped_steps(skipped)}<h3>The run</h3>\n<dl>{rows}</dl>\n"
+        f"<h3>What to change</h3>\n{_advice(analysis)}\n{_skipped_steps(skipped)}<h3>The run</h3>\n"
+        f"<p>{_escaped(' '.join(analysis['verdict']))}</p>\n<dl>{rows}</dl>\n"
         f"<details><summary>All details</summary><pre>{_escaped(run.text)}</pre></details>\n</article>"
     )
 
 
 def _losses(loss: Mapping[str, Any]) -> str:
     """Return a phrase with the first and the last finite loss, and the number of steps with inf or NaN."""
-    said = "not known" if loss["last"] is None else f"{loss['first']:.4g} at first, {loss['last']:.4g} at the end"
+    if loss["last"] is None:
+        said = "not known"
+    else:
+        end = "in the last step with a finite loss" if loss["bad_steps"] else "at the end"
+        said = f"{loss['first']:.4g} at first, {loss['last']:.4g} {end}"
     bad = f"; inf or NaN in {counted(loss['bad_steps'], 'step')}, first {loss['first_bad_step']}"
     return said + bad * bool(loss["bad_steps"])
 

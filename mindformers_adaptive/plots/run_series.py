@@ -108,7 +108,8 @@ class RunSeries(NamedTuple):
         below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
         bad = self.step[np.isinf(self.loss)]
         loss = f"; loss inf or NaN in {counted(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
-        path = self.path and f"; {self.path[0].lower()}{self.path[1:]}"
+        # The end of the phrase on the path repeats how many steps were skipped.
+        path = self.path and f"; {self.path[0].lower()}{self.path[1:].partition(':')[0]}"
         return f"{number} {whole} skipped{loss}{path}{below and f', {below}'}"
 
 

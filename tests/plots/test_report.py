@@ -79,11 +79,22 @@ def test_an_explanation_beside_the_record_comes_first(page_of, tmp_path):
     (tmp_path / "run" / "overflow_explanation.json").write_text(json.dumps(said))
     for runs in ([folder], [folder, write(tmp_path / "other")]):
         page = page_of(*runs)
-        [first, *verdicts] = re.findall("<p><strong>(.*?)</strong></p>", page)
-        assert re.match(r"(run: )?Step 12 was explained\. The backward pass overflows: in lm_head\.", first)
-        assert "12 of 60 steps" in first
-        assert not any("explained" in verdict for verdict in verdicts)
+        [first, *heads] = re.findall("<p><strong>(.*?)</p>", page)
+        assert re.match(r"(run: )?Step 12 was explained\. The backward pass overflows: in lm_head\.</strong>", first)
+        assert not any("explained" in head for head in heads)
         assert "<script" not in page
+
+
+def test_the_head_has_the_cause_first_in_three_lines(page_of, tmp_path):
+    losses = [2.0, 2.1, 2.0, 9000.0, 9100.0, 11.8125, *["nan"] * 20]
+    record = [{**line, "loss": loss} for line, loss in zip(RECORD, losses, strict=False)]
+    page = page_of(write(tmp_path / "run", record))
+    [head] = re.findall("<p><strong>(.*?)</p>", page)
+    cause, change, other = head.split("<br>")
+    assert cause.startswith("The loss rose to 9e+03 in step 4, ")
+    assert change.startswith("Most often the update before step 4 was too large: lower the learning rate")
+    assert "steps were skipped" in other
+    assert "11.81 at the end" not in page
 
 
 def test_runs_in_one_folder_share_no_gradients(page_of, tmp_path):
@@ -95,7 +106,7 @@ def test_runs_in_one_folder_share_no_gradients(page_of, tmp_path):
     # The folder has the records of two runs but only one record of gradients. The report cannot know which run the
     # gradients belong to, so it must leave them out.
     assert "Gradients by group of Parameters" not in page
-    assert page.count("2.5 at first, 2.5 at the end; inf or NaN in 1 step, first 4") == 2
+    assert page.count("2.5 at first, 2.5 in the last step with a finite loss; inf or NaN in 1 step, first 4") == 2
 
 
 def test_nothing_is_loaded_from_elsewhere(page_of, tmp_path):
@@ -123,7 +134,7 @@ def test_names_of_rules_and_settings_are_text():
     values["loss_scale"]["first"] = EVIL
     page = render([RunTold(EVIL, EVIL, values, EVIL)], [], written=EVIL, versions=EVIL)
     assert "<script" not in page
-    assert page.count(html.escape(EVIL)) == 12
+    assert page.count(html.escape(EVIL)) == 15
 
 
 def test_bounds_are_told_as_bounds_and_advice_may_lack_settings():
