@@ -14,7 +14,7 @@ from mindformers_adaptive.cells.update_cells import GradientGuidedLossScaleUpdat
 from mindformers_adaptive.cells.update_cells import RuleLossScaleUpdateCell as RuleLossScaleUpdateCell
 from mindformers_adaptive.gradients.ranges import find_loss_scale as find_loss_scale
 from mindformers_adaptive.gradients.ranges import gradient_ranges as gradient_ranges
-from mindformers_adaptive.lab.policies import make_policy as make_policy
+from mindformers_adaptive.lab.running_rule import start_rule as start_rule
 from mindformers_adaptive.mindformers.registration import register as register
 from mindformers_adaptive.mindformers.trainer import Trainer as Trainer
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor as GradientRangeMonitor

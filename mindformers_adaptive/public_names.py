@@ -73,7 +73,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         "rules.find_format": "rules.formats",
     },
     "The lab": {
-        "make_policy": "lab.policies",
+        "start_rule": "lab.running_rule",
         "lab.analyze": "lab.analysis",
         "lab.read_log": "record.logs",
         "lab.compare": "lab.replay",
@@ -94,7 +94,7 @@ _GONE = {
 }
 
 # Former public names that still work, each with its present name.
-_RENAMED = {"enable_loss_scale_on_cpu": "enable_loss_scale_in_model"}
+_RENAMED = {"enable_loss_scale_on_cpu": "enable_loss_scale_in_model", "start_rule": "start_rule"}
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:

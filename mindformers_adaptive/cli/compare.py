@@ -35,8 +35,8 @@ from mindformers_adaptive.cli.output import (
 )
 from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges
 from mindformers_adaptive.lab.other_cause import other_cause
-from mindformers_adaptive.lab.policies import POLICY_NAMES, Policy, make_policy
 from mindformers_adaptive.lab.replay import compare, replay
+from mindformers_adaptive.lab.running_rule import RULE_NAMES, RunningRule, start_rule
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
 from mindformers_adaptive.record.ceilings import ASSUMPTIONS, trace_of
@@ -51,9 +51,9 @@ from mindformers_adaptive.text.table import counted
 
 __all__ = ["add_arguments", "run"]
 
-# Policies to compare by default: the adaptive rule, dynamic loss scaling with usual windows, and the loss scaling of
+# Rules to compare by default: the adaptive rule, dynamic loss scaling with usual windows, and the loss scaling of
 # Megatron-LM and PyTorch with default values.
-_DEFAULT_POLICIES = [
+_DEFAULT_RULES = [
     "adaptive",
     "dynamic:scale_window=20",
     "dynamic:scale_window=100",
@@ -67,7 +67,7 @@ _DEFAULT_POLICIES = [
 # gradients.
 _WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
 
-# The argument of each default policy that holds the loss scale to start from.
+# The argument of each default rule that holds the loss scale to start from.
 _START_NAMES = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}
 _START_NAMES |= {"torch": "init_scale", **dict.fromkeys(_WITH_GRADIENTS, "loss_scale_value")}
 
@@ -77,7 +77,7 @@ _START = 2.0**16
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace to replay policies on, and the recorded run, if any, from which the trace was made."""
+    """A trace to replay rules on, and the recorded run, if any, from which the trace was made."""
 
     trace: Trace
     run: RecordedRun | None = None
@@ -132,11 +132,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules",
         "--policies",
-        dest="policies",
+        dest="rules",
         nargs="+",
         metavar="NAME[:PARAMETER=VALUE,...]",
-        help=f"default: {' '.join(_DEFAULT_POLICIES)}, and {', '.join(_WITH_GRADIENTS)} where all traces have largest "
-        f"gradients, all from one loss scale; all names: {', '.join(POLICY_NAMES)}, or module.Class, a rule of your "
+        help=f"default: {' '.join(_DEFAULT_RULES)}, and {', '.join(_WITH_GRADIENTS)} where all traces have largest "
+        f"gradients, all from one loss scale; all names: {', '.join(RULE_NAMES)}, or module.Class, a rule of your "
         "own. A rule without a start in its parameters starts where the run did",
     )
     parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
@@ -145,18 +145,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Replay the rules on the traces, and print the table that compares them."""
-    for text in options.policies or ():
+    for text in options.rules or ():
         # Refuse a wrong rule before the logs are read, which takes some time.
-        _policy_maker(text, _START)
+        _rule_maker(text, _START)
     sources = _read_sources(options)
     start = _start_of(sources)
-    makers = dict(_policy_maker(text, start) for text in options.policies or _DEFAULT_POLICIES)
+    makers = dict(_rule_maker(text, start) for text in options.rules or _DEFAULT_RULES)
     _warn_of_gradients(sources, makers)
-    if not options.policies and all(source.trace.largest_gradient is not None for source in sources):
+    if not options.rules and all(source.trace.largest_gradient is not None for source in sources):
         formats = {source.trace.gradient_format for source in sources}
         if len(formats) == 1:
             made = {"gradient_format": formats.pop(), "loss_scale_value": 2.0 ** math.floor(math.log2(start))}
-            makers |= {name: partial(make_policy, name, **made) for name in _WITH_GRADIENTS}
+            makers |= {name: partial(start_rule, name, **made) for name in _WITH_GRADIENTS}
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
@@ -180,16 +180,16 @@ def _start_of(sources: list[_Source]) -> float:
     return float(usable[0]) if len(usable) else _START
 
 
-def _policy_maker(text: str, start: float) -> tuple[str, Callable[[], Policy]]:
-    """Return a policy's label and a function that makes it, from ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
+def _rule_maker(text: str, start: float) -> tuple[str, Callable[[], RunningRule]]:
+    """Return a rule's label and a function that makes it, from ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
 
     A rule of which the text does not give the start begins at the scale ``start``.
 
     Raises:
-        UsageError: if there is no such policy, or it cannot take these parameters.
+        UsageError: if there is no such rule, or it cannot take these parameters.
 
     Examples:
-        >>> label, make = _policy_maker("dynamic:scale_window=20,init_loss_scale=2^16", 8.0)
+        >>> label, make = _rule_maker("dynamic:scale_window=20,init_loss_scale=2^16", 8.0)
         >>> label, make().loss_scale
         ('dynamic:scale_window=20,init_loss_scale=2^16', 65536.0)
     """
@@ -204,13 +204,13 @@ def _policy_maker(text: str, start: float) -> tuple[str, Callable[[], Policy]]:
         with wrong_usage(f"{pair!r}: "):
             parameters[key] = read_value(value)
     with wrong_usage(f"{text!r}: "):
-        make_policy(name, **parameters)
+        start_rule(name, **parameters)
         argument = _START_NAMES.get(name, "loss_scale_value" if is_rule_name(name) else "init_scale")
         if name != "fixed" and not {argument, "loss_scale_value"} & parameters.keys():
             power = 2.0 ** math.floor(math.log2(start))
             parameters[argument] = power if is_rule_name(name) and name != "adaptive" else start
-        make_policy(name, **parameters)
-    return text, partial(make_policy, name, **parameters)
+        start_rule(name, **parameters)
+    return text, partial(start_rule, name, **parameters)
 
 
 def _read_sources(options: argparse.Namespace) -> list[_Source]:
@@ -259,7 +259,7 @@ def _read_folder(folder: Path, options: argparse.Namespace) -> list[_Source]:
 
 
 def _warn_of_gradients(sources: list[_Source], labels: Iterable[str]) -> None:
-    """Warn on stderr if a policy lacks the gradients it needs, or takes them for another format."""
+    """Warn on stderr if a rule lacks the gradients it needs, or takes them for another format."""
     texts = {label.partition(":")[0]: label for label in labels}
     for name in filter(is_rule_name, texts):
         rule = find_rule(name)

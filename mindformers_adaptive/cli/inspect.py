@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rule",
         "--policy",
-        dest="policy",
+        dest="rules",
         action="append",
         default=[],
         metavar="MODULE.CLASS",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the loss-scale state of the newest checkpoint."""
     with wrong_usage("argument --rule: "):
-        rules = [find_rule(name) for name in options.policy]
+        rules = [find_rule(name) for name in options.rules]
     state = newest_state(options.path, rules)
     state["notes"] += _unsound(state)
     print_result(options, lambda: state, lambda: _text(state))

@@ -1,4 +1,4 @@
-"""The policy lab: analyze logs, and replay and compare loss scaling offline, in plain Python and NumPy."""
+"""The lab: analyze logs, and replay and compare loss scaling offline, in plain Python and NumPy."""
 
 from mindformers_adaptive.public_names import lazy_names
 

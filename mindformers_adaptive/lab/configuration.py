@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from mindformers_adaptive.lab.policies import start_rule
+from mindformers_adaptive.lab.running_rule import rule_and_state
 from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
@@ -27,13 +27,13 @@ class Configuration:
     The adaptive rule with a single window is dynamic loss scaling, see :meth:`dynamic`.
 
     Args:
-        policy (Union[str, type]): the rule: one of this package by its name, or one of your own as ``module.Class``
+        rule (Union[str, type]): the rule: one of this package by its name, or one of your own as ``module.Class``
             or as the class.
         **arguments: arguments of the rule; those left out have the rule's defaults. Also ``loss_scale_value``, the
             initial loss scale (default 65536, as in MindFormers' ``TrainingArguments``).
 
     Attributes:
-        policy (str): the name of the rule, for :func:`~mindformers_adaptive.lab.policies.make_policy`.
+        rule_name (str): the name of the rule, for :func:`~mindformers_adaptive.lab.running_rule.start_rule`.
         arguments (dict[str, Any]): all arguments by name, including those with default values.
         rule (Rule): the rule with these arguments.
         start (NamedTuple): the state of the rule before the first step.
@@ -50,24 +50,24 @@ class Configuration:
         'adaptive 50-1000'
     """
 
-    policy: str
+    rule_name: str
     arguments: dict[str, Any]
     rule: Any = field(compare=False, repr=False)
     start: Any = field(compare=False, repr=False)
 
-    def __init__(self, policy: str | type[Rule], /, **arguments: Any) -> None:
-        rule_class = find_rule(policy)
+    def __init__(self, rule: str | type[Rule], /, **arguments: Any) -> None:
+        rule_class = find_rule(rule)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             try:
-                rule, start = start_rule(policy, arguments)
+                made, start = rule_and_state(rule, arguments)
             except UserWarning as warning:
                 raise ValueError(f"{warning} A configuration must have valid values, so give another value.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
         name = rule_class.name if rule_class in RULES.values() else path
-        self.policy = policy if isinstance(policy, str) else name
+        self.rule_name = rule if isinstance(rule, str) else name
         self.arguments = {**all_arguments(rule_class), **arguments}
-        self.rule, self.start = rule, start
+        self.rule, self.start = made, start
 
     @classmethod
     def dynamic(cls, scale_window: int, **arguments: Any) -> Configuration:
@@ -86,7 +86,7 @@ class Configuration:
 
     def replace(self, **changes: Any) -> Configuration:
         """Return a copy of the configuration in which some arguments are changed."""
-        return Configuration(self.policy, **{**self.arguments, **changes})
+        return Configuration(self.rule_name, **{**self.arguments, **changes})
 
     @property
     def label(self) -> str:
@@ -115,7 +115,7 @@ class Configuration:
               hysteresis: 2
         """
         is_ours = type(self.rule) in RULES.values()
-        cell = [f"  type: {self.rule.cell}"] if is_ours else [f"  type: {Rule.cell}", f"  rule: {self.policy}"]
+        cell = [f"  type: {self.rule.cell}"] if is_ours else [f"  type: {Rule.cell}", f"  rule: {self.rule_name}"]
         lines = {name: f"  {name}: {yaml_value(value)}" for name, value in self._values().items()}
         return "\n".join(["scale_sense:", *cell, *commented(lines, comments), ""])
 

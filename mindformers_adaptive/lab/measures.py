@@ -1,4 +1,4 @@
-"""The measures of a replayed policy: skipped steps, steps that were too low, and bits below the ceiling."""
+"""The measures of a replayed rule: skipped steps, steps that were too low, and bits below the ceiling."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FREE_BITS = 16
 
 @dataclass(frozen=True)
 class Measures:
-    r"""The measures of a policy that was replayed on a trace, such as skipped steps and bits below the ceiling.
+    r"""The measures of a rule that was replayed on a trace, such as skipped steps and bits below the ceiling.
 
-    Step t has the ceiling :math:`c_t`, and the policy used the loss scale :math:`s_t`. The step was *skipped* if it
+    Step t has the ceiling :math:`c_t`, and the rule used the loss scale :math:`s_t`. The step was *skipped* if it
     overflowed (:math:`s_t > c_t`), otherwise *applied*:
 
     .. code-block:: text
@@ -40,7 +40,7 @@ class Measures:
         longest_skip_run        largest number of skipped steps in a row
         steps_to_first_applied  number of steps before the first applied one, all of them skipped
         scale_changes           number of t with s_(t+1) != s_t, the scale after the last step included
-        window_changes          number of t after which the window changes; 0 for a policy without a window
+        window_changes          number of t after which the window changes; 0 for a rule without a window
         known_share             share of t where the trace knows, and does not assume, what happens at s_t
 
     Down to 16 bits (``FREE_BITS``) below the ceiling, FP16 loses next to nothing of the gradient, so ``headroom_lost``
@@ -98,13 +98,13 @@ def overflow_flags(loss_scale: NDArray[np.float64], ceiling: NDArray[np.float64]
 
 
 def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None = None) -> Measures:
-    """Return the measures of a policy on a trace, from the loss scales and windows that it used.
+    """Return the measures of a rule on a trace, from the loss scales and windows that it used.
 
     Args:
         trace (Trace): the replayed trace, with at least one step.
         loss_scale (ArrayLike): the scale of each step and the scale after the last step, shape (steps + 1,).
         scale_window (ArrayLike, optional): the window of each step and after the last step, of the same shape. Default:
-            None, the policy has no window.
+            None, the rule has no window.
 
     Raises:
         ValueError: if the trace is empty or the shapes do not fit.

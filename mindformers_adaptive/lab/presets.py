@@ -119,7 +119,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-# Presets that this package has removed, each with the most similar policy that is left.
+# Presets that this package has removed, each with the most similar rule that is left.
 REMOVED_PRESETS = {
     "metaseq": "deepspeed:init_scale=4,scale_window=256",
     "fairseq": "deepspeed:init_scale=2^15,scale_window=2000",

@@ -1,4 +1,4 @@
-"""Replay loss-scaling policies on traces, and compare the results."""
+"""Replay loss-scaling rules on traces, and compare the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindformers_adaptive.lab.measures import (
     overflows,
     require_steps,
 )
-from mindformers_adaptive.lab.policies import Policy
+from mindformers_adaptive.lab.running_rule import RunningRule
 from mindformers_adaptive.record.thresholds import DECIDED_FROM
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
@@ -32,15 +32,15 @@ __all__ = ["Comparison", "Replay", "compare", "pareto_front", "replay"]
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The loss scales, overflows and measures of a policy that was replayed on a trace.
+    """The loss scales, overflows and measures of a rule that was replayed on a trace.
 
     Attributes:
         loss_scale (NDArray): float64 of shape (steps,), the scale that each step used.
         overflow (NDArray): bool of shape (steps,), whether the step overflowed.
-        scale_window (NDArray, optional): int64 of shape (steps,), the window in each step; None for a policy without a
+        scale_window (NDArray, optional): int64 of shape (steps,), the window in each step; None for a rule without a
             window.
         measures (Measures): all measures of the replay.
-        final_state (dict): the policy's state after the last step, with ``loss_scale`` and ``scale_window``.
+        final_state (dict): the rule's state after the last step, with ``loss_scale`` and ``scale_window``.
     """
 
     loss_scale: NDArray[np.float64]
@@ -50,13 +50,13 @@ class Replay:
     final_state: dict[str, Any]
 
 
-def replay(policy: Policy, trace: Trace) -> Replay:
-    """Replay a policy on a trace, starting from the current state of the policy.
+def replay(running: RunningRule, trace: Trace) -> Replay:
+    """Replay a rule on a trace, starting from its present state.
 
-    If the trace has ``largest_gradient``, the policy gets it for each applied step.
+    If the trace has ``largest_gradient``, the rule gets it for each applied step.
 
     Args:
-        policy (Policy): is left in the state after the last step.
+        running (RunningRule): is left in the state after the last step.
         trace (Trace): at least one step.
 
     Returns:
@@ -66,28 +66,28 @@ def replay(policy: Policy, trace: Trace) -> Replay:
         ValueError: if the trace has no steps.
 
     Examples:
-        >>> from mindformers_adaptive.lab.policies import make_policy
+        >>> from mindformers_adaptive.lab.running_rule import start_rule
         >>> trace = Trace.exact("sudden drop", [2.0**16, 2.0**16, 2.0**10, 2.0**10])
-        >>> replay(make_policy("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
+        >>> replay(start_rule("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
         3.0
     """
-    if isinstance(getattr(policy, "rule", None), Rule):
-        scales, windows = _replay_lane(policy, trace)
+    if isinstance(getattr(running, "rule", None), Rule):
+        scales, windows = _replay_lane(running, trace)
     else:
-        scales, windows = _replay_step_by_step(policy, trace)
+        scales, windows = _replay_step_by_step(running, trace)
     return Replay(
         scales[:-1],
         overflow_flags(scales[:-1], trace.ceiling),
         None if windows is None else windows[:-1],
         measure(trace, scales, windows),
-        {"loss_scale": policy.loss_scale, "scale_window": policy.scale_window, **policy.state()},
+        {"loss_scale": running.loss_scale, "scale_window": running.scale_window, **running.state()},
     )
 
 
-def _replay_lane(policy: Policy, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
+def _replay_lane(running: RunningRule, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
     """Return the loss scales and the windows of each step and after the last step, from a replay in a lane."""
     require_steps(trace)
-    lanes, steps = Lanes([policy.rule], [policy.current]), len(trace)
+    lanes, steps = Lanes([running.rule], [running.current]), len(trace)
     limits = np.minimum(trace.ceiling, LARGEST_LOSS_SCALE)
     gradients = np.full(steps, math.nan) if trace.largest_gradient is None else trace.largest_gradient
     scales = np.empty((steps + 1, 1))
@@ -101,28 +101,28 @@ def _replay_lane(policy: Policy, trace: Trace) -> tuple[NDArray[np.float64], NDA
             scales[step] = lanes.loss_scale
             if windows is not None:
                 windows[step] = lanes.scale_window
-    [policy.current] = lanes.states()
+    [running.current] = lanes.states()
     return scales[:, 0], None if windows is None else windows[:, 0]
 
 
-def _replay_step_by_step(policy: Policy, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
-    scales, windows = [float(policy.loss_scale)], [policy.scale_window]
+def _replay_step_by_step(running: RunningRule, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
+    scales, windows = [float(running.loss_scale)], [running.scale_window]
     gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
     for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
         overflow = overflows(scales[-1], ceiling)
-        scales.append(float(policy.step(overflow, None if overflow or math.isnan(gradient) else gradient)))
-        windows.append(policy.scale_window)
+        scales.append(float(running.step(overflow, None if overflow or math.isnan(gradient) else gradient)))
+        windows.append(running.scale_window)
     return np.array(scales), None if windows[0] is None else np.array(windows, np.int64)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of replaying several policies on several traces, such as the number of skipped steps.
+    """The results of replaying several rules on several traces, such as the number of skipped steps.
 
     Attributes:
         traces (tuple[str, ...]): the names of the traces.
-        measures (dict[str, tuple[Measures, ...]]): for each policy, its measures on each trace.
-        starts (dict[str, float]): for each policy the loss scale that it starts from.
+        measures (dict[str, tuple[Measures, ...]]): for each rule, its measures on each trace.
+        starts (dict[str, float]): for each rule the loss scale that it starts from.
     """
 
     traces: tuple[str, ...]
@@ -130,39 +130,39 @@ class Comparison:
     starts: dict[str, float]
 
     def means(self) -> dict[str, dict[str, float | None]]:
-        """Return, for each policy and measure, the mean over the traces for which the measure is known (not None)."""
+        """Return, for each rule and measure, the mean over the traces for which the measure is known (not None)."""
         means: dict[str, dict[str, float | None]] = {}
-        for policy, on_traces in self.measures.items():
+        for rule, on_traces in self.measures.items():
             rows: list[dict[str, Any]] = [measures.as_dict() for measures in on_traces]
             there = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
-            means[policy] = {name: sum(values) / len(values) if values else None for name, values in there.items()}
+            means[rule] = {name: sum(values) / len(values) if values else None for name, values in there.items()}
         return means
 
     def pareto_front(self) -> list[str]:
-        """Return the policies on the Pareto front of mean skipped steps and mean steps that were too low."""
+        """Return the rules on the Pareto front of mean skipped steps and mean steps that were too low."""
         means = self.means()
         front = pareto_front(*np.array([(mean["skipped"], mean["too_low"]) for mean in means.values()], float).T)
-        return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
+        return [rule for rule, on_front in zip(means, front.tolist(), strict=True) if on_front]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row of measures for each policy and trace and, with several traces, a row of means; ready for JSON.
+        """Return a row of measures for each rule and trace and, with several traces, a row of means; ready for JSON.
 
         Returns:
-            list[dict], with ``policy``, ``start`` (the initial loss scale), ``trace`` (None in a row of means),
-            ``on_front`` (whether the policy is on the Pareto front of the means) and all names of
+            list[dict], with ``rule``, ``start`` (the initial loss scale), ``trace`` (None in a row of means),
+            ``on_front`` (whether the rule is on the Pareto front of the means) and all names of
             :class:`~mindformers_adaptive.lab.measures.Measures`.
         """
         front, means, rows = self.pareto_front(), self.means(), []
-        for policy, on_traces in self.measures.items():
-            head = {"policy": policy, "start": self.starts[policy], "on_front": policy in front}
+        for rule, on_traces in self.measures.items():
+            head = {"rule": rule, "start": self.starts[rule], "on_front": rule in front}
             named = [(name, measures.as_dict()) for name, measures in zip(self.traces, on_traces, strict=True)]
             rows += [{**head, "trace": name, **measures} for name, measures in named]
             if len(self.traces) > 1:
-                rows.append({**head, "trace": None, **means[policy]})
+                rows.append({**head, "trace": None, **means[rule]})
         return rows
 
     def text(self, each_trace: bool = False, details: bool = False) -> str:
-        """Return a text table of skipped steps, steps too low and more for each policy, sorted by the sum of both.
+        """Return a text table of skipped steps, steps too low and more for each rule, sorted by the sum of both.
 
         Args:
             each_trace (bool): whether to add a row for each trace; with several traces, rows of means are always shown.
@@ -181,7 +181,7 @@ class Comparison:
         rows.sort(key=lambda row: (row["skipped"] + row["too_low"], row["skipped"], row["headroom_lost"] or 0.0))
         tables = [_table(_COLUMNS, rows), *([_table(_MORE_COLUMNS, rows)] if details else [])]
         low = f" or over {FREE_BITS} bits too low" * any(row["too_low"] for row in rows)
-        lines = [self._winners(low, list(dict.fromkeys(row["policy"] for row in rows)))]
+        lines = [self._winners(low, list(dict.fromkeys(row["rule"] for row in rows)))]
         if len(set(self.starts.values())) == 1:
             lines.append(f"All rules start at {rows[0]['start']}.")
         notes = f"Sorted by the steps that are skipped{low}. Ceiling: the largest loss scale without overflow.\n"
@@ -208,7 +208,7 @@ class Comparison:
 
 
 _COLUMNS = {
-    "policy": "rule",
+    "rule": "rule",
     "trace": "trace",
     "start": "start",
     "skipped": "skipped",
@@ -217,7 +217,7 @@ _COLUMNS = {
     "headroom_lost": "bits below",
 }
 _MORE_COLUMNS = {
-    "policy": "rule",
+    "rule": "rule",
     "trace": "trace",
     "longest_skip_run": "most skips in a row",
     "seconds_lost": "time lost (s)",
@@ -229,51 +229,51 @@ _MORE_COLUMNS = {
 
 def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a text table without columns whose values are all equal. The columns in ``always`` are never left out."""
-    always = {"policy", "skipped", "too_low", "headroom_lost", "known"}
+    always = {"rule", "skipped", "too_low", "headroom_lost", "known"}
     differing = {key for key in columns if len({row[key] for row in rows}) > 1}
     return text_table({key: columns[key] for key in columns if key in always | differing}, rows)
 
 
 def compare(
-    policies: Mapping[str, Callable[[], Policy]],
+    rules: Mapping[str, Callable[[], RunningRule]],
     traces: Sequence[Trace],
     *,
     progress: Callable[[int], None] | None = None,
 ) -> Comparison:
-    """Replay each loss-scaling policy on each trace, and return the measures of all replays.
+    """Replay each loss-scaling rule on each trace, and return the measures of all replays.
 
     Args:
-        policies (Mapping): for each policy name, a function that makes the policy in its first state. It is called once
+        rules (Mapping): for each rule name, a function that makes the rule in its first state. It is called once
             per trace, and once more for the initial loss scale.
         traces (Sequence[Trace]): at least one.
-        progress (Callable, optional): called with the number of replays done; there are policies * traces.
+        progress (Callable, optional): called with the number of replays done; there are rules * traces.
             Default: None.
 
     Returns:
-        Comparison, with the measures of each policy on each trace.
+        Comparison, with the measures of each rule on each trace.
 
     Raises:
-        ValueError: if there is no policy or no trace, or a trace has no steps.
+        ValueError: if there is no rule or no trace, or a trace has no steps.
 
     Examples:
-        >>> from mindformers_adaptive.lab.policies import make_policy
-        >>> compare({"torch": lambda: make_policy("torch")}, [Trace.exact("calm", [2.0**16] * 3000)]).starts["torch"]
+        >>> from mindformers_adaptive.lab.running_rule import start_rule
+        >>> compare({"torch": lambda: start_rule("torch")}, [Trace.exact("calm", [2.0**16] * 3000)]).starts["torch"]
         65536.0
     """
-    for name, entries in (("policies", policies), ("traces", traces)):
+    for name, entries in (("rules", rules), ("traces", traces)):
         if len(entries) == 0:
             raise ValueError(f"'{name}' must have at least 1 entry, but got none. Give at least 1 rule and 1 trace.")
     numbers = itertools.count(1)
 
-    def measured(make: Callable[[], Policy], trace: Trace) -> Measures:
+    def measured(make: Callable[[], RunningRule], trace: Trace) -> Measures:
         measures = replay(make(), trace).measures
         if progress is not None:
             progress(next(numbers))
         return measures
 
     names = tuple(trace.name for trace in traces)
-    starts = {name: float(make().loss_scale) for name, make in policies.items()}
-    measures = {name: tuple(measured(make, trace) for trace in traces) for name, make in policies.items()}
+    starts = {name: float(make().loss_scale) for name, make in rules.items()}
+    measures = {name: tuple(measured(make, trace) for trace in traces) for name, make in rules.items()}
     return Comparison(names, measures, starts)
 
 

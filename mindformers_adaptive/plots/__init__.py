@@ -1,1 +1,1 @@
-"""Pictures of runs, gradients and policies. They need matplotlib: ``pip install '.[plot]'``."""
+"""Pictures of runs, gradients and rules. They need matplotlib: ``pip install '.[plot]'``."""

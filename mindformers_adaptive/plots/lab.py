@@ -1,4 +1,4 @@
-"""Pictures of the lab: replays on a trace, and policies by skipped steps and bits below the ceiling."""
+"""Pictures of the lab: replays on a trace, and rules by skipped steps and bits below the ceiling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME_BITS, _FEW = 0.05, 0.05
 
 
 def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
-    """Draw replays of policies on a trace: the ceiling of the trace, and each policy's loss scale and skipped steps.
+    """Draw replays of rules on a trace: the ceiling of the trace, and each rule's loss scale and skipped steps.
 
     On a long trace each line becomes a line of medians, within a band from the lowest to the highest value. If the
     trace has largest gradients, the ceiling that they imply has a line too, unless it equals the ceiling of the trace.
@@ -39,7 +39,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     Args:
         trace (Trace): the replayed trace.
         replays (Mapping[str, Replay]): the results of :func:`mindformers_adaptive.lab.replay.replay` on this trace, by
-            the name of the policy; at least one.
+            the name of the rule; at least one.
 
     Returns:
         Figure of two panels over the same steps, 1200 pixels wide; the lower panel counts the skipped steps.
@@ -49,10 +49,10 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
         ValueError: if a replay has another number of steps than the trace.
 
     Examples:
-        >>> from mindformers_adaptive.lab.policies import make_policy
+        >>> from mindformers_adaptive.lab.running_rule import start_rule
         >>> from mindformers_adaptive.lab.replay import replay
         >>> trace = Trace.exact("sudden drop", [8.0, 8.0, 2.0, 2.0])
-        >>> draw_replays(trace, {"fixed": replay(make_policy("fixed", loss_scale_value=4.0), trace)}).get_suptitle()
+        >>> draw_replays(trace, {"fixed": replay(start_rule("fixed", loss_scale_value=4.0), trace)}).get_suptitle()
         'sudden drop'
     """
     figure = canvas.new_figure(10, 5.2 + 0.32 * len(replays))
@@ -114,21 +114,21 @@ _LETTERS = 34
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw skipped steps against bits below the ceiling for the policies of a comparison, as means over its traces.
+    """Draw skipped steps against bits below the ceiling for the rules of a comparison, as means over its traces.
 
-    The policies on the Pareto front of skipped steps and steps that were too low are filled. Below the ceiling, 16 bits
+    The rules on the Pareto front of skipped steps and steps that were too low are filled. Below the ceiling, 16 bits
     are free, see :class:`~mindformers_adaptive.lab.measures.Measures`.
 
     Args:
         comparison (Comparison): what :func:`mindformers_adaptive.lab.replay.compare` returned.
 
     Returns:
-        Figure; the legend names all policies if they are at most 12, else up to 12 policies on the front. Policies
+        Figure; the legend names all rules if they are at most 12, else up to 12 rules on the front. Rules
         without headroom are not drawn; the picture gives their number.
 
     Raises:
         ImportError: if matplotlib is missing.
-        ValueError: if no policy has headroom.
+        ValueError: if no rule has headroom.
     """
     means, front = comparison.means(), comparison.pareto_front()
     # An unknown mean is None in ``means``; the conversion to a float array turns it into nan.
@@ -143,19 +143,19 @@ def draw_skips(
     """Draw skipped steps against bits below the ceiling.
 
     Args:
-        skipped (ArrayLike): skipped steps of each policy, shape (policies,).
-        bits_below (ArrayLike): the mean bits of each policy below the ceiling, shape (policies,). Policies with nan are
+        skipped (ArrayLike): skipped steps of each rule, shape (rules,).
+        bits_below (ArrayLike): the mean bits of each rule below the ceiling, shape (rules,). Rules with nan are
             not drawn; the picture gives their number.
-        best (Sequence[bool]): whether to fill the policy's point.
-        names (Sequence[str]): the name of each policy.
+        best (Sequence[bool]): whether to fill the rule's point.
+        names (Sequence[str]): the name of each rule.
         where (str): the trace or traces, for the title.
 
     Returns:
-        Figure; the legend names all policies if they are at most 12, else up to 12 of the best.
+        Figure; the legend names all rules if they are at most 12, else up to 12 of the best.
 
     Raises:
         ImportError: if matplotlib is missing.
-        ValueError: if no policy has headroom.
+        ValueError: if no rule has headroom.
 
     Examples:
         >>> draw_skips([1, 5], [3.0, 1.0], [True, False], ["torch", "adaptive"], "drop").get_suptitle()

@@ -32,7 +32,7 @@ class Trace:
             nothing is known.
         seconds (NDArray, optional): float64 of shape (steps,), how long each step of the recorded run took.
         largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute value of the step's
-            gradients, unscaled; nan where it is not known. A policy is given it for the steps that are applied.
+            gradients, unscaled; nan where it is not known. A rule is given it for the steps that are applied.
         gradient_format (Format): the format of the gradients. Default: float16.
 
     Raises:

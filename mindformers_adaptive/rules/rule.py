@@ -60,7 +60,7 @@ class Rule(metaclass=_CheckedOnCreation):
     read only.
 
     Attributes:
-        name (str): the name of the rule, in policies and checkpoints.
+        name (str): the name of the rule, in rules and checkpoints.
         title (str): the name of the rule in messages. Default: "loss scaling".
         state (Mapping): the values that the rule keeps from step to step, besides the loss scale: ``int32``,
             ``float32``, ``float32[8]`` for a vector of 8, or a dict of names for a vector with named parts.

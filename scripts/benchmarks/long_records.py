@@ -46,7 +46,7 @@ def commands(record, picture, steps):
     return {
         JSON: ["-c", READ, record],
         "analyze": ["-c", PROGRAM, "analyze", record],
-        "compare": ["-c", PROGRAM, "compare", record, "--policies", *WINDOWS],
+        "compare": ["-c", PROGRAM, "compare", record, "--rules", *WINDOWS],
         "plot": ["-c", PROGRAM, "plot", record, picture],
         "resume": ["-c", RESUME, record, str(steps)],
     }

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from mindformers_adaptive.lab import read_log
 from mindformers_adaptive.lab.measures import FREE_BITS
-from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.plots.canvas import MAIN, WARNING, new_figure, save, style_axes
 from mindformers_adaptive.record.ceilings import trace_of
 from mindformers_adaptive.record.writer import read_record
@@ -163,7 +163,7 @@ def compared_rules(record):
     run = read_log(record)
     trace, start = with_gradients(trace_of(run)), float(run.used[0])
     measured = {
-        name: replay(make_policy(**arguments, loss_scale_value=start), trace).measures
+        name: replay(start_rule(**arguments, loss_scale_value=start), trace).measures
         for name, arguments in REPLAYED.items()
     }
     skipped = ", ".join(f"{name} {measures.skipped}" for name, measures in measured.items())

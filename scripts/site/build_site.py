@@ -36,7 +36,7 @@ TITLES = {
     "Monitors and records": "监控与记录",
     "Gradients": "梯度",
     "Rules": "规则",
-    "The lab": "策略实验室",
+    "The lab": "实验室",
 }
 WORDS = {
     "en": {"reference": "API reference", "modules": "All modules", "changes": "Changes"},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindformers_adaptive import make_policy, window_ladder
+from mindformers_adaptive import start_rule, window_ladder
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, SECOND, WARNING, headline, new_figure, save, style_axes
 from mindformers_adaptive.record.trace import Trace
@@ -40,7 +40,7 @@ def largest_scales():
 
 def draw_scale(axes, trace, rule):
     """Draw a rule's loss scale, which starts at 2^28, and the loss scales that overflow; return the rule's replay."""
-    replayed = replay(make_policy(rule, loss_scale_value=2.0**28), trace)
+    replayed = replay(start_rule(rule, loss_scale_value=2.0**28), trace)
     steps, scales, overflows = np.arange(1, STEPS + 1), np.log2(replayed.loss_scale), replayed.overflow
     axes.fill_between(steps, np.log2(trace.ceiling), 34, color=CONTEXT, linewidth=0, label="overflows here")
     axes.step(steps, scales, where="post", color=MAIN, linewidth=1.6, label="loss scale")

@@ -17,7 +17,7 @@ import sys
 
 import numpy as np
 
-from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.running_rule import start_rule
 from scripts.studies.reporting import add_json_option, table, versions, write_json
 
 TOKENS, CONTEXT, HIDDEN, PARTS = 16, 4, 128, 4
@@ -101,7 +101,7 @@ class Training:
             self.weights += [weight.astype(np.float32), np.zeros(outputs, np.float32)]
         self.moments = [(np.zeros_like(weight), np.zeros_like(weight)) for weight in self.weights]
         self.applied, self.error = 0, None
-        self.scaling = None if rule is None else make_policy(rule, loss_scale_value=START)
+        self.scaling = None if rule is None else start_rule(rule, loss_scale_value=START)
 
     def update(self):
         """Write sequences, train on them, and return what is measured in this update."""

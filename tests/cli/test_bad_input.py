@@ -32,7 +32,7 @@ def has(said, message):
     return re.search(".*".join(map(re.escape, message.split(" ... "))), said, re.DOTALL) is not None
 
 
-# Wrong values of a policy's parameters, and the expected error messages.
+# Wrong values of a rule's parameters, and the expected error messages.
 VALUES = [
     ("loss_scale_value=2^99999", "'2^99999' is too large"),
     ("loss_scale_value=-1", "'loss_scale_value' must be finite and above 0"),
@@ -57,8 +57,8 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("value", "message"), VALUES, ids=[value[:40] for value, _ in VALUES])
-def test_a_value_of_a_policy_is_refused(run_program, value, message):
-    code, said = answer(run_program, "compare", *SPIKES, "--policies", f"adaptive:{value}")
+def test_a_value_of_a_rule_is_refused(run_program, value, message):
+    code, said = answer(run_program, "compare", *SPIKES, "--rules", f"adaptive:{value}")
     assert code == 2
     assert re.search(message, said, re.DOTALL) or message in said
 
@@ -84,31 +84,31 @@ USAGE = [
     (["analyze", LOG, "--policy", "adaptive:loss_scale=1"], "unrecognized arguments: --policy"),
     (["compare", "synthetic:spikes"], "made-up runs are no longer in the program: give a log"),
     (["tune", LOG], "there is no command 'tune' any more. 'analyze' says what to change"),
-    (["compare", *SPIKES, "--policies", "torhc"], "'torhc' ... torch"),
-    (["compare", *SPIKES, "--policies", "torch:init_scale"], "NAME=VALUE, but got 'init_scale'"),
-    (["compare", *SPIKES, "--policies", "torch:foo=1"], "no parameter 'foo'"),
+    (["compare", *SPIKES, "--rules", "torhc"], "'torhc' ... torch"),
+    (["compare", *SPIKES, "--rules", "torch:init_scale"], "NAME=VALUE, but got 'init_scale'"),
+    (["compare", *SPIKES, "--rules", "torch:foo=1"], "no parameter 'foo'"),
     (["probe", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
     (
-        ["compare", *SPIKES, "--policies", "guided:max_loss_scale=2^5000"],
+        ["compare", *SPIKES, "--rules", "guided:max_loss_scale=2^5000"],
         "'max_loss_scale=2^5000': '2^5000' is too large",
     ),
     (
-        ["compare", *SPIKES, "--policies", "torch:growth_interval=" + "9" * 22],
+        ["compare", *SPIKES, "--rules", "torch:growth_interval=" + "9" * 22],
         "'growth_interval' must be at most 214748",
     ),
     (["compare", LOG, "--plot", "a.jpg"], "argument --plot: 'path' must name a picture ... .png"),
-    (["compare", *SPIKES, "--policies", "fails.Rule"], "cannot be imported: KeyError('x')"),
-    (["compare", *SPIKES, "--policies", "syntax.Rule"], "cannot be imported: SyntaxError"),
-    (["compare", *SPIKES, "--policies", "exits.Rule"], "cannot be imported: SystemExit"),
+    (["compare", *SPIKES, "--rules", "fails.Rule"], "cannot be imported: KeyError('x')"),
+    (["compare", *SPIKES, "--rules", "syntax.Rule"], "cannot be imported: SyntaxError"),
+    (["compare", *SPIKES, "--rules", "exits.Rule"], "cannot be imported: SystemExit"),
     (["simulate", *SPIKES], "there is no command 'simulate' any more. Use 'compare --rules NAME'"),
     (["compare", LOG, "--policis", "torch"], "--policis torch. Did you mean --policies?"),
     (["compare", LOG, "--\x1b[31m"], r"unrecognized arguments: --\x1b[31m"),
     (
-        ["compare", *SPIKES, "--policies", "torch:growth_interval=2,growth_interval=3"],
+        ["compare", *SPIKES, "--rules", "torch:growth_interval=2,growth_interval=3"],
         "'growth_interval' has two values",
     ),
-    (["compare", *SPIKES, "--policies", "a..b"], "'module.Class' ... search path for modules, ... got 'a..b'."),
-    (["compare", *SPIKES, "--policies", "every.Rule:n=0"], "'every.Rule:n=0': integer division ... by zero"),
+    (["compare", *SPIKES, "--rules", "a..b"], "'module.Class' ... search path for modules, ... got 'a..b'."),
+    (["compare", *SPIKES, "--rules", "every.Rule:n=0"], "'every.Rule:n=0': integer division ... by zero"),
     (["plot", LOG, "picture.jpg"], "must name a picture ... .png or .svg, ... 'picture.jpg'"),
     (["plot", LOG, "a.png", "--loss-scales", "2^99999"], "argument --loss-scales: '2^99999' is too large"),
     (["plot", LOG, "a.png", "--loss-scales", "0"], "argument --loss-scales: 'SCALE' must be finite and above 0"),
@@ -257,7 +257,7 @@ class Mine(Rule):
         raise KeyError("lost")
 """
     (tmp_path / "mine.py").write_text(rule)
-    arguments = ("compare", *SPIKES, "--policies", "mine.Mine")
+    arguments = ("compare", *SPIKES, "--rules", "mine.Mine")
     code, said = answer(run_program, *arguments)
     assert (code, bool(re.fullmatch(r"KeyError: 'lost'\. .*--traceback.*\n", said))) == (1, True), said
     with pytest.raises(KeyError, match="lost"):
@@ -286,10 +286,10 @@ def test_control_characters_in_file_names_are_escaped(run_program, tmp_path):
 def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_path, monkeypatch):
     (tmp_path / "impatient.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
-    code, said = run_program("compare", *SPIKES, "--policies", "impatient.Rule")[::2]
+    code, said = run_program("compare", *SPIKES, "--rules", "impatient.Rule")[::2]
     assert (code, said) == (130, "adaptive-loss-scale: interrupted\n")
     with pytest.raises(KeyboardInterrupt):
-        run_program("compare", *SPIKES, "--traceback", "--policies", "impatient.Rule")
+        run_program("compare", *SPIKES, "--traceback", "--rules", "impatient.Rule")
 
 
 def test_interrupt_during_imports_prints_no_traceback(run_python, tmp_path):

@@ -70,7 +70,7 @@ def test_the_tested_pairs_are_those_of_the_readme():
 
 def test_options_may_have_underscores_or_hyphens(run_program):
     for option in ("--each_trace", "--each-trace"):
-        assert run_program("compare", MINDFORMERS_LOG, option, "--policies", "torch")[0] == 0
+        assert run_program("compare", MINDFORMERS_LOG, option, "--rules", "torch")[0] == 0
     assert run_program("find", "--train_dataset_dir", "x", "--nonsense_")[2].splitlines() == [
         "adaptive-loss-scale find: error: the following arguments are required: --config",
         "All options: adaptive-loss-scale find --help",
@@ -80,7 +80,7 @@ def test_options_may_have_underscores_or_hyphens(run_program):
 def test_a_mistake_in_a_rule_of_ones_own_is_told_in_one_line(run_program, tmp_path, monkeypatch):
     (tmp_path / "broken_rule.py").write_text("class Mine(:\n")
     monkeypatch.chdir(tmp_path)
-    for arguments in (("inspect", ".", "--rule"), ("compare", MINDFORMERS_LOG, "--policies")):
+    for arguments in (("inspect", ".", "--rule"), ("compare", MINDFORMERS_LOG, "--rules")):
         code, printed, error = run_program(*arguments, "broken_rule.Mine")
         assert (code, printed, error.count("\n")) == (2, "", 1)
         assert re.search(r"error: .*'broken_rule.Mine' cannot be imported: SyntaxError.*broken_rule.py", error)
@@ -103,16 +103,16 @@ def test_results_on_a_log_say_what_was_read_and_what_is_known(run_program):
     assert "32 lines (mindformers): 32 used, 0 ignored" in text
 
 
-def test_compare_of_a_folder_has_a_row_for_each_policy_and_log(run_program, tmp_path):
+def test_compare_of_a_folder_has_a_row_for_each_rule_and_log(run_program, tmp_path):
     for name in ("a.log", "b.log"):
         (tmp_path / name).write_text(Path(MINDFORMERS_LOG).read_text())
-    comparison = json.loads(run_program("compare", "--json", tmp_path, "--policies", "adaptive", "torch")[1])
+    comparison = json.loads(run_program("compare", "--json", tmp_path, "--rules", "adaptive", "torch")[1])
     assert len(comparison["sources"]) == 2
     # Where several runs are compared, all rules start at one scale.
     assert {row["start"] for row in comparison["rows"]} == {2.0**16}
-    assert {(row["policy"], row["trace"]) for row in comparison["rows"]} == {
-        (policy, trace)
-        for policy in ("adaptive", "torch")
+    assert {(row["rule"], row["trace"]) for row in comparison["rows"]} == {
+        (rule, trace)
+        for rule in ("adaptive", "torch")
         for trace in (None, *(source["trace"] for source in comparison["sources"]))
     }
 
@@ -122,7 +122,7 @@ def test_a_file_of_a_folder_that_is_no_log_is_named(run_program, tmp_path):
     (tmp_path / "b.txt").write_text("no log\n")
     # A training creates a lock file beside its record. The ``compare`` command must ignore the lock file.
     (tmp_path / ".record.jsonl.lock").touch()
-    code, printed, error = run_program("compare", str(tmp_path), "--policies", "torch", "--details")
+    code, printed, error = run_program("compare", str(tmp_path), "--rules", "torch", "--details")
     assert code == 0
     assert "b.txt is left out" in error
     assert ".lock" not in error
@@ -138,7 +138,7 @@ def test_a_log_that_leaves_open_what_steps_did_is_not_replayed(run_program):
 
 
 def test_a_rule_without_a_start_starts_where_the_run_did(run_program):
-    arguments = ("--policies", "torch", "dynamic:scale_window=20", "adaptive", "torch:init_scale=8")
+    arguments = ("--rules", "torch", "dynamic:scale_window=20", "adaptive", "torch:init_scale=8")
     rows = json.loads(run_program("compare", "--json", MINDFORMERS_LOG, *arguments)[1])["rows"]
     # The first overflow of the log led to 2^23, from there or from 2^24.
     assert [row["start"] for row in rows] == [2.0**24, 2.0**24, 2.0**24, 8.0]
@@ -163,13 +163,13 @@ FORMATS = [("float16", 65504), ("float8_e4m3fn", 448)]
 
 @pytest.mark.parametrize("guided_record", FORMATS, indirect=True, ids=["float16", "float8"])
 def test_record_with_gradients_is_compared_with_the_guided_rule(run_program, guided_record, tmp_path):
-    code, printed, error = run_program("compare", "--json", guided_record, "--plot", str(tmp_path / "policies.png"))
+    code, printed, error = run_program("compare", "--json", guided_record, "--plot", str(tmp_path / "rules.png"))
     assert (code, error) == (0, "")
     comparison = json.loads(printed)
-    rows = {row["policy"]: row for row in comparison["rows"]}
+    rows = {row["rule"]: row for row in comparison["rows"]}
     assert rows["guided"]["skipped"] < rows["dynamic:scale_window=20"]["skipped"]
     assert comparison["sources"][0]["gradients_known"] == 0.98
-    assert (tmp_path / "policies.png").stat().st_size > 10_000
+    assert (tmp_path / "rules.png").stat().st_size > 10_000
     text = run_program("compare", "--details", guided_record)[1]
     assert "; largest gradients known at 98.0% of the steps" in text
     # The other assumption about the ceilings changes the result.
@@ -178,16 +178,16 @@ def test_record_with_gradients_is_compared_with_the_guided_rule(run_program, gui
 
 
 @pytest.mark.parametrize("guided_record", FORMATS[1:], indirect=True, ids=["float8"])
-def test_policy_for_another_gradient_format_warns(run_program, guided_record):
+def test_rule_for_another_gradient_format_warns(run_program, guided_record):
     right = "gradient_format=float8_e4m3fn"
-    code, _, error = run_program("compare", guided_record, "--policies", "guided")
+    code, _, error = run_program("compare", guided_record, "--rules", "guided")
     assert code == 0
     assert re.search(f"record.jsonl are in float8_e4m3fn.*'guided'.* Give .*{right}", error)
-    assert run_program("compare", guided_record, "--policies", f"guided:{right}")[::2] == (0, "")
+    assert run_program("compare", guided_record, "--rules", f"guided:{right}")[::2] == (0, "")
 
 
-def test_the_guided_policy_without_gradients_is_a_warning(run_program):
-    code, printed, error = run_program("compare", MINDFORMERS_LOG, "--policies", "guided:margin=5")
+def test_the_guided_rule_without_gradients_is_a_warning(run_program):
+    code, printed, error = run_program("compare", MINDFORMERS_LOG, "--rules", "guided:margin=5")
     assert code == 0
     assert printed
     assert re.search("mindformers_1_9_cpu.log has no largest gradients.*'guided' sees only overflows", error)
@@ -196,10 +196,10 @@ def test_the_guided_policy_without_gradients_is_a_warning(run_program):
 
 
 def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_record):
-    policy = "tests.shared.own_rules.Follow:margin=1"
-    rows = json.loads(run_program("compare", "--json", "--policies", policy, "torch", "--", guided_record)[1])["rows"]
-    assert [row["policy"] for row in rows] == [policy, "torch"]
-    error = run_program("compare", MINDFORMERS_LOG, "--policies", policy)[2]
+    rule = "tests.shared.own_rules.Follow:margin=1"
+    rows = json.loads(run_program("compare", "--json", "--rules", rule, "torch", "--", guided_record)[1])["rows"]
+    assert [row["rule"] for row in rows] == [rule, "torch"]
+    error = run_program("compare", MINDFORMERS_LOG, "--rules", rule)[2]
     assert "'tests.shared.own_rules.Follow' sees only overflows" in error
 
 

@@ -36,7 +36,7 @@ from mindformers_adaptive import (
     wrapper,
 )
 from mindformers_adaptive.cli import program
-from mindformers_adaptive.lab.policies import POLICY_NAMES
+from mindformers_adaptive.lab.running_rule import RULE_NAMES
 from mindformers_adaptive.mindformers.checks import check_config
 from mindformers_adaptive.rules import megatron
 from mindformers_adaptive.rules.guided import MARGIN, NARROW_MARGIN
@@ -358,5 +358,5 @@ def test_tree_of_the_package_names_every_room():
 def test_list_of_rules_is_complete():
     text = prose(DOCS / "lab.md")
     section = text[text.index("## Rules by name") : text.index("## The program")]
-    assert set(POLICY_NAMES) <= set(re.findall(r"`(\w+)`", section))
-    assert f"has {len(POLICY_NAMES)} rules" in section
+    assert set(RULE_NAMES) <= set(re.findall(r"`(\w+)`", section))
+    assert f"has {len(RULE_NAMES)} rules" in section

@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.presets import PRESETS
+from mindformers_adaptive.lab.running_rule import start_rule
 from tests.conftest import ROOT
 from tests.shared.pages import ENGLISH_DOCS, tables
 
 WINDOWS = ("scale_window", "max_scale_window", "min_scale_window")
-# Arguments of the torch and the DeepSpeed policy, and the arguments of the adaptive rule that replace them according to
+# Arguments of the torch and the DeepSpeed rule, and the arguments of the adaptive rule that replace them according to
 # the migration page. The windows are so short that the loss scale often rises.
 SHORT = {
     "torch": ({"growth_interval": 5}, dict.fromkeys(WINDOWS, 5) | {"min_loss_scale": 1e-30}),
@@ -24,7 +24,7 @@ def windows(value):
 
 
 # The settings of torch and DeepSpeed in the tables of the migration page. Each setting has four items: the argument of
-# the torch or DeepSpeed policy; values of the setting to try; a function from such a value to this argument's value;
+# the torch or DeepSpeed rule; values of the setting to try; a function from such a value to this argument's value;
 # and a function from such a value to arguments of the adaptive rule.
 ROWS = {
     "torch": {
@@ -52,11 +52,11 @@ CASES = [(system, row, value) for system, rows in ROWS.items() for row, it in ro
 def paths(system, its, ours, steps=800, seed=0):
     """Yield the loss scales of another system and of adaptive scaling on random, partly consecutive overflows."""
     draw = random.Random(seed)
-    policies = make_policy(system, **its), make_policy("adaptive", **{"loss_scale_value": 2.0**16} | ours)
+    rules = start_rule(system, **its), start_rule("adaptive", **{"loss_scale_value": 2.0**16} | ours)
     for _ in range(steps):
         # Overflow above a random ceiling, so that the loss scale neither collapses nor grows without end.
-        overflow = policies[0].loss_scale > 2.0 ** draw.gauss(18, 4)
-        yield tuple(policy.step(overflow) for policy in policies)
+        overflow = rules[0].loss_scale > 2.0 ** draw.gauss(18, 4)
+        yield tuple(rule.step(overflow) for rule in rules)
 
 
 @pytest.mark.parametrize(("system", "row", "value"), CASES)
@@ -77,8 +77,8 @@ def test_factor_beyond_float32_is_rounded_as_on_the_page():
 
 def test_scale_of_torch_falls_below_the_default_bound():
     its, ours = SHORT["torch"]
-    policies = make_policy("torch", **its), make_policy("adaptive", **ours | {"loss_scale_value": 2.0**16})
-    assert [[policy.step(True) for _ in range(60)] for policy in policies] == [[2.0 ** (15 - n) for n in range(60)]] * 2
+    rules = start_rule("torch", **its), start_rule("adaptive", **ours | {"loss_scale_value": 2.0**16})
+    assert [[rule.step(True) for _ in range(60)] for rule in rules] == [[2.0 ** (15 - n) for n in range(60)]] * 2
 
 
 @pytest.mark.parametrize(("hysteresis", "same"), [(1, True), (2, False)])

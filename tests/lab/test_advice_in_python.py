@@ -138,7 +138,7 @@ def test_a_log_of_unknown_origin_gets_a_command_for_both(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("policy", "arguments"),
+    ("rule", "arguments"),
     [
         ("adaptive", {"min_loss_scale": 2.0**-10, "hysteresis": 2}),
         ("guided", {"margin": 8, "gradient_format": "float8_e5m2"}),
@@ -146,8 +146,8 @@ def test_a_log_of_unknown_origin_gets_a_command_for_both(tmp_path):
         ("tests.shared.own_rules.Follow", {}),
     ],
 )
-def test_python_and_yaml_have_the_same_values(policy, arguments):
-    configuration = Configuration(policy, loss_scale_value=2.0**12, **arguments)
+def test_python_and_yaml_have_the_same_values(rule, arguments):
+    configuration = Configuration(rule, loss_scale_value=2.0**12, **arguments)
     cell = built(configuration.update_cell())
     assert cell.state()["loss_scale"] == 2.0**12
     assert repr(cell.rule) == repr(configuration.rule)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.trace import Trace
 from tests.conftest import ROOT
@@ -21,8 +21,8 @@ LOGS = ROOT / "tests" / "record" / "samples"
 
 
 def recorded(ceilings, name="dynamic", **params):
-    """Return the run of a policy on a trace with given ceilings, the largest loss scales without overflow."""
-    result = replay(make_policy(name, **params), Trace.exact("made", ceilings))
+    """Return the run of a rule on a trace with given ceilings, the largest loss scales without overflow."""
+    result = replay(start_rule(name, **params), Trace.exact("made", ceilings))
     return run_of(result.loss_scale, result.overflow, final_loss_scale=result.final_state["loss_scale"])
 
 
@@ -33,9 +33,9 @@ def rules(run):
 def demo_run():
     """Return a run like the demo training: 16 skipped steps at the start, 7 more after windows of 20 to 40 steps."""
     skipped = [*range(1, 16), 18, 94, 127, 137, 223, 284, 328, 399]
-    policy, scales = make_policy("adaptive", loss_scale_value=2.0**32), [2.0**32]
+    running, scales = start_rule("adaptive", loss_scale_value=2.0**32), [2.0**32]
     for step in range(1, 401):
-        scales.append(policy.step(step in skipped))
+        scales.append(running.step(step in skipped))
     return record_of(scales, skipped)
 
 
@@ -46,7 +46,7 @@ KINDS = {
     "spikes": lambda random, steps: -random.uniform(1, 8) * (random.random(steps) < 0.02),
     "trend": lambda random, steps: np.linspace(0, random.uniform(-8, 8), steps),
 }
-POLICIES = {
+RULES = {
     "dynamic": ("init_loss_scale", {"scale_window": [5, 20, 50, 200]}),
     "adaptive": ("loss_scale_value", {"min_scale_window": [5, 20], "hysteresis": [1, 2]}),
     "megatron": ("initial_scale", {"growth_interval": [50, 300]}),
@@ -56,11 +56,11 @@ POLICIES = {
 
 
 def random_run(seed):
-    """Return a run of a random policy on random ceilings; for some runs, it is unknown which steps overflowed."""
+    """Return a run of a random rule on random ceilings; for some runs, it is unknown which steps overflowed."""
     random = np.random.default_rng(seed)
-    steps, name = int(random.choice([60, 300, 1000])), str(random.choice([*POLICIES]))
+    steps, name = int(random.choice([60, 300, 1000])), str(random.choice([*RULES]))
     exponents = random.uniform(4, 24) + KINDS[str(random.choice([*KINDS]))](random, steps)
-    start, tried = POLICIES[name]
+    start, tried = RULES[name]
     params = {key: random.choice(values).item() for key, values in tried.items()}
     run = recorded(np.exp2(exponents), name, **{start: 2.0 ** int(random.integers(0, 33))}, **params)
     known = random.random(steps) < random.choice([1.0, 1.0, 0.95, 0.5])

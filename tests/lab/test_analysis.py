@@ -1,4 +1,4 @@
-"""The analysis of runs that are made by hand or read from sample logs, and replays of other policies on these runs."""
+"""The analysis of runs that are made by hand or read from sample logs, and replays of other rules on these runs."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The measures of a replayed policy, such as skipped and too low steps, in hand-made tables and edge cases."""
+"""The measures of a replayed rule, such as skipped and too low steps, in hand-made tables and edge cases."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Replays policies on hand-made traces; compares the policies' averages over the traces and their Pareto front."""
+"""Replays rules on hand-made traces; compares the rules' averages over the traces and their Pareto front."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, pareto_front, replay
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.record.trace import Trace
 from tests.shared.traces import made_trace, with_gradients
 
@@ -19,7 +19,7 @@ SMALL = {"loss_scale_value": 16.0, "max_scale_window": 3, "min_scale_window": 2}
 
 def test_replay_shows_scale_flag_and_window_of_each_step():
     trace = Trace.exact("made", [16, 8, 8, 8, 8, 8])
-    replayed = replay(make_policy("adaptive", **SMALL), trace)
+    replayed = replay(start_rule("adaptive", **SMALL), trace)
     assert replayed.loss_scale.tolist() == [16, 16, 8, 8, 16, 8]
     assert replayed.overflow.tolist() == [False, True, False, False, True, False]
     assert replayed.scale_window.tolist() == [2] * 6
@@ -27,32 +27,32 @@ def test_replay_shows_scale_flag_and_window_of_each_step():
     assert (replayed.measures.skipped, replayed.measures.scale_changes, replayed.measures.headroom_lost) == (2, 3, 0.0)
 
 
-def test_replay_goes_on_from_the_state_that_the_policy_is_in():
-    policy, whole = make_policy("adaptive", **SMALL), make_policy("adaptive", **SMALL)
+def test_replay_goes_on_from_the_state_that_the_rule_is_in():
+    rule, whole = start_rule("adaptive", **SMALL), start_rule("adaptive", **SMALL)
     ceilings = [16, 8, 32, 8, 64, 64, 64, 2, 2]
-    parts = [replay(policy, Trace.exact("part", part)) for part in (ceilings[:4], ceilings[4:])]
+    parts = [replay(rule, Trace.exact("part", part)) for part in (ceilings[:4], ceilings[4:])]
     scales = replay(whole, Trace.exact("whole", ceilings)).loss_scale.tolist()
     assert parts[0].loss_scale.tolist() + parts[1].loss_scale.tolist() == scales
-    assert policy.state() == whole.state()
+    assert rule.state() == whole.state()
 
 
 def fixed(scale):
-    return partial(make_policy, "fixed", loss_scale_value=scale)
+    return partial(start_rule, "fixed", loss_scale_value=scale)
 
 
-def test_comparison_has_a_row_for_each_policy_and_trace():
+def test_comparison_has_a_row_for_each_rule_and_trace():
     traces = [Trace.exact("low", [4.0] * 4), Trace.exact("high", [16.0] * 4), Trace.exact("free", [float("inf")] * 4)]
     comparison = compare({"two": fixed(2.0), "eight": fixed(8.0)}, traces)
-    rows = {(row["policy"], row["trace"]): row for row in comparison.rows()}
-    assert rows.keys() == {(policy, trace) for policy in ("two", "eight") for trace in ("low", "high", "free", None)}
+    rows = {(row["rule"], row["trace"]): row for row in comparison.rows()}
+    assert rows.keys() == {(rule, trace) for rule in ("two", "eight") for trace in ("low", "high", "free", None)}
     assert [rows["two", trace]["headroom_lost"] for trace in ("low", "high", "free", None)] == [1.0, 3.0, None, 2.0]
     assert [rows["eight", trace]["skipped"] for trace in ("low", "high", "free", None)] == [4, 0, 0, 4 / 3]
     json.dumps(comparison.rows(), allow_nan=False)
 
 
-def test_each_trace_begins_with_a_fresh_policy():
+def test_each_trace_begins_with_a_fresh_rule():
     trace = Trace.exact("low", [4.0] * 4)
-    comparison = compare({"adaptive": partial(make_policy, "adaptive", **SMALL)}, [trace, trace])
+    comparison = compare({"adaptive": partial(start_rule, "adaptive", **SMALL)}, [trace, trace])
     assert comparison.measures["adaptive"][0] == comparison.measures["adaptive"][1]
 
 
@@ -61,9 +61,9 @@ def test_comparison_equals_single_replays(lengths):
     drops = [made_trace("sudden drop", steps, seed=steps) for steps in lengths]
     traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
     done = []
-    comparison = compare({"guided": partial(make_policy, "guided")}, traces, progress=done.append)
+    comparison = compare({"guided": partial(start_rule, "guided")}, traces, progress=done.append)
     for trace, measures in zip(traces, comparison.measures["guided"], strict=True):
-        expected = replay(make_policy("guided"), trace).measures
+        expected = replay(start_rule("guided"), trace).measures
         assert measures.as_dict() == pytest.approx(expected.as_dict())
     assert done == [1, 2]
 
@@ -74,18 +74,18 @@ def test_pareto_front_leaves_out_what_another_beats_in_both():
     comparison = compare({name: fixed(scale) for name, scale in scales.items()}, [trace])
     # At scales below 16, two steps are more than 16 bits too low. "five" and "sixteen" skip two steps.
     assert comparison.pareto_front() == ["low", "four", "lower", "sixteen"]
-    assert [row["policy"] for row in comparison.rows() if row["on_front"]] == comparison.pareto_front()
+    assert [row["rule"] for row in comparison.rows() if row["on_front"]] == comparison.pareto_front()
 
 
 def test_comparison_as_text_is_sorted():
-    policies = {"thirty-two": fixed(32.0), "one": fixed(1.0), "sixteen": fixed(16.0)}
-    comparison = compare(policies, [Trace.exact(name, [16.0] * 4) for name in "ab"])
+    rules = {"thirty-two": fixed(32.0), "one": fixed(1.0), "sixteen": fixed(16.0)}
+    comparison = compare(rules, [Trace.exact(name, [16.0] * 4) for name in "ab"])
     lines = comparison.text(each_trace=True).split("\n\n")[1].splitlines()
-    # Each row of the table has the policy's initial loss scale, because the results depend on this scale.
+    # Each row of the table has the rule's initial loss scale, because the results depend on this scale.
     assert [line.split()[:2] for line in lines[1:10]] == [
         [name, trace] for name in ("sixteen", "one", "thirty-two") for trace in ("a", "b", "(mean)")
     ]
-    assert {row["policy"]: row["start"] for row in comparison.rows()} == {
+    assert {row["rule"]: row["start"] for row in comparison.rows()} == {
         "one": 1.0,
         "sixteen": 16.0,
         "thirty-two": 32.0,
@@ -137,21 +137,21 @@ def test_pareto_front_is_what_no_other_result_beats(results):
 
 
 @pytest.mark.parametrize(
-    ("policies", "traces", "message"),
+    ("rules", "traces", "message"),
     [
-        ({}, [Trace.exact("made", [1.0])], r"'policies' must have at least 1 entry, but got none"),
+        ({}, [Trace.exact("made", [1.0])], r"'rules' must have at least 1 entry, but got none"),
         ({"one": fixed(1.0)}, [], r"'traces' must have at least 1 entry, but got none"),
-        ({"one": partial(make_policy, "guided")}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least"),
+        ({"one": partial(start_rule, "guided")}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least"),
         ({"one": fixed(1.0)}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least 1 step"),
     ],
 )
-def test_nothing_to_compare_is_refused(policies, traces, message):
+def test_nothing_to_compare_is_refused(rules, traces, message):
     with pytest.raises(ValueError, match=message):
-        compare(policies, traces)
+        compare(rules, traces)
 
 
 class Listener:
-    """A policy with a fixed scale that stores the arguments of each step."""
+    """A rule with a fixed scale that stores the arguments of each step."""
 
     scale_window, loss_scale = None, 8.0
 
@@ -166,7 +166,7 @@ class Listener:
         return {}
 
 
-def test_policy_gets_the_largest_gradient_of_applied_steps_only():
+def test_rule_gets_the_largest_gradient_of_applied_steps_only():
     trace = Trace.exact("made", [16.0, 4.0, 8.0])
     listener = Listener()
     replay(listener, trace)

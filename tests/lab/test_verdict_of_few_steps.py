@@ -5,8 +5,8 @@ import pytest
 
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.other_cause import last_error
-from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.trace import Trace
 from tests.shared.records import run_of
@@ -50,7 +50,7 @@ def test_traceback_at_the_end_of_a_log_is_said(tmp_path, end, error):
 @pytest.mark.parametrize("window", [20, 30])
 def test_advised_start_is_not_one_that_overflowed(window):
     trace = Trace.exact("constant", [2.0**15.5] * 600)
-    replayed = replay(make_policy("dynamic", init_loss_scale=2.0**16, scale_window=window), trace)
+    replayed = replay(start_rule("dynamic", init_loss_scale=2.0**16, scale_window=window), trace)
     analysis = analyze(run_of(replayed.loss_scale, replayed.overflow))
     assert "1 at the start, because 2^16 was too high" in analysis.text()
     assert analysis.settings.arguments["loss_scale_value"] == 2.0**15

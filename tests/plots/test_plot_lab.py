@@ -1,4 +1,4 @@
-"""The pictures of the offline lab show the replays of policies, and the Pareto front of the policies' results."""
+"""The pictures of the offline lab show the replays of rules, and the Pareto front of the rules' results."""
 
 import math
 from functools import partial
@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, replay
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays, draw_skips
 from mindformers_adaptive.record.trace import Trace
 from tests.plots.drawn import artists, legend, overlap, points, title
@@ -17,7 +17,7 @@ NAMES = ("adaptive", "dynamic", "torch")
 
 
 def replays_on(trace, names=NAMES):
-    return {name: replay(make_policy(name), trace) for name in names}
+    return {name: replay(start_rule(name), trace) for name in names}
 
 
 def test_scales_ceiling_and_every_skipped_step_are_drawn():
@@ -42,10 +42,8 @@ def test_scales_ceiling_and_every_skipped_step_are_drawn():
 
 def test_long_names_leave_the_panels_their_room():
     trace = made_trace("sudden drop", 50, seed=0)
-    policies = {
-        f"dynamic:scale_window={window}": make_policy("dynamic", scale_window=window) for window in range(20, 27)
-    }
-    figure = draw_replays(trace, {name: replay(policy, trace) for name, policy in policies.items()})
+    rules = {f"dynamic:scale_window={window}": start_rule("dynamic", scale_window=window) for window in range(20, 27)}
+    figure = draw_replays(trace, {name: replay(rule, trace) for name, rule in rules.items()})
     figure.canvas.draw()
     upper, box = figure.axes[0].get_window_extent(), figure.axes[0].get_legend().get_window_extent()
     assert upper.width > 0.6 * 1200
@@ -110,15 +108,15 @@ def test_results_without_headroom_are_left_out_and_counted():
 
 def test_of_many_results_the_legend_names_those_on_the_front():
     x = np.arange(40.0)
-    figure = draw_skips(x, 40 - x, x < 20, [f"policy {number}" for number in range(40)], "x")
+    figure = draw_skips(x, 40 - x, x < 20, [f"rule {number}" for number in range(40)], "x")
     named = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert named == ["free up to 16 bits", "not named", *(f"policy {number}" for number in range(12))]
+    assert named == ["free up to 16 bits", "not named", *(f"rule {number}" for number in range(12))]
     assert len(points(figure.axes[0], "not named")[0]) == 28
 
 
 def test_comparison_is_drawn_by_its_means():
-    policies = {name: partial(make_policy, name) for name in NAMES}
-    comparison = compare(policies, [made_trace(name, 300) for name in ("sudden drop", "spikes")])
+    rules = {name: partial(start_rule, name) for name in NAMES}
+    comparison = compare(rules, [made_trace(name, 300) for name in ("sudden drop", "spikes")])
     figure = draw_comparison(comparison)
     means = comparison.means()
     drawn = {(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(figure.axes[0], "best")}

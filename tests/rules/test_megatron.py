@@ -11,7 +11,7 @@ from mindformers.wrapper import build_wrapper
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
-from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
 from mindformers_adaptive.wrapper import NoLossScaleUpdateCell
 
@@ -179,10 +179,10 @@ def test_cell_goes_on_from_megatron_and_back(graph_mode, hysteresis):
     loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
     cell.bind_loss_scale(loss_scale)
     for steps in (0, 7, 23, 60):
-        policy = make_policy("megatron", initial_scale=2.0**20, growth_interval=4, hysteresis=hysteresis)
+        running = start_rule("megatron", initial_scale=2.0**20, growth_interval=4, hysteresis=hysteresis)
         for overflow in overflows[:steps]:
-            policy.step(bool(overflow))
-        state = policy.state()
+            running.step(bool(overflow))
+        state = running.state()
         trackers = {"growth_tracker": state["clean_steps"], "hysteresis_tracker": hysteresis - state["overflows"]}
         with pytest.warns(UserWarning, match="taken steps") if steps else contextlib.nullcontext():
             cell.load_state_dict({"scale": np.array([state["loss_scale"]]), **trackers})
@@ -190,11 +190,11 @@ def test_cell_goes_on_from_megatron_and_back(graph_mode, hysteresis):
         for overflow in overflows[steps : steps + 30]:
             cell(loss_scale, Tensor(bool(overflow)))
             left = cell.state_dict()
-            assert float(loss_scale) == left["scale"] == policy.step(bool(overflow)), steps
-            assert left["growth_tracker"] == policy.state()["clean_steps"]
+            assert float(loss_scale) == left["scale"] == running.step(bool(overflow)), steps
+            assert left["growth_tracker"] == running.state()["clean_steps"]
             # Once the hysteresis tracker is 1 or less, every overflow lowers the loss scale. Megatron-LM goes on
             # counting down, even below 0. So this test treats all values of the tracker up to 1 as equal.
-            assert max(left["hysteresis_tracker"], 1) == max(hysteresis - policy.state()["overflows"], 1)
+            assert max(left["hysteresis_tracker"], 1) == max(hysteresis - running.state()["overflows"], 1)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,13 @@ def test_what_is_no_state_is_refused(state, message):
 
 
 @pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.25), (4.0, 0.5), (3.0, 0.7)])
-def test_factors_that_differ_scale_as_the_policy_does(growth, backoff):
+def test_factors_that_differ_scale_as_the_rule_does(growth, backoff):
     section = scale_sense_from_megatron(
         f"--fp16 --loss-scale-window 4 --growth-factor {growth} --backoff-factor {backoff}"
     )
     assert (section.pop("type"), section["backoff_factor"]) == ("AdaptiveLossScale", backoff)
     factors = {"growth_factor": growth, "backoff_factor": backoff}
-    theirs = make_policy("megatron", growth_interval=4, **factors)
-    ours = make_policy("adaptive", **section)
+    theirs = start_rule("megatron", growth_interval=4, **factors)
+    ours = start_rule("adaptive", **section)
     for overflow in np.random.default_rng(5).random(300) < 0.25:
         assert ours.step(bool(overflow)) == theirs.step(bool(overflow))

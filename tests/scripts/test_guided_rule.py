@@ -3,8 +3,8 @@
 import numpy as np
 
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.rules import guided
 from scripts.studies import guided_rule as study
 from tests.shared.pages import figure
@@ -14,7 +14,7 @@ def test_figures_of_a_short_study_are_those_of_direct_calls():
     groups = {name: traces[:2] for name, traces in study.groups_of_traces(300, range(2)).items()}
     measured = study.measure(Configuration("guided", margin=3), groups)
     for name, traces in groups.items():
-        runs = [replay(make_policy("guided", margin=3), trace) for trace in traces]
+        runs = [replay(start_rule("guided", margin=3), trace) for trace in traces]
         assert measured[name]["skipped"] == [int(run.overflow.sum()) for run in runs]
         far = [
             (run.loss_scale * 2.0**16 < trace.ceiling)[~run.overflow].mean()

@@ -1,4 +1,4 @@
-"""The study of policies takes its numbers from the lab, states verdicts that follow from them, and is reproducible."""
+"""The study of rules takes its numbers from the lab, states verdicts that follow from them, and is reproducible."""
 
 import dataclasses
 import math
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.rules.formats import FORMATS
 from scripts.studies import study
 from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
@@ -43,7 +43,7 @@ def test_study_prints_the_figures_of_direct_calls(tmp_path, monkeypatch, capsys)
         (6, "megatron", {"initial_scale": 65536}),
         (7, "torch", {"init_scale": 65536}),
     ]:
-        measures = [replay(make_policy(name, **params), trace).measures for trace in traces]
+        measures = [replay(start_rule(name, **params), trace).measures for trace in traces]
         skipped = np.mean([measured.skipped for measured in measures]) / 0.3
         assert row[column] == f"{skipped:.1f} / {np.mean([measured.headroom_lost for measured in measures]):.2f}"
 
@@ -77,7 +77,7 @@ def test_page_says_what_its_data_say():
 
 def test_most_adaptive_skips_are_raises_below_a_window_of_500():
     for kind in KINDS:
-        run = replay(make_policy("adaptive"), synthetic_trace(kind, 5000, seed=0))
+        run = replay(start_rule("adaptive"), synthetic_trace(kind, 5000, seed=0))
         skipped = np.flatnonzero(run.overflow)
         changes = np.flatnonzero(np.diff(run.loss_scale)) + 1
         raised = np.diff(run.loss_scale)[changes - 1] > 0
@@ -94,7 +94,7 @@ def guided():
 
 def test_figures_of_the_guided_study_are_those_of_direct_calls(guided):
     traces = [with_gradients(synthetic_trace("spikes", 600, seed), 3.0, 0.4, seed) for seed in (0, 1)]
-    runs = [replay(make_policy("guided"), trace) for trace in traces]
+    runs = [replay(start_rule("guided"), trace) for trace in traces]
     row = guided["hidden by 3 bits"][study.GUIDED]["spikes"]
     assert row["skipped"] == pytest.approx(np.mean([run.measures.skipped for run in runs]) / 0.6)
     assert row["headroom_lost"] == pytest.approx(np.mean([run.measures.headroom_lost for run in runs]))
@@ -176,7 +176,7 @@ def test_a_ceiling_of_its_own_is_not_what_the_gradients_show(level, offset, spre
 def test_regimes_are_left_and_entered_as_one_replay_does():
     trace = synthetic_trace("one-off regime", 1500, seed=0)
     scales, overflows = study.scales_on(Configuration("guided"), [trace])
-    replayed = replay(make_policy("guided"), trace)
+    replayed = replay(start_rule("guided"), trace)
     np.testing.assert_array_equal(scales[0], replayed.loss_scale)
     np.testing.assert_array_equal(overflows[0], replayed.overflow)
     regimes = study.regime_study(1500, seeds=1)

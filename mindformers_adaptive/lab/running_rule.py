@@ -1,4 +1,4 @@
-"""Loss-scaling policies: one interface for all, and a function that makes a policy from a name and parameters."""
+"""Rules that run: a rule with its present state, and a function that starts a rule by its name and parameters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mindformers_adaptive.rules.description import DEFAULT_LOSS_SCALE, all_argum
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import did_you_mean
 
-__all__ = ["POLICY_NAMES", "Policy", "make_policy", "start_rule"]
+__all__ = ["RULE_NAMES", "RunningRule", "rule_and_state", "start_rule"]
 
-POLICY_NAMES = (*RULES, *PRESETS)
+RULE_NAMES = (*RULES, *PRESETS)
 
-# Arguments of DynamicRule.start(). All other arguments of a policy preset go to the constructor of DynamicRule.
+# Arguments of DynamicRule.start(). All other arguments of a preset go to the constructor of DynamicRule.
 _STARTS = ("loss_scale", "scale_window")
 
 
-def make_policy(name: str | type[Rule], **params: Any) -> Policy:
-    """Return the loss-scaling policy with the given name, which may imitate another system, such as PyTorch.
+def start_rule(name: str | type[Rule], **params: Any) -> RunningRule:
+    """Return the rule with the given name in its first state; the rule may imitate another system, such as PyTorch.
 
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``: ``loss_scale_value``
     (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the smallest window) and all
@@ -33,51 +33,51 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     ``FixedLossScaleManager``).
 
     Args:
-        name (Union[str, type]): one of ``POLICY_NAMES``, or a rule of your own: ``module.Class``, or the class.
+        name (Union[str, type]): one of ``RULE_NAMES``, or a rule of your own: ``module.Class``, or the class.
         **params: the system's own parameters; what is left out has the system's own default.
 
     Returns:
-        Policy, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the next
-        step. Rules that use gradients also need the largest unscaled gradient of each applied step. If the original
+        RunningRule, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the
+        next step. Rules that use gradients also need the largest unscaled gradient of each applied step. If the original
         system would end the training with an error, ``stopped`` is True from then on and the replay goes on.
 
     Raises:
-        TypeError: if the policy has no such parameter, or a value is not of its type.
-        ValueError: if there is no such policy, or a value is out of its range.
+        TypeError: if the rule has no such parameter, or a value is not of its type.
+        ValueError: if there is no such rule, or a value is out of its range.
 
     Examples:
-        >>> policy = make_policy("megatron", initial_scale=1024.0, growth_interval=2, hysteresis=2)
-        >>> [policy.step(overflow) for overflow in (True, True, False, False)]
+        >>> running = start_rule("megatron", initial_scale=1024.0, growth_interval=2, hysteresis=2)
+        >>> [running.step(overflow) for overflow in (True, True, False, False)]
         [1024.0, 512.0, 512.0, 1024.0]
-        >>> make_policy("adaptive", max_scale_window=1000, min_scale_window=20).scale_window
+        >>> start_rule("adaptive", max_scale_window=1000, min_scale_window=20).scale_window
         20
     """
     if isinstance(name, type) or is_rule_name(name):
-        own_rule, state = start_rule(name, params)
-        return Policy(name if isinstance(name, str) else own_rule.name, own_rule, state)
+        own_rule, state = rule_and_state(name, params)
+        return RunningRule(name if isinstance(name, str) else own_rule.name, own_rule, state)
     if name in REMOVED_PRESETS:
         raise ValueError(f"The rule {name!r} was removed. Use the most similar rule, {REMOVED_PRESETS[name]}.")
-    if name not in POLICY_NAMES:
-        message = f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}. "
-        raise ValueError((message + did_you_mean(name, POLICY_NAMES)).rstrip())
+    if name not in RULE_NAMES:
+        message = f"'name' must be one of {', '.join(RULE_NAMES)}, but got {name!r}. "
+        raise ValueError((message + did_you_mean(name, RULE_NAMES)).rstrip())
     preset = PRESETS[name]
     values = _values_of(name, preset, params)
     settings = {parameter.sets: values[name] for name, parameter in preset.parameters.items()}
     _check_limits(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
     rule = DynamicRule(**preset.constants, **settings)
-    return Policy(name, rule, rule.start(**start))
+    return RunningRule(name, rule, rule.start(**start))
 
 
-def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
+def rule_and_state(name: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
     """Return a loss-scaling rule and the state of the rule before the first step.
 
     Args:
-        policy (Union[str, type]): the name or the class of the rule.
+        name (Union[str, type]): the name or the class of the rule.
         arguments (Mapping): the arguments of the rule and of its start, by name. Arguments left out have defaults.
     """
-    rule_class = find_rule(policy)
-    _refuse_unknown(policy, arguments, all_arguments(rule_class))
+    rule_class = find_rule(name)
+    _refuse_unknown(name, arguments, all_arguments(rule_class))
     of_start = {"loss_scale_value", *rule_class.start_arguments}
     of_rule = {name: value for name, value in arguments.items() if name not in of_start}
     rule = rule_class(**of_rule)
@@ -86,7 +86,7 @@ def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[
 
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked values of all parameters of a policy preset, by their names in the original system."""
+    """Return the checked values of all parameters of a preset, by their names in the original system."""
     _refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
     values: dict[str, Any] = {}
     for key, value in params.items():
@@ -98,9 +98,9 @@ def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, A
     return {key: values.get(key, parameter.default) for key, parameter in preset.parameters.items()}
 
 
-def _refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError if a name in ``params`` is not one of the ``known`` parameters of the policy."""
-    name = policy if isinstance(policy, str) else policy.__qualname__
+def _refuse_unknown(rule: str | type[Rule], params: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError if a name in ``params`` is not one of the ``known`` parameters of the rule."""
+    name = rule if isinstance(rule, str) else rule.__qualname__
     for key in params:
         if key not in known:
             raise TypeError(
@@ -119,11 +119,11 @@ def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
         )
 
 
-class Policy:
-    """A loss-scaling policy: a rule and its current state.
+class RunningRule:
+    """A loss-scaling rule and its present state.
 
     Args:
-        name (str): the name of the policy, see :func:`~mindformers_adaptive.lab.policies.make_policy`.
+        name (str): the name of the rule, see :func:`~mindformers_adaptive.lab.running_rule.start_rule`.
         rule (Rule or DynamicRule): the rule, whose ``step()`` returns the state after a step.
         state (NamedTuple): the state before the first step.
 
@@ -131,11 +131,11 @@ class Policy:
         current (NamedTuple): the current state; do not change it.
 
     Examples:
-        >>> from mindformers_adaptive.lab.policies import make_policy
-        >>> policy = make_policy("torch", init_scale=1024.0, growth_interval=2)
-        >>> [policy.step(overflow) for overflow in (True, False, False)]
+        >>> from mindformers_adaptive.lab.running_rule import start_rule
+        >>> running = start_rule("torch", init_scale=1024.0, growth_interval=2)
+        >>> [running.step(overflow) for overflow in (True, False, False)]
         [512.0, 512.0, 1024.0]
-        >>> policy.loss_scale, policy.scale_window
+        >>> running.loss_scale, running.scale_window
         (1024.0, 2)
     """
 
@@ -151,14 +151,14 @@ class Policy:
 
     @property
     def scale_window(self) -> int | None:
-        """int, optional: after how many clean steps the policy now raises the loss scale; None without a window."""
+        """int, optional: after how many clean steps the rule now raises the loss scale; None without a window."""
         window = getattr(self.current, "scale_window", None)
         # In the state of a user's rule, scale_window may be a vector. A vector is not a number of steps, so ignore it.
         return None if isinstance(window, tuple) else window
 
     @property
     def stopped(self) -> bool:
-        """bool: whether the system that this policy imitates would have ended the training with an error by now.
+        """bool: whether the system that this rule imitates would have ended the training with an error by now.
 
         DeepSpeed's ``DynamicLossScaler`` does so if a step overflows at its smallest scale, unless
         ``raise_error_at_min_scale`` is False. A replay can go on: the scale stays the smallest until a raise.
@@ -177,8 +177,8 @@ class Policy:
         return self.loss_scale
 
     def state(self) -> dict[str, Any]:
-        """Return the values of the policy's current state by name, as plain Python numbers."""
+        """Return the values of the rule's current state by name, as plain Python numbers."""
         return dict(self.current._asdict())
 
     def __repr__(self) -> str:
-        return f"<policy {self.name}: {self.current}>"
+        return f"<rule {self.name}: {self.current}>"

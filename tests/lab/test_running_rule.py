@@ -1,4 +1,4 @@
-"""Tests of the lab's policies: their interface, defaults, scale windows, tolerated overflows, bounds, and bad input."""
+"""Tests of the lab's rules: their interface, defaults, scale windows, tolerated overflows, bounds, and bad input."""
 
 import itertools
 import math
@@ -6,14 +6,14 @@ import math
 import numpy as np
 import pytest
 
-from mindformers_adaptive.cli.compare import _policy_maker
-from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
+from mindformers_adaptive.cli.compare import _rule_maker
 from mindformers_adaptive.lab.presets import PRESETS, REMOVED_PRESETS
+from mindformers_adaptive.lab.running_rule import RULE_NAMES, start_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from tests.shared.own_rules import Follow
 
-# Each system's argument names for the initial loss scale and the scale window. start() uses them to give every policy
+# Each system's argument names for the initial loss scale and the scale window. start() uses them to give every rule
 # the same initial values.
 NAMES = {
     name: [
@@ -27,11 +27,11 @@ NAMES = {
 
 def start(name, scale, window, **arguments):
     of_scale, of_window = NAMES[name]
-    return make_policy(name, **{of_scale: scale, of_window: window, **arguments})
+    return start_rule(name, **{of_scale: scale, of_window: window, **arguments})
 
 
-def replay(policy, steps):
-    return [policy.step(step == "!") for step in steps]
+def replay(running, steps):
+    return [running.step(step == "!") for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,19 @@ def replay(policy, steps):
     ],
 )
 def test_defaults_are_those_of_the_system(name, scale, window, scale_after_a_drop):
-    policy = make_policy(name)
-    assert (policy.loss_scale, policy.scale_window) == (scale, window)
-    assert type(policy.loss_scale) is float
-    assert policy.step(True) == scale_after_a_drop
+    running = start_rule(name)
+    assert (running.loss_scale, running.scale_window) == (scale, window)
+    assert type(running.loss_scale) is float
+    assert running.step(True) == scale_after_a_drop
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_clean_steps_before_raises(name):
-    policy = start(name, 1024.0, 3)
-    assert replay(policy, "." * 5) == [1024.0] * 2 + [2048.0] * 3
-    policy.step(True)
-    scale = policy.loss_scale
-    assert replay(policy, "." * 6) == [scale] * 2 + [2 * scale] * 3 + [4 * scale]
+    running = start(name, 1024.0, 3)
+    assert replay(running, "." * 5) == [1024.0] * 2 + [2048.0] * 3
+    running.step(True)
+    scale = running.loss_scale
+    assert replay(running, "." * 6) == [scale] * 2 + [2 * scale] * 3 + [4 * scale]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_a_raise_sets_the_count_of_overflows_back(name, params, expected):
     ],
 )
 def test_many_overflows_end_at_the_floor(name, params, smallest):
-    policy = make_policy(name, **params) if name == "adaptive" else start(name, 1024.0, 10, **params)
-    assert replay(policy, "!" * 3000)[-1] == smallest
+    running = start_rule(name, **params) if name == "adaptive" else start(name, 1024.0, 10, **params)
+    assert replay(running, "!" * 3000)[-1] == smallest
 
 
 KEPT_FINITE = ("torch",)
@@ -111,9 +111,9 @@ KEPT_FINITE = ("torch",)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_many_clean_steps_end_at_the_cap_or_at_inf(name):
-    policy = start(name, 1024.0, 1)
-    replay(policy, "." * 1200)
-    assert policy.loss_scale == (2.0**127 if name in KEPT_FINITE else math.inf)
+    running = start(name, 1024.0, 1)
+    replay(running, "." * 1200)
+    assert running.loss_scale == (2.0**127 if name in KEPT_FINITE else math.inf)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "megatron", "deepspeed"])
@@ -134,36 +134,36 @@ def test_scale_without_a_cap_is_inf_beyond_float32(name):
 )
 def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, growth):
     window = {"max_scale_window": 1, "min_scale_window": 1, "loss_scale_value": 2.0**60}
-    policy = make_policy(name, **window, **params) if name == "adaptive" else start(name, 2.0**60, 1, **params)
+    running = start_rule(name, **window, **params) if name == "adaptive" else start(name, 2.0**60, 1, **params)
     expected = np.float32(2.0**60)
     for step in "!" * 20 + "." * 5 + "!" * 20:
         expected = drop(expected) if step == "!" else expected * np.float32(growth)
-        assert policy.step(step == "!") == float(expected)
+        assert running.step(step == "!") == float(expected)
 
 
 def test_arithmetic_of_deepspeed_is_that_of_python_numbers():
-    policy, expected = start("deepspeed", 2.0**60, 1000, scale_factor=3), 2.0**60
+    running, expected = start("deepspeed", 2.0**60, 1000, scale_factor=3), 2.0**60
     for _ in range(20):
         expected /= 3.0
-        assert policy.step(True) == expected
+        assert running.step(True) == expected
 
 
 def test_replay_goes_on_where_deepspeed_would_stop():
-    policy = make_policy("deepspeed", init_scale=2.0, scale_window=2)
-    seen = [(policy.step(overflow), policy.stopped) for overflow in (True, True, False, False)]
+    running = start_rule("deepspeed", init_scale=2.0, scale_window=2)
+    seen = [(running.step(overflow), running.stopped) for overflow in (True, True, False, False)]
     assert seen == [(1.0, False), (1.0, True), (1.0, True), (2.0, True)]
-    policy = make_policy("deepspeed", init_scale=2.0, raise_error_at_min_scale=False)
-    assert (replay(policy, "!!!"), policy.stopped) == ([1.0] * 3, False)
+    running = start_rule("deepspeed", init_scale=2.0, raise_error_at_min_scale=False)
+    assert (replay(running, "!!!"), running.stopped) == ([1.0] * 3, False)
     # delayed_shift=2 tolerates the first overflow, so only the second one at the smallest loss scale stops training.
-    policy = make_policy("deepspeed", init_scale=1.0, delayed_shift=2)
-    assert [(policy.step(True), policy.stopped) for _ in "!!"] == [(1.0, False), (1.0, True)]
+    running = start_rule("deepspeed", init_scale=1.0, delayed_shift=2)
+    assert [(running.step(True), running.stopped) for _ in "!!"] == [(1.0, False), (1.0, True)]
 
 
 ADAPTIVE = AdaptiveRule(max_scale_window=4, min_scale_window=2, hysteresis=2, min_loss_scale=0.5)
 
 
 @pytest.mark.parametrize(
-    ("policy", "rule", "start"),
+    ("named", "rule", "start"),
     [
         ("adaptive", ADAPTIVE, {"scale_window": 3}),
         ("guided", GuidedRule(5, max_loss_scale=2.0**30), {}),
@@ -171,16 +171,16 @@ ADAPTIVE = AdaptiveRule(max_scale_window=4, min_scale_window=2, hysteresis=2, mi
         (Follow, Follow(margin=3), {}),
     ],
 )
-def test_a_rule_is_a_policy_by_its_name_or_its_class(policy, rule, start):
-    name = policy if isinstance(policy, str) else "follow"
-    policy, state = make_policy(policy, loss_scale_value=64.0, **rule.arguments, **start), rule.start(64.0, **start)
-    assert policy.name == name
+def test_a_rule_is_started_by_its_name_or_its_class(named, rule, start):
+    name = named if isinstance(named, str) else "follow"
+    running, state = start_rule(named, loss_scale_value=64.0, **rule.arguments, **start), rule.start(64.0, **start)
+    assert running.name == name
     for step, mark in enumerate(("!!!" + "." * 40 + "!!!!.!!" + "." * 10) * 5):
         gradient = None if mark == "!" else 0.3 + 0.01 * (step % 7)
         state = rule.step(state, mark == "!", gradient)
-        assert policy.step(mark == "!", gradient) == state.loss_scale
-        assert policy.scale_window == getattr(state, "scale_window", None)
-        assert policy.state() == state._asdict()
+        assert running.step(mark == "!", gradient) == state.loss_scale
+        assert running.scale_window == getattr(state, "scale_window", None)
+        assert running.state() == state._asdict()
 
 
 # Windows and tolerances are small, so that short sequences of overflows reach every branch.
@@ -193,17 +193,17 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
-def test_state_is_all_that_a_policy_remembers(name):
+@pytest.mark.parametrize("name", RULE_NAMES)
+def test_state_is_all_that_a_rule_remembers(name):
     after = {}
     for steps in itertools.product(".!", repeat=7):
-        policy = make_policy(name, **SMALL[name]) if name in SMALL else start(name, 4.0, 2)
+        running = start_rule(name, **SMALL[name]) if name in SMALL else start(name, 4.0, 2)
         for step in steps:
-            before = tuple(policy.state().items())
-            policy.step(step == "!")
-            assert all(type(value) in (int, float, bool, tuple, type(None)) for value in policy.state().values())
-            assert after.setdefault((before, step), policy.state()) == policy.state()
-    assert policy.state()["loss_scale"] == policy.loss_scale
+            before = tuple(running.state().items())
+            running.step(step == "!")
+            assert all(type(value) in (int, float, bool, tuple, type(None)) for value in running.state().values())
+            assert after.setdefault((before, step), running.state()) == running.state()
+    assert running.state()["loss_scale"] == running.loss_scale
 
 
 @pytest.mark.parametrize(
@@ -250,22 +250,22 @@ def test_state_is_all_that_a_policy_remembers(name):
 )
 def test_bad_arguments_are_refused(name, params, error, message):
     with pytest.raises(error, match=message):
-        make_policy(name, **params)
+        start_rule(name, **params)
 
 
 @pytest.mark.parametrize("name", REMOVED_PRESETS)
-def test_a_policy_that_is_gone_names_the_nearest_one(name):
+def test_a_rule_that_is_gone_names_the_nearest_one(name):
     with pytest.raises(ValueError, match=rf"'{name}' was removed\.") as refusal:
-        make_policy(name, init_scale=4.0)
+        start_rule(name, init_scale=4.0)
     nearest = str(refusal.value).rpartition(" ")[2].removesuffix(".")
-    assert _policy_maker(nearest, 8.0)[1]().name in PRESETS
+    assert _rule_maker(nearest, 8.0)[1]().name in PRESETS
 
 
-def changes(policy, steps):
+def changes(running, steps):
     """Return a character for each step: "v" if an overflow lowered the loss scale, "^" if a clean step raised it."""
     marks = ""
     for step in steps:
-        before = policy.loss_scale
-        after = policy.step(step == "!")
+        before = running.loss_scale
+        after = running.step(step == "!")
         marks += "v" if after < before else "^" if after > before else step
     return marks
