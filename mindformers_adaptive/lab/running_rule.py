@@ -38,8 +38,8 @@ def start_rule(name: str | type[Rule], **params: Any) -> RunningRule:
 
     Returns:
         RunningRule, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the
-        next step. Rules that use gradients also need the largest unscaled gradient of each applied step. If the original
-        system would end the training with an error, ``stopped`` is True from then on and the replay goes on.
+        next step. Rules that use gradients also need the largest unscaled gradient of each applied step. If the
+        original system would end the training with an error, ``stopped`` is True from then on and the replay goes on.
 
     Raises:
         TypeError: if the rule has no such parameter, or a value is not of its type.
