@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a small stock MindFormers Llama in FP16 with adaptive loss scaling, on a CPU, from nothing.
+# Train a small stock MindFormers Llama in FP16 alone, with adaptive and with gradient-guided scaling, on a CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

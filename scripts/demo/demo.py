@@ -1,4 +1,4 @@
-"""Train the same model with FP16 alone and with adaptive loss scaling, and show the difference.
+"""Train the same model with FP16 alone, with adaptive and with gradient-guided loss scaling, and compare them.
 
 python scripts/demo/demo.py --corpus output/corpus --output_dir output
 """
@@ -14,15 +14,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mindformers_adaptive.lab import read_log
-from mindformers_adaptive.lab.measures import FREE_BITS
-from mindformers_adaptive.lab.replay import replay
-from mindformers_adaptive.lab.running_rule import start_rule
-from mindformers_adaptive.plots.canvas import MAIN, WARNING, new_figure, save, style_axes
-from mindformers_adaptive.record.ceilings import trace_of
+from mindformers_adaptive.plots.canvas import MAIN, SECOND, WARNING, new_figure, save, style_axes
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.table import as_power_of_two
-from scripts.studies.synthetic import with_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
@@ -36,21 +30,19 @@ STEPS, BATCH_SIZE = 240, 8
 # only one micro-batch a step, which a CPU can do, and FP16 alone has gradients as small as with 256 micro-batches.
 MICRO_BATCHES = 256
 
-# The loss scales in the YAML options. The demo prints and draws each scale as the training applies it, because
-# `analyze` reads the same scales from the record.
-FP16_ALONE, ADAPTIVE = "FP16 alone", "adaptive scaling"
+# The loss scaling of each training, as YAML options. The demo prints and draws each scale as the training applies it,
+# because `analyze` reads the same scales from the record.
+FP16_ALONE, ADAPTIVE, GUIDED = "FP16 alone", "adaptive scaling", "guided scaling"
 START = 2**24
 SCALING = {
     FP16_ALONE: f"runner_wrapper.scale_sense={1 / MICRO_BATCHES}",
     ADAPTIVE: f"runner_wrapper.scale_sense.loss_scale_value={START}",
+    GUIDED: f"runner_wrapper.scale_sense={{type: GradientGuidedLossScale, loss_scale_value: {START}}}",
 }
-
-# Rules that the demo replays on the adaptive run's record, from the same initial loss scale.
-REPLAYED = {
-    "adaptive": {"name": "adaptive", "scale_window": 20, "max_scale_window": 1000, "min_scale_window": 20},
-    "guided": {"name": "guided"},
-    "dynamic 1000": {"name": "dynamic", "scale_window": 1000},
-}
+# The folder of each training, below the folder of the demo's run.
+FOLDERS = {FP16_ALONE: "fp16_alone", ADAPTIVE: "", GUIDED: "guided"}
+# So many trainings run at the same time, each with one thread.
+AT_ONCE = 2
 
 # If the output is no terminal, each training prints up to this number of lines of progress.
 LINES = 4
@@ -68,13 +60,13 @@ def main():
     arguments = parser.parse_args()
     run_folder = make_run_folder(arguments.output_dir.resolve())
     print(
-        f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}, twice. Each step trains one of "
-        f"{MICRO_BATCHES} micro-batches, whose loss is divided by {MICRO_BATCHES}: so FP16 alone has a loss scale of "
-        f"1/{MICRO_BATCHES}. Adaptive scaling starts at {as_power_of_two(START)}."
+        "FP16 alone is for gradients that FP16 can hold, adaptive scaling for a train step that shows only\n"
+        "overflows, and guided scaling for any other train step.\n"
+        f"Training a 2-layer Llama in the three ways, as one of {MICRO_BATCHES} micro-batches. Both scales start at "
+        f"{as_power_of_two(START)}."
     )
-    folders = {FP16_ALONE: run_folder / "fp16_alone", ADAPTIVE: run_folder}
-    with ThreadPoolExecutor() as pool:
-        trainings = {name: pool.submit(train, name, folder, arguments) for name, folder in folders.items()}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        trainings = {name: pool.submit(train, name, run_folder / FOLDERS[name], arguments) for name in SCALING}
         records = {name: training.result() for name, training in trainings.items()}
     save(draw(records), run_folder / PICTURE)
     print("\n".join(["", *report(records, run_folder)]))
@@ -132,20 +124,20 @@ def train(name, folder, arguments):
 
 
 def report(records, run_folder):
-    """Return the report of six lines that the demo prints at its end: five of results, and the next command."""
-    alone, adaptive = (final_loss(records[name]) for name in (FP16_ALONE, ADAPTIVE))
-    record = records[ADAPTIVE]
-    first, last = (as_power_of_two(entry["loss_scale"]) for entry in (record[0], record[-1]))
-    skipped = sum(entry["overflow"] for entry in record)
+    """Return the lines that the demo prints at its end: one for each training, the picture, and the next command."""
+    lines = {name: result(record) for name, record in records.items()}
+    lines["Picture"] = os.path.relpath(run_folder / PICTURE)
     analyze = f"adaptive-loss-scale analyze {os.path.relpath(run_folder / RECORD)}"
-    return [
-        f"FP16 alone:       loss {alone:.2f} after {len(records[FP16_ALONE])} steps (mean of the last {AVERAGED})",
-        f"Adaptive scaling: loss {adaptive:.2f}; the loss scale went from {first} to {last}, and {skipped} of "
-        f"{len(record)} steps were skipped",
-        *compared_rules(run_folder / RECORD),
-        f"Picture:          {os.path.relpath(run_folder / PICTURE)}",
-        f"Next:             source .venv/bin/activate && {analyze}",
-    ]
+    lines["Next"] = f"source .venv/bin/activate && {analyze}"
+    return [f"{name[0].upper()}{name[1:] + ':':<18}{line}" for name, line in lines.items()]
+
+
+def result(record):
+    """Return what came of a training: its loss, its loss scale, and the number of skipped steps."""
+    skipped = sum(entry["overflow"] for entry in record)
+    first, last = (as_power_of_two(entry["loss_scale"]) for entry in (record[0], record[-1]))
+    scale = f"loss scale {first}" if first == last else f"loss scale {first} to {last}"
+    return f"loss {final_loss(record):.2f}, {scale}, {skipped} of {len(record)} steps skipped"
 
 
 def final_loss(record):
@@ -154,32 +146,11 @@ def final_loss(record):
     return sum(losses) / len(losses) if losses else float("nan")
 
 
-def compared_rules(record):
-    """Return two lines: how many steps each rule in ``REPLAYED`` skips on the steps of the adaptive run, and why.
-
-    The record of adaptive scaling has no gradients, so the guided rule gets gradients that imply the highest scale that
-    fits each step.
-    """
-    run = read_log(record)
-    trace, start = with_gradients(trace_of(run)), float(run.used[0])
-    measured = {
-        name: replay(start_rule(**arguments, loss_scale_value=start), trace).measures
-        for name, arguments in REPLAYED.items()
-    }
-    skipped = ", ".join(f"{name} {measures.skipped}" for name, measures in measured.items())
-    below = f"{measured['guided'].headroom_lost:.1f} bits below"
-    return [
-        f"Skipped by rule:  {skipped}; dynamic and guided scaling are replayed on this training",
-        f"Why:              guided scaling reads the gradients, and stays {below} the highest scale that fits; down to "
-        f"{FREE_BITS} bits, next to nothing is lost",
-    ]
-
-
 def draw(records):
     """Draw the losses of the trainings in ``records`` and, below, their loss scales."""
     figure = new_figure(6, 6)
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    for (name, record), colour in zip(records.items(), (WARNING, MAIN), strict=True):
+    for (name, record), colour in zip(records.items(), (WARNING, MAIN, SECOND), strict=True):
         steps = [entry["step"] for entry in record]
         losses.plot(steps, smoothed([entry["loss"] for entry in record]), color=colour, linewidth=2.5, label=name)
         scales.plot(
