@@ -66,19 +66,19 @@ class LossScaleMonitor(RecordingCallback):
             MindFormers' ``MFLossMonitor``.
         tensorboard_dir (str, optional): a folder for TensorBoard scalars ``loss_scaling/KEY``. Where the YAML file has
             a ``tensorboard`` section, they go beside MindFormers' own instead. Default: None.
-        max_consecutive_overflows (int, optional): how many overflows in a row are a collapse; None for any number.
-            Default: 50, because from 2^32, the usual start, 32 halvings end at a scale of 1.
+        max_consecutive_overflows (int, optional): how many overflows in a row are a collapse, or a fifth as many, at
+            least 10, while the loss scale stays the same; None if no number is. Default: 50, because from 2^32, the
+            usual start, 32 halvings end at a scale of 1.
         on_collapse (str): ``"warn"``, as MindSpore's own cells train on, ``"stop"`` (training ends as if it were
             done) or ``"raise"``. Default: ``"warn"``.
         on_write_error (str): ``"warn"`` (training goes on, and the record when it can) or ``"raise"``. Default:
             ``"warn"``.
         all_ranks (bool): whether every process writes, each into files with its rank in the name, or only the first.
             Default: False, because loss scaling is the same in all.
-        explain (bool): whether, at the first loss that is inf or NaN and else at the first collapse, the process that
-            writes says which layer overflows and what helps, by passes in PyNative mode on the batch of this step. The
-            log has the text; beside the record, ``overflow_explanation.json`` has everything and
-            ``overflow_batch.npz`` the batch. With ``every_n_steps`` above 1 only a collapse is explained. Default:
-            False.
+        explain (bool): whether, at a loss that is inf or NaN and else at a collapse, the process that writes says which
+            layer overflows and what helps, by passes in PyNative mode on the batch of this step. The log has the text;
+            beside the record, ``overflow_explanation.json`` has everything and ``overflow_batch.npz`` the batch, until
+            the next explanation. With ``every_n_steps`` above 1 only a collapse is explained. Default: False.
         log (Union[Callable, str], optional): a function for another logger, called as ``log(numbers, step)`` with each
             recorded step, such as ``wandb.log``, ``mlflow.log_metrics`` or ``swanlab.log``; in a YAML file its name,
             ``module.function``. ``numbers`` is a dict of floats by ``loss_scaling/KEY``, without those that are
