@@ -179,6 +179,11 @@ def test_every_public_name_can_be_had_and_others_cannot():
         mindformers_adaptive.AdaptivLossScale  # noqa: B018
 
 
+def test_former_names_are_the_present_ones():
+    for former, name in (("enable_loss_scale_on_cpu", "enable_loss_scale_in_model"), ("make_policy", "start_rule")):
+        assert getattr(mindformers_adaptive, former) is getattr(mindformers_adaptive, name)
+
+
 def test_tests_mirror_the_package():
     rooms = {PurePath(*room.split(".")) for room in map(room_of, MODULES) if room not in ("", "__main__")}
     folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
