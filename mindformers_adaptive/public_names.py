@@ -94,7 +94,7 @@ _GONE = {
 }
 
 # Former public names that still work, each with its present name.
-_RENAMED = {"enable_loss_scale_on_cpu": "enable_loss_scale_in_model", "start_rule": "start_rule"}
+_RENAMED = {"enable_loss_scale_on_cpu": "enable_loss_scale_in_model", "make_policy": "start_rule"}
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
