@@ -88,10 +88,9 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
             f"The loss was inf or NaN in {counted(bad['bad_steps'], 'step')}, first in step {bad['first_bad_step']}."
         )
     elif bad["bad_steps"]:
-        sentences.append(
-            f"The loss was inf or NaN on {bad['bad_steps']:,} of the {counted(bad['stated'], 'line')} that state it, "
-            f"first for step {bad['first_bad_step']}."
-        )
+        lines = "only line" if bad["stated"] == 1 else f"{bad['stated']:,} lines"
+        stated = f"the {lines}" if bad["stated"] == 1 else f"{bad['bad_steps']:,} of the {lines}"
+        sentences.append(f"The loss was inf or NaN on {stated} with a loss, first for step {bad['first_bad_step']}.")
     room = [] if bad["bad_steps"] else _room(run, facts["shown_by_gradients"])
     # Where no line counts the overflows, only the falls of the scale show how many there may have been.
     halvings = facts["loss_scale"]["halvings_at_least"]
@@ -109,7 +108,7 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
     if first is None or first[0] != first[1] or not 0 < first[0] < math.inf:
         return []
     others = np.flatnonzero(~(run.applied & np.append(True, run.follows[1:])))
-    climbed = run.after[: int(others[0]) if len(others) else len(run.after)]
+    climbed = run.scale_ranges()[0][: int(others[0]) if len(others) else len(run.after)]
     highest = float(np.max(climbed, initial=0.0, where=np.isfinite(climbed)))
     if highest >= _ROOM * first[0]:
         return [

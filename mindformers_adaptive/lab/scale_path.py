@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -74,7 +73,7 @@ class Phase(NamedTuple):
 
 
 def phases(changes: Iterable[Change]) -> list[Phase]:
-    """Group consecutive changes of the loss scale into phases. A phase has changes of only one kind, such as raises.
+    """Group changes of the loss scale into phases: changes of one kind of which each leads on from the last.
 
     Examples:
         >>> drops = [Change(step, "drop", (2.0**k, 20), (2.0 ** (k - 1), 20)) for step, k in ((1, 18), (2, 17))]
@@ -82,12 +81,22 @@ def phases(changes: Iterable[Change]) -> list[Phase]:
            1-2        2 drops                      2^18 -> 2^16      20
     """
     result = []
-    for kind, group in itertools.groupby(changes, key=lambda change: change.kind):
-        row = list(group)
+    groups: list[list[Change]] = []
+    for change in changes:
+        last = groups[-1][-1] if groups else None
+        if (
+            last is not None
+            and last.kind == change.kind
+            and math.isclose(last.after[0], change.before[0], rel_tol=_NEAR)
+        ):
+            groups[-1].append(change)
+        else:
+            groups.append([change])
+    for row in groups:
         windows = [row[0].before[1], *(change.after[1] for change in row)]
         known = tuple(dict.fromkeys(window for window in windows if window is not None))
         first = row[0].step if row[0].first_step is None else row[0].first_step
-        result.append(Phase(kind, len(row), first, row[-1].step, row[0].before[0], row[-1].after[0], known))
+        result.append(Phase(row[0].kind, len(row), first, row[-1].step, row[0].before[0], row[-1].after[0], known))
     return result
 
 

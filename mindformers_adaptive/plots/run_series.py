@@ -97,6 +97,14 @@ class RunSeries(NamedTuple):
         places = np.searchsorted(x, first)
         return np.insert(x, places, first), np.insert(y, places, np.nan)
 
+    @property
+    def bad_losses_as_text(self) -> str:
+        """The number of steps whose loss was inf or NaN, or of lines if the log does not state all losses, else ""."""
+        bad, stated = int(np.isinf(self.loss).sum()), int((~np.isnan(self.loss)).sum())
+        if not bad:
+            return ""
+        return f"in {counted(bad, 'step')}" if stated == self.counted else f"on {bad:,} of {counted(stated, 'line')}"
+
     def finding(self) -> str:
         """Return a sentence that says how many steps were skipped and how the loss scale moved."""
         (fewest, most), whole = self.bounds, counted(self.counted, "step")
@@ -106,11 +114,11 @@ class RunSeries(NamedTuple):
         elif fewest == self.counted > 1:
             number = "All"
         below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
-        bad = self.step[np.isinf(self.loss)]
-        loss = f"; loss inf or NaN in {counted(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
-        # The end of the phrase on the path repeats how many steps were skipped.
-        path = self.path and f"; {self.path[0].lower()}{self.path[1:].partition(':')[0]}"
-        return f"{number} {whole} skipped{loss}{path}{below and f', {below}'}"
+        bad = self.bad_losses_as_text
+        bad = bad and f"; loss inf or NaN {bad}, first {self.step[np.isinf(self.loss)][0]:.0f}"
+        # In a title, a path needs no article, and its end repeats how many steps were skipped.
+        path = self.path and f"; {self.path.removeprefix('The ').partition(':')[0]}"
+        return f"{number} {whole} skipped{bad}{path}{below and f', {below}'}"
 
 
 def _headroom(loss_scale: Floats, ceiling: Floats) -> str:

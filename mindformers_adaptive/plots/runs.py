@@ -15,7 +15,6 @@ from mindformers_adaptive.plots.gradient_records import GradientSeries, series_o
 from mindformers_adaptive.plots.points import gather, one_per_column, thinned
 from mindformers_adaptive.plots.run_series import RunSeries, series_of
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.text.table import counted
 
 __all__ = ["draw_runs"]
 
@@ -338,8 +337,8 @@ def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientS
     finding = f"Loss {end}: {ends}; skipped steps: {_listed({name: runs[name].skipped_as_text for name in order})}"
     if known:
         finding = f"Loss {end}: {ends}; {what} at most {_listed(known)}"
-    bad = {name: counted(np.isinf(runs[name].loss).sum(), "step") for name in order if losses[name] < math.inf}
-    bad = {name: steps for name, steps in bad.items() if not steps.startswith("0 ")}
+    bad = {name: runs[name].bad_losses_as_text for name in order if losses[name] < math.inf}
+    bad = {name: text.removeprefix("in ") for name, text in bad.items() if text}
     finding += f"; loss inf or NaN in {_listed(bad)}" if bad else ""
     norms = {name: runs[name].gradient_norm for name in order}
     middle = {name: float(np.nanmedian(norm)) for name, norm in norms.items() if norm is not None}

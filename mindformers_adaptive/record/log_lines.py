@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, get_args, get_type_hints
@@ -28,10 +29,11 @@ _RESTARTS_NAMED = 3
 # A run that is restarted goes back to a checkpoint. If lines disagree about the last step more often than this, they
 # are of several optimizers.
 _AT_SAME_STEP = 3
-MIXED = (
-    "The log must be of one optimizer, but its lines disagree again and again about the same step, {1} on {0} for the "
-    "last time: the lines of two optimizers are mixed, such as an actor's and a critic's. Give the lines of one of "
-    "them, for example every second line of steps: awk 'NR % 2 == 1'."
+# Overflows of two optimizers alternate: each leads on from the last but one. So it may look this often by chance.
+_ALTERNATE = 3
+_MIXED = (
+    "The log must be of one optimizer, but up to {}, {}: the lines of two optimizers are mixed, such as an actor's and "
+    "a critic's. Give the lines of one of them, for example every second line of steps: awk 'NR % 2 == 1'."
 )
 
 # New log lines wait in a list. The data of this many lines is moved into the columns of LogLines at a time.
@@ -83,7 +85,9 @@ class LogLines:
         self._last_step = -1
         # How many steps without overflow a line has named since the last overflow.
         self._clean_steps: int | None = None
-        self._at_same_step = 0
+        # The last moves of each rank and source file, to find lines of two optimizers.
+        self._moves: dict[tuple[str, str], deque[tuple[float, float]]] = {}
+        self._at_same_step = self._alternating = 0
 
     def __len__(self) -> int:
         return len(self.where)
@@ -101,10 +105,14 @@ class LogLines:
         elif line.step < 0:
             assert isinstance(line, LogLine)
             self._add_without_step(line)
+            if self._alternating > _ALTERNATE:
+                raise ValueError(_MIXED.format(name_of(where), "overflows alternate between two loss scales"))
         elif not self._merge(line):
             self._restart(line, where, name_of)
 
     def _add_without_step(self, line: LogLine) -> None:
+        if line.overflow:
+            self._note_alternation(line)
         named = self._pending[-1] if self._pending and getattr(self._pending[-1], "source", "") == NAMED else None
         if line.overflow is None:
             if self._pending:
@@ -120,6 +128,19 @@ class LogLines:
         else:
             line.steps = self._clean_steps
             self.overflows.append((len(self), line))
+
+    def _note_alternation(self, line: LogLine) -> None:
+        """Count how often an overflow leads on from the last but one, and not from the last one."""
+        if line.loss_scale is None or line.next_loss_scale is None:
+            return
+        moves = self._moves.setdefault((line.source, line.rank), deque(maxlen=3))
+        if moves and moves[-1] == (line.loss_scale, line.next_loss_scale):
+            return
+        moves.append((line.loss_scale, line.next_loss_scale))
+        if len(moves) == moves.maxlen:
+            (_, first), (before, after), (start, _) = moves
+            is_far = max(start, after) > 2 * min(start, after) and max(before, first) > 2 * min(before, first)
+            self._alternating = self._alternating + 1 if start == first and is_far else 0
 
     def _append(self, line: Step, where: int) -> None:
         self._last_step = line.step
@@ -145,6 +166,9 @@ class LogLines:
 
     def _merge(self, line: Step) -> bool:
         """Merge a log line into a recent line of the same step; return False if there is none or the lines disagree."""
+        if getattr(line, "source", "") == NAMED and line.step < self._last_step:
+            # The line states nothing else that could disagree, and ranks overflow in the same step.
+            return False
         for earlier in reversed(self._pending[-_RANKS_APART:]):
             if earlier.step < line.step:
                 return False
@@ -172,8 +196,12 @@ class LogLines:
         last, before = self._last_step, len(self)
         self._at_same_step += line.step == last
         if self._at_same_step > _AT_SAME_STEP:
-            raise ValueError(MIXED.format(name_of(where), line.step))
+            raise ValueError(_MIXED.format(name_of(where), "lines disagree again and again about the same step"))
         while self._pending and self._pending[-1].step >= line.step:
+            self._pending.pop()
+        # Overflows that were named since the last line of steps may be of the earlier attempt too.
+        is_named = getattr(line, "source", "") == NAMED
+        while self._pending and getattr(self._pending[-1], "source", "") == NAMED and not is_named:
             self._pending.pop()
         flushed = len(self.columns["step"])
         if not self._pending:

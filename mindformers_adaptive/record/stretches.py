@@ -139,7 +139,7 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
     rows = _rows(lines, log_format, name_of)
     spans = _spans(rows, log_format)
     scales = _scales(rows, spans, log_format)
-    fewest, most, so_far = _skipped(rows, spans, scales, log_format)
+    fewest, most, so_far, is_believed = _skipped(rows, spans, scales, log_format)
     used, after = _scales_of_steps(rows, spans, scales, fewest, most)
     gradient_format = _format_of(lines, rows.notes, name_of)
     moves = [_move(row, line) for row, listed in sorted(rows.listed.items()) for line in listed]
@@ -166,7 +166,7 @@ def run_of_lines(lines: LogLines, log_format: LogFormat, name_of: Callable[[int]
         is_rounded=bool((np.isnan(scales.after) & ~np.isnan(scales.low)).any()),
     )
     flag = rows.columns["overflow"]
-    return run if (spans.steps == 1).all() else _split(run, (flag >= 0) & (spans.steps > 1), flag == 1)
+    return run if (spans.steps == 1).all() else _split(run, (flag >= 0) & (spans.steps > 1) & is_believed, flag == 1)
 
 
 def _move(row: int, line: LogLine) -> Move:
@@ -250,12 +250,12 @@ def _strides(rows: Integers, all_steps: Integers, stated: Integers, log_format: 
     """Return how many steps each of the given log rows covers: usually the commonest distance between two rows."""
     step = all_steps[rows]
     if len(step) < 2:
-        return np.minimum(step, _LONGEST_INTERVAL)
+        return np.clip(step, 1, _LONGEST_INTERVAL)
     between = np.diff(step)
     lengths, counts = np.unique(between[between <= _LONGEST_INTERVAL], return_counts=True)
     stride = int(lengths[np.argmax(counts)]) if len(lengths) else 1
     if not log_format.repeats_first_line:
-        return np.minimum(stride, np.append(step[0], between))
+        return np.minimum(stride, np.append(max(step[0], 1), between))
     if len(step) == 2 and stride > 1 and step[0] % stride and not step[1] % (stride + 1):
         stride += 1
     if len(step) == 3 and counts.max(initial=0) == 1:
@@ -341,8 +341,14 @@ def _halvings(spans: _Spans, scales: _Scales, moves: Sequence[Move]) -> float:
     return max(float(np.nansum(np.maximum(falls, 0.0))), listed)
 
 
-def _skipped(rows: _Rows, spans: _Spans, scales: _Scales, log_format: LogFormat) -> tuple[Integers, Integers, Integers]:
-    """Return for each row how many of its steps were skipped at least and at most, and these bounds up to its end."""
+def _skipped(
+    rows: _Rows, spans: _Spans, scales: _Scales, log_format: LogFormat
+) -> tuple[Integers, Integers, Integers, Flags]:
+    """Return for each row how many of its steps were skipped at least and at most, and these bounds up to its end.
+
+    Return also whether the flag of the row is believed. A total that contradicts named overflows outweighs them: some
+    of them may be of an attempt before a restart.
+    """
     flag, steps, count = rows.columns["overflow"].astype(np.int64), spans.steps, spans.of_group
     flagged, room = (flag == 1).astype(np.int64), steps - (flag == 0)
     listed = _listed(rows, len(steps))
@@ -364,7 +370,9 @@ def _skipped(rows: _Rows, spans: _Spans, scales: _Scales, log_format: LogFormat)
         chosen = is_open & (_sums(low, spans) <= count) & (count <= _sums(high, spans))
         fewest, most = np.where(chosen, low, fewest), np.where(chosen, high, most)
         is_open &= ~chosen
-    in_group = (spans.of_group[spans.group] >= 0) & ~is_open
+    is_believed = ~is_open | (not log_format.names_overflows)
+    fewest, most = np.where(is_believed, fewest, 0), np.where(is_believed, most, steps)
+    in_group = (spans.of_group[spans.group] >= 0) & (~is_open | ~is_believed)
     spare, short = count - _sums(fewest, spans), count - _sums(most, spans)
     begins = np.append(True, spans.group[1:] != spans.group[:-1])
     first_of_group = np.searchsorted(spans.group, spans.group)
@@ -376,7 +384,7 @@ def _skipped(rows: _Rows, spans: _Spans, scales: _Scales, log_format: LogFormat)
     if rows.has_tail:
         so_far[-1, 1] = LARGEST_STEP
     lowest, highest = np.maximum(fewest, short + most), np.minimum(most, spare + fewest)
-    return np.where(in_group, lowest, fewest), np.where(in_group, highest, most), so_far
+    return np.where(in_group, lowest, fewest), np.where(in_group, highest, most), so_far, is_believed
 
 
 def _sums(values: Integers, spans: _Spans) -> Integers:
