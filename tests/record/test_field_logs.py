@@ -8,6 +8,7 @@ import pytest
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.suggested_pattern import suggest_pattern
 
 LOGS = Path(__file__).parent / "samples" / "field_logs.zip"
 
@@ -53,7 +54,35 @@ TRUTH = {
     "missing_steps.jsonl": ((5, 50005), ["at most 50,005 of 50,200"], ["Start at", "Paste"]),
     "one_step.log": ((1, 1), ["1 of 1 step"], ["Start at", "Paste"]),
     "late_streak.log": ((8, 8), ["8 of 60"], ["Start at", "Paste"]),
+    # Each second step has a line. Between the lines, other steps may have overflowed.
+    "sink2_held.log": (
+        (1, 31),
+        ["was 2^15 on each line", "does not show whether"],
+        ["stayed", "No loss scale has held"],
+    ),
+    # The process started again with the scale of 2^32.
+    "restart.log": ((8, 8), ["resuming.md", "2^14 before step 31"], ["Start at", "Paste"]),
+    # Each step has a line, and the one overflow too.
+    "apex_every_step.log": ((1, 1), ["1 of 40 steps was skipped"], ["No loss scale has held", "Paste"]),
+    "scale_zero.log": ((0, 20), ["loss scale was 0"], ["Start at", "Paste"]),
+    "far_fall.log": ((0, 1500), ["at least 87 halvings", "2^-74"], ["nothing that should be changed", "Start at"]),
+    "espnet.log": ((0, 10), ["65540"], ["Start at", "Paste"]),
 }
+
+# The logs of other programs: the pattern of lab.md, or that which the refusal suggests (None).
+PATTERNS = {
+    "apex_every_step.log": r"\] +(?P<step>\d+) \|\||Gradient (?P<overflow>overflow).* (?P<loss_scale>\S+)$",
+    "scale_zero.log": None,
+    "far_fall.log": None,
+    "espnet.log": r"train:\d+-(?P<step>\d+)batch.* loss=(?P<loss>\S+),.*loss_scale=(?P<loss_scale>[^,]+)",
+}
+
+
+def read(file):
+    """Read a log with the pattern of its program."""
+    if file.name in PATTERNS:
+        return read_log(file, pattern=PATTERNS[file.name] or suggest_pattern(file.read_text().splitlines()))
+    return read_log(file)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +95,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", TRUTH)
 def test_what_is_true_of_a_log_is_said(folder, name):
     bounds, says, never = TRUTH[name]
-    run = read_log(folder / name)
+    run = read(folder / name)
     fewest, most = run.skipped_bounds()
     assert (fewest, most if run.is_numbered else None) == bounds
     # The details replay other rules, which takes long for a run of many steps.
