@@ -464,7 +464,7 @@ def test_a_run_whose_norm_nobody_knows_has_no_panel_for_it():
 def test_scale_skipped_to_the_end_at_its_floor_has_collapsed():
     scales = [2.0**exponent for exponent in range(6, 0, -1)] + [1.0] * 41
     finding = title(draw_one(record_of(scales, range(3, 47))))
-    assert re.fullmatch(r"44 of 46 steps skipped; .* collapsed to \$2\^\{0\}\$", finding)
+    assert finding == "44 of 46 steps skipped; loss scale collapsed to $2^{0}$"
     # A loss scale has not collapsed if a step is applied at the lowest scale.
     # It has not settled either, because no scale held.
     assert "fell from $2^{6}$ to $2^{0}$" in title(draw_one(record_of(scales, range(3, 46))))
