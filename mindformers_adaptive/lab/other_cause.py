@@ -82,9 +82,9 @@ def signs_of(findings: Sequence[Finding]) -> list[str]:
         findings (Sequence[Finding]): what :func:`findings_of` returned.
     """
     # The facts of a run have the number of bad losses already, and the collapse.
-    others = (each for each in findings[1:] if each.kind not in ("bad loss", "collapse"))
+    later = (each for each in findings[1:] if each.kind not in ("bad loss", "collapse"))
     jumps = (each for each in findings[:1] if each.kind == "loss jump" and each.is_over)
-    return [f"{each.text} {each.remedy}" for each in (*jumps, *others)]
+    return [f"{each.text} {each.remedy}" for each in (*jumps, *later)]
 
 
 def last_error(files: Sequence[str]) -> str | None:

@@ -118,8 +118,8 @@ def _head(run: RunTold, named: bool) -> str:
         first_sentence = advice[0]["change"].partition("\n")[0].partition(". ")[0]
         lines.insert(1, first_sentence.rstrip(".:") + ".")
     name = f"{run.name}: " if named else ""
-    cause, *others = (_escaped(line) for line in (f"{name}{lines[0]}", *lines[1:3]))
-    return f"<p>{'<br>'.join((f'<strong>{cause}</strong>', *others))}</p>"
+    cause, *details = (_escaped(line) for line in (f"{name}{lines[0]}", *lines[1:3]))
+    return f"<p>{'<br>'.join((f'<strong>{cause}</strong>', *details))}</p>"
 
 
 def _card(run: RunTold) -> str:

@@ -43,8 +43,8 @@ class Diagnosis:
 
         A symptom that lasts comes before one that is over, and then the symptom that began first.
         """
-        found = [finding for symptom in self._symptoms if (finding := symptom.finding()) is not None]
-        return sorted(found, key=lambda finding: (finding.is_over, finding.step))
+        findings = [finding for symptom in self._symptoms if (finding := symptom.finding()) is not None]
+        return sorted(findings, key=lambda finding: (finding.is_over, finding.step))
 
 
 def diagnose(steps: Iterable[Seen]) -> list[Finding]:

@@ -297,12 +297,12 @@ class Collapse(Symptom):
         self._row, self._row_ended = row, seen.step
         if row < self._limit and self._at_one_scale < self._stuck_from:
             return None
-        told, self._told_rows = self._told_rows, int(row // self._limit)
+        rows_before, self._told_rows = self._told_rows, int(row // self._limit)
         if self._present is None:
             sign = self._begin(self._row_began, self._text(), self._remedy(seen), self._figures())
             self._is_told = sign is not None
             return sign
-        return Sign(self.kind, self._text()) if self._is_told and self._told_rows > told else None
+        return Sign(self.kind, self._text()) if self._is_told and self._told_rows > rows_before else None
 
     def _end(self) -> None:
         if self._present is not None:

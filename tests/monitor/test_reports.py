@@ -27,7 +27,7 @@ def warnings_of(network, mindformers_log, callback):
 
 
 @pytest.mark.parametrize("callback", [LossScaleMonitor, CollapseWatch])
-def test_weights_that_hinder_a_training_are_told_before_its_first_step(callback, mindformers_log):
+def test_weights_that_hinder_a_training_are_told_at_its_start(callback, mindformers_log):
     assert warnings_of(Autoencoder(), mindformers_log, callback()) == []
     network = Autoencoder()
     # The tanh after this layer keeps its outputs small, so that no step overflows.

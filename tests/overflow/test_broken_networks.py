@@ -1,5 +1,7 @@
 """Networks that are broken in a known way: what the explanation of their overflow says names the cause."""
 
+import re
+
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
@@ -154,23 +156,23 @@ def test_an_input_for_which_an_operator_has_no_number_is_said(case):
     assert all(said in text.splitlines()[0] for text in printed(explanation))
 
 
-def test_numbers_of_the_backward_pass_are_not_taken_for_those_of_the_forward_pass():
+def test_numbers_of_the_backward_pass_are_called_so():
     explanation = explained(
         Calls(lambda x: ops.rsqrt(x * x).astype(mstype.float32).mean()), np.full((4, 4), 3e-3, np.float32)
     )
     assert explanation.origin.phase == "backward"
-    assert "smallest input of the forward pass" in str(explanation)
+    assert re.search("smallest input .*forward pass", str(explanation))
     assert "largest incoming gradient" in str(explanation)
 
 
-def test_an_update_that_was_too_large_is_not_mended_by_what_lets_its_weights_pass():
+def test_what_lets_weights_pass_does_not_undo_their_update():
     network = Stack(Attention(), Attention(growth=300.0))
     explanation = explained(network, values(1, 6, 4), remedies=True)
     helping = "What helps"
     assert helping in str(explanation)
     jump = diagnose([Seen(1, 2.0), Seen(2, 4000.0), Seen(3, 4000.0)])
     after = explanation.after(jump)
-    assert str(after).startswith("The training: The loss rose to 4e+03 in step 2, 2,000 times")
+    assert re.match(r"The training: The loss .* step 2, 2,000 times", str(after))
     assert "lower the learning rate" in str(after).splitlines()[0]
     for text in printed(after):
         assert helping not in text

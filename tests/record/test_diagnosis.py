@@ -42,7 +42,7 @@ def signs(symptom, steps):
         ([math.nan, 5.0, 4.0], []),
     ],
 )
-def test_a_jump_is_ten_times_all_losses_before_or_a_lasting_rise(losses, steps):
+def test_a_jump_is_ten_times_all_losses_or_a_lasting_rise(losses, steps):
     said = signs(LossJump(), losses)
     assert list(said) == steps
     assert all("learning rate" in sign.remedy for sign in said.values())
@@ -87,14 +87,14 @@ def test_a_bad_loss_is_told_where_it_begins_and_ends_each_time():
     assert "happened 3 times" in said[9].text
 
 
-def test_a_symptom_that_returns_at_each_step_does_not_fill_the_log():
+def test_a_symptom_that_returns_often_does_not_fill_the_log():
     said = signs(BadLoss("..."), [math.nan, 1.0] * 100)
     begun = [sign for sign in said.values() if sign.remedy]
     assert len(begun) == len([count for count in range(1, 101) if count <= 4 or count in (8, 16, 32, 64)])
     assert len(said) == 2 * len(begun)
 
 
-def test_only_an_applied_step_with_a_bad_loss_is_said_to_change_weights():
+def test_only_an_applied_bad_loss_is_said_to_change_weights():
     bad_loss, bad = BadLoss("..."), {"loss": math.nan, "overflow": True}
     unknown, dropped = bad | {"overflow": None}, bad | {"overflow": False, "dropped_by_norm": True}
     said = signs(bad_loss, [bad, unknown, dropped, *[bad | {"overflow": False}] * 2])
@@ -102,7 +102,7 @@ def test_only_an_applied_step_with_a_bad_loss_is_said_to_change_weights():
     assert "weights have changed" not in said[1].text + said[1].remedy
     for part in ("weights have changed", "checkpoint before", "check_for_nan_in_loss_and_grad"):
         assert part in said[4].text
-    assert "2 of these steps were not skipped" in bad_loss.finding().remedy
+    assert "2 of these steps" in bad_loss.finding().remedy
 
 
 def overflows(count, **entry):
@@ -133,11 +133,11 @@ CLEAN = {"overflow": False, "loss": 2.5, "loss_scale": 8.0, "next_loss_scale": 8
         (3, [*falling(2), {"overflow": None}, *falling(1)], [4]),
     ],
 )
-def test_a_collapse_is_a_number_of_overflows_or_fewer_at_one_scale(limit, steps, told_at):
+def test_a_collapse_is_many_overflows_or_fewer_at_one_scale(limit, steps, told_at):
     assert list(signs(Collapse(limit), steps)) == told_at
 
 
-def test_a_collapse_counts_the_overflows_that_the_device_has_counted():
+def test_a_collapse_counts_what_the_device_has_counted():
     collapse = Collapse(3)
     rows = [
         collapse.feed(Seen(step, overflow=True, consecutive_overflows=row)) for step, row in ((2, 2), (7, 7), (9, 9))
@@ -198,9 +198,9 @@ def test_bad_gradients_are_found_where_a_step_was_applied():
     norms = [1.0, math.nan, math.nan, 1.0, math.inf, math.inf]
     steps = [{"gradient_norm": norm, "overflow": False, "loss_scale": 8.0} for norm in norms]
     steps[4]["overflow"] = True
-    found = BadGradients()
-    assert list(signs(found, steps)) == [2, 6]
-    assert found.finding().figures == {"steps": 3, "first_step": 2}
+    symptom = BadGradients()
+    assert list(signs(symptom, steps)) == [2, 6]
+    assert symptom.finding().figures == {"steps": 3, "first_step": 2}
     assert signs(BadGradients(), [step | {"overflow": True} for step in steps]) == {}
 
 
@@ -210,7 +210,7 @@ def test_a_late_streak_leaves_a_worse_loss():
     late = LateStreak()
     [(step, sign)] = signs(late, [*calm, *streak, *worse]).items()
     assert step == 25 + 6 + 20
-    assert "6 steps in a row were skipped, from step 26 to 31" in sign.text
+    assert re.search(r"\b6 steps .* from step 26 to 31\b", sign.text)
     assert "the loss rose from 2 to 7" in sign.text
     # At the end of a run there may be fewer steps to judge by.
     for steps, is_found in (
