@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from mindformers_adaptive.lab.measures import FREE_BITS, LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from mindformers_adaptive.lab.replay import Comparison, Replay
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.canvas import Floats
-from mindformers_adaptive.plots.points import one_per_column
+from mindformers_adaptive.plots.canvas import Floats, one_per_column
 from mindformers_adaptive.record.trace import Trace, implied_ceilings
 from mindformers_adaptive.text.table import counted
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.canvas import Floats
+from mindformers_adaptive.plots.canvas import Floats, gather, one_per_column, thinned
 from mindformers_adaptive.plots.gradient_records import GradientSeries, series_of_gradients
-from mindformers_adaptive.plots.points import gather, one_per_column, thinned
 from mindformers_adaptive.plots.run_series import RunSeries, series_of
 from mindformers_adaptive.record.run import RecordedRun
 

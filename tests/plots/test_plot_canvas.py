@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from mindformers_adaptive.plots.canvas import (
     as_text,
+    gather,
     headline,
     new_figure,
+    one_per_column,
     percent,
     save,
+    thinned,
 )
-from mindformers_adaptive.plots.points import gather, one_per_column, thinned
 from tests.plots.drawn import title
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=300)
