@@ -1,8 +1,10 @@
 """Test what the log says before the first step, and why an explanation that was asked for is refused."""
 
+import re
+
 import numpy as np
 import pytest
-from mindspore import Model, Tensor, nn
+from mindspore import Model, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.dataset import NumpySlicesDataset
 
@@ -74,3 +76,30 @@ def test_a_training_goes_on_where_no_explanation_is_given(mindformers_log, monke
     log = "\n".join(record.getMessage() for record in mindformers_log.records)
     assert "could not be explained: ZeroDivisionError" in log
     assert [step["step"] for step in read_record("record.jsonl")] == list(range(1, 13))
+
+
+class NormInHalf(nn.Cell):
+    """A layer, and a norm in FP16 whose gradient overflows, because the values that it divides by are small."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 4, "ones").to_float(mstype.float16)
+
+    def construct(self, x):
+        hidden = self.dense(x) * 1e-3
+        normed = hidden * ops.rsqrt((hidden * hidden).mean(-1, keep_dims=True))
+        return (normed.astype(mstype.float32) ** 2).mean()
+
+
+def test_norms_in_fp16_are_told_after_ten_overflows_at_a_scale_of_1(mindformers_log):
+    network = NormInHalf()
+    optimizer = nn.SGD(network.trainable_params(), 0.001)
+    scale = AdaptiveLossScaleUpdateCell(4.0, 2, 20)
+    train_step = wrapper.TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=scale)
+    data = NumpySlicesDataset((np.abs(values(20, 4, 4)) + 0.5,), shuffle=False)
+    Model(train_step).train(1, data, callbacks=[LossScaleMonitor(explain=True)], dataset_sink_mode=False)
+    [collapse] = [line for line in map(str, mindformers_log.messages) if "collapsed" in line]
+    for part in ("step 1 to step 12", "last 10 ", "a normalization in FP16", "layernorm_compute_type"):
+        assert part in collapse
+    assert re.search(r"Why it overflows:\nThe backward pass .* at a loss scale of 2\^0: .* Rsqrt", collapse)
+    assert re.search(r"What helps.*: .*Rsqrt .*in float32", collapse)
