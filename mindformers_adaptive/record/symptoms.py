@@ -27,6 +27,8 @@ _BROKEN = 3
 # At least this many overflows in a row, after a scale that had held, are a late streak if the loss or the norm of the
 # gradients is at least _RISE times as large afterwards. A rise of the ceilings' noise costs one or two steps.
 _LATE_STREAK = 5
+# No gradient that is finite at a loss scale of 1 needs a scale below this one.
+_VANISHING = 2.0**-20
 
 # The loss and the gradient norm of a step.
 _LossAndNorm = tuple[float | None, float | None]
@@ -59,8 +61,8 @@ class LossJump(Symptom):
         super().__init__()
         # The largest loss before the present rise; the steps in a row of this rise, and their largest loss.
         self._largest, self._risen, self._largest_of_rise, self._first_high = 0.0, 0, 0.0, 0
-        # Whether the present rise is an episode.
-        self._is_said = False
+        # Whether the present rise is an episode, and whether the loss of each step from 1 on was seen.
+        self._is_said, self._has_all, self._last = False, True, 0
         # The last step with a finite loss, whether its update was applied, and the steps since with inf or NaN.
         self._last_finite, self._is_applied, self._bad, self._first_bad = 0, False, 0, 0
 
@@ -69,6 +71,9 @@ class LossJump(Symptom):
         loss = seen.loss
         if loss is None:
             return None
+        if self._has_all:
+            self._has_all = seen.steps == 1 and seen.step == self._last + 1
+            self._last = seen.step
         if not math.isfinite(loss):
             return self._feed_bad(seen.step)
         self._last_finite, self._is_applied, self._bad = seen.step, not seen.overflow, 0
@@ -86,12 +91,12 @@ class LossJump(Symptom):
             if self._risen >= HELD:
                 self._largest, self._risen, self._is_said = self._largest_of_rise, 0, False
             return None
-        if times >= _JUMP:
-            said = f"The loss rose to {loss:.3g} in step {seen.step}, {times:,.0f} times the largest loss before."
-        elif self._risen == _STEPS_OF_RISE:
-            said = f"The loss rose to {loss:.3g} up to step {seen.step}, {times:.2g} times the largest loss before."
-        else:
+        if times < _JUMP and self._risen != _STEPS_OF_RISE:
             return None
+        said = f"{times:,.0f}" if times >= _JUMP else f"{times:.2g}"
+        # With losses that were not seen, or a loss that is the mean of several steps, this step need not be the first.
+        when, before = ("in", "before") if self._has_all and times >= _JUMP else ("up to", "seen before")
+        said = f"The loss rose to {loss:.3g} {when} step {seen.step}, {said} times the largest loss {before}."
         self._is_said, first = True, self._first_high
         return self._begin(
             first,
@@ -108,7 +113,8 @@ class LossJump(Symptom):
         self._is_said = True
         return self._begin(
             self._first_bad,
-            f"The loss was finite in step {self._last_finite}, and is inf or NaN from step {self._first_bad} on.",
+            f"The loss was finite in step {self._last_finite}, and the next {_BROKEN} losses seen, from step "
+            f"{self._first_bad} on, are inf or NaN.",
             f"If the update before step {self._first_bad} was too large, the weights are large now: {_LOWER_THE_RATE} "
             f"{self._first_bad}. If they are not, the batches from that step on have a bad value, or a value such as 0 "
             "whose logarithm is taken.",
@@ -367,15 +373,28 @@ class LowScale(Symptom):
     """
 
     kind = "low scale"
+    _VANISHED = (
+        "No loss scale can help: the data or the weights have NaN or inf, or a layer computes values that "
+        "its format cannot hold."
+    )
 
     def __init__(self) -> None:
         super().__init__()
         # The lowest scale that has overflowed since an unusual scale did not; and the steps in a row without overflow
         # at one scale.
-        self._overflowed, self._scale, self._clean = math.inf, 0.0, 0
+        self._overflowed, self._scale, self._clean, self._zeros = math.inf, 0.0, 0, 0
 
     def feed(self, seen: Seen) -> Sign | None:
         """Return the sign of an unusually low scale; see :meth:`Symptom.feed`."""
+        after = seen.loss_scale if seen.next_loss_scale is None else seen.next_loss_scale
+        # Where overflows are not stated, only the scale shows that it vanishes.
+        if after is not None and seen.overflow is None:
+            # A log may round a scale below 0.05 to 0, so a single 0 says little.
+            self._zeros = self._zeros + 1 if after == 0.0 else 0
+            if self._present is None and (0.0 < after < _VANISHING or self._zeros == 3):
+                return self._begin(seen.step, f"The loss scale is {after:.3g} after step {seen.step}.", self._VANISHED)
+            if after > LOW_SCALE:
+                self._present = None
         scale = seen.loss_scale
         if scale is None or seen.overflow is None:
             self._clean = 0

@@ -172,6 +172,8 @@ SENTENCES = [
     ("The loss scale settled at {scale:s}.", lambda t, scale: t.is_settled(scale, scale)),
     ("The loss scale settled between {low:s} and {high:s}.", Truth.is_settled),
     ("The loss scale collapsed to {scale:s}: the last {n} steps were all skipped.", Truth.collapsed),
+    # In the title of a picture.
+    ("The loss scale collapsed to {scale:s}.", lambda t, scale: t.collapsed(scale, 10)),
     ("The loss scale stayed at {scale:s}: the last {n} steps were all skipped.", Truth.collapsed),
     ("The loss scale rose from {begin:s} to {end:s}.", Truth.moved),
     ("The loss scale fell from {begin:s} to {end:s}.", Truth.moved),
@@ -202,8 +204,16 @@ SENTENCES = [
     ),
     ("The loss rose to {loss:f} in step {step}, {times:f} times the largest loss before.", Truth.loss_rose),
     (
-        "The loss was finite in step {last}, and is inf or NaN from step {step} on.",
-        lambda t, last, step: not t.bad[t.at(last)] and t.bad[t.at(step) :].all(),
+        "The loss rose to {loss:f} up to step {step}, {times:f} times the largest loss seen before.",
+        lambda t, loss, step, times: loss >= 10.0 and times >= 3.0,
+    ),
+    (
+        "The loss scale is {scale:s} after step {step}.",
+        lambda t, scale, step: t.after[t.at(step)] < 2.0**-4,
+    ),
+    (
+        "The loss was finite in step {last}, and the next 3 losses seen, from step {step} on, are inf or NaN.",
+        lambda t, last, step: not t.bad[t.at(last)] and t.bad[t.at(step)],
     ),
     (
         "The norm of the gradients was inf or NaN in {count} of the {:f} steps for which the log states it, first in "
@@ -213,14 +223,14 @@ SENTENCES = [
     *(
         (
             f"Loss scaling has collapsed: {{count}} steps in a row have overflowed and changed no weight, from step "
-            f"{{first}} to {{last}}, the last {at_one}of them at a loss scale of {{scale:s}}.",
+            f"{{first}} to step {{last}}, the last {at_one}of them at a loss scale of {{scale:s}}.",
             Truth.is_stuck,
         )
         for at_one in ("", "{at_one} ")
     ),
     (
         "Loss scaling has collapsed: All {count} steps that the log shows have overflowed and changed no weight, from "
-        "step {first} to {last}, the last of them at a loss scale of {:s}.",
+        "step {first} to step {last}, the last of them at a loss scale of {:s}.",
         Truth.are_shown_skipped,
     ),
     (

@@ -194,6 +194,23 @@ def test_a_low_scale_is_one_to_which_overflows_have_led():
     assert "2^6" in twice.finding().text
 
 
+def test_a_scale_that_vanishes_is_told_without_overflow_flags():
+    falling_away = [{"next_loss_scale": 2.0**exponent} for exponent in range(0, -74, -1)]
+    [(step, sign)] = signs(LowScale(), falling_away).items()
+    assert (step, "after step 22" in sign.text) == (22, True)
+    zeros = [{"next_loss_scale": scale} for scale in (0.5, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)]
+    assert list(signs(LowScale(), zeros)) == [6]
+
+
+def test_a_jump_names_the_step_where_each_loss_was_seen():
+    for losses, words in (([2.0, 2.1, 90.0], "in step 3"), ([2.0, None, 90.0], "up to step 3")):
+        [sign] = signs(LossJump(), losses).values()
+        assert words in sign.text
+    means = LossJump()
+    assert means.feed(Seen(10, 2.0, steps=10)) is None
+    assert "up to step 20" in means.feed(Seen(20, 90.0, steps=10)).text
+
+
 def test_bad_gradients_are_found_where_a_step_was_applied():
     norms = [1.0, math.nan, math.nan, 1.0, math.inf, math.inf]
     steps = [{"gradient_norm": norm, "overflow": False, "loss_scale": 8.0} for norm in norms]
