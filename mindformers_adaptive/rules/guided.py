@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from mindformers_adaptive.rules.checks import require_integer, require_number
-from mindformers_adaptive.rules.fields import Field, int32
+from mindformers_adaptive.rules.fields import STEP_LIMIT, Field, int32
 from mindformers_adaptive.rules.formats import Format
 from mindformers_adaptive.rules.rule import Rule
 
@@ -25,13 +25,21 @@ CLIMB = 10
 # An overflow that the gradients do not explain lowers the loss scale to BELOW bits below the one that overflowed.
 BELOW = 4
 
-# After PATIENCE steps without an unexplained overflow, the margin shrinks by one bit. Dynamic loss scaling with the
-# usual window raises the loss scale by one bit after as many steps.
-PATIENCE = 1000
+# Up to MOST bits, a margin costs nothing in most trainings. A larger margin is worth its bits only where overflows come
+# OFTEN: at most so many clean steps apart.
+MOST, OFTEN = 15, 400
 
-# A larger margin is useless where overflows do not depend on the loss scale, as with an inf in the data. So the margin
-# grows again only if the last growth helped: HELPS times as many steps must have passed as before that growth.
-HELPS = 8
+# Overflows at most SAME_FALL clean steps apart belong to the same fall of the ceiling.
+SAME_FALL = 4
+
+# A larger margin is useless where overflows do not depend on the loss scale, as with an inf in the data: if they come
+# often TOP bits below the ceiling. Then the margin goes back to BACK bits, because some of these overflows may depend on
+# the scale. It grows again only if overflows become rare: HELPS times as many steps must have passed.
+TOP, BACK, HELPS = 24, 8, 8
+
+# After PATIENCE steps without an overflow, the margin shrinks by one bit. Dynamic loss scaling with the usual window
+# raises the loss scale by one bit after as many steps.
+PATIENCE = 1000
 
 # ``low`` counts in parts of a bit, so that the rule needs only integers.
 PARTS = 16
@@ -39,10 +47,9 @@ PARTS = 16
 # The initial value of ``low``. It is above each ceiling that gradients can show, so ``low`` falls to the first ceiling.
 UNSEEN = 1024 * PARTS
 
-# The default of the argument ``margin``, in bits, and the default in formats whose numbers span less than WIDE bits:
-# FP16 spans 40 bits, HiF8 37 and E5M2 32. Where the ceiling moves, a margin of 6 bits loses gradients in E5M2 that the
-# training needs, as scripts/studies/formats_training.py shows.
-MARGIN, NARROW_MARGIN, WIDE = 6, 2, 36
+# The default of the argument ``margin``, in bits: where the ceiling moves, gradients are lost with every bit more, as
+# scripts/studies/worth.py shows.
+MARGIN = 2
 
 # The largest margin that a user may choose, in bits.
 _LARGEST_MARGIN = 100
@@ -75,34 +82,40 @@ class GuidedRule(Rule):
 
     The gradients of the weights can show a ceiling that is too high, as where activation gradients overflow first. An
     overflow is *unexplained* if the next applied step shows that the same loss scale would have been fine. Unexplained
-    overflows make the margin larger, as long as that helps. 1000 steps without one make it a bit smaller.
+    overflows make the margin larger, as long as that helps. So does a ceiling that falls again and again. 1000 steps
+    without an overflow make the margin a bit smaller.
 
     With :math:`e = \log_2 s` of the loss scale :math:`s`, in integers (``low`` counts in parts of 1/16 bit):
 
     .. code-block:: text
 
-        start:     low = 1024, current_margin = 1024 - e, first = e, clean_steps = 0, wait = 0
+        start:     low = 1024, current_margin = 1024 - e, first = e, clean_steps = 0, wait = -1
         overflow:  e -= 10, so first is the exponent of the first overflow in a row
         applied:   shown = the largest integer with largest_gradient * 2^shown <= largest number
-          low = min(shown, low + (shown - low) / 10);  above = floor(low) - first
+          before = low;  low = min(shown, low + (shown - low) / 10);  above = floor(low) - first
           first step that shows a ceiling:  current_margin = min(above, margin + 10)
-          if overflows just before, and not shown < first:                                    (unexplained overflows)
-            if clean_steps <= 1 or clean_steps >= wait:
-              current_margin = max(current_margin, above + (4 if wait >= 0 else 1));  wait = 8 * clean_steps
-            clean_steps = 0
-          clean_steps += 1
-          if clean_steps >= 1000:  current_margin -= 1;  clean_steps = 0;  wait = -1
-          current_margin = max(current_margin, margin)
+          if overflows just before:
+            often = clean_steps <= 400
+            if not shown < first:                                                       (unexplained overflows)
+              if often and clean_steps > 1 and wait <= 0 and (above >= 24 or first is the floor):     (useless)
+                current_margin = max(margin, 8);  wait = 8 * clean_steps
+              elif clean_steps <= 1 or clean_steps >= wait:
+                current_margin = max(current_margin, above + 4 if often else min(above + 4, 15));  wait = 0
+            elif often and clean_steps > 4 and wait >= 0:                            (the ceiling fell again)
+              current_margin = max(current_margin, min(floor(before) - shown, 15))
+            wait = max(wait, 0);  clean_steps = 0
+          clean_steps += 1;  every 1000 clean steps:  current_margin -= 1
+          if the gradients show something:  current_margin = max(current_margin, margin)
           e = first = floor(low) - current_margin, within the bounds
 
-    A largest gradient that is 0, not finite, below the normal float32 numbers or None shows nothing. Then ``low`` takes
-    the place of ``shown``. So without any gradients the loss scale rises by a bit after 1000 steps, as in dynamic loss
+    Until a first ceiling is shown, no overflow is useless, no ceiling fell, and ``wait`` stays -1. A largest gradient
+    that is 0, not finite, below the normal float32 numbers or None shows nothing. Then ``low`` stays, and overflows just
+    before are unexplained. So without gradients the loss scale rises by a bit after 1000 steps, as in dynamic loss
     scaling.
 
     Args:
-        margin (int, optional): how many bits the loss scale stays below the ceiling that gradients show, 0 to 100. A
-            smaller margin skips more steps. Default: None, which means 6, or 2 if the numbers of
-            ``gradient_format`` span less than 36 bits, as in FP8.
+        margin (int, optional): the least number of bits that the loss scale stays below the ceiling that gradients
+            show, 0 to 100. Default: None, which means 2.
         scale_factor (float): 2, and nothing else: the scale moves by whole bits. It is here because the other cells
             take it. Default: 2.
         min_loss_scale (float): the floor of the scale, above 0. Default: 1.0, MindSpore's.
@@ -157,18 +170,17 @@ class GuidedRule(Rule):
         remedy = "Leave it out, or use AdaptiveLossScaleUpdateCell for other factors."
         self.scale_factor = require_number("scale_factor", scale_factor, "2", lambda factor: factor == 2, remedy)
         super().__init__(min_loss_scale, max_loss_scale, gradient_format)
-        lowest, _, highest = self.gradient_format.exponents
-        default = MARGIN if highest - lowest >= WIDE else NARROW_MARGIN
-        bits = default if margin is None else margin
+        bits = MARGIN if margin is None else margin
         self.margin = require_integer("margin", bits, 0, "Leave it out.", most=_LARGEST_MARGIN, unit="number of bits")
 
     def first_state(self, loss_scale: float) -> dict[str, Any]:
         exponent = int(math.log2(loss_scale))
-        return {"low": UNSEEN, "current_margin": UNSEEN // PARTS - exponent, "first_exponent": exponent}
+        return {"low": UNSEEN, "current_margin": UNSEEN // PARTS - exponent, "first_exponent": exponent, "wait": -1}
 
     def make_step(self, xp: Any) -> Any:
-        zero, one, never, parts, climb, drop = xp.ints(0, 1, -1, PARTS, CLIMB, DROP)
-        below, helps, patience, unseen = xp.ints(BELOW, HELPS, PATIENCE, UNSEEN)
+        zero, one, parts, climb, drop, below = xp.ints(0, 1, PARTS, CLIMB, DROP, BELOW)
+        patience, helps, often, same_fall, top, unseen = xp.ints(PATIENCE, HELPS, OFTEN, SAME_FALL, TOP, UNSEEN)
+        most, without_limit, back = xp.ints(MOST, UNSEEN, max(self.margin, BACK))
         least, first_most = xp.ints(self.margin, self.margin + DROP)
         lowest, highest = xp.ints(self.min_exponent, self.max_exponent)
 
@@ -184,32 +196,46 @@ class GuidedRule(Rule):
             clean_steps,
             wait,
         ):
+            # A step that overflowed shows nothing, so it changes only the loss scale.
+            applied = one - xp.int32(overflow)
             shown = xp.where(gradient_known, parts * max_safe_exponent, low)
             lower = xp.minimum(shown, low + (shown - low) // climb)
             ceiling = lower // parts
             above = ceiling - first_exponent
 
             # Begin with the margin that the present loss scale implies, but not too far below the ceiling.
-            margin = xp.where(gradient_known & (low == unseen), xp.minimum(above, first_most), current_margin)
+            has_seen = low < unseen
+            margin = xp.where(gradient_known & ~has_seen, xp.minimum(above, first_most), current_margin)
 
-            unexplained = (consecutive_overflows > zero) & (shown >= parts * first_exponent)
-            grows = unexplained & ((clean_steps <= one) | (clean_steps >= wait))
-            # A negative ``wait`` says that the margin has shrunk since the last unexplained overflow. Then make up for
-            # that bit only. Otherwise an inf in the data every 2000 steps would enlarge the margin again and again.
-            margin = xp.where(grows, xp.maximum(margin, above + xp.where(wait < zero, one, below)), margin)
-            next_wait = xp.where(grows, helps * clean_steps, wait)
-            clean = xp.where(unexplained, zero, clean_steps) + one
+            after_overflow = consecutive_overflows * applied > zero
+            is_explained = gradient_known & (shown < parts * first_exponent)
+            is_unexplained = after_overflow & ~is_explained
+            is_often = clean_steps <= often
+            recurs = is_unexplained & is_often
+            counts = after_overflow & has_seen
+            fell_again = counts & is_explained & is_often & (wait >= zero) & (clean_steps > same_fall)
+            grows = is_unexplained & ((clean_steps <= one) | (clean_steps >= wait))
+            wanted = xp.where(is_explained, low // parts - max_safe_exponent, above + below)
+            limit = xp.where(recurs, without_limit, most)
+            larger = xp.where(fell_again | grows, xp.maximum(margin, xp.minimum(wanted, limit)), margin)
+            is_useless = recurs & has_seen & (clean_steps > one) & (wait <= zero)
+            is_useless = is_useless & ((above >= top) | (first_exponent <= lowest))
 
-            is_calm = clean >= patience
-            margin = xp.maximum(margin - xp.int32(is_calm), least)
-            following = xp.minimum(xp.maximum(ceiling - margin, lowest), highest)
+            next_wait = xp.where(is_useless, helps * clean_steps, xp.where(grows, zero, wait))
+            next_wait = xp.where(counts, xp.maximum(next_wait, zero), next_wait)
+            earlier = xp.where(after_overflow, zero, clean_steps)
+            clean = earlier + applied
+            # One bit less after each PATIENCE clean steps.
+            next_margin = xp.where(is_useless, back, larger) - clean // patience + earlier // patience
+            next_margin = xp.where(gradient_known, xp.maximum(next_margin, least), next_margin)
+            following = xp.minimum(xp.maximum(ceiling - next_margin, lowest), highest)
             return {
                 "exponent": xp.where(overflow, xp.maximum(exponent - drop, lowest), following),
-                "low": xp.where(overflow, low, lower),
-                "current_margin": xp.where(overflow, current_margin, margin),
-                "first_exponent": xp.where(overflow, first_exponent, following),
-                "clean_steps": xp.where(overflow, clean_steps, xp.where(is_calm, zero, clean)),
-                "wait": xp.where(overflow, wait, xp.where(is_calm, never, next_wait)),
+                "low": lower,
+                "current_margin": next_margin,
+                "first_exponent": following,
+                "clean_steps": clean,
+                "wait": next_wait,
             }
 
         return step
@@ -217,9 +243,9 @@ class GuidedRule(Rule):
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (
             -PARTS * _LARGEST_EXPONENT <= values["low"] <= UNSEEN
-            and 0 <= values["current_margin"] <= 4 * _LARGEST_EXPONENT
+            and -STEP_LIMIT // PATIENCE <= values["current_margin"] <= 4 * _LARGEST_EXPONENT
             and abs(values["first_exponent"]) <= _LARGEST_EXPONENT
-            and 0 <= values["clean_steps"] < PATIENCE
+            and 0 <= values["clean_steps"] <= STEP_LIMIT
             and -1 <= values["wait"] < HELPS * PATIENCE
         )
         return None if sound else f"The checkpoint has a state of {self.title} that the rule cannot reach"

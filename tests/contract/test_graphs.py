@@ -19,7 +19,7 @@ CELLS = {name: kind.cell for name, kind in KINDS.items()} | {
     "defaults": lambda **options: AdaptiveLossScaleUpdateCell(2**16, 2, 20, **options),
     "one window": lambda **options: AdaptiveLossScaleUpdateCell(2**16, 2, 20, 20, 20, **options),
 }
-MOST_KERNELS = {"adaptive with hysteresis": 44, "guided": 74, "log_max": 59}
+MOST_KERNELS = {"adaptive with hysteresis": 44, "guided": 100, "log_max": 59}
 
 
 def export_with_history(cell):

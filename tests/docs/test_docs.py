@@ -39,7 +39,7 @@ from mindformers_adaptive.cli import program
 from mindformers_adaptive.lab.running_rule import RULE_NAMES
 from mindformers_adaptive.mindformers.checks import check_config
 from mindformers_adaptive.rules import megatron
-from mindformers_adaptive.rules.guided import MARGIN, NARROW_MARGIN
+from mindformers_adaptive.rules.guided import MARGIN
 from tests.conftest import ROOT
 from tests.shared.networks import Dense
 from tests.shared.pages import ENGLISH_DOCS as DOCS
@@ -116,7 +116,7 @@ def test_arguments_on_the_page_of_a_rule_are_its_cells(page, cell):
     defaults = {it.name: "" if it.default is it.empty else str(it.default).lower() for it in parameters.values()}
     if page == "guided":
         # The default of this argument depends on the format of the gradients.
-        defaults["margin"] = f"{MARGIN}, in fp8 {NARROW_MARGIN}"
+        defaults["margin"] = str(MARGIN)
     assert [row[1].lower() for row in rows] == list(defaults.values())
 
 

@@ -1,4 +1,4 @@
-"""The gradient-guided rule in plain Python with branches, as a reference for the rule's traced step."""
+"""The gradient-guided rule in plain Python with branches, as a reference for the rule's step."""
 
 import math
 
@@ -11,11 +11,11 @@ State = type(GuidedRule().start(1.0))
 class ReadableGuided:
     """The gradient-guided rule, with loss scales from ``2**lowest`` to ``2**highest``."""
 
-    def __init__(self, margin=6, lowest=0, highest=127):
+    def __init__(self, margin=2, lowest=0, highest=127):
         self.margin, self.lowest, self.highest = margin, lowest, highest
 
     def start(self, exponent):
-        return State(2.0**exponent, 16 * 1024, 1024 - exponent, exponent, 0, 0, 0, 0)
+        return State(2.0**exponent, 16 * 1024, 1024 - exponent, exponent, 0, -1, 0, 0)
 
     def step(self, state, overflow, largest_gradient=math.nan):
         if overflow:
@@ -24,20 +24,28 @@ class ReadableGuided:
                 skipped_steps=state.skipped_steps + 1,
                 consecutive_overflows=state.consecutive_overflows + 1,
             )
-        low, margin, first, clean, wait = state[1:6]
+        before, margin, first, clean, wait = state[1:6]
         known, shown = safe_exponents(largest_gradient, 65504.0)
-        shown = 16 * int(shown) if known else low
-        is_first = known and low == 16 * 1024
-        low = min(shown, low + (shown - low) // 10)
-        margin = min(low // 16 - first, self.margin + 10) if is_first else margin
-        if state.consecutive_overflows and shown >= 16 * first:
-            if clean <= 1 or clean >= wait:
-                margin = max(margin, low // 16 - first + (1 if wait < 0 else 4))
-                wait = 8 * clean
+        shown = 16 * int(shown) if known else before
+        has_seen = before < 16 * 1024
+        low = min(shown, before + (shown - before) // 10)
+        above = low // 16 - first
+        if known and not has_seen:
+            margin = min(above, self.margin + 10)
+        if state.consecutive_overflows:
+            often = clean <= 400
+            if not known or shown >= 16 * first:
+                is_far = above >= 24 or first <= self.lowest
+                if has_seen and often and clean > 1 and wait <= 0 and is_far:
+                    margin, wait = max(self.margin, 8), 8 * clean
+                elif clean <= 1 or clean >= wait:
+                    margin, wait = max(margin, above + 4 if often else min(above + 4, 15)), 0
+            elif has_seen and often and clean > 4 and wait >= 0:
+                margin = max(margin, min(before // 16 - shown // 16, 15))
+            wait = max(wait, 0) if has_seen else wait
             clean = 0
         clean += 1
-        if clean == 1000:
-            margin, clean, wait = margin - 1, 0, -1
-        margin = max(margin, self.margin)
+        margin -= clean % 1000 == 0
+        margin = max(margin, self.margin) if known else margin
         first = min(max(low // 16 - margin, self.lowest), self.highest)
         return State(2.0**first, low, margin, first, clean, wait, state.skipped_steps, 0)
