@@ -33,8 +33,8 @@ MOST, OFTEN = 15, 400
 SAME_FALL = 4
 
 # A larger margin is useless where overflows do not depend on the loss scale, as with an inf in the data: if they come
-# often TOP bits below the ceiling. Then the margin goes back to BACK bits, because some of these overflows may depend on
-# the scale. It grows again only if overflows become rare: HELPS times as many steps must have passed.
+# often TOP bits below the ceiling. Then the margin goes back to BACK bits, because some overflows may depend on the
+# scale. It grows again only if overflows become rare: HELPS times as many steps must have passed.
 TOP, BACK, HELPS = 24, 8, 8
 
 # After PATIENCE steps without an overflow, the margin shrinks by one bit. Dynamic loss scaling with the usual window
@@ -109,9 +109,9 @@ class GuidedRule(Rule):
           e = first = floor(low) - current_margin, within the bounds
 
     Until a first ceiling is shown, no overflow is useless, no ceiling fell, and ``wait`` stays -1. A largest gradient
-    that is 0, not finite, below the normal float32 numbers or None shows nothing. Then ``low`` stays, and overflows just
-    before are unexplained. So without gradients the loss scale rises by a bit after 1000 steps, as in dynamic loss
-    scaling.
+    that is 0, not finite, below the normal float32 numbers or None shows nothing. Then ``low`` stays, and overflows
+    just before are unexplained. So without gradients the loss scale rises by a bit after 1000 steps, as in dynamic
+    loss scaling.
 
     Args:
         margin (int, optional): the least number of bits that the loss scale stays below the ceiling that gradients

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.rules.formats import FLOAT16, FORMATS, Format
+from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
 from mindformers_adaptive.rules.guided import UNSEEN, GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.operations import possible_exponents, safe_exponents
