@@ -235,7 +235,7 @@ def test_offline_commands_work_without_mindspore(run_bare, arguments, expected):
     assert expected in run_bare("adaptive-loss-scale", *arguments).stdout
 
 
-@pytest.mark.parametrize("command", ["train", "probe", "find"])
+@pytest.mark.parametrize("command", ["train", "find"])
 def test_commands_that_need_mindspore_say_what_to_install(run_bare, command):
     finished = run_bare("adaptive-loss-scale", command, "--config", CONFIG, expect_exit=1)
     assert f"error: '{command}' needs mind" in finished.stderr

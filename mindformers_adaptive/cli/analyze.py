@@ -55,4 +55,4 @@ def run(options: argparse.Namespace) -> None:
     analysis = analyze(recorded, in_python=options.python)
     print_result(options, analysis.to_dict, lambda: analysis.text(options.details))
     if options.plot:
-        save(draw_runs({recorded.name: recorded}), options.plot)
+        save(draw_runs({"" if recorded.log_format == "jsonl" else recorded.name: recorded}), options.plot)

@@ -1,4 +1,4 @@
-"""Compare two checkpoints, or the gradients that `probe --gradients` wrote on two devices: the error of each Parameter.
+"""Compare two checkpoints, or the gradients that `find --gradients` wrote on two devices: the error of each Parameter.
 
 The second file is the reference. The relative error is the norm of the difference, as a multiple of the norm of the
 reference; the worst Parameter comes first. Of two folders, each step is compared that both have, with its worst

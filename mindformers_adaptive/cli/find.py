@@ -1,39 +1,115 @@
-"""Find the loss scale that a training should start from, and print the YAML to paste.
+"""Find the loss scale that a training should start from, and print the settings to paste.
 
-example:
+With --loss-scales, --layers or --parameters, print instead the ranges of gradients at several loss scales, and how much
+of them is lost.
+
+examples:
   adaptive-loss-scale find --config my.yaml --train-dataset-dir my_data
+  adaptive-loss-scale find --config my.yaml --loss-scales 64 512 2^16 --plot ranges.png
+  adaptive-loss-scale find --config my.yaml --checkpoint my.ckpt --loss-scales 2^16 --gradients npu.safetensors
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mindformers_adaptive.cli.output import integer, print_result
-from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
-from mindformers_adaptive.cli.train import read_options, value_of_key
+from mindformers_adaptive.cli.console import add_verbose, lines_in_file
+from mindformers_adaptive.cli.output import (
+    UsageError,
+    add_output_arguments,
+    integer,
+    print_result,
+    progress_bar,
+    read_scale,
+)
+from mindformers_adaptive.cli.train import add_yaml_arguments, read_options, value_of_key
 from mindformers_adaptive.gradients import recommendation
+from mindformers_adaptive.gradients.report import loss_division
+from mindformers_adaptive.gradients.selection import select
+from mindformers_adaptive.mindformers.launcher import use_register_path
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.gradients import draw_histograms
+from mindformers_adaptive.rules.formats import FORMATS
 
 __all__ = ["add_arguments", "read_learning_rate", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``find``."""
-    add_sweep_arguments(parser)
+    add_yaml_arguments(parser)
+    parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
+    parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
+    parser.add_argument("--batches", type=integer(1), default=4, help="number of batches or micro-batches; default: 4")
+    parser.add_argument(
+        "--gradient-format", choices=FORMATS, default="float16", help="format of the gradients; default: float16"
+    )
     text = "powers of two to stay below the largest scale that does not overflow (default: 2, in 8-bit formats 4)"
     parser.add_argument("--margin", type=integer(0), metavar="N", help=text)
     parser.add_argument("--details", action="store_true", help="also print what each group of Parameters loses")
+    ranges = parser.add_argument_group("ranges of gradients")
+    ranges.add_argument(
+        "--loss-scales",
+        nargs="+",
+        type=read_scale,
+        metavar="SCALE",
+        help="measure at these loss scales; default: every power of two up to 2^32, or every fourth for ranges",
+    )
+    ranges.add_argument(
+        "--layers",
+        nargs="+",
+        default=[],
+        metavar="LAYER",
+        help="also measure the outputs of these layers and their gradients: names, classes, or patterns with *",
+    )
+    ranges.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
+    ranges.add_argument("--output", type=_new_file, metavar="FILE", help="write everything to this JSON file")
+    ranges.add_argument(
+        "--gradients",
+        type=_new_file,
+        metavar="FILE",
+        help="write the gradients as the optimizer takes them, the mean of the batches, to this .safetensors file, "
+        "for 'diff'; with a single loss scale",
+    )
+    add_output_arguments(parser, "draw histograms at the lowest and the highest scale that fits; 'plot' has more")
+    add_verbose(parser)
+
+
+def _new_file(text: str) -> str:
+    # Check the path of the output file before the sweep over loss scales, which may take long.
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
+        raise UsageError(f"must name a file in an existing folder, but got {text!r}")
+    return text
 
 
 def run(options: argparse.Namespace) -> None:
-    """Try every power of two up to 2^32 as the loss scale, and print the loss scale to start from.
+    """Run backward passes at several loss scales. Print the loss scale to start from, or the ranges of the gradients.
 
     Raises:
         RuntimeError: if no loss scale can be recommended.
     """
-    ranges = sweep("find", options, recommendation.EVERY_POWER)
+    from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES
+
+    shows_ranges = bool(options.loss_scales or options.layers or options.parameters)
+    scales = options.loss_scales or (DEFAULT_LOSS_SCALES if shows_ranges else recommendation.EVERY_POWER)
+    if options.parameters is not None and options.parameters not in scales:
+        raise UsageError(f"'--parameters' must be one of the loss scales of the sweep, but got {options.parameters:g}.")
+    if options.gradients and (len(scales) > 1 or not options.gradients.endswith(".safetensors")):
+        raise UsageError("'--gradients' needs a .safetensors file and one loss scale, such as --loss-scales 2^16.")
+    sums: dict[str, Any] = {}
+
+    def add_up(_: float, gradients: Mapping[str, Any]) -> None:
+        for name, gradient in gradients.items():
+            sums[name] = sums.get(name, 0) + gradient
+
+    ranges = _sweep(options, scales, add_up if options.gradients else None)
+    _write_files(options, ranges, sums)
+    if shows_ranges:
+        print_result(options, ranges.to_dict, lambda: "\n\n".join(_tables(options, ranges)))
+        return
     start = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
     start = replace(start, scale_sense=_moving_scale(options))
 
@@ -44,6 +120,54 @@ def run(options: argparse.Namespace) -> None:
     print_result(options, start.to_dict, text)
     if start.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")
+
+
+def _sweep(options: argparse.Namespace, loss_scales: Iterable[float], observe: Any) -> Any:
+    """Run the backward passes with a progress bar, and return the gradient ranges."""
+    overrides, loss_scales = read_options(options.options), list(loss_scales)
+    use_register_path(options.register_path)
+    with lines_in_file("find", verbose=options.verbose) as terminal:
+        from mindformers_adaptive.mindformers.training_probe import TrainingSource, probe
+
+        passes = options.batches * len(loss_scales) * (2 if options.layers else 1)
+        with progress_bar(passes, "backward passes", terminal, lines=True) as progress:
+            return probe(
+                TrainingSource(options.config, options.checkpoint, options.train_dataset_dir, overrides),
+                loss_scales,
+                options.batches,
+                layers=options.layers,
+                progress=progress,
+                observe=observe,
+                gradient_format=options.gradient_format,
+            )
+
+
+def _write_files(options: argparse.Namespace, ranges: Any, sums: Mapping[str, Any]) -> None:
+    if options.output:
+        ranges.save(options.output)
+    if options.gradients:
+        from mindformers_adaptive.mindformers.checkpoint_arrays import save_arrays
+
+        save_arrays(options.gradients, {name: each / len(ranges.batches) for name, each in sums.items()})
+    if options.plot:
+        save(draw_histograms(ranges), options.plot)
+
+
+def _tables(options: argparse.Namespace, ranges: Any) -> Iterator[str]:
+    if division := loss_division(ranges.micro_batches):
+        yield f"Each batch was measured {division}, as the training does it."
+    yield ranges.table()
+    lowest = recommendation.judge(ranges, ranges.loss_scales[0])
+    if lowest.groups:
+        yield recommendation.table_of_groups([recommendation.judge(ranges, scale) for scale in ranges.fitting_scales])
+        yield str(lowest)
+    if options.parameters is not None:
+        yield ranges.table(options.parameters)
+    if options.layers:
+        yield ranges.output_table()
+    if options.layers and any(layer_ranges.parameters for layer_ranges in ranges.activation_gradients[0]):
+        scale = options.parameters or (ranges.fitting_scales or ranges.loss_scales)[-1]
+        yield f"gradients of these outputs\n{select(ranges, 'activation_gradients').table(scale)}"
 
 
 def _moving_scale(options: argparse.Namespace) -> dict[str, Any] | None:

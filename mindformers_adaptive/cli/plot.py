@@ -1,8 +1,8 @@
-"""Draw the record or the log of a run, runs side by side, their gradients, or a sweep, as a PNG or SVG file.
+"""Draw runs side by side, gradients, weights, or a sweep over loss scales, as a PNG or SVG file.
+
+A single run is drawn by 'analyze --plot'.
 
 examples:
-  adaptive-loss-scale plot output
-  adaptive-loss-scale plot output/loss_scale_record.jsonl run.png
   adaptive-loss-scale plot output/gradient_ranges.jsonl gradients.png
   adaptive-loss-scale plot run_64/loss_scale_record.jsonl run_512/loss_scale_record.jsonl comparison.png
   adaptive-loss-scale plot ranges.json histograms.png --loss-scales 64 512
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=_SourcesAndPicture,
         metavar="FILE",
         help="records of LossScaleMonitor, output folders with such a record, training logs, records of "
-        "GradientRangeMonitor, or files that 'probe --output' wrote. Several of a kind are drawn side by side; runs "
+        "GradientRangeMonitor, or files that 'find --output' wrote. Several of a kind are drawn side by side; runs "
         f"with their gradients, from records given in the same order or found beside the runs as {GRADIENTS}. Last "
         "comes the .png or .svg file to write; default: the name of the first file, with .png",
     )
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
     read = {str(file): _read(str(file), options.pattern) for file in map(record_in, options.sources)}
     sweeps = {file: content for file, content in read.items() if isinstance(content, dict)}
     if not sweeps and (options.loss_scales or options.underflow):
-        raise UsageError("arguments --loss-scales and --underflow need a file that 'probe --output' wrote")
+        raise UsageError("arguments --loss-scales and --underflow need a file that 'find --output' wrote")
     chosen = {"kind": options.of, "modules": options.modules, "axis": options.axis}
     if chosen != {"kind": "gradients", "modules": [], "axis": AXES[0]} and (
         options.underflow or not all(isinstance(content, dict) or _is_gradients(content) for content in read.values())
@@ -123,12 +123,12 @@ def run(options: argparse.Namespace) -> None:
             "--underflow: leave them out"
         )
     if sweeps and len(sweeps) < len(read):
-        raise UsageError("files that 'probe --output' wrote cannot be drawn with other files: draw them separately")
+        raise UsageError("files that 'find --output' wrote cannot be drawn with other files: draw them separately")
     if options.underflow and len(sweeps) > 1:
-        raise UsageError("argument --underflow needs a single file that 'probe --output' wrote, but got several")
+        raise UsageError("argument --underflow needs a single file that 'find --output' wrote, but got several")
     try:
         if not sweeps:
-            figure = _draw_runs(read, chosen)
+            figure = _draw_runs(read, chosen, options.picture)
         elif options.underflow:
             figure = draw_underflow(next(iter(sweeps.values())))
         else:
@@ -180,15 +180,15 @@ def _is_gradients(content: Any) -> bool:
     return isinstance(content, list) and is_gradient_record(content)
 
 
-def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
+def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any], picture: str) -> Figure:
     gradients = {file: content for file, content in read.items() if _is_gradients(content)}
     runs = {file: content for file, content in read.items() if file not in gradients}
     names = tell_apart(runs or gradients)
     if not runs:
         return draw_gradient_records({names[file]: record for file, record in gradients.items()}, **chosen)
     if len(read) == 1:
-        [only] = runs.values()
-        return draw_runs({"" if only.log_format == "jsonl" else only.name: only})
+        [file] = read
+        raise UsageError(f"one run is drawn by 'analyze': adaptive-loss-scale analyze {file} --plot {picture}")
     if not gradients:
         measured = gradients_beside({names[file]: file for file in runs})
     elif len(gradients) == len(runs):

@@ -23,9 +23,8 @@ __all__ = ["COMMANDS", "main"]
 # subcommand accepts words that argparse does not know, its parser has the default others=[], which these words replace.
 _GROUPS = {
     "before a training": {
-        "find": "[*] the loss scale to start from",
+        "find": "[*] the loss scale to start from, and the ranges of gradients",
         "why": "[*] which layer overflows, and what helps",
-        "probe": "[*] ranges of gradients and weights at several loss scales",
     },
     "training": {
         "train": "[*] train, fine-tune, evaluate or predict from a MindFormers YAML file",
@@ -33,7 +32,7 @@ _GROUPS = {
     "after a training": {
         "analyze": "what the loss scale did, and what to change",
         "report": "the same as one HTML page, for one run or several",
-        "plot": "a picture of a run, of its gradients or of a sweep",
+        "plot": "a picture of gradients, of weights, or of several runs",
         "diff": "compare two checkpoints, or gradients of two devices (needs MindSpore)",
         "inspect": "the loss-scale state in a checkpoint (a .ckpt file needs MindSpore)",
     },
@@ -42,7 +41,6 @@ _GROUPS = {
     },
     "help": {
         "megatron": "translate Megatron-LM arguments into a scale_sense section",
-        "versions": "what to put into a bug report",
     },
 }
 COMMANDS = {name: purpose for commands in _GROUPS.values() for name, purpose in commands.items()}
@@ -50,6 +48,8 @@ COMMANDS = {name: purpose for commands in _GROUPS.values() for name, purpose in 
 _WRITTEN = ("plot", "picture", "output", "gradients")
 # Removed subcommands, each with what to use instead.
 _REPLACED_BY = {
+    "probe": "Use 'find --loss-scales SCALE ...', which prints the same tables",
+    "versions": "Use '--version'",
     "simulate": "Use 'compare --rules NAME'",
     "tune": "'analyze' says what to change, and 'compare --rules' replays rules with other settings",
 }
@@ -97,8 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser("adaptive-loss-scale", description, _EXAMPLES)
     if words and words[0] == "--version":
         versions = importlib.import_module("mindformers_adaptive.cli.versions")
-        return _carry_out(lambda: print(versions.short()), parser)
-    parser.add_argument("--version", action="store_true", help="show the versions, and whether the pair was tested")
+        return _carry_out(lambda: print(versions.all_versions()), parser)
+    parser.add_argument(
+        "--version",
+        action="store_true",
+        help="show what a bug report needs: versions, platform, and whether the pair was tested",
+    )
     if words and words[0] in _REPLACED_BY:
         parser.error(f"there is no command {words[0]!r} any more. {_REPLACED_BY[words[0]]}")
     if words and (nearest := did_you_mean(words[0], COMMANDS)):

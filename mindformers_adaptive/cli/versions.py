@@ -1,12 +1,7 @@
-"""Print what a bug report needs: versions, the platform, and whether the pair of MindSpore and MindFormers was tested.
-
-example:
-  adaptive-loss-scale versions
-"""
+"""What a bug report needs: versions, the platform, and whether the pair of MindSpore and MindFormers was tested."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +9,7 @@ from pathlib import Path
 
 import mindformers_adaptive
 
-__all__ = ["TESTED_PAIRS", "add_arguments", "run", "short"]
+__all__ = ["TESTED_PAIRS", "all_versions", "short"]
 
 # The tested pairs of MindSpore and MindFormers, as in README.md.
 TESTED_PAIRS = (
@@ -30,17 +25,12 @@ _OTHERS = ("numpy", "safetensors", "tensorboardX", "matplotlib")
 _CANN = "ASCEND_HOME_PATH"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments to the parser, because ``versions`` takes no arguments."""
-
-
-def run(options: argparse.Namespace) -> None:
-    """Print the versions of packages, and the platform."""
-    print(short())
-    print("\n".join(f"{name} {_version(name)}" for name in _OTHERS))
-    print(f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} processors")
-    print(f"CANN {os.environ.get(_CANN, f'unknown, as {_CANN} is not set')}")
-    print(f"installed in {Path(mindformers_adaptive.__file__).parent}")
+def all_versions() -> str:
+    """Return the versions of packages, and the platform, without importing MindSpore or MindFormers."""
+    lines = [short(), *(f"{name} {_version(name)}" for name in _OTHERS)]
+    lines.append(f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} processors")
+    lines.append(f"CANN {os.environ.get(_CANN, f'unknown, as {_CANN} is not set')}")
+    return "\n".join([*lines, f"installed in {Path(mindformers_adaptive.__file__).parent}"])
 
 
 def short() -> str:

@@ -22,7 +22,7 @@ python scripts/demo/prepare_corpus.py "$work/corpus" --samples 480 2> /dev/null
 cd "$work"
 export PYTHONPATH=$work/installed
 program=installed/bin/adaptive-loss-scale
-"$program" versions
+"$program" --version
 
 # train OUTPUT TYPE [arguments]
 train() {

@@ -87,7 +87,7 @@ USAGE = [
     (["compare", *SPIKES, "--rules", "torhc"], "'torhc' ... torch"),
     (["compare", *SPIKES, "--rules", "torch:init_scale"], "NAME=VALUE, but got 'init_scale'"),
     (["compare", *SPIKES, "--rules", "torch:foo=1"], "no parameter 'foo'"),
-    (["probe", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
+    (["find", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
     (
         ["compare", *SPIKES, "--rules", "guided:max_loss_scale=2^5000"],
         "'max_loss_scale=2^5000': '2^5000' is too large",
@@ -113,10 +113,10 @@ USAGE = [
     (["plot", LOG, "a.png", "--loss-scales", "2^99999"], "argument --loss-scales: '2^99999' is too large"),
     (["plot", LOG, "a.png", "--loss-scales", "0"], "argument --loss-scales: 'SCALE' must be finite and above 0"),
     (
-        ["probe", "--config", CONFIG, "--output", "missing/x.json"],
+        ["find", "--config", CONFIG, "--output", "missing/x.json"],
         "argument --output: must name a file ... existing folder",
     ),
-    (["probe", "--config", CONFIG, "--batches", "0"], "argument --batches: must be an integer from 1"),
+    (["find", "--config", CONFIG, "--batches", "0"], "argument --batches: must be an integer from 1"),
     (["find", "--config", CONFIG, "--margin", "9" * 30], "argument --margin: must be an integer from 0"),
     (["compare", ""], "argument LOG: must name a file ... is empty"),
     (["report", "", "--output", "a.html"], "argument RUN: must name a file ... is empty"),
@@ -236,13 +236,13 @@ def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     code, said = answer(run_program, "plot", file, tmp_path / "a.png")
     assert (code, has(said, "gradients.jsonl must hold numbers ... drawing failed: ")) == (1, True)
     file.write_text(line(1, 8.0, scale_window=0) + line(2, 8.0, scale_window=-20))
-    assert answer(run_program, "plot", file, tmp_path / "a.png") == (0, "")
+    assert answer(run_program, "analyze", file, "--plot", tmp_path / "a.png") == (0, "")
 
 
 def test_losses_and_norms_beyond_float32_are_drawn_at_its_edge(run_program, tmp_path):
     rows = [line(step, 8.0, loss=loss, gradient_norm=1e308) for step, loss in enumerate((1e308, -1e308, 1.0), start=1)]
     (tmp_path / "run.jsonl").write_text("".join(rows))
-    assert answer(run_program, "plot", tmp_path / "run.jsonl", tmp_path / "a.png") == (0, "")
+    assert answer(run_program, "analyze", tmp_path / "run.jsonl", "--plot", tmp_path / "a.png") == (0, "")
     assert answer(run_program, "report", tmp_path / "run.jsonl", "--output", tmp_path / "a.html") == (0, "")
 
 
@@ -280,7 +280,7 @@ def test_control_characters_in_file_names_are_escaped(run_program, tmp_path):
         assert (r"new\\nline.log" if "--json" in command else r"new\nline.log") in printed
     for name in names:
         assert answer(run_program, "analyze", tmp_path / name) == (0, "")
-    assert answer(run_program, "plot", tmp_path / names[0], tmp_path / "a.png") == (0, "")
+    assert answer(run_program, "analyze", tmp_path / names[0], "--plot", tmp_path / "a.png") == (0, "")
 
 
 def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_path, monkeypatch):
@@ -329,7 +329,7 @@ def test_a_file_that_is_read_is_not_replaced(run_program, tmp_path):
         ["plot", picture, tmp_path / "link.png"],
         ["analyze", LOG, picture, "--plot", picture],
         ["report", LOG, page, "--output", page],
-        ["probe", "--config", CONFIG, "--checkpoint", weights, "--loss-scales", "1", "--gradients", weights],
+        ["find", "--config", CONFIG, "--checkpoint", weights, "--loss-scales", "1", "--gradients", weights],
     ]
     for command in commands:
         code, said = answer(run_program, *command)
@@ -341,10 +341,10 @@ def test_a_file_that_is_read_is_not_replaced(run_program, tmp_path):
 
 def test_a_name_that_is_too_long_is_refused(run_program, in_a_folder_of_its_own):
     name, config = "a" * 300, ["--config", CONFIG]
-    for command in (["report", LOG, "--output", f"{name}.html"], ["plot", LOG, f"{name}.png"]):
+    for command in (["report", LOG, "--output", f"{name}.html"], ["analyze", LOG, "--plot", f"{name}.png"]):
         code, said = answer(run_program, *command)
         assert (code, "File name too long" in said) == (1, True)
-    for command in (["probe", *config, "--output", f"{name}/x"], ["train", *config, "--register-path", name]):
+    for command in (["find", *config, "--output", f"{name}/x"], ["train", *config, "--register-path", name]):
         code, said = answer(run_program, *command)
         assert (code, name in said) == (2, True)
 
@@ -354,21 +354,20 @@ def test_a_full_disk_is_said_of_the_file(run_program, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.fsync", full)
-    code, said = answer(run_program, "plot", LOG, tmp_path / "a.png")
+    code, said = answer(run_program, "analyze", LOG, "--plot", tmp_path / "a.png")
     assert code == 1
     assert re.search(r"file that can be written, .*: No space left on device.*/a\.png'", said)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["--version", "versions"])
-def test_an_output_that_takes_nothing_is_an_error(run_program, monkeypatch, command):
+def test_an_output_that_takes_nothing_is_an_error(run_program, monkeypatch):
     # Python sets sys.stdout to None if the shell closed it with >&-.
     monkeypatch.setattr("sys.stdout", None)
-    code, said = answer(run_program, command)
+    code, said = answer(run_program, "--version")
     assert (code, bool(re.fullmatch(r".*output must be open, .* to a file.*\n", said))) == (1, True), said
     with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
         monkeypatch.setattr("sys.stdout", full)
-        assert answer(run_program, command) == (1, "[Errno 28] No space left on device\n")
+        assert answer(run_program, "--version") == (1, "[Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "safetensors"])

@@ -103,10 +103,11 @@ def test_folders_that_hold_no_or_several_records_are_refused(run_program, run_fo
 def test_report_and_plot_have_default_names(run_program, run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_program("report", "output")[:2] == (0, "written: report.html\n")
-    assert run_program("plot", "output")[:2] == (0, "written: loss_scale_record.png\n")
+    shutil.copytree("output", "output_2")
+    assert run_program("plot", "output", "output_2")[:2] == (0, "written: loss_scale_record.png\n")
     shutil.copy(run_folder / "loss_scale_record.jsonl", "tuesday.jsonl")
-    assert run_program("plot", "tuesday.jsonl")[:2] == (0, "written: tuesday.png\n")
-    assert run_program("plot", "tuesday.jsonl", "other.svg")[:2] == (0, "written: other.svg\n")
+    assert run_program("plot", "tuesday.jsonl", "output")[:2] == (0, "written: tuesday.png\n")
+    assert run_program("plot", "tuesday.jsonl", "output", "other.svg")[:2] == (0, "written: other.svg\n")
     assert {"report.html", "loss_scale_record.png", "tuesday.png", "other.svg"} < set(os.listdir())
 
 

@@ -30,7 +30,6 @@ def test_help_has_an_example_and_exit_code_0(run_program, command):
     assert re.search("examples?:\n  adaptive-loss-scale", printed)
 
 
-@pytest.mark.parametrize("command", ["--version", "versions"])
 @pytest.mark.parametrize(
     ("mindspore", "mindformers", "verdict"),
     [
@@ -39,9 +38,7 @@ def test_help_has_an_example_and_exit_code_0(run_program, command):
         ("2.9.0", None, "mindspore 2.9.0, mindformers not installed: not a tested pair"),
     ],
 )
-def test_versions_are_those_of_what_is_installed(
-    run_program, tmp_path, monkeypatch, command, mindspore, mindformers, verdict
-):
+def test_versions_are_those_of_what_is_installed(run_program, tmp_path, monkeypatch, mindspore, mindformers, verdict):
     for name, version in (("mindspore", mindspore), ("mindformers", mindformers)):
         if version is not None:
             # Create the folder of metadata that pip creates for an installed package.
@@ -49,11 +46,17 @@ def test_versions_are_those_of_what_is_installed(
             metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
             (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    code, printed, _ = run_program(command)
+    code, printed, _ = run_program("--version")
     assert code == 0
     assert printed.startswith(f"mindformers_adaptive {mindformers_adaptive.__version__}\nmindspore ")
     assert verdict in printed
-    assert ("Python 3" in printed) == (command == "versions")
+    assert "Python 3" in printed
+
+
+@pytest.mark.parametrize(("former", "present"), [("probe", "find --loss-scales"), ("versions", "--version")])
+def test_a_former_command_names_the_present_one(run_program, former, present):
+    code, printed, error = run_program(former, "--config", "my.yaml")
+    assert (code, printed, present in error) == (2, "", True)
 
 
 def test_import_error_without_hyper_parallel_names_it():
@@ -222,7 +225,7 @@ def test_find_and_probe_print_json_alone_and_agree(run_forked, corpus, tmp_path)
     recommendation = json.loads(finished.stdout)
     scales = ["1", "2^12", str(int(recommendation["ceiling"])), str(int(2 * recommendation["ceiling"]))]
     sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
-    ranges = json.loads(run_forked(PROGRAM, "probe", "--json", *common, *sweep).stdout)
+    ranges = json.loads(run_forked(PROGRAM, "find", "--json", *common, *sweep).stdout)
     assert json.loads((tmp_path / "ranges.json").read_text()) == ranges
     assert [row["overflowed_batches"] for row in ranges["loss_scales"]] == [0, 0, 0, 1]
     assert recommendation["loss_scale_value"] == recommendation["ceiling"] / 2 ** recommendation["margin"]

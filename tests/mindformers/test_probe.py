@@ -1,4 +1,4 @@
-"""The command ``probe`` measures gradient ranges of a training, from MindFormers' YAML file and a checkpoint."""
+"""The command ``find`` measures gradient ranges of a training, from MindFormers' YAML file and a checkpoint."""
 
 import json
 import sys
@@ -145,7 +145,7 @@ def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
 
 
 def test_gradients_are_written_as_the_optimizer_takes_them(corpus, run_program):
-    training = ["probe", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", "2"]
+    training = ["find", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", "2"]
     model = as_options(SMALL_MODEL)
     layers = {12: ["--layers", "*.feed_forward", "--output", "ranges.json"], 14: []}
     for scale in layers:

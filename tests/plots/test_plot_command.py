@@ -69,9 +69,18 @@ def test_records_of_gradients_are_drawn_side_by_side(plot, tmp_path, picture_of)
 def test_one_run_is_drawn_with_the_gradients_that_are_passed(plot, tmp_path, picture_of):
     write_runs(tmp_path)
     name = "loss_scale_record.jsonl"
-    assert plot(f"64/{name}", "out.png")[1] == picture_of(draw_runs({"": RUNS["64"]}))
     picture = plot(f"64/{name}", "64/gradient_ranges.jsonl", "out.png")[1]
     assert picture == picture_of(draw_runs({name: RUNS["64"]}, {name: GRADIENTS["64"]}))
+
+
+def test_one_run_is_drawn_by_analyze(plot, tmp_path, picture_of, run_program):
+    write_runs(tmp_path)
+    file = "64/loss_scale_record.jsonl"
+    code, picture, printed = plot(file, "out.png")
+    assert (code, picture) == (2, None)
+    assert f"adaptive-loss-scale analyze {file} --plot out.png" in printed
+    assert run_program("analyze", file, "--plot", "out.png")[0] == 0
+    assert (tmp_path / "out.png").read_bytes() == picture_of(draw_runs({"": RUNS["64"]}))
 
 
 def test_runs_are_drawn_with_the_gradients_beside_them(plot, tmp_path, picture_of):
@@ -114,10 +123,10 @@ def test_sweep_is_drawn_alone(plot, tmp_path):
     for files in (["sweep.json", "64/loss_scale_record.jsonl"], ["64/loss_scale_record.jsonl", "sweep.json"]):
         code, picture, printed = plot(*files, "none.png")
         assert (code, picture) == (2, None)
-        assert all(part in printed for part in ("'probe --output'", "with other files", "separately"))
+        assert all(part in printed for part in ("'find --output'", "with other files", "separately"))
     code, _, printed = plot("64/gradient_ranges.jsonl", "none.png", "--underflow")
     assert code == 2
-    assert "--loss-scales and --underflow need a file that 'probe --output' wrote" in printed
+    assert "--loss-scales and --underflow need a file that 'find --output' wrote" in printed
 
 
 def test_lines_without_scales_and_gradients_are_refused(plot, tmp_path):

@@ -132,7 +132,7 @@ def test_each_command_takes_a_pattern(run_program, tmp_path):
     pattern, text = PROGRAMS["yolox"]
     log = tmp_path / "train.log"
     log.write_text(text)
-    commands = [["analyze", log], ["plot", log, tmp_path / "a.png"]]
+    commands = [["analyze", log], ["analyze", log, "--plot", tmp_path / "a.png"]]
     for command in [*commands, ["report", log, "--output", tmp_path / "a.html"]]:
         code, _, error = run_program(*map(str, command), "--pattern", pattern)
         assert (code, "Error" in error) == (0, False), error
@@ -155,7 +155,7 @@ def test_pipes_and_devices_are_refused_at_once(run_program, tmp_path):
     for file in (str(tmp_path / "pipe.yaml"), "/dev/zero"):
         commands = [[command, file] for command in ("analyze", "compare", "plot", "report", "inspect")]
         commands += [["diff", file, file], ["why", "--record", file, "--network", "module.build"]]
-        commands += [[command, "--config", file] for command in ("find", "probe", "why", "train")]
+        commands += [[command, "--config", file] for command in ("find", "why", "train")]
         for arguments in commands:
             code, _, error = run_program(*arguments)
             assert code != 0
