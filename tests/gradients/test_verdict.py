@@ -75,12 +75,12 @@ def test_harm_begins_above_the_limit(lost, is_harmful):
 
 
 def test_one_weight_may_lose_more_than_its_group():
-    others = {f"layers.{layer}.attention.wq.weight": (0.0, 1.0) for layer in range(1, 6)}
-    verdict = judge(sweep({ATTENTION: (0.003, 0.01), **others}), 1)
+    other_layers = {f"layers.{layer}.attention.wq.weight": (0.0, 1.0) for layer in range(1, 6)}
+    verdict = judge(sweep({ATTENTION: (0.003, 0.01), **other_layers}), 1)
     assert (verdict.parameter, verdict.is_harmful) == (ATTENTION, False)
     assert re.search(f"loses 30.00% of the gradient of {ATTENTION}, but .* 0.13% .attention.", str(verdict))
     # Above one half, its group does not make up for it.
-    verdict = judge(sweep({ATTENTION: (0.0051, 0.01), **others}), 1)
+    verdict = judge(sweep({ATTENTION: (0.0051, 0.01), **other_layers}), 1)
     assert verdict.is_harmful
 
 
