@@ -78,7 +78,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         "lab.read_log": "record.logs",
         "lab.compare": "lab.replay",
         "lab.replay.replay": "lab.replay",
-        "lab.from_gradient_ranges": "lab.gradient_ceilings",
+        "lab.from_gradient_ranges": "lab.ceilings",
         "lab.RecordedRun": "record.run",
         "lab.Trace": "record.trace",
     },

@@ -33,13 +33,12 @@ from mindformers_adaptive.cli.output import (
     read_value,
     wrong_usage,
 )
-from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges
+from mindformers_adaptive.lab.ceilings import ASSUMPTIONS, from_gradient_ranges, trace_of
 from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.lab.running_rule import RULE_NAMES, RunningRule, start_rule
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
-from mindformers_adaptive.record.ceilings import ASSUMPTIONS, trace_of
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import record_in

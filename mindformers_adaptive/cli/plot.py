@@ -34,7 +34,7 @@ from mindformers_adaptive.gradients.selection import KINDS
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
 from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
-from mindformers_adaptive.plots.report_runs import GRADIENTS, gradients_beside
+from mindformers_adaptive.plots.report import GRADIENTS, gradients_beside
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log, run_of_record
 from mindformers_adaptive.record.run_folder import RECORD, record_in

@@ -15,7 +15,7 @@ import argparse
 from mindformers_adaptive.cli.output import UsageError, add_pattern_argument, print_text, read_source, require_file
 from mindformers_adaptive.cli.plot import tell_apart
 from mindformers_adaptive.cli.versions import short
-from mindformers_adaptive.plots.report_runs import write_report
+from mindformers_adaptive.plots.report import write_report
 from mindformers_adaptive.record.run_folder import record_in
 
 __all__ = ["add_arguments", "run"]

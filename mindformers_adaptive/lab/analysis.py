@@ -10,9 +10,8 @@ from mindformers_adaptive.lab.advise import advise
 from mindformers_adaptive.lab.analysis_text import analysis_text
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.facts import facts_of, verdict
-from mindformers_adaptive.lab.other_cause import Advice, findings_of, last_error, signs_of
+from mindformers_adaptive.lab.other_cause import Advice, explanation_of, findings_of, last_error, signs_of
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
-from mindformers_adaptive.record.explanation_file import explanation_of
 from mindformers_adaptive.record.run import RecordedRun
 
 __all__ = ["Analysis", "analyze"]

@@ -1,4 +1,4 @@
-"""Causes outside loss scaling that the log of a run shows, such as a NaN loss, and the advice for each of them."""
+"""Causes outside loss scaling that a run shows, such as a NaN loss: the advice for each, and a saved explanation."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mindformers_adaptive.record.diagnosis import Finding, diagnose
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.run_folder import ways_of
+from mindformers_adaptive.record.run_folder import EXPLANATION_FILE, ways_of
 from mindformers_adaptive.record.thresholds import STUCK
+from mindformers_adaptive.text.files import json_object
 from mindformers_adaptive.text.table import counted
+from mindformers_adaptive.text.untrusted import printable
 
-__all__ = ["Advice", "findings_of", "last_error", "other_cause", "signs_of"]
+__all__ = ["Advice", "explanation_of", "findings_of", "last_error", "other_cause", "signs_of"]
 
 # Look for a traceback in this many bytes at the end of a log.
 _END_OF_LOG = 2**14
+
+# Read at most this many bytes of a file. An explanation of a large model has some hundred kilobytes.
+_MOST_BYTES = 2**26
+# Show at most this many lines of a summary, and this many characters of a line.
+_LINES, _WIDTH = 3, 2000
 
 
 @dataclass(frozen=True)
@@ -107,3 +116,33 @@ def last_error(files: Sequence[str]) -> str | None:
     # After a traceback comes one line that is not indented: the error. More such lines show that the run went on.
     errors = [line for line in lines if not line[0].isspace()]
     return errors[0].rstrip(". ")[:200] if traceback and len(errors) == 1 else None
+
+
+def explanation_of(run: RecordedRun) -> list[str]:
+    """Return the sentences of the explanation that lies beside the record of a run; an empty list if there is none.
+
+    An explanation that names a step is left out unless that step of the run overflowed or had a bad loss: it is from an
+    earlier run in the same folder.
+
+    Args:
+        run (RecordedRun): a run.
+    """
+    files = (Path(file).with_name(EXPLANATION_FILE) for file in run.files)
+    file = next((file for file in files if file.is_file()), None)
+    if file is None or run.log_format != "jsonl":
+        return []
+    try:
+        content = json_object(file.read_text(encoding="utf-8").strip()) if file.stat().st_size <= _MOST_BYTES else {}
+    except (OSError, ValueError):
+        return []
+    lines, step = content.get("summary") or [content.get("headline")], content.get("step")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        return []
+    if step is None:
+        return [f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES]]
+    loss = run.column("loss")
+    is_bad = run.skipped if loss is None else run.skipped | np.isinf(loss)
+    if step not in run.last[is_bad].tolist():
+        return []
+    first, *later = (f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES])
+    return [f"Step {step} was explained. {first}", *later]

@@ -11,8 +11,7 @@ from typing import Any
 import mindformers_adaptive
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.batch_file import save_batch
-from mindformers_adaptive.record.explanation_file import EXPLANATION_FILE
-from mindformers_adaptive.record.run_folder import BATCH_FILE
+from mindformers_adaptive.record.run_folder import BATCH_FILE, EXPLANATION_FILE
 from mindformers_adaptive.record.symptom import Finding
 from mindformers_adaptive.text.files import write_json
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from mindformers_adaptive.text.untrusted import read_yaml
 
-__all__ = ["BATCH_FILE", "CONFIG_FILE", "RECORD", "Ways", "checkpoint_folders", "file_in", "find_command"]
+__all__ = ["BATCH_FILE", "CONFIG_FILE", "EXPLANATION_FILE", "RECORD", "Ways", "checkpoint_folders", "file_in"]
+__all__ += ["find_command"]
 __all__ += ["is_from_program", "record_in", "run_folder_of", "ways_of", "why_command"]
 
-# Two files in the output folder of a training: the configuration of the training, and the first batch at which the loss
-# was inf or NaN or the loss scale collapsed.
-CONFIG_FILE, BATCH_FILE = "loss_scale_config.yaml", "overflow_batch.npz"
+# Files in the output folder of a training: the configuration of the training, the first batch at which the loss was inf
+# or NaN or the loss scale collapsed, and what LossScaleMonitor(explain=True) has found there.
+CONFIG_FILE, BATCH_FILE, EXPLANATION_FILE = "loss_scale_config.yaml", "overflow_batch.npz", "overflow_explanation.json"
 # The record of LossScaleMonitor. The name is repeated here, because the module of the callback needs MindSpore.
 RECORD = "loss_scale_record.jsonl"
 # MindFormers' log within its output folder. To see whether it has the line of a step, read this many bytes of it.

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from mindformers_adaptive.lab.presets import PRESETS
-from mindformers_adaptive.lab.running_rule import start_rule
+from mindformers_adaptive.lab.running_rule import PRESETS, start_rule
 from tests.conftest import ROOT
 from tests.shared.pages import ENGLISH_DOCS, tables
 

@@ -11,7 +11,7 @@ import yaml
 import mindformers_adaptive
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.plots.report_runs import write_report
+from mindformers_adaptive.plots.report import write_report
 from mindformers_adaptive.record.logs import read_log
 from tests.conftest import ROOT
 

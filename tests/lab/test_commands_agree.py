@@ -14,7 +14,7 @@ from mindformers_adaptive.cli import program
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.analysis_text import scales_in_words
 from mindformers_adaptive.lab.other_cause import other_cause
-from mindformers_adaptive.plots import report_page
+from mindformers_adaptive.plots import report
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.scale_summary import bounds_in_words, held, path_in_words, settled
@@ -75,7 +75,7 @@ class Commands:
     def __init__(self, folder, monkeypatch, capsys):
         self.page, self.figures, self.capsys = folder / "report.html", [], capsys
         monkeypatch.setattr(plot_command, "save", lambda figure, path: self.figures.append(figure))
-        monkeypatch.setattr(report_page, "_data", lambda figure: "")
+        monkeypatch.setattr(report, "_data", lambda figure: "")
 
     def said(self, *arguments):
         assert program.main([*map(str, arguments)]) == 0, arguments

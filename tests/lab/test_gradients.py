@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges
+from mindformers_adaptive.lab.ceilings import from_gradient_ranges
 from tests.shared.records import gradient_line, unscaled_gradients
 
 

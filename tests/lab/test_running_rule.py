@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.cli.compare import _rule_maker
-from mindformers_adaptive.lab.presets import PRESETS, REMOVED_PRESETS
-from mindformers_adaptive.lab.running_rule import RULE_NAMES, start_rule
+from mindformers_adaptive.lab.running_rule import PRESETS, REMOVED_PRESETS, RULE_NAMES, start_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from tests.shared.own_rules import Follow

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.plots.report_page import RunTold, picture, render
+from mindformers_adaptive.plots.report import RunTold, picture, render
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun

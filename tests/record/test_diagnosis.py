@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.other_cause import explanation_of
 from mindformers_adaptive.record.diagnosis import Diagnosis, Seen, diagnose
-from mindformers_adaptive.record.explanation_file import EXPLANATION_FILE, explanation_of
 from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.run_folder import EXPLANATION_FILE
 from mindformers_adaptive.record.symptoms import BadGradients, BadLoss, Collapse, LateStreak, LossJump, LowScale
 
 

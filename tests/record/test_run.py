@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.record.ceilings import ASSUMPTIONS, trace_of
+from mindformers_adaptive.lab.ceilings import ASSUMPTIONS, trace_of
 from mindformers_adaptive.record.run import RecordedRun
 from tests.shared import records
 
