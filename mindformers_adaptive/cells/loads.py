@@ -1,56 +1,73 @@
-"""Sees each value that is loaded into a Parameter, and writes it into the memory that compiled graphs read.
+"""Sees each value that is loaded into a Parameter, and lets compiled graphs read it.
 
-MindSpore and MindFormers load a checkpoint by ``Parameter.set_data``, which gives the Parameter other memory. A graph
-that has run keeps the old memory of some Parameters: in graph mode, of those that only the branch of a condition uses,
-such as the optimizer's state in ``if not overflow: optimizer(gradients)``; in PyNative mode, of all Parameters of the
-compiled optimizer. After such a load, training would read and write the old memory, and the weights would stand still.
+MindSpore loads a value by giving the Parameter other memory. A graph that has run keeps the old memory of some
+Parameters: in graph mode, of those that only the branch of a condition uses, such as the optimizer's state in
+``if not overflow: optimizer(gradients)``; in PyNative mode, of all Parameters of the compiled optimizer. After such a
+load, training would read and write the old memory, and the weights would stand still. There are two remedies:
+
+- A train step that is called from Python gives each Parameter its old memory back before the next step, with the
+  loaded value. Until then a load does what MindSpore does, so an array that shares the old memory keeps its values.
+- With data sink, in a function under ``mindspore.jit`` and with a loss scaler, no train step is called from Python.
+  There a load writes into the memory that the Parameter has.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import mindspore
 from mindspore import Tensor
 from mindspore.common.api import _pynative_executor
 
-__all__ = ["SeesLoads", "observe_loads", "write"]
+__all__ = ["GivesMemoryBack", "SeesLoads", "keeps_compiled_graphs", "observe_loads", "write"]
 
-# For type checkers, the base class of the mixin is Any, so that they accept attributes that MindSpore's cell defines.
+# For type checkers, the base class of the mixins is Any, so that they accept attributes that MindSpore's cell defines.
 _Base: Any = object
 
 
+def keeps_compiled_graphs() -> bool:
+    """Return whether MindSpore keeps compiled graphs in files, and so may run a graph that it has not compiled."""
+    return os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or bool(mindspore.get_context("enable_compile_cache"))
+
+
 class SeesLoads(_Base):
-    """Mixin for a cell that learns which Parameters were loaded, and keeps their memory while it trains.
+    """Mixin for a cell that learns which of its Parameters were loaded.
 
     Attributes:
         loaded (set[str]): the names of the Parameters that were loaded, until the cell clears the set.
-        keeps_memory (bool): whether a compiled graph may use the Parameters, so that a load writes into their memory.
+        loads_in_place (bool): whether a load writes into the memory of the Parameters, because a graph uses this memory
+            and no call from Python comes before its steps.
+        is_in_observed_step (bool): whether a call of a :class:`GivesMemoryBack` runs this cell.
     """
 
-    keeps_memory = False
+    loads_in_place = False
+    is_in_observed_step = False
     loaded: set[str]
 
     def __setstate__(self, state: Any) -> None:
         # A copied or unpickled cell has new Parameters, which no cell observes, and its graphs are not compiled yet.
         super().__setstate__(state)
-        self.keeps_memory = False
+        self.loads_in_place = self.is_in_observed_step = False
         self._observe_loads()
+
+    def get_scope(self) -> Any:
+        # MindSpore calls this method when it compiles the cell, also as a part of another cell or function.
+        if not self.is_in_observed_step:
+            self._observe_loads()
+            self.loads_in_place = True
+        return super().get_scope()
 
     def add_flags_recursive(self, **flags: bool) -> Any:
         super().add_flags_recursive(**flags)
-        if flags.get("training"):
-            # With data sink, the graph around this cell runs without calling the cell from Python.
-            self._start_keeping()
-        return self
-
-    def _start_keeping(self) -> None:
-        """From now on, let a load write into the memory that the Parameters have."""
-        if not self.keeps_memory:
+        # A graph from the cache is not compiled, so MindSpore does not call get_scope().
+        if flags.get("training") and keeps_compiled_graphs() and not self.is_in_observed_step:
             self._observe_loads()
-            self.keeps_memory = True
+            self.loads_in_place = True
+        return self
 
     def _observe_loads(self) -> None:
         """Observe all Parameters of this cell, also those that it got since the last call."""
@@ -67,56 +84,125 @@ class SeesLoads(_Base):
         self.loaded.add(name)
 
 
-class _SetData:
-    """Stands in for ``set_data`` of one Parameter. Copies of the Parameter have MindSpore's own method again."""
+class GivesMemoryBack(SeesLoads):
+    """Mixin for a train-step cell: before each call, the Parameters get the memory back that its graphs use."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = self._give_memory_back()
+        if self._check_loads():
+            # The check may have replaced values.
+            hooks = self._give_memory_back()
+        self.is_in_observed_step = True
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException:
+            _close_failed_pass(self)
+            raise
+        finally:
+            self.is_in_observed_step = False
+            for hook in hooks:
+                hook.hold_memory()
+
+    def _give_memory_back(self) -> list[_AssignValue]:
+        hooks = [vars(parameter).get("assign_value") for parameter in self.get_parameters()]
+        if None in hooks:
+            self._observe_loads()
+            hooks = [vars(parameter)["assign_value"] for parameter in self.get_parameters()]
+        for hook in hooks:
+            hook.give_memory_back()
+        return hooks
+
+    def _check_loads(self) -> bool:
+        """Check what was loaded since the last step. Return whether anything was checked."""
+        return False
+
+
+class _AssignValue:
+    """Stands in for ``assign_value`` of one Parameter: MindSpore's ``set_data`` and ``load_state_dict`` call it.
+
+    Copies of the Parameter have MindSpore's own method again.
+    """
 
     def __init__(self, parameter: Any) -> None:
         # Do not keep cells and Parameters alive: they hold memory of the device.
         self.parameter = weakref.ref(parameter)
         self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        # The memory that graphs use, as a Tensor, and the addresses of this memory and of the Parameter's last value.
+        self.memory: Any = None
+        self.address = self.last_address = 0
 
-    def __call__(self, data: Any, slice_shape: bool = False) -> Any:
+    def __call__(self, value: Any) -> Any:
+        self._note_load()
+        return self.assign(value)
+
+    def assign(self, value: Any) -> Any:
+        """Give the Parameter a value, in the memory that the Parameter has if a graph needs it there."""
         parameter: Any = self.parameter()
-        # In PyNative mode, a forward pass may write by set_data() too, as to the moving averages of a layer.
-        if _pynative_executor.grad_flag():
-            return type(parameter).set_data(parameter, data, slice_shape)
+        in_place = [cell for cell in self.names if cell.loads_in_place]
+        # Without an address, the Parameter has no memory yet that a graph could use.
+        if in_place and parameter.data_ptr():
+            if _fits(parameter, value):
+                parameter.copy_(value.contiguous())
+                return parameter
+            self._warn_of_other_form(in_place[0], value)
+        type(parameter).assign_value(parameter, value)
+        self.last_address = parameter.data_ptr()
+        return parameter
+
+    def give_memory_back(self) -> None:
+        """Write the present value into the memory that graphs use, and give this memory to the Parameter."""
+        parameter: Any = self.parameter()
+        address = parameter.data_ptr()
+        # A transposed view has the address of the memory that it shows.
+        if self.memory is None or (address == self.address and parameter.is_contiguous()):
+            return
+        if address != self.last_address:
+            # MindSpore does not tell of every load: ``parameter.data = value`` calls no method.
+            self._note_load()
+        if not _fits(parameter, self.memory):
+            self._warn_of_other_form(next(iter(self.names)), self.memory)
+            self.memory = None
+            return
+        self.memory.copy_(parameter.data.contiguous())
+        type(parameter).assign_value(parameter, self.memory)
+        self.last_address = self.address
+
+    def hold_memory(self) -> None:
+        """Keep the memory of the Parameter for :meth:`give_memory_back`, unless it is kept already."""
+        parameter: Any = self.parameter()
+        if self.memory is None and parameter.data_ptr():
+            self.memory = parameter.data
+            self.address = self.last_address = parameter.data_ptr()
+
+    def _note_load(self) -> None:
         for cell, name in list(self.names.items()):
             if isinstance(cell, SeesLoads):
                 cell._note_load(name)
-        return self.write(data, slice_shape)
 
-    def write(self, data: Any, slice_shape: bool = False) -> Any:
-        """Set the data of the Parameter, in the memory that the Parameter has if a graph may use this memory."""
+    def _warn_of_other_form(self, cell: Any, other: Any) -> None:
         parameter: Any = self.parameter()
-        if isinstance(data, int) or (isinstance(data, float) and parameter.is_floating_point()):
-            data = Tensor(data, parameter.dtype)
-        keeping = [type(cell).__name__ for cell in self.names if cell.keeps_memory]
-        # A Parameter that is not initialized has no memory that a graph could use.
-        if keeping and isinstance(data, Tensor) and not parameter.has_init:
-            if _copy_into(parameter, data):
-                return parameter
-            warnings.warn(
-                f"The Parameter {parameter.name!r} of {keeping[0]} was loaded, but not into its memory, because its "
-                f"shape is {parameter.shape} and not {data.shape}. The compiled training step may go on with the old "
-                "values. Make a new train-step cell, and load the checkpoint into it.",
-                stacklevel=3,
-            )
-        return type(parameter).set_data(parameter, data, slice_shape)
+        warnings.warn(
+            f"The Parameter {parameter.name!r} of {type(cell).__name__} was loaded, but not into its memory, because "
+            f"its shape and dtype have changed: {parameter.shape}, {parameter.dtype} and {other.shape}, {other.dtype}. "
+            "The compiled training step may go on with the old values. Make a new train-step cell, and load the "
+            "checkpoint into it.",
+            stacklevel=4,
+        )
 
 
 def observe_loads(cell: Any, parameters: Mapping[str, Any] | None = None) -> None:
     """Let a cell observe Parameters.
 
     Args:
-        cell (Cell): a :class:`SeesLoads`, or any cell with an attribute ``keeps_memory``.
+        cell (Cell): a :class:`SeesLoads`, or any cell with an attribute ``loads_in_place``.
         parameters (Mapping[str, Parameter], optional): the Parameters, by the names that the cell has for them.
             Default: None, all Parameters of the cell.
     """
     for name, parameter in (_parameters_of(cell) if parameters is None else parameters).items():
-        hook = vars(parameter).get("set_data")
-        if not isinstance(hook, _SetData):
-            hook = _SetData(parameter)
-            object.__setattr__(parameter, "set_data", hook)
+        hook = vars(parameter).get("assign_value")
+        if hook is None:
+            hook = _AssignValue(parameter)
+            object.__setattr__(parameter, "assign_value", hook)
         hook.names[cell] = name
 
 
@@ -124,25 +210,28 @@ def _parameters_of(cell: Any) -> dict[str, Any]:
     return {parameter.name: parameter for parameter in cell.get_parameters()}
 
 
-def write(parameter: Any, data: Any) -> None:
+def write(parameter: Any, value: Tensor) -> None:
     """Give a Parameter a value that is not loaded, so that no cell takes note of it.
 
     Args:
         parameter (Parameter): of any shape and dtype.
-        data (Tensor): of the same shape.
+        value (Tensor): of the same shape and dtype.
     """
-    hook = vars(parameter).get("set_data")
-    if isinstance(hook, _SetData):
-        hook.write(data)
-    else:
-        parameter.set_data(data)
+    hook = vars(parameter).get("assign_value")
+    (parameter.set_data if hook is None else hook.assign)(value)
 
 
-def _copy_into(parameter: Any, data: Any) -> bool:
-    """Write a Tensor into the memory of a Parameter. Return False if the memory has another shape."""
-    data = data.init_data() if data.has_init else data
-    if data.shape != parameter.shape:
-        return False
-    # Unlike ops.assign, this method also casts to the dtype of the Parameter, and supports BF16 on a CPU.
-    parameter.copy_(data)
-    return True
+def _fits(parameter: Any, value: Any) -> bool:
+    return bool(parameter.shape == value.shape and parameter.dtype == value.dtype)
+
+
+def _close_failed_pass(train_step: Any) -> None:
+    """End the forward pass that raised an exception in PyNative mode, because MindSpore goes on recording such a pass.
+
+    Otherwise the next gradients would count as a part of the failed pass: those of dropout would be wrong, and a new
+    training would apply no step.
+    """
+    for _, cell in train_step.cells_and_names():
+        if cell.is_top_cell:
+            _pynative_executor.end_graph(cell, Tensor(0.0))
+            cell.is_top_cell = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from mindspore import Parameter, Tensor, amp, jit, nn, ops
@@ -10,6 +9,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.cells.detection import LargestGradient
+from mindformers_adaptive.cells.loads import keeps_compiled_graphs
 from mindformers_adaptive.cells.refusals import warn_of_large_factor
 from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell, StateOfUpdateCell
@@ -23,29 +23,28 @@ _map = ops.HyperMap()
 
 
 class _CallOrder(nn.Cell):
-    """Warns of a second ``adjust`` after one ``unscale``. In a graph this cell does nothing: it has no operator."""
+    """Refuses ``adjust`` without an ``unscale`` before it. In a graph this cell does nothing: it has no operator."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
-        self._adjusts_since_unscale = -1
-        self._is_warned = False
+        self._is_unscaled = self._is_compiled = False
 
     def construct(self, method: str) -> bool:
         return True
 
+    def get_scope(self) -> Any:
+        # MindSpore calls this method when it compiles the cell. From then on, Python does not see every call.
+        self._is_compiled = True
+        return super().get_scope()
+
     def __call__(self, method: str) -> bool:
-        if method == "unscale":
-            self._adjusts_since_unscale = 0
-        elif self._adjusts_since_unscale >= 0:
-            self._adjusts_since_unscale += 1
-        if self._adjusts_since_unscale == 2 and not self._is_warned:
-            self._is_warned = True
-            warnings.warn(
-                "adjust() was called twice after one unscale(), so one training step counts as two. Call adjust() once "
-                "per step. With two optimizers, combine both flags: "
-                "scaler.adjust(ops.logical_and(first_finite, second_finite)).",
-                stacklevel=3,
+        if method == "adjust" and not (self._is_unscaled or self._is_compiled or keeps_compiled_graphs()):
+            raise RuntimeError(
+                "adjust() must be called once per training step, after unscale(), but unscale() was not called since "
+                "the last adjust(). First divide the gradients: grads = scaler.unscale(grads). With two optimizers, "
+                "unscale both, and combine the flags: scaler.adjust(ops.logical_and(first_finite, second_finite))."
             )
+        self._is_unscaled = method == "unscale"
         return True
 
 
@@ -86,8 +85,8 @@ class RuleLossScaler(StateOfUpdateCell, amp.LossScaler):
         self.update_cell = self.cell_class._for_rule(rule, start)
         self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
         self.update_cell.bind_loss_scale(self.scale_value)
-        # A user's compiled function may use the Parameters, and does not tell so.
-        self.update_cell.keeps_memory = True
+        # The compiled update uses the Parameters, and so may a compiled function of the user.
+        self.update_cell.loads_in_place = True
         self._measure_and_update: Any = None
         if rule.needs_gradients:
             self.update_cell.declare_signal()
@@ -149,23 +148,26 @@ class RuleLossScaler(StateOfUpdateCell, amp.LossScaler):
         Raises:
             TypeError: if ``grads_finite`` is not a Tensor, or the rule needs the largest gradient and ``grads`` are not
                 Tensors.
+            RuntimeError: if :meth:`unscale` was not called since the last call. In a function under
+                ``mindspore.jit`` this is not checked.
         """
         if not isinstance(grads_finite, Tensor):
             raise TypeError("'grads_finite' must be a Tensor of one flag, as mindspore.amp.all_finite() returns it.")
-        self._note_call("adjust")
         self.update_cell.try_own_rule()
         overflow = ops.logical_not(grads_finite)
         if self._measure_and_update is None:
+            self._note_call("adjust")
             self.update_cell(self.scale_value, overflow)
-        else:
-            grads = (grads,) if grads is None or isinstance(grads, Tensor) else grads
-            tensors = [gradient for gradient in grads if isinstance(gradient, Tensor)]
-            if len(tensors) == 0 or len(tensors) < len(grads):
-                raise TypeError(
-                    "'grads' must be a tuple of Tensors, because the rule of this scaler needs the largest gradient. "
-                    "Give the unscaled gradients in one flat tuple, without None."
-                )
-            self._measure_and_update(self.scale_value, overflow, *grads)
+            return True
+        grads = (grads,) if grads is None or isinstance(grads, Tensor) else grads
+        tensors = [gradient for gradient in grads if isinstance(gradient, Tensor)]
+        if len(tensors) == 0 or len(tensors) < len(grads):
+            raise TypeError(
+                "'grads' must be a tuple of Tensors, because the rule of this scaler needs the largest gradient. "
+                "Give the unscaled gradients in one flat tuple, without None."
+            )
+        self._note_call("adjust")
+        self._measure_and_update(self.scale_value, overflow, *grads)
         return True
 
     def state(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import mindspore.train.amp
 from mindspore import Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.loads import SeesLoads, observe_loads
+from mindformers_adaptive.cells.loads import GivesMemoryBack, observe_loads
 from mindformers_adaptive.cells.manager import AdaptiveLossScaleManager, RuleLossScaleManager
 from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, warn_of_large_factor
 from mindformers_adaptive.cells.train_step_cells import TrainOneStepWithLossScaleCell
@@ -82,7 +82,9 @@ def build_train_network(
         )
     if update_cell is None or option:
         train_step = _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
-        train_step.keeps_memory = True
+        if type(train_step) is nn.TrainOneStepCell:
+            return _TrainOneStepCell(train_step.network, optimizer, train_step.sens).set_train()
+        train_step.loads_in_place = True
         observe_loads(train_step)
         return train_step
     # MindSpore's build_train_network adds mixed precision and the loss function to the network, and wraps the network
@@ -169,7 +171,11 @@ _INFINITE_IN_FLOAT16 = 65520
 _map = ops.HyperMap()
 
 
-class FixedScaleTrainOneStepCell(SeesLoads, nn.TrainOneStepCell):
+class _TrainOneStepCell(GivesMemoryBack, nn.TrainOneStepCell):
+    """MindSpore's train-step cell; a checkpoint can be loaded into it while it trains."""
+
+
+class FixedScaleTrainOneStepCell(GivesMemoryBack, nn.TrainOneStepCell):
     """Train-step cell that uses a fixed loss scale, and itself divides the gradients by this scale.
 
     ``FixedLossScaleManager(loss_scale, drop_overflow_update=False)`` leaves that division to the optimizer, and some
@@ -218,10 +224,6 @@ class FixedScaleTrainOneStepCell(SeesLoads, nn.TrainOneStepCell):
         super().__init__(network, optimizer, loss_scale)
         self.reciprocal = Tensor(1.0 / loss_scale, mstype.float32)
         self._observe_loads()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._start_keeping()
-        return super().__call__(*args, **kwargs)
 
     def construct(self, *inputs: Any) -> Any:
         loss = self.network(*inputs)

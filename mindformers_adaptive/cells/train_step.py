@@ -19,8 +19,7 @@ from mindformers_adaptive.cells.detection import (
     has_inf_or_nan,
     refuse_sparse_gradients,
 )
-from mindformers_adaptive.cells.division_check import DivisionCheck
-from mindformers_adaptive.cells.loads import SeesLoads, write
+from mindformers_adaptive.cells.loads import GivesMemoryBack, write
 from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, require_update_cell
 from mindformers_adaptive.cells.unscaling import HALF_PRECISION, GradientReducer, MapInFloat32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
@@ -32,11 +31,8 @@ __all__ = ["LossScaleTrainStep", "PerTokenTrainStep"]
 # If the largest gradient is still 0 after this many steps, warn that it is not measured: measured values exceed 0.
 _STEPS_BEFORE_CHECK = 5
 
-# Reading the largest gradient waits for the device. So watch only the first steps: they move the loss scale most.
-_WATCHED_STEPS = 100
 
-
-class LossScaleTrainStep(SeesLoads):
+class LossScaleTrainStep(GivesMemoryBack):
     """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; list the mixin first among the base classes.
 
     It must come before the stock cell, because it overrides the stock cell's ``__init__``, ``__call__``,
@@ -49,7 +45,8 @@ class LossScaleTrainStep(SeesLoads):
       ``construct`` of a subclass calls ``self.hyper_map`` itself, the division stays as the subclass does it.
     - If the update cell needs the largest gradient, ``get_overflow_status`` measures it. A warning is given if the
       largest gradient is still 0 after five steps, because then ``construct`` does not call that method; and if a
-      ``construct`` of your own measures gradients that are not divided by the loss scale, in the first 100 steps.
+      ``construct`` of your own calls it, but the cell does not say by :meth:`declare_divided_gradients` that the
+      gradients are divided by the loss scale before.
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and optimizer from
       most checkpoint formats, so the update cell becomes a child of the optimizer; its Parameters keep their names.
     - A fixed loss scale stays as you set it. If a checkpoint has another loss scale, a warning says so.
@@ -75,11 +72,28 @@ class LossScaleTrainStep(SeesLoads):
     stock_overflow_status = nn.TrainOneStepWithLossScaleCell.get_overflow_status
     # Whether overflows are detected in gradients that have already been clipped.
     clips_before_detection = False
+    _divides_gradients = False
     clip_grad_norm: Any
     grad_reducer: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        stock_init = super().__init__
+        self._refuse_arguments(super().__init__, args, kwargs)
+        super().__init__(*args, **kwargs)
+        self._refuse_skipping_without_norm()
+        if any(weight.dtype in HALF_PRECISION for weight in self.weights):
+            self._unscale_in_float32()
+        self.on_cpu = context.get_context("device_target") == "CPU"
+        self.measures_at_detection = self.keeps_divisor = False
+        if getattr(self.loss_scaling_manager, "needs_gradients", False):
+            self._measure_largest_gradient()
+        self._prepare_checks()
+        if _follows_a_rule(self):
+            self._bind_update_cell()
+        self._rename_returned_learning_rate()
+        self._observe_loads()
+
+    def _refuse_arguments(self, stock_init: Any, args: Any, kwargs: Any) -> None:
+        """Raise an error for arguments that the stock cell would accept, or refuse in words that do not help."""
         try:
             arguments = inspect.signature(stock_init).bind_partial(*args, **kwargs).arguments
         except TypeError as error:
@@ -91,39 +105,35 @@ class LossScaleTrainStep(SeesLoads):
         if "scale_sense" in arguments:
             require_update_cell(arguments["scale_sense"])
         refuse_dividing_optimizer(arguments.get("optimizer"))
-        stock_init(*args, **kwargs)
+
+    def _refuse_skipping_without_norm(self) -> None:
         if getattr(self, "use_skip_data_by_global_norm", False) and not self.use_clip_grad:
             raise ValueError(
                 "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', but is False: only clipping "
                 "computes the gradient norm. Set it to True. To avoid clipping, also set a very large 'max_grad_norm'."
             )
-        if any(weight.dtype in HALF_PRECISION for weight in self.weights):
-            self._unscale_in_float32()
-        self.on_cpu = context.get_context("device_target") == "CPU"
-        self.measures_at_detection = self.keeps_divisor = False
-        if getattr(self.loss_scaling_manager, "needs_gradients", False):
-            self._measure_largest_gradient()
-        self._is_running = False
+
+    def _prepare_checks(self) -> None:
+        """Set what the checks at the start of training, after a load and in the first steps need."""
+        self._is_running, self._reported_start = False, None
         self._steps_before_check = _STEPS_BEFORE_CHECK if hasattr(self, "measure_largest_gradient") else 0
-        # MindSpore's and MindFormers' own ``construct`` divides the gradients before it measures them.
-        is_stock = type(self).construct.__module__.startswith(("mindspore.", "mindformers."))
-        self._watched_steps = _WATCHED_STEPS if self._steps_before_check > 0 and not is_stock else 0
-        self._division_check, self._watched_scale = DivisionCheck(), 0.0
-        self._reported_start = None
         ignore_scaler_state(self.loss_scaling_manager)
         self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
-        if _follows_a_rule(self):
-            self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
-            self.loss_scaling_manager.is_in_observed_step = True
-            if isinstance(self, PerTokenTrainStep):
-                self.loss_scaling_manager.accept_former_names()
-            if isinstance(self.optimizer, nn.Cell):
-                self.optimizer.loss_scaling_manager = self.loss_scaling_manager
+
+    def _bind_update_cell(self) -> None:
+        """Let the update cell know its loss scale, and put its state into the checkpoints of the optimizer."""
+        self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
+        self.loss_scaling_manager.is_in_observed_step = True
+        if isinstance(self, PerTokenTrainStep):
+            self.loss_scaling_manager.accept_former_names()
+        if isinstance(self.optimizer, nn.Cell):
+            self.optimizer.loss_scaling_manager = self.loss_scaling_manager
+
+    def _rename_returned_learning_rate(self) -> None:
         # MindFormers' train-step cell returns a copy of a constant learning rate. Rename the copy: when two Parameters
         # share a name, MindSpore renames all Parameters, and then a checkpoint does not fit the next run.
         if isinstance(learning_rate := getattr(self, "learning_rate", None), Parameter):
             learning_rate.name = "returned_learning_rate"
-        self._observe_loads()
 
     def _unscale_in_float32(self) -> None:
         """Divide FP16 and BF16 gradients in float32, unless a user's ``construct`` calls ``hyper_map`` itself."""
@@ -148,6 +158,14 @@ class LossScaleTrainStep(SeesLoads):
             # In a graph, the user's get_overflow_status() cannot measure the largest gradient. So measure it first.
             self.own_overflow_status = self.get_overflow_status
             self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
+
+    def declare_divided_gradients(self) -> None:
+        """Declare that ``construct`` divides the gradients by the loss scale before ``get_overflow_status``.
+
+        Call it in ``__init__``, after ``super().__init__()``, if your own ``construct`` calls ``get_overflow_status``.
+        It matters to update cells that need the largest gradient.
+        """
+        self._divides_gradients = True
 
     def _sum_of_squares(self) -> Any:
         """Return the function by which MindFormers' clipping computes norms, if the same gradients are clipped so."""
@@ -198,22 +216,20 @@ class LossScaleTrainStep(SeesLoads):
         return self.own_overflow_status(status, compute_output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Check a restored state before the next step too: set_train() may have run before the restore, or not at all.
-        if not self._is_running or self._was_loaded():
-            _check_and_report(self)
-            self._division_check.interrupt()
-            self._watched_scale = self.scale_sense.asnumpy().item()
-        self._is_running = True
-        self._start_keeping()
         outputs = super().__call__(*args, **kwargs)
         if self._steps_before_check > 0:
             self._steps_before_check -= 1
             if self._steps_before_check == 0:
                 _warn_if_not_measured(self)
-        if self._watched_steps > 0:
-            self._watched_steps -= 1
-            _warn_if_not_divided(self)
         return outputs
+
+    def _check_loads(self) -> bool:
+        # Check a restored state before the next step too: set_train() may have run before the restore, or not at all.
+        was_loaded = not self._is_running or self._was_loaded()
+        if was_loaded:
+            _check_and_report(self)
+        self._is_running = True
+        return was_loaded
 
     def _was_loaded(self) -> bool:
         """Return whether a loss scale or a state of loss scaling was loaded since the last check."""
@@ -324,12 +340,16 @@ def _check_and_report(train_step: Any) -> None:
     refuse_sparse_gradients(train_step)
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
+        # The update cell of a copied train step does not know yet that it is in one.
+        update_cell.is_in_observed_step = True
         update_cell.check_state()
     _keep_fixed_scale(train_step)
     train_step.loaded.clear()
     loss_scale, state = train_step.scale_sense.asnumpy().item(), update_cell.state() if follows_a_rule else {}
     if train_step._reported_start == (loss_scale, state):
         return
+    if train_step._reported_start is None:
+        _warn_if_division_is_unknown(train_step)
     train_step._reported_start = (loss_scale, state)
     _report_cell(update_cell, loss_scale, state)
     if not follows_a_rule:
@@ -348,6 +368,21 @@ def _check_and_report(train_step: Any) -> None:
         )
 
 
+def _warn_if_division_is_unknown(train_step: Any) -> None:
+    construct, name = type(train_step).construct, type(train_step).__name__
+    # MindSpore's and MindFormers' own construct() divides the gradients first, and so does one that calls it.
+    is_stock = construct.__module__.startswith(("mindspore.", "mindformers."))
+    measures = hasattr(train_step, "measure_largest_gradient") and "get_overflow_status" in construct.__code__.co_names
+    if measures and not is_stock and not train_step._divides_gradients:
+        warnings.warn(
+            f"{type(train_step.loss_scaling_manager).__name__} needs gradients that are divided by the loss scale, "
+            f"because it keeps the loss scale too low otherwise. In 'construct' of {name}, divide the gradients before "
+            "self.get_overflow_status(status, gradients). Then say so: call self.declare_divided_gradients() in "
+            "'__init__', after super().__init__().",
+            stacklevel=4,
+        )
+
+
 def _warn_if_not_measured(train_step: Any) -> None:
     update_cell, name = train_step.loss_scaling_manager, type(train_step).__name__
     if float(update_cell.largest_gradient.asnumpy()) == 0:
@@ -356,19 +391,6 @@ def _warn_if_not_measured(train_step: Any) -> None:
             f"not know how large the gradients are. In 'construct' of {name}, first divide the gradients by the loss "
             "scale, then call self.get_overflow_status(status, gradients), which measures them, and clip them only "
             "after that. Or use AdaptiveLossScaleUpdateCell, which needs no measurement.",
-            stacklevel=3,
-        )
-
-
-def _warn_if_not_divided(train_step: Any) -> None:
-    loss_scale, train_step._watched_scale = train_step._watched_scale, train_step.scale_sense.asnumpy().item()
-    update_cell, name = train_step.loss_scaling_manager, type(train_step).__name__
-    if train_step._division_check.add(loss_scale, float(update_cell.largest_gradient.asnumpy())):
-        train_step._watched_steps = 0
-        warnings.warn(
-            f"The largest gradient in {name} follows the loss scale, so {type(update_cell).__name__} keeps the loss "
-            f"scale too low. In 'construct' of {name}, first divide the gradients by the loss scale, then call "
-            "self.get_overflow_status(status, gradients), which measures them.",
             stacklevel=3,
         )
 

@@ -43,8 +43,6 @@ class RuleUpdateCell(CellWithLossScale):
 
     # The only rule class that this update cell accepts, or None if it accepts any rule.
     rule_class: type[Rule] | None = None
-    # Whether a train-step cell of this package calls this cell, and keeps the memory of all its Parameters on a load.
-    is_in_observed_step = False
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)

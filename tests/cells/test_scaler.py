@@ -6,7 +6,7 @@ import pytest
 from mindspore import Tensor, amp
 
 from mindformers_adaptive import AdaptiveLossScaler
-from tests.shared.every_rule import KINDS
+from tests.shared.every_rule import KINDS, adjust
 from tests.shared.networks import Dense
 
 pytestmark = pytest.mark.slow
@@ -14,15 +14,11 @@ pytestmark = pytest.mark.slow
 OVERFLOWS = (np.random.default_rng(1).random(60) < 0.25).tolist()
 
 
-def adjust(scaler, overflow):
-    scaler.adjust(Tensor(not overflow))
-
-
 def test_with_one_window_it_is_the_dynamic_loss_scaler(graph_mode):
     ours, stock = AdaptiveLossScaler(8, 2, 3, 3, 3), amp.DynamicLossScaler(8, 2, 3)
     for overflow in [True] * 5 + OVERFLOWS[:25]:
-        adjust(ours, overflow)
-        adjust(stock, overflow)
+        adjust(ours, Tensor(not overflow))
+        stock.adjust(Tensor(not overflow))
         assert float(ours.scale_value) == float(stock.scale_value)
 
 
@@ -65,7 +61,7 @@ def test_overflows_are_skipped_and_other_steps_are_as_in_fp32(mode, compiled, na
 )
 def test_adjust_measures_one_gradient_or_several(graph_mode, grads):
     scaler = KINDS["guided"].scaler()
-    scaler.adjust(Tensor(True), grads)
+    adjust(scaler, Tensor(True), grads)
     assert (scaler.state()["largest_gradient"], scaler.state()["cur_iter"]) == (3.0, 2)
 
 
@@ -99,23 +95,42 @@ def test_missing_gradient_is_named_by_its_position(graph_mode, method):
                 call(inputs)
 
 
-def test_second_adjust_of_one_unscale_warns_once(mode):
-    scaler = AdaptiveLossScaler(2**10)
-    for _ in range(3):
-        scaler.adjust(Tensor(True))
-    # One adjust() per step gives no warning, which would be an error in the tests.
+@pytest.mark.parametrize("name", ["adaptive", "guided", "log_max"])
+def test_adjust_is_refused_without_unscale_and_twice_after_one(mode, name):
+    kind = KINDS[name]
+    scaler, gradient = kind.scaler(), (Tensor([1.0]),)
+    before = scaler.state_dict()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"once per training step, after unscale.*combine the flags"):
+            scaler.adjust(Tensor(True), gradient)
+    assert scaler.state_dict() == before
     for _ in range(3):
         scaler.unscale(Tensor([1.0]))
         scaler.unscale((Tensor([1.0]), Tensor([2.0])))
-        scaler.adjust(Tensor(True))
-    scaler.unscale(Tensor([1.0]))
-    scaler.adjust(Tensor(True))
-    with pytest.warns(UserWarning, match=r"adjust\(\) was called twice.*combine both flags"):
-        scaler.adjust(Tensor(True))
-    for _ in range(2):
-        scaler.unscale(Tensor([1.0]))
-        scaler.adjust(Tensor(True))
-        scaler.adjust(Tensor(True))
+        scaler.adjust(Tensor(True), gradient)
+    before = scaler.state_dict()
+    with pytest.raises(RuntimeError, match=r"once per training step, after unscale"):
+        scaler.adjust(Tensor(True), gradient)
+    assert scaler.state_dict() == before
+    # The next step goes on as if there had been no mistake.
+    scaler.unscale(gradient)
+    scaler.adjust(Tensor(True), gradient)
+    assert scaler.state_dict()["cur_iter"] == before["cur_iter"] + 1
+
+
+@pytest.mark.parametrize("compiled", ["unscale", "adjust"])
+def test_the_order_of_compiled_calls_is_not_checked(mode, compiled):
+    """A function may compile one of the two calls only, and Python sees the other one."""
+    scaler = AdaptiveLossScaler(2**10)
+    unscale, adjust = scaler.unscale, scaler.adjust
+    if compiled == "unscale":
+        unscale = mindspore.jit(unscale)
+    else:
+        adjust = mindspore.jit(adjust)
+    for _ in range(3):
+        unscale(Tensor([1.0]))
+        adjust(Tensor(True))
+    assert scaler.state()["cur_iter"] == 4
 
 
 def functional_step(dense, scaler, compiled):
@@ -153,7 +168,7 @@ def test_scale_takes_a_loss_or_a_tuple_and_keeps_dtypes(mode):
 def test_state_goes_into_one_file_with_the_network(graph_mode, tmp_path):
     dense = Dense()
     scaler = AdaptiveLossScaler(2**20)
-    adjust(scaler, True)
+    adjust(scaler, Tensor(False))
     file = str(tmp_path / "all.ckpt")
     mindspore.save_checkpoint(dense.layer, file, append_dict=scaler.state_dict())
     resumed = AdaptiveLossScaler(2**20)

@@ -19,7 +19,7 @@ from mindformers_adaptive.rules.fields import STEP_FIELDS
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 from mindformers_adaptive.text.files import json_text
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
-from tests.shared.every_rule import KINDS, RULES, Owned, is_same
+from tests.shared.every_rule import KINDS, RULES, Owned, adjust, is_same
 
 pytestmark = [pytest.mark.usefixtures("graph_mode"), pytest.mark.slow]
 
@@ -66,8 +66,8 @@ class Owner:
         self.step = {
             "cell": lambda step: self.stepped.step(*step[:2]),
             "manager": lambda step: None if needs_gradients else self.stepped.update_loss_scale(step.overflow),
-            "scaler": lambda step: self.stepped.adjust(
-                Tensor(not step.overflow), *([Tensor([step.largest_gradient])] if needs_gradients else [])
+            "scaler": lambda step: adjust(
+                self.stepped, Tensor(not step.overflow), *([Tensor([step.largest_gradient])] if needs_gradients else [])
             ),
         }[name]
         self.can_step = name != "manager" or not needs_gradients

@@ -14,7 +14,7 @@ from mindformers_adaptive.rules.fields import STEP_LIMIT
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys, to_values
 from mindformers_adaptive.rules.state_dict import FORM, RUN
 from tests.conftest import mindspore_mode
-from tests.shared.every_rule import KINDS, Kind, Owned, is_same
+from tests.shared.every_rule import KINDS, Kind, Owned, adjust, is_same
 from tests.shared.networks import Dense, batches
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ def test_scaler_equals_the_rule(name, mode):
     kind, scaler = KINDS[name], KINDS[name].scaler()
     for number, (overflow, gradient, state) in enumerate(kind.path(40 if mode == "graph" else 10), start=1):
         measured = [Tensor([0.0, -gradient], mindspore.float32)] if kind.rule.needs_gradients else []
-        assert scaler.adjust(Tensor(not overflow), *measured) is True
+        assert adjust(scaler, Tensor(not overflow), *measured) is True
         assert scaler.state()["loss_scale"] == float(scaler.scale_value) == state.loss_scale, number
         assert scaler.inv_scale == np.float32(1 / np.float64(state.loss_scale))
         values, state = to_values(kind.rule, state, number), scaler.update_cell.state()

@@ -20,7 +20,7 @@ from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 from tests.mindformers.training_runs import CheckpointSection, TrainingRun
-from tests.shared.every_rule import KINDS
+from tests.shared.every_rule import KINDS, adjust
 from tests.shared.versions import NEEDS_SECTION
 
 # A pattern for the warning when a gradient-guided update cell loads a state of an earlier version.
@@ -52,7 +52,7 @@ def go_on(run, file):
     if file == "scaler.json":
         scaler = kind.scaler_class(8.0, **arguments)
         scaler.load_state_dict(json.loads(path.read_text()))
-        return scaler, lambda overflow: scaler.adjust(Tensor(not overflow))
+        return scaler, lambda overflow: adjust(scaler, Tensor(not overflow))
     step = train_step_of(run, file)
     cell = step.loss_scaling_manager
     return cell, lambda overflow: cell(step.scale_sense, Tensor(overflow))
