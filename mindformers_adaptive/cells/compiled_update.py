@@ -7,17 +7,15 @@ on the device, for a host that does not see every step.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.graph_form import GraphStep
-from mindformers_adaptive.cells.loads import SeesLoads
+from mindformers_adaptive.cells.loads import SeesLoads, keeps_compiled_graphs
 from mindformers_adaptive.rules.checks import require_integer, to_float32
 from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Field
 from mindformers_adaptive.rules.rule import Rule
@@ -343,7 +341,7 @@ class ScaleHistory(nn.Cell):
 
 def _refuse_kept_graphs(history_size: int) -> None:
     """Raise ValueError if MindSpore caches compiled graphs: a graph from the cache writes no history of the steps."""
-    if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache"):
+    if keeps_compiled_graphs():
         raise ValueError(
             "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
             f"enable_compile_cache), but got {history_size}: a graph from the cache does not write the history. Set "

@@ -51,6 +51,17 @@ class WithAverage(TrainOneStepWithLossScaleCell):
         return loss, overflow, scale
 
 
+class Outer(nn.Cell):
+    """A cell around a train step, as MindSpore's cell for data sink."""
+
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, x, target):
+        return self.step(x, target)
+
+
 def _divide(scale, gradient):
     return gradient / scale
 
@@ -241,6 +252,115 @@ def test_a_load_that_changes_the_shape_is_said(graph_mode):
     step.weights[0].set_data(Tensor(np.ones((2, 9), np.float32)), slice_shape=True)
     with pytest.warns(UserWarning, match=r"'weight'.*old values.*new train-step cell"), contextlib.suppress(Exception):
         take(step, [False])
+
+
+KEEP = {
+    "asnumpy": lambda parameter: parameter.asnumpy(),
+    "data": lambda parameter: parameter.data,
+    "view": lambda parameter: parameter.view(parameter.shape),
+    "reshape": lambda parameter: parameter.reshape(parameter.shape),
+    "from_numpy": lambda parameter: Tensor.from_numpy(parameter.asnumpy()),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_was_kept_stays_when_other_weights_are_set(mode, steps):
+    step = WAYS["adaptive"]().set_train()
+    take(step, [False] * steps)
+    for keep in KEEP.values():
+        true, kept = values_of(step), {each.name: keep(each) for each in step.get_parameters()}
+        other = {name: value * 0 + 1 for name, value in true.items()}
+        mindspore.load_param_into_net(step, as_checkpoint(other))
+        assert_same(values_of(step), other)
+        arrays = {name: value if isinstance(value, np.ndarray) else value.asnumpy() for name, value in kept.items()}
+        assert_same(arrays, true)
+        mindspore.load_param_into_net(step, as_checkpoint(arrays))
+        assert_same(values_of(step), true)
+
+
+def test_a_load_is_seen_if_the_step_is_called_and_also_in_another_graph(graph_mode):
+    step, new = WAYS["adaptive"]().set_train(), WAYS["adaptive"]()
+    outer = Outer(step)
+    take(step, OVERFLOWS[:3])
+    saved = values_of(step)
+    take(outer, OVERFLOWS[3:])
+    mindspore.load_param_into_net(step, as_checkpoint(saved))
+    mindspore.load_param_into_net(new, as_checkpoint(saved))
+    for each in (outer, new):
+        take(each, OVERFLOWS)
+    assert_same(values_of(step), values_of(new))
+
+
+class Fails(nn.Cell):
+    """A network whose forward pass raises an exception for batches of another size than 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(3, 2, "ones")
+
+    def construct(self, x, target):
+        outputs = self.dense(x)
+        if x.shape[0] != 4:
+            raise ValueError("a batch of another size")
+        return ((outputs - target) ** 2).mean()
+
+
+@pytest.mark.parametrize("mode", ["pynative"], indirect=True)
+def test_a_new_training_after_a_step_that_raised_applies_its_steps(mode):
+    """MindSpore would take the new forward pass for a part of the one that failed."""
+    batch = Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32))
+    networks = Fails(), Fails()
+    first, second = (
+        MFTrainOneStepCell(
+            network,
+            nn.AdamWeightDecay(network.trainable_params(), 0.05),
+            scale_sense=GradientGuidedLossScaleUpdateCell(2.0**8),
+        ).set_train()
+        for network in networks
+    )
+    first(*batch)
+    with pytest.raises(ValueError, match="another size"):
+        first(batch[0][:2], batch[1][:2])
+    for number in range(1, 4):
+        second(*batch)
+        assert int(second.optimizer.global_step.asnumpy()[0]) == number
+        assert not np.array_equal(networks[1].dense.weight.asnumpy(), np.ones((2, 3)))
+
+
+LOADS = {
+    "load_state_dict": lambda step, values: nn.Cell.load_state_dict(
+        step, {key: Tensor(values[each.name]) for key, each in nn.Cell.state_dict(step).items()}, strict=False
+    ),
+    "assign_value": lambda step, values: [
+        each.assign_value(Tensor(values[each.name])) for each in step.get_parameters()
+    ],
+    "Parameter.set_data": lambda step, values: [
+        Parameter.set_data(each, Tensor(values[each.name])) for each in step.get_parameters()
+    ],
+    "data": lambda step, values: [setattr(each, "data", Tensor(values[each.name])) for each in step.get_parameters()],
+}
+
+
+@pytest.mark.parametrize("way", LOADS)
+def test_a_training_goes_back_by_every_way_to_load(mode, way):
+    step = WAYS["adaptive"]().set_train()
+    take(step, OVERFLOWS[:3])
+    saved = values_of(step)
+    take(step, OVERFLOWS[3:])
+    end = values_of(step)
+    LOADS[way](step, saved)
+    assert_same(values_of(step), saved)
+    take(step, OVERFLOWS[3:])
+    assert_same(values_of(step), end)
+
+
+def test_a_damaged_state_is_checked_however_it_was_loaded(graph_mode):
+    step = WAYS["adaptive"]().set_train()
+    take(step, OVERFLOWS)
+    step.parameters_dict()["list_index"].data = Tensor(99, mindspore.int32)
+    with pytest.warns(UserWarning, match="window"):
+        take(step, [False])
+    assert step.loss_scaling_manager.state()["window_index"] <= 2
 
 
 def own_step(scaler, layer, optimizer, loss_fn):

@@ -95,7 +95,8 @@ def test_network_that_returns_the_loss_needs_no_loss_function(graph_mode):
 def test_none_as_manager_scales_nothing():
     dense = Dense()
     built = build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, level="O2", loss_scale_manager=None)
-    assert type(built) is nn.TrainOneStepCell
+    assert isinstance(built, nn.TrainOneStepCell)
+    assert not isinstance(built, nn.TrainOneStepWithLossScaleCell)
 
 
 def test_other_things_as_manager_are_refused_as_by_mindspore():
