@@ -44,9 +44,8 @@ COARSE_MARGIN = 4
 UNKNOWN_MARGIN = 2
 
 # The shares of a gradient that a training can lose without harm, of a group of Parameters and of a single Parameter.
-# Measured on the tasks of scripts/studies/worth_it.py: losing 3 % has no visible effect on the result, losing 20 %
-# costs little, and with 100 % nothing is learned. scripts/studies/micro_batches.py shows no harm where a Parameter
-# loses 11 %, and some where one loses 65 % while all gradients together lose 2.5 %.
+# scripts/studies/micro_batches.py shows no harm where a Parameter loses 11 %, and some where one loses 65 % while all
+# gradients together lose 2.5 %.
 HARMLESS_SHARE = 0.2
 HARMLESS_SHARE_OF_ONE = 0.5
 

@@ -5,7 +5,8 @@
     python -m scripts.benchmarks.costs detection
 
 All four are measured as paired_timing.py describes: several copies of each way run in turns, in random order. A figure
-after ± is the standard error. Machines differ and are noisy, so compare the ratios from one run, not the times.
+after ± is the standard error; in the extra time of a step, it is half of the 95 % confidence interval. Machines differ
+and are noisy, so compare the ratios from one run, not the times.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+
+from scipy import stats
 
 from scripts.benchmarks.paired_timing import compare, ratio, time_above, with_error
 from scripts.benchmarks.scales import measure_scales, scales_table
@@ -265,7 +268,10 @@ def step_tables(result):
 
 
 def extra_cost(result, name):
-    """Return, as text, the extra time of a step with the cell ``name``, in percent of a step with the dynamic cell."""
+    """Return, as text, the extra time of a step with the cell ``name``, in percent of a step with the dynamic cell.
+
+    After ± is half of the 95 % confidence interval, from Student's t for the differences between two sets of copies.
+    """
     if name == DYNAMIC:
         return "0"
     times, scalings, callback = result["times"], result["scalings"], (0.0, 0.0)
@@ -275,7 +281,8 @@ def extra_cost(result, name):
     extra, error = time_above(scalings, name, DYNAMIC)
     step = time_above(times, STEP)[0] / 100.0
     percent = (extra + callback[0]) / step
-    return ("+" if percent >= 0 else "") + with_error(percent, math.hypot(error, callback[1]) / step, 2)
+    half = math.hypot(error, callback[1]) * stats.t.ppf(0.975, 2 * (result["copies"] - 1)) / step
+    return ("+" if percent >= 0 else "") + with_error(percent, half, 2)
 
 
 # The command "detection": measure the time of the overflow detection

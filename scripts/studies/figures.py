@@ -61,6 +61,8 @@ FIGURES = {
     "worth": Figure("python -m scripts.studies.worth_it", "scripts.studies.worth_report"),
     "micro_batches": Figure(f"python -m {MICRO_BATCHES}", MICRO_BATCHES),
     "three_rules": Figure("python -m scripts.studies.three_rules", "scripts.studies.three_rules"),
+    "low_start": Figure("python -m scripts.studies.low_start", "scripts.studies.low_start"),
+    "streams": Figure("python -m scripts.studies.streams", "scripts.studies.streams"),
     "harm": Figure("python -m scripts.studies.harm", "scripts.studies.harm"),
     "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
     "policy_ratio": Figure(f"python -m {POLICY_RATIO}", POLICY_RATIO),

@@ -52,8 +52,6 @@ PICTURED = "damped"
 UNSCALED = "2^0"
 DYNAMIC, ADAPTIVE, GUIDED = "MindSpore's dynamic, window 1000, from {}", "adaptive from {}", "guided from {}"
 HIGH, FOUND_START = "2^24", "the found scale"
-# In FP8 the guided rule has a smaller margin by default. One task is also trained with the margin of the other formats.
-MARGIN_OF_OTHERS = "guided with a margin of 6 bits from the found scale"
 COMPARED = {
     "no scaling": UNSCALED,
     "MindSpore's dynamic": DYNAMIC.format(HIGH),
@@ -141,8 +139,6 @@ def trainings_in(key, name):
     for start, value in ((HIGH, 2.0**24), (FOUND_START, FOUND)):
         methods[ADAPTIVE.format(start)] = Method(ADAPTIVE, adaptive, value)
         methods[GUIDED.format(start)] = Method(GUIDED, guided, value)
-    if (key, name) == ("moving", "FP8, E4M3 and E5M2"):
-        methods[MARGIN_OF_OTHERS] = Method(GUIDED, functools.partial(guided, margin=6), FOUND)
     # Only the quality at the end is needed. So set look_every to all steps, to skip the measurements in between.
     formats = None if name == FP16 else FORMATS[name]
     return Trainings(task, look_every=task.steps, formats=formats), methods

@@ -8,20 +8,22 @@ Prints Markdown: of each rule the skipped steps in 1000, and the share of applie
 
 import argparse
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.measures import overflow_flags
 from mindformers_adaptive.record.trace import Trace
-from mindformers_adaptive.rules import Rule, float32, int32
+from mindformers_adaptive.rules import Rule, float32
 from mindformers_adaptive.rules import guided as guided_module
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.examples.log_max import LogMaxRule
 from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from scripts.studies.reporting import add_json_option, positive, with_captions, write_json
-from scripts.studies.synthetic import KINDS, REGIMES, random_of, synthetic_trace, with_gradients
+from scripts.studies.streams import KINDS, TURNS
+from scripts.studies.synthetic import KINDS as SYNTHETIC_KINDS
+from scripts.studies.synthetic import REGIMES, random_of, synthetic_trace, with_gradients
 
 # More than FAR bits below the ceiling, FP16 can lose a part of the gradient that matters.
 FAR = 16
@@ -55,56 +57,7 @@ class RecentMaxima(Rule):
         return step
 
 
-class GrowingMargin(Rule):
-    """A simpler guided rule: each unexplained overflow enlarges the margin, which begins with 6 bits."""
-
-    name = "growing_margin"
-    needs_gradients = True
-    state: ClassVar = {"low": float32, **dict.fromkeys(("margin", "clean", "first", "has_begun"), int32)}
-
-    def first_state(self, loss_scale):
-        return {"margin": 6, "first": int(np.log2(loss_scale))}
-
-    def make_step(self, xp):
-        zero, one, three, six, ten, calm = xp.ints(0, 1, 3, 6, 10, 1000)
-        lowest, share = xp.ints(self.min_exponent), xp.floats(0.05)
-
-        def step(
-            exponent,
-            overflow,
-            gradient_known,
-            max_safe_exponent,
-            consecutive_overflows,
-            low,
-            margin,
-            clean,
-            first,
-            has_begun,
-        ):
-            shown = xp.float32(max_safe_exponent)
-            climbed = xp.minimum(shown, low + (shown - low) * share + share)
-            next_low = xp.where(gradient_known, xp.where(has_begun > zero, climbed, shown), low)
-            whole = xp.int32(xp.floor(next_low))
-            unexplained = (consecutive_overflows > zero) & gradient_known & (max_safe_exponent >= first)
-            enlarged = xp.where(unexplained, xp.maximum(margin, whole - first + three), margin)
-            count = xp.where(unexplained, one, clean + one)
-            is_calm = count >= calm
-            next_margin = xp.where(is_calm, xp.maximum(enlarged - one, six), enlarged)
-            begun = xp.maximum(has_begun, xp.int32(gradient_known))
-            following = xp.maximum(xp.where(begun > zero, whole - next_margin, exponent), lowest)
-            return {
-                "exponent": xp.where(overflow, xp.maximum(exponent - ten, lowest), following),
-                "low": xp.where(overflow, low, next_low),
-                "margin": xp.where(overflow, margin, next_margin),
-                "clean": xp.where(overflow, clean, xp.where(is_calm, zero, count)),
-                "first": xp.where(overflow, first, following),
-                "has_begun": xp.where(overflow, has_begun, begun),
-            }
-
-        return step
-
-
-GUIDED, DYNAMIC, GROWING = "guided", "dynamic 1000", "a margin that always grows"
+GUIDED, DYNAMIC = "guided", "dynamic 1000"
 RULES = {
     GUIDED: Configuration("guided"),
     DYNAMIC: Configuration.dynamic(1000),
@@ -112,27 +65,29 @@ RULES = {
     "dynamic 1000, hysteresis 2 (DeepSpeed)": Configuration.dynamic(1000, hysteresis=2),
     "recent maxima (TransformerEngine)": Configuration(RecentMaxima),
     "LogMax (OpenSeq2Seq)": Configuration(LogMaxRule),
-    GROWING: Configuration(GrowingMargin),
 }
-# The rules in the table of hard traces.
-ON_HARD = (GUIDED, GROWING, DYNAMIC, "recent maxima (TransformerEngine)")
 # Constants of the guided rule, each with the values to try. The first value of each is the present one.
 CONSTANTS = {
-    "margin": (6, 3, 12),
+    "margin": (2, 1, 4),
     "DROP": (10, 5, 20),
     "CLIMB": (10, 5, 20),
     "BELOW": (4, 2, 8),
+    "MOST": (15, 8, 24),
+    "TOP": (24, 18, 48),
+    "OFTEN": (400, 200, 800),
+    "SAME_FALL": (4, 2, 8),
+    "BACK": (8, 4, 16),
     "PATIENCE": (1000, 500, 2000),
     "HELPS": (8, 4, 16),
 }
 # Groups of traces for the tables with a column for each group.
 MAIN = ("gradients show the ceiling", "regimes", "hidden by 3 bits", "hidden by 8 bits", "a ceiling of its own")
-FOR_CONSTANTS = (*MAIN[:2], "hidden by 8 bits", "hidden by 14 bits", "an inf every 50 steps")
+# Kinds of scripts/studies/streams.py.
+FROM_STREAMS = ("shows 14 bits too much", "an inf every 50 steps", "every 3 steps 14 bits lower")
+FOR_CONSTANTS = (*MAIN[:2], *FROM_STREAMS)
 
 CAPTIONS = {
     "rules": "Skipped steps in 1000 / share of applied steps more than 16 bits below the ceiling:",
-    "hard": "The same on traces that are hard for the guided rule:",
-    "worse": "Runs in which the guided rule skipped more steps than a window of 1000:",
     "constants": "The same for the guided rule with half and double of each constant:",
 }
 
@@ -158,12 +113,10 @@ def main():
 def groups_of_traces(steps, seeds):
     """Return lists of traces, by the name of their group."""
     kinds = {
-        "gradients show the ceiling": (KINDS, 0.0, 0.0),
+        "gradients show the ceiling": (SYNTHETIC_KINDS, 0.0, 0.0),
         "regimes": (REGIMES, 0.0, 0.0),
-        "hidden by 3 bits": (KINDS, 3.0, 0.4),
-        "regimes, hidden by 3 bits": (REGIMES, 3.0, 0.4),
-        "hidden by 8 bits": (KINDS, 8.0, 0.4),
-        "2 bits too little": (KINDS, -2.0, 0.0),
+        "hidden by 3 bits": (SYNTHETIC_KINDS, 3.0, 0.4),
+        "hidden by 8 bits": (SYNTHETIC_KINDS, 8.0, 0.4),
     }
     groups = {
         name: [
@@ -176,89 +129,22 @@ def groups_of_traces(steps, seeds):
     groups["a ceiling of its own"] = [
         independent_ceiling(steps, seed, *numbers) for numbers in INDEPENDENT_CEILINGS for seed in seeds
     ]
-    return groups | {name: [make(steps, random_of(seed, name)) for seed in seeds] for name, make in HARD.items()}
+    for name in FROM_STREAMS:
+        groups[name] = [made(*(KINDS | TURNS)[name](steps, random_of(seed, name))) for seed in seeds]
+    return groups
 
 
 def made(ceiling, shown):
     """Return a trace from log2 of its ceilings, and log2 of the ceilings that its gradients show."""
-    return with_gradients(Trace.exact("hard", np.exp2(ceiling)), shown - ceiling)
-
-
-def noise(steps, random, spread=0.25):
-    return 18 + spread * random.standard_normal(steps)
-
-
-def hidden(bits):
-    return lambda steps, random: made(ceiling := noise(steps, random, 0.7), ceiling + bits)
-
-
-def infs(every):
-    def make(steps, random):
-        shown = noise(steps, random)
-        return made(np.where(np.arange(steps) % every == every - 1, -120.0, shown), shown)
-
-    return make
-
-
-def random_infs(steps, random):
-    shown = noise(steps, random)
-    return made(np.where(random.random(steps) < 0.01, -120.0, shown), shown)
-
-
-def silent(steps, random):
-    return Trace.exact("silent", np.exp2(noise(steps, random)))
-
-
-def pairs_of_spikes(steps, random):
-    ceiling = noise(steps, random)
-    for step in np.flatnonzero(random.random(steps) < 0.005):
-        ceiling[step] -= 9
-        ceiling[min(step + random.integers(1, 4), steps - 1)] -= 12
-    return made(ceiling, ceiling)
-
-
-def rare_spikes(steps, random):
-    shown = noise(steps, random)
-    return made(shown - 11.0 * (random.random(steps) < 0.002), shown)
-
-
-def deep_regimes(steps, random):
-    ceiling, begin = noise(steps, random), 0
-    while begin < steps:
-        end = begin + random.integers(20, 200)
-        ceiling[end : end + 100] -= 14
-        begin = end + 100
-    return made(ceiling, ceiling)
-
-
-def falling(steps, random):
-    ceiling = noise(steps, random) - np.arange(steps) / 100
-    return made(ceiling, ceiling)
-
-
-# Traces that are hard for the guided rule, by group.
-HARD = {
-    "no gradients": silent,
-    "hidden by 14 bits": hidden(14),
-    "hidden by 20 bits": hidden(20),
-    "an inf every 20 steps": infs(20),
-    "an inf every 50 steps": infs(50),
-    "an inf every 200 steps": infs(200),
-    "an inf every 1000 steps": infs(1000),
-    "an inf in 1 % of the steps": random_infs,
-    "pairs of spikes": pairs_of_spikes,
-    "spikes in 1 of 500 steps": rare_spikes,
-    "regimes 14 bits deep": deep_regimes,
-    "a ceiling that falls for ever": falling,
-}
+    return with_gradients(Trace.exact("made", np.exp2(ceiling)), shown - ceiling)
 
 
 def measure(configuration, groups):
     """Replay a configuration on groups of traces.
 
     Returns:
-        dict by group, with ``skipped``, the skipped steps of each trace, and ``far``, the mean share of applied steps
-        whose loss scale is more than ``FAR`` bits below the ceiling.
+        dict by group, with ``skipped``, the skipped steps in 1,000, and ``far``, the mean share of applied steps whose
+        loss scale is more than ``FAR`` bits below the ceiling.
     """
     traces = [trace for of_group in groups.values() for trace in of_group]
     lanes = Lanes([configuration.rule] * len(traces), [configuration.start] * len(traces))
@@ -273,7 +159,7 @@ def measure(configuration, groups):
     shares = far.sum(0) / np.maximum(len(far) - skipped, 1)
     ends = np.cumsum([len(of_group) for of_group in groups.values()])[:-1]
     return {
-        name: {"skipped": counts.tolist(), "far": float(of_group.mean())}
+        name: {"skipped": 1000 * float(counts.mean()) / len(far), "far": float(of_group.mean())}
         for name, counts, of_group in zip(groups, np.split(skipped, ends), np.split(shares, ends), strict=True)
     }
 
@@ -320,32 +206,18 @@ def study_of_constants(groups):
 
 def tables(result):
     """Return the tables by name, as lists of rows; the first row has the names of the columns."""
-    steps, rules = result["steps"], result["rules"]
-    hard = [group for group in rules[GUIDED] if group not in MAIN]
-    shown = {
-        "rules": [
-            ["rule", *MAIN],
-            *([name, *(point(row[group], steps) for group in MAIN)] for name, row in rules.items()),
-        ],
-        "hard": [
-            ["traces", *ON_HARD],
-            *([group, *(point(rules[name][group], steps) for name in ON_HARD)] for group in hard),
-        ],
+    groups = {"rules": MAIN, "constants": FOR_CONSTANTS}
+    return {
+        table: [
+            [table.removesuffix("s"), *names],
+            *([name, *(point(row[group]) for group in names)] for name, row in result[table].items()),
+        ]
+        for table, names in groups.items()
     }
-    shown["worse"] = [["traces", "worse runs", "of"]]
-    for group, row in rules[GUIDED].items():
-        pairs = list(zip(row["skipped"], rules[DYNAMIC][group]["skipped"], strict=True))
-        if worse := sum(guided > dynamic for guided, dynamic in pairs):
-            shown["worse"].append([group, str(worse), str(len(pairs))])
-    shown["constants"] = [
-        ["constant", *FOR_CONSTANTS],
-        *([name, *(point(row[group], steps) for group in FOR_CONSTANTS)] for name, row in result["constants"].items()),
-    ]
-    return shown
 
 
-def point(row, steps):
-    return f"{1000 * np.mean(row['skipped']) / steps:.2f} / {100 * row['far']:.1f} %"
+def point(row):
+    return f"{row['skipped']:.2f} / {100 * row['far']:.1f} %"
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ TRAININGS = {
 # The table shows what is lost at these bits below the ceiling.
 SHOWN = (12, 16, 20)
 EVERY = "every training"
+# The header of a column of :func:`lost_at`.
+LOST = "gradient lost at most: by norm; worst Parameter"
 
 
 def main():
@@ -176,13 +178,15 @@ def tables(result):
 def lost_at(name, bits):
     """Return the share of the gradient that a training loses at most at a number of bits below the ceiling, as text.
 
-    The measurements in docs/figures/harm.json are interpolated. ``-`` if they lack the training, or ``bits`` is None.
+    The first share is by norm, the second is of the Parameter that loses most. The measurements in
+    docs/figures/harm.json are interpolated. ``-`` if they lack the training, or ``bits`` is None.
     """
     measured = _measured()
     if bits is None or name not in measured["trainings"]:
         return "-"
-    share = np.interp(bits, measured["bits"], most(measured["trainings"][name], "lost"))
-    return f"over {percent(share)}" if bits > measured["bits"][-1] else percent(share)
+    over = "over " if bits > measured["bits"][-1] else ""
+    shares = (np.interp(bits, measured["bits"], most(measured["trainings"][name], key)) for key in ("lost", "worst"))
+    return "; ".join(over + percent(share) for share in shares)
 
 
 @functools.cache
@@ -194,7 +198,8 @@ def percent(share):
     """Return a share as text with two digits, or how small it is."""
     if share < 1e-6:
         return "below 0.0001 %"
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+    # A Parameter can lose more than its gradient: numbers near the smallest ones may be rounded up.
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{min(100 * share, 100):.0f} %"
 
 
 def draw(result):

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from mindformers_adaptive.plots import canvas
-from scripts.studies.harm import lost_at
+from scripts.studies.harm import LOST, lost_at
 from scripts.studies.reporting import (
     ROOT,
     add_json_option,
@@ -260,17 +260,17 @@ def summary(run):
 
 def tables(result):
     """Return the only table of a result, as {name: rows}; the first row has the names of the columns."""
-    columns = ["way of scaling", "skipped at the start", "skipped later", "bits below the ceiling"]
-    rows = [[*columns, "gradient lost, at most", "loss on held-out text", "more than FP32's"]]
+    columns = ["way of scaling", "skipped at the start + later, each run", "bits below the ceiling", LOST]
+    rows = [[*columns, "loss on held-out text", "more than FP32's"]]
     fp32 = {run["seed"]: run["quality"] for run in result["ways"].get("fp32", [])}
     for way, runs in result["ways"].items():
-        counts = (", ".join(str(run[name]) for run in runs) for name in ("skipped_at_start", "skipped_later"))
+        skipped = ", ".join(f"{run['skipped_at_start']} + {run['skipped_later']}" for run in runs)
         more = [run["quality"] - fp32[run["seed"]] for run in runs if run["seed"] in fp32]
         shown = interval(mean_and_interval(np.array(more)), 4) if len(more) > 1 and way != "fp32" else "-"
         quality = f"{np.mean([run['quality'] for run in runs]):.4f}"
         name = HARM.format(f", one of {MICRO_BATCHES} micro-batches" if way != "alone" else "")
         below, lost = mean(runs, "headroom_lost", 1), lost_at(name, mean_of(runs, "headroom_lost"))
-        rows.append([WAYS[way], *counts, below, lost, quality, shown])
+        rows.append([WAYS[way], skipped, below, lost, quality, shown])
     return {"ways": rows}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mindformers_adaptive.plots import canvas
+from scripts.studies.harm import percent
 from scripts.studies.reporting import (
     ROOT,
     add_json_option,
@@ -39,6 +40,7 @@ WAYS = {
     "adaptive": "adaptive",
     "guided": "guided",
 }
+LOST = "gradient lost at the start: by norm; worst Parameter"
 START, SEEDS = 2.0**16, 3
 LLAMA = {"steps": 400, "seq_length": 32}
 LOOK_EVERY = 400
@@ -97,12 +99,14 @@ def figures(run):
 
     Returns:
         dict: ``quality``, the final loss; ``skipped``, the number of skipped steps; ``lost``, the share of the gradient
-        norm that underflows in the first step; ``looks``, pairs of a step and the loss measured at this step.
+        that underflows in the first step, by norm; ``worst``, the same of the Parameter that loses most; ``looks``,
+        pairs of a step and the loss measured at this step.
     """
     return {
         "quality": run["quality"],
         "skipped": len(run["skipped"]),
         "lost": run["looks"][0].get("lost"),
+        "worst": run["looks"][0].get("worst"),
         "looks": [[look["step"], look["quality"]] for look in run["looks"]],
     }
 
@@ -113,19 +117,18 @@ def tables(result):
 
 
 def task_table(task):
-    columns = ["micro-batches", "way of scaling", "gradient lost at the start", "skipped steps"]
+    columns = ["micro-batches", "way of scaling", LOST, "skipped steps"]
     rows = [[*columns, "loss on held-out text", "more than FP32's"]]
     fp32 = np.array([run["quality"] for run in task["fp32"]])
     rows.append(["any", "FP32", "-", "0", f"{fp32.mean():.3f}", "-"])
     for count, ways in task["runs"].items():
         for way, runs in ways.items():
             qualities = np.array([run["quality"] for run in runs])
-            lost = [run["lost"] for run in runs if run["lost"] is not None]
             rows.append(
                 [
                     f"{int(count):,}",
                     WAYS[way],
-                    percent(np.mean(lost)) if lost else "overflow",
+                    lost(runs),
                     ", ".join(str(run["skipped"]) for run in runs),
                     f"{qualities.mean():.3f}",
                     interval(mean_and_interval(qualities - fp32), 3),
@@ -134,8 +137,10 @@ def task_table(task):
     return rows
 
 
-def percent(share):
-    return f"{100 * share:.2g} %" if share >= 1e-5 else "less than 0.001 %"
+def lost(runs):
+    """Return the shares of the gradient that underflow in the first step, as text for the column ``LOST``."""
+    shares = [[run[share] for run in runs if run[share] is not None] for share in ("lost", "worst")]
+    return "; ".join(percent(np.mean(of_runs)) for of_runs in shares) if all(shares) else "overflow"
 
 
 def draw(result):

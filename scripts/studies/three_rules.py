@@ -1,13 +1,15 @@
-"""Compare three rules of loss scaling in two trainings: one whose ceiling stays, and one whose ceiling moves.
+"""Compare three rules of loss scaling in three situations: by the result, the skipped steps and the time of a step.
 
     python -m scripts.studies.three_rules [--seeds N] [--steps N] [--json FILE]
 
-The ceiling of a step is the largest loss scale at which nothing in it overflows. All rules start from 2^16, from the
+The ceiling of a step is the largest loss scale at which nothing in it overflows. This script trains the situation whose
+ceiling moves: a small network whose loss weighs 2^12 times as much for 100 steps. All rules start from 2^16, from the
 same weights and with the same data. Prints Markdown, and draws docs/images/three_rules.svg, the loss scales of the
-rules in the training whose ceiling moves: a small network whose loss weighs 2^12 times as much for 100 steps.
+rules in the first training.
 
-This script does not repeat the steady training. scripts/studies/long_training.py has its runs: 5,000 steps of the
-demo's model as one of 256 micro-batches.
+The other figures in the table come from other scripts: scripts/studies/long_training.py has trainings with a steady
+ceiling, scripts/studies/low_start.py trainings from a loss scale that is far too low, and scripts/benchmarks/costs.py
+the time of a step.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import numpy as np
 
 from mindformers_adaptive.plots import canvas
 from scripts.benchmarks import costs
-from scripts.studies import long_training
+from scripts.studies import long_training, low_start
 from scripts.studies.reporting import (
     ROOT,
     add_json_option,
@@ -31,7 +33,7 @@ from scripts.studies.reporting import (
     versions,
     write_json,
 )
-from scripts.studies.worth_report import over_looks
+from scripts.studies.worth_report import interval, mean_and_interval
 
 PICTURE = "docs/images/three_rules.svg"
 DATA = ROOT / "docs" / "figures" / "three_rules.json"
@@ -41,9 +43,9 @@ STEP_TIMES = ROOT / "docs" / "figures" / "step.json"
 # For each rule, its name in the table, its name in STEP_TIMES, and its colour in the picture. MindFormers' adaptive
 # cell takes the same steps as ours from the same start: see scripts/studies/worth_it.py.
 RULES = {
-    "dynamic": ("dynamic (MindSpore), window 1000", "MindSpore's dynamic", canvas.WARNING),
-    "adaptive": ("adaptive (MindFormers' or this package's)", "adaptive", canvas.MAIN),
-    "guided": ("gradient-guided (this package)", "guided", canvas.SECOND),
+    "dynamic": ("dynamic, window 1000", costs.DYNAMIC, canvas.WARNING),
+    "adaptive": ("adaptive", costs.ADAPTIVE, canvas.MAIN),
+    "guided": ("gradient-guided", costs.GUIDED, canvas.SECOND),
 }
 START = 2.0**16
 SEEDS, STEPS, LOOK_EVERY = 10, 600, 10
@@ -74,11 +76,13 @@ def train(rule, seeds, steps):
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import Trainings, divided
 
-    trainings, summaries = Trainings(task_of("moving", {}), LOOK_EVERY), []
+    trainings, summaries = Trainings(task_of("moving", {})), []
     for seed in range(seeds):
         print(f"{rule}, seed {seed}", file=sys.stderr, flush=True)
+        # Only the first run is drawn with its ceilings, which take longer to measure than the steps.
+        trainings.look_every = steps if seed else LOOK_EVERY
         run = trainings.run(divided(rule, START, 1), seed, steps)
-        summaries.append(summary(run))
+        summaries.append({"quality": run["quality"], "steps": steps, "skipped": len(run["skipped"])})
         if not seed:
             looks = [look for look in run["looks"] if look.get("ceiling")]
             ceilings = [[look["step"], float(np.log2(look["ceiling"]))] for look in looks]
@@ -87,29 +91,54 @@ def train(rule, seeds, steps):
     return summaries
 
 
-def summary(run):
-    """Return the steps, the skipped steps and the share of the gradient's norm that FP16 lost in a run."""
-    lost = over_looks(run, lambda look: look["lost"])
-    return {"steps": run["steps"], "skipped": len(run["skipped"]), "lost": lost}
-
-
 def tables(result):
     """Return the only table of a result, as {name: rows}; the first row has the names of the columns."""
-    times = dict(costs.tables(json.loads(STEP_TIMES.read_text(encoding="utf-8")))["extra"][1:])
-    columns = [f"{name}: {what}" for name in ("steady", "moving") for what in ("skipped in 1,000", "gradient lost")]
-    rows = [["rule", *columns, "extra time of a step"]]
     steady = long_training.whole_runs(long_training.RESULTS, long_training.STEPS)
-    for rule, (name, timed, _) in RULES.items():
-        cells = (*skipped_and_lost(map(summary, steady[rule])), *skipped_and_lost(result["moves"][rule]))
-        rows.append([name, *cells, f"{times[timed]} %"])
+    low = json.loads(low_start.DATA.read_text(encoding="utf-8"))
+    moves = result["moves"]
+    fp32, fitting = (
+        np.mean(qualities) for qualities in (ends(steady["fp32"]), low_start.qualities(low, low_start.FITTING))
+    )
+    measured = {
+        ("steady ceiling", f"loss, FP32: {fp32:.3f}"): differences({rule: ends(steady[rule]) for rule in RULES}),
+        ("", f"skipped of {long_training.STEPS:,} steps"): means(steady, lambda run: len(run["skipped"])),
+        ("ceiling that moves", "R², at best 1"): differences(
+            {rule: np.array([run["quality"] for run in moves[rule]]) for rule in RULES}
+        ),
+        ("", f"skipped of {moves['dynamic'][0]['steps']:,} steps"): means(moves, lambda run: run["skipped"]),
+        ("far too low", f"loss, from a scale that fits: {fitting:.3f}"): differences(
+            {rule: low_start.qualities(low, rule) for rule in RULES}
+        ),
+        ("", "steps until the scale fits"): [low_start.back(low, rule) for rule in RULES],
+        ("", f"loss scale after {low['steps']} steps"): [low_start.reached(low, rule) for rule in RULES],
+        ("any situation", "extra time of a step"): step_times(),
+    }
+    rows = [["situation", "measured", *(name for name, *_ in RULES.values())]]
+    rows += [[*names, *cells] for names, cells in measured.items()]
     return {"rules": rows}
 
 
-def skipped_and_lost(runs):
-    """Return two cells of the table: skipped steps in 1,000, and the share of the gradient lost, as means over runs."""
-    runs = list(runs)
-    skipped = 1000 * np.mean([run["skipped"] / run["steps"] for run in runs])
-    return f"{skipped:.1f}", f"{100 * np.mean([run['lost'] for run in runs]):.2f} %"
+def ends(runs):
+    return np.array([run["looks"][-1]["quality"] for run in runs])
+
+
+def means(runs, figure):
+    return [f"{np.mean([figure(run) for run in runs[rule]]):.1f}" for rule in RULES]
+
+
+def differences(by_rule):
+    """Return, for each rule, its mean result with the difference from dynamic scaling, paired by seed."""
+    cells = [f"{by_rule['dynamic'].mean():.3f}"]
+    for rule in list(RULES)[1:]:
+        difference = mean_and_interval(by_rule[rule] - by_rule["dynamic"])
+        cells.append(f"{by_rule[rule].mean():.3f} ({interval(difference, 3)})")
+    return cells
+
+
+def step_times():
+    """Return the extra time of a step for each rule, in percent of a step with MindSpore's dynamic cell."""
+    times = dict(costs.tables(json.loads(STEP_TIMES.read_text(encoding="utf-8")))["extra"][1:])
+    return [f"{times[timed]} %" for _, timed, _ in RULES.values()]
 
 
 def draw(by_rule):

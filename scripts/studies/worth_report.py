@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, MUTED, SECOND, WARNING, headline, new_figure, style_axes
-from scripts.studies.harm import lost_at
+from scripts.studies.harm import LOST, lost_at
 
 FP32, UNSCALED = "FP32", "FP16, no scaling"
 WINDOW_20, WINDOW_1000 = (f"MindSpore's dynamic, window {window}" for window in (20, 1000))
@@ -35,36 +35,25 @@ PAIRS = (
 
 # A run's start ends after this number of applied steps in a row, which is the smallest window of the adaptive rules.
 SETTLED = 20
-# A table shows at which step each run reaches a target quality. The target is the quality that the FP32 run has after
-# this share of its steps.
-REACHED_AT = 0.8
-
 EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
 # A training with this result or a lower result has learned nothing.
 LOWEST = 0.0
 
 
-def figures(runs, fp32, task):
-    """Return the measured values of one method's runs, as a dict for each seed.
-
-    Args:
-        runs (list[dict]): the runs by seed, as ``Trainings.run`` returns them.
-        fp32 (list[dict]): the runs in FP32, by seed.
-        task: a task of ``worth_tasks``.
+def figures(runs):
+    """Return the measured values of one method's runs, as ``Trainings.run`` returns them, as a dict for each seed.
 
     Returns:
         list[dict]: ``start``, the initial scale; ``skipped_at_start``, ``skipped_later``; ``headroom_lost`` in bits and
-        ``underflow``, means over the applied steps with a measurement, or None; ``quality``; ``reached``, the step at
-        which the run was as good as the FP32 run after 80 % of the steps, or None.
+        ``underflow``, means over the applied steps with a measurement, or None; ``quality``.
     """
     rows = []
-    for run, reference in zip(runs, fp32, strict=True):
+    for run in runs:
         at_start = skipped_at_the_start(run["skipped"], run["steps"])
         row = {"start": run["start"], "skipped_at_start": at_start, "skipped_later": len(run["skipped"]) - at_start}
         row["headroom_lost"] = over_looks(run, lambda look: np.log2(look["ceiling"] / look["loss_scale"]))
         row["underflow"] = over_looks(run, lambda look: look["underflow"])
         row["quality"] = run["quality"]
-        row["reached"] = reached(run, reference, task.higher_is_better)
         rows.append(row)
     return rows
 
@@ -73,13 +62,6 @@ def skipped_at_the_start(skipped, steps):
     """Return how many steps a run skipped before it first applied ``SETTLED`` steps in a row."""
     gaps = np.diff([-1, *skipped, steps + SETTLED])
     return int(np.argmax(gaps > SETTLED))
-
-
-def reached(run, fp32, higher_is_better):
-    """Return the first step at which a run reaches the quality of the FP32 run after 80 % of its steps, or None."""
-    goal = [look["quality"] for look in fp32["looks"] if look["step"] <= REACHED_AT * fp32["steps"]][-1]
-    good_enough = np.greater_equal if higher_is_better else np.less_equal
-    return next((look["step"] for look in run["looks"] if good_enough(look["quality"], goal)), None)
 
 
 def over_looks(run, figure):
@@ -100,22 +82,19 @@ def tables(result):
 
 def task_table(task):
     """Return the table of a task: the measured values of each scaling method, as means over the seeds."""
-    measure = f"{task['measure']} on data not trained on"
-    columns = ["way of scaling", "start", "skipped at the start", "skipped later", "bits below the ceiling"]
-    rows = [[*columns, "gradient lost, at most", measure, "steps to FP32's result"]]
+    columns = ["way of scaling", "start", "skipped at the start; later", "bits below the ceiling"]
+    rows = [[*columns, LOST, f"{task['measure']} on data not trained on"]]
     for name, runs in task["runs"].items():
         scaled = runs[0]["headroom_lost"] is not None
         starts = sorted({run["start"] for run in runs})
-        steps = [run["reached"] for run in runs if run["reached"] is not None]
-        until = f"{np.mean(steps):.0f}" if steps else "never"
         rows.append(
             [
                 name,
                 "-" if not scaled else ", ".join(f"2^{np.log2(start):g}" for start in starts),
-                *(mean(runs, key, 1) for key in ("skipped_at_start", "skipped_later", "headroom_lost")),
+                "; ".join(mean(runs, key, 1) for key in ("skipped_at_start", "skipped_later")),
+                mean(runs, "headroom_lost", 1),
                 lost_at(task["name"], mean_of(runs, "headroom_lost")),
                 mean(runs, "quality", 4),
-                until if len(steps) in (0, len(runs)) else f"{until} ({len(steps)} of {len(runs)} seeds)",
             ]
         )
     return rows

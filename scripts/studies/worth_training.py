@@ -200,7 +200,7 @@ class Trainings:
         self.compiled = functools.cache(
             lambda dtype, cell: CompiledTraining(self._network(dtype), task.train_step, cell)
         )
-        self._weights = functools.cache(lambda seed: weights_of(task.network(mstype.float32, seed)))
+        self.weights = functools.cache(lambda seed: weights_of(task.network(mstype.float32, seed)))
         self.recommendation = functools.cache(self._find)
         self.last_ceiling = 20
 
@@ -230,7 +230,7 @@ class Trainings:
                 yield batch
 
         start = self.recommendation(seed).loss_scale_value if method.start == FOUND else method.start
-        record = training.run(start, self._weights(seed), batches())
+        record = training.run(start, self.weights(seed), batches())
         skipped = [step for step, row in enumerate(record) if row["overflow"]]
         quality = self.task.quality(network, data)
         looks.append({"step": steps, "quality": quality})
@@ -248,7 +248,7 @@ class Trainings:
     def _find(self, seed):
         """Return the loss scale that find_loss_scale() recommends for the weights and the first batches of a seed."""
         network, data = self._network(mstype.float16), self.task.data(seed)
-        set_weights(network, self._weights(seed))
+        set_weights(network, self.weights(seed))
         batches = [data.batch(step) for step in range(FIND_BATCHES)]
         return find_loss_scale(network, batches, gradient_format=self.formats[1] if self.formats else "float16")
 
@@ -259,14 +259,15 @@ class Trainings:
     def look(self, batch, scale):
         """Return a step's loss scale, its ceiling (rounded down to 1/4 bit), and its shares of lost gradients.
 
-        ``underflow`` is the share of gradient elements that become 0, ``lost`` the lost share of the gradient norm.
+        ``underflow`` is the share of gradient elements that become 0, ``lost`` the lost share of the gradient norm, and
+        ``worst`` the lost share of the Parameter that loses most.
         """
 
         @functools.cache
         def gradients(exponent):
             _, each, _ = self._backward(Tensor(2.0**exponent, mstype.float32), *batch)
-            flat = np.concatenate([array.asnumpy().ravel() for array in each])
-            return flat if np.isfinite(flat).all() else None
+            arrays = [array.asnumpy().ravel() for array in each]
+            return arrays if all(np.isfinite(array).all() for array in arrays) else None
 
         exponent = self.last_ceiling
         while gradients(exponent) is None and exponent > -HIGHEST_EXPONENT:
@@ -276,17 +277,23 @@ class Trainings:
         self.last_ceiling = exponent
         reference = gradients(exponent)
         if reference is None:
-            return {"loss_scale": scale, "ceiling": None, "underflow": None, "lost": None}
+            return {"loss_scale": scale, "ceiling": None, "underflow": None, "lost": None, "worst": None}
         ceiling = float(exponent)
         for part in (0.5, 0.25):
             ceiling += part if gradients(ceiling + part) is not None else 0.0
         at_scale = gradients(math.log2(scale)) if 0 < scale < math.inf else None
-        underflow = lost = None
+        underflow = lost = worst = None
         if at_scale is not None:
-            underflow = float(np.mean((at_scale == 0) & (reference != 0)))
-            expected = reference.astype(np.float64) * (scale / 2.0**exponent)
-            lost = float(np.linalg.norm(at_scale - expected) / np.linalg.norm(expected))
-        return {"loss_scale": scale, "ceiling": 2.0**ceiling, "underflow": underflow, "lost": lost}
+            expected = [array.astype(np.float64) * (scale / 2.0**exponent) for array in reference]
+            became_0 = [(array == 0) & (exact != 0) for array, exact in zip(at_scale, expected, strict=True)]
+            underflow = float(np.concatenate(became_0).mean())
+            differences = [np.linalg.norm(array - exact) for array, exact in zip(at_scale, expected, strict=True)]
+            norms = [np.linalg.norm(exact) for exact in expected]
+            lost = float(np.linalg.norm(differences) / np.linalg.norm(norms))
+            # A Parameter whose gradient is 0 at the ceiling loses nothing.
+            worst = float(max(part / norm for part, norm in zip(differences, norms, strict=True) if norm))
+        shares = {"underflow": underflow, "lost": lost, "worst": worst}
+        return {"loss_scale": scale, "ceiling": 2.0**ceiling, **shares}
 
 
 def put_back(values):

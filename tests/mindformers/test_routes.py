@@ -34,7 +34,7 @@ arguments = {"network": nn.WithLossCell(network, nn.MSELoss()), "optimizer": opt
 build_wrapper(config.runner_wrapper, default_args=arguments).set_train()
 """
 FOLDER = str(ROOT / "mindformers_adaptive" / "register_path")
-OURS = ["Loss scaling by GradientGuidedLossScaleUpdateCell of mindformers_adaptive: loss_scale 65536.0"]
+OURS = ["Loss scaling by AdaptiveLossScaleUpdateCell of mindformers_adaptive: loss_scale 65536.0, scale_window 20"]
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def test_the_log_says_that_this_packages_cell_runs(start, route, environment):
     ("left_out", "environment", "message"),
     [
         ([], {}, "REGISTER_PATH must be specified"),
-        (["auto_register"], {}, "class name GradientGuidedLossScale in class registry"),
-        (["auto_register"], {"REGISTER_PATH": FOLDER}, "class name GradientGuidedLossScale in class registry"),
+        (["auto_register"], {}, "class name AdaptiveLossScale in class registry"),
+        (["auto_register"], {"REGISTER_PATH": FOLDER}, "class name AdaptiveLossScale in class registry"),
     ],
 )
 def test_where_the_package_is_not_registered_nothing_trains(start, left_out, environment, message):

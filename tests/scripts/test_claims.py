@@ -11,7 +11,7 @@ import pytest
 from mindformers_adaptive.public_names import PUBLIC
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.guided import GuidedRule
-from scripts.studies import formats_training, long_training, worth_report
+from scripts.studies import formats_training, long_training, low_start, three_rules, worth_report
 from scripts.studies.worth_report import ADAPTIVE_HIGH, GUIDED, GUIDED_HIGH, MEGATRON, OURS, WINDOW_1000
 from tests.cells.beside_stock_cell import PYNATIVE_STEPS, STEPS
 from tests.conftest import ROOT
@@ -55,6 +55,20 @@ def skipped_steady(rule):
 def skipped_moving(rule):
     """Return how many steps of the trainings that move, in README's table, a rule skips."""
     return sum(run["skipped"] for run in figure("three_rules")["moves"][rule])
+
+
+def differs_from_fp32(rule):
+    """Return whether the results of a rule in the steady trainings are shown to differ from FP32's."""
+    runs = long_training.whole_runs(long_training.RESULTS, long_training.STEPS)
+    middle, half = worth_report.mean_and_interval(three_rules.ends(runs[rule]) - three_rules.ends(runs["fp32"]))
+    return abs(middle) > half
+
+
+def comes_back():
+    """Return whether guided scaling is back at once, and adaptive scaling rises, while dynamic scaling stays."""
+    data = figure("low_start")
+    last = {rule: int(low_start.reached(data, rule)[2:]) for rule in low_start.RUNS}
+    return int(low_start.back(data, "guided")) < 10 and last["guided"] > last["adaptive"] > last[low_start.DYNAMIC] == 0
 
 
 def better_in(kind):
@@ -188,19 +202,36 @@ SAID = {
         lambda: worse_without_scaling("digits") == set(),
         [("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放")],
     ),
-    "dynamic scaling does as well in the steady training": (
+    "dynamic scaling skips no more in the steady training": (
         lambda: skipped_steady("dynamic") <= min(skipped_steady("guided"), skipped_steady("adaptive")),
-        [("README", "keep dynamic scaling with a window of 1000", "继续使用窗口为1000的动态缩放")],
+        [("README", "is right if no step is skipped after the first ones", "适用于除开头几步外没有跳过的步的训练")],
+    ),
+    "all rules end alike in the steady training": (
+        lambda: not any(map(differs_from_fp32, ("dynamic", "adaptive", "guided"))),
+        [
+            ("README", "With a scale that fits, all three rules end alike", "三种规则的结果没有差别"),
+            ("choose", "With a scale that fits, all rules [end alike]", "各种规则的结果[没有差别]"),
+        ],
     ),
     "guided scaling skips fewest where the loss moves": (
         lambda: skipped_moving("guided") < min(skipped_moving("dynamic"), skipped_moving("adaptive")),
-        [("README", "Take gradient-guided scaling.", "使用梯度引导缩放")],
+        [
+            ("README", "is right if steps are skipped again and again", "适用于总有步被跳过"),
+            ("choose", "so it rarely skips a step", "因此很少跳过步"),
+        ],
     ),
     "adaptive scaling skips most": (
         lambda: all(
             skipped("adaptive") > skipped(rule) for skipped in (skipped_steady, skipped_moving) for rule in OTHERS
         ),
-        [("README", "skips more steps than the other two", "跳过的步数比另外两种多")],
+        [("choose", "stays nearest to the ceiling, and skips most steps", "跳过的步也最多")],
+    ),
+    "guided and adaptive scaling come back from a scale that is far too low": (
+        comes_back,
+        [
+            ("README", "climbs back from a scale that is far too low", "loss scale远远过低时也能回升"),
+            ("choose", "is back within a few steps", "几步之内就能恢复"),
+        ],
     ),
     # The recommendation follows from two facts: the guided rule skips fewer steps than adaptive scaling in every task,
     # and it is not shown to be worse than dynamic scaling in any.

@@ -15,7 +15,7 @@ def test_figures_of_a_short_study_are_those_of_direct_calls():
     measured = study.measure(Configuration("guided", margin=3), groups)
     for name, traces in groups.items():
         runs = [replay(start_rule("guided", margin=3), trace) for trace in traces]
-        assert measured[name]["skipped"] == [int(run.overflow.sum()) for run in runs]
+        assert np.isclose(measured[name]["skipped"], 1000 * np.mean([run.overflow.mean() for run in runs]))
         far = [
             (run.loss_scale * 2.0**16 < trace.ceiling)[~run.overflow].mean()
             for run, trace in zip(runs, traces, strict=True)
@@ -34,18 +34,13 @@ def test_a_changed_constant_is_back_afterwards():
 def test_the_guided_rule_loses_few_steps():
     data = figure("guided_rule")
     of_guided, of_dynamic = (data["rules"][name] for name in (study.GUIDED, study.DYNAMIC))
-
-    def of_1000(row):
-        return 1000 * np.mean(row["skipped"]) / data["steps"]
-
     aimed_at = {
-        "gradients show the ceiling": (0.5, 0.015),
-        "regimes": (1.6, 0.015),
-        "hidden by 3 bits": (2.6, 0.005),
+        "gradients show the ceiling": (0.7, 0.015),
+        "regimes": (2.1, 0.01),
+        "hidden by 3 bits": (1.0, 0.01),
         "a ceiling of its own": (1.12, 0.001),
     }
     for group, (skipped, far) in aimed_at.items():
-        assert of_1000(of_guided[group]) <= skipped
+        assert of_guided[group]["skipped"] <= skipped
         assert of_guided[group]["far"] <= far
-    lost = {group for group in of_guided if of_1000(of_guided[group]) > of_1000(of_dynamic[group])}
-    assert lost == {"hidden by 20 bits"}
+    assert all(of_guided[group]["skipped"] < of_dynamic[group]["skipped"] for group in study.MAIN)

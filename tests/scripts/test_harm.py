@@ -64,7 +64,14 @@ def test_what_is_lost_at_some_bits_is_interpolated(data, monkeypatch):
     ]
     monkeypatch.setattr(harm, "_measured", lambda: {"bits": [0, 2, 4], "trainings": {"one": rows}})
     shown = [harm.lost_at("one", bits) for bits in (-1.0, 1.0, 3.0, 4.0, 5.0, None)]
-    assert shown == ["below 0.0001 %", "1 %", "3.5 %", "5 %", "over 5 %", "-"]
+    assert shown == [
+        "below 0.0001 %; below 0.0001 %",
+        "1 %; 5 %",
+        "3.5 %; 15 %",
+        "5 %; 20 %",
+        "over 5 %; over 20 %",
+        "-",
+    ]
     assert harm.lost_at("another", 3.0) == "-"
 
 

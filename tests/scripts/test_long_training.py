@@ -81,8 +81,8 @@ def test_table_says_what_whole_runs_showed(tmp_path):
     result = {"steps": 100, "ways": {way: list(map(long_training.summary, each)) for way, each in runs.items()}}
     lost = harm.lost_at("the demo's Llama, one of 256 micro-batches", 3.0)
     assert long_training.tables(result)["ways"][1:] == [
-        ["FP32", "0, 0", "0, 0", "-", "-", "2.5000", "-"],
-        ["adaptive", "2, 2", "1, 1", "3.0", lost, "3.0000", "+0.5000 ± 0.0000"],
+        ["FP32", "0 + 0, 0 + 0", "-", "-", "2.5000", "-"],
+        ["adaptive", "2 + 1, 2 + 1", "3.0", lost, "3.0000", "+0.5000 ± 0.0000"],
     ]
     losses, scales = long_training.draw(runs).axes
     assert [line.get_label() for line in losses.lines] == ["FP32", "adaptive"]

@@ -82,15 +82,15 @@ def test_figures_of_a_run_are_means_over_its_applied_looks():
     fp16 = {"start": 4.0, "steps": 100, "skipped": [0, 50], "quality": 0.7}
     # The first of these three steps is skipped, so it must not change the means of headroom and underflow.
     fp16["looks"] = [look(0, skipped=True, scale=2.0**20), look(10), look(20, scale=16.0, underflow=0.0)]
-    [of_fp32], [of_fp16] = (worth.figures([run], [fp32], SMALL_TASKS["damped"]) for run in (fp32, fp16))
+    [of_fp32], [of_fp16] = (worth.figures([run]) for run in (fp32, fp16))
     counts = {"start": 4.0, "skipped_at_start": 1, "skipped_later": 1}
-    assert of_fp16 == counts | {"headroom_lost": 3.0, "underflow": 0.25, "quality": 0.7, "reached": None}
-    assert (of_fp32["headroom_lost"], of_fp32["underflow"], of_fp32["reached"]) == (None, None, 80)
+    assert of_fp16 == counts | {"headroom_lost": 3.0, "underflow": 0.25, "quality": 0.7}
+    assert (of_fp32["headroom_lost"], of_fp32["underflow"]) == (None, None)
     task = {"name": "one", "higher_is_better": True, "measure": "R²", "runs": {FP32: [of_fp32], UNSCALED: [of_fp16]}}
     shown = worth.tables({"tasks": {"one": task}})
     assert shown["one"][1:] == [
-        [FP32, "-", "0.0", "0.0", "-", "-", "0.9000", "80"],
-        [UNSCALED, "2^2", "1.0", "1.0", "3.0", "-", "0.7000", "never"],
+        [FP32, "-", "0.0; 0.0", "-", "-", "0.9000"],
+        [UNSCALED, "2^2", "1.0; 1.0", "3.0", "-", "0.7000"],
     ]
     # With one seed there is no confidence interval.
     assert shown["one_pairs"][1:] == [[UNSCALED, FP32, "-0.2000 ± nan", "-", "+2.0 ± nan", "-"]]
@@ -169,8 +169,9 @@ def test_moving_ceiling_is_followed():
     def mean(name, key):
         return np.mean([run[key] for run in runs[name]])
 
-    assert mean(GUIDED, "skipped_later") <= 1
+    assert mean(GUIDED, "skipped_later") <= 2
     assert mean(GUIDED, "quality") > mean(WINDOW_1000, "quality")
+    assert mean(GUIDED, "quality") > mean(OURS, "quality") - 0.006
 
 
 def test_digits_are_learned_and_held_out_ones_are_the_same(trainings):
