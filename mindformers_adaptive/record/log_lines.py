@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.record.log_formats import NAMED
-from mindformers_adaptive.record.step import LogLine, Step
+from mindformers_adaptive.record.step import COLUMNS, RARE_FIELDS, LogLine, Step
 from mindformers_adaptive.text.table import counted
 
 __all__ = ["LogLines"]
@@ -40,15 +40,18 @@ _MIXED = (
 _BLOCK = 4096
 
 _STATED = ("overflow", "loss_scale", "next_loss_scale", "skipped_since", "skipped_steps")
-_OF_A_STEP = frozenset(Step.__struct_fields__)
+
+
+# The fields that are stored, beside those that become columns of a run.
+_STORED = ("step", "overflow", "loss_scale", "skipped_steps", "skipped_since", "steps", "rounding")
 
 
 def _columns() -> dict[str, str]:
-    """Return the array type code for each field of :class:`LogLine` that is a number or a flag, by field name."""
+    """Return the array type code for each stored field of :class:`LogLine`, by field name."""
     types = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(LogLine).items()}
     codes = {bool: "b", int: "q", float: "d"}
-    codes_of = {name: next((codes[kind] for kind in kinds if kind in codes), "") for name, kinds in types.items()}
-    return {name: code for name, code in codes_of.items() if code}
+    names = dict.fromkeys((*_STORED, *COLUMNS))
+    return {name: next(codes[kind] for kind in types[name] if kind in codes) for name in names}
 
 
 _COLUMNS = _columns()
@@ -110,6 +113,28 @@ class LogLines:
         elif not self._merge(line):
             self._restart(line, where, name_of)
 
+    def add_all(self, steps: Sequence[Step], where: int) -> bool:
+        """Add consecutive lines of a record, of which the first has the number ``where``, if their steps increase.
+
+        Return whether they do. Else nothing is added.
+        """
+        numbers = [step.step for step in steps]
+        if numbers[0] <= self._last_step or any(first >= second for first, second in pairwise(numbers)):
+            return False
+        for row, step in enumerate(steps, start=len(self)):
+            if step.gradient_format is not msgspec.UNSET:
+                self._note_format(step.gradient_format, row)
+        self.where.extend(range(where, where + len(steps)))
+        self._pending += steps
+        self._last_step = numbers[-1]
+        self._flush(max(len(self._pending) - _RANKS_APART, 0))
+        return True
+
+    def _note_format(self, gradient_format: object, row: int) -> None:
+        last_format = self.formats[-1][1] if self.formats else None
+        if gradient_format not in (None, msgspec.UNSET, last_format):
+            self.formats.append((row, gradient_format))
+
     def _add_without_step(self, line: LogLine) -> None:
         if line.overflow:
             self._note_alternation(line)
@@ -146,23 +171,35 @@ class LogLines:
         self._last_step = line.step
         self._pending.append(line)
         self.where.append(where)
-        last_format = self.formats[-1][1] if self.formats else None
-        if line.gradient_format is not msgspec.UNSET and line.gradient_format not in (None, last_format):
-            self.formats.append((len(self) - 1, line.gradient_format))
+        self._note_format(line.gradient_format, len(self) - 1)
         if len(self._pending) >= _BLOCK + _RANKS_APART:
             self._flush(_BLOCK)
 
     def _flush(self, count: int) -> None:
         rows, self._pending = self._pending[:count], self._pending[count:]
+        if not rows:
+            return
+        if all(type(row) is Step for row in rows):
+            of_rows = dict(
+                zip(Step.__struct_fields__, zip(*map(msgspec.structs.astuple, rows), strict=True), strict=True)
+            )
+        else:
+            of_rows = {name: tuple(getattr(row, name, None) for row in rows) for name in _COLUMNS}
+        missing = (None,) * len(rows)
         for name, code in _COLUMNS.items():
             unknown = _UNKNOWN[code]
-            values = map(attrgetter(name), rows) if name in _OF_A_STEP else (getattr(row, name, None) for row in rows)
-            self.columns[name].extend(
-                [unknown if value is None or value is msgspec.UNSET else value for value in values]
-                if name not in ("loss", "gradient_norm")
-                # In a column, nan marks an unknown value. So store a loss or gradient norm that is NaN as inf.
-                else [unknown if value is None else np.inf if value != value else value for value in values]
-            )
+            values: Any = of_rows.get(name, missing)
+            absent = values.count(msgspec.UNSET if name in RARE_FIELDS and type(rows[0]) is Step else None)
+            # In a column, nan marks an unknown value. So store a loss or gradient norm that is NaN as inf.
+            bad = np.inf if name in ("loss", "gradient_norm") else unknown
+            if absent == len(values):
+                values = np.full(absent, unknown)
+            elif absent or name in ("loss", "gradient_norm") or name in RARE_FIELDS:
+                values = [
+                    unknown if value is None or value is msgspec.UNSET else bad if value != value else value
+                    for value in values
+                ]
+            self.columns[name].frombytes(np.array(values, code).tobytes())
 
     def _merge(self, line: Step) -> bool:
         """Merge a log line into a recent line of the same step; return False if there is none or the lines disagree."""

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.record.log_formats import FORMATS, LogFormat, missing_steps
+from mindformers_adaptive.record.log_formats import FORMATS, LogFormat, Record, missing_steps
 from mindformers_adaptive.record.log_lines import LogLines
 from mindformers_adaptive.record.pattern import Pattern
 from mindformers_adaptive.record.run import RecordedRun
@@ -38,6 +38,8 @@ _GZIP = b"\x1f\x8b"
 _LAST_WORD = re.compile(r"[^\s,|]*$")
 # Look for a pattern to suggest in at most this many lines.
 _MOST_LINES = 20_000
+# Read this many lines of a record at once.
+_BLOCK = 4096
 # Show at most this many characters of a line that cannot be read.
 _SHOWN = 190
 
@@ -99,15 +101,15 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
 
     Every line counts as used or as ignored. A line that looks like a step's and cannot be read is a problem; the steps
     that it may be about then count as unknown. Lines of several ranks that state the same of a step are merged; where
-    the steps go back, the run was restarted, and the later attempt supersedes the earlier one's steps. What was
-    inferred is in the run's ``notes``.
+    the steps go back, the run was restarted, and the later attempt supersedes the earlier one's steps. What
+    was merged, superseded or is missing is in the run's ``notes``.
 
     Args:
         path (str, os.PathLike or an iterable of them): the log file, or files in the order in which they were written.
         format (str, optional): one of ``FORMATS``. Default: None, the first of them that a line matches.
         pattern (str, optional): a regular expression for a log of another format, with the named groups ``step`` and at
-            least one of ``loss_scale`` (after the step), ``overflow`` and ``skipped`` (since the line before); also
-            ``loss`` and ``gradient_norm``. Default: None.
+            least one of ``loss_scale`` (after the step), ``overflow``, ``skipped`` (since the line before) and
+            ``total_skipped`` (since the start); also ``loss`` and ``gradient_norm``. Default: None.
 
     Returns:
         RecordedRun, named after the first file.
@@ -116,7 +118,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
         TypeError: if ``path``, ``format`` or ``pattern`` is not of its type.
         ValueError: if there is no file, the format is unknown, the pattern is wrong or given with a format, no line
             states a step, or no such line names a loss scale.
-        OSError: if a file cannot be read, or a line takes the pattern too long.
+        OSError: if a file cannot be read.
 
     Examples:
         >>> import pathlib, tempfile
@@ -124,8 +126,8 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
         >>> line = '{"step": %s, "overflow": %s, "loss_scale": %s}'
         >>> _ = log.write_text(chr(10).join([line % (1, "true", 4), line % (2, "false", 2)]))
         >>> run = read_log(log)
-        >>> run.log_format, run.skipped_steps, run.loss_scale.tolist()
-        ('jsonl', 1, [4.0, 2.0])
+        >>> run.log_format, run.skipped_bounds(), run.used.tolist()
+        ('jsonl', (1, 1), [4.0, 2.0])
     """
     paths = _require_paths(path)
     if pattern is not None and format is not None:
@@ -140,17 +142,21 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
         log_format = _find_format(paths)
     formats = [log_format, *(FORMATS[name] for name in log_format.printed_with)]
     texts, lines, used, problems, nearest = _TextLines(paths), LogLines(), 0, list[str](), ("", "")
-    for text in texts:
-        is_used = False
-        for line in _statements(text, formats):
-            if isinstance(line, str):
-                problems.append(f"{texts.name_of(texts.number)}: looks like a step's line, but {line}")
-                nearest = nearest if nearest[0] else (problems[0], text)
-                lines.after_damage.add(len(lines))
-            else:
-                lines.add(line, texts.number, texts.name_of)
-                is_used = True
-        used += is_used
+    for number, block in _blocks(texts, _BLOCK if isinstance(log_format, Record) else 1):
+        if isinstance(log_format, Record) and (steps := log_format.parse_all(block)) and lines.add_all(steps, number):
+            used += len(steps)
+            continue
+        for where, text in enumerate(block, start=number):
+            is_used = False
+            for line in _statements(text, formats):
+                if isinstance(line, str):
+                    problems.append(f"{texts.name_of(where)}: looks like a step's line, but {line}")
+                    nearest = nearest if nearest[0] else (problems[0], text)
+                    lines.after_damage.add(len(lines))
+                else:
+                    lines.add(line, where, texts.name_of)
+                    is_used = True
+            used += is_used
     lines.finish()
     if not lines.has_step():
         raise ValueError(_nothing_found(paths, formats, texts.number, nearest))
@@ -212,6 +218,14 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
             "that the file is the record of this run."
         )
     return run_of_lines(lines, FORMATS["jsonl"], "line {}".format)
+
+
+def _blocks(texts: Iterable[str], length: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield blocks of so many lines, each with the number of its first line."""
+    rest, number = iter(texts), 1
+    while block := list(islice(rest, length)):
+        yield number, block
+        number += len(block)
 
 
 def _statements(text: str, formats: Iterable[LogFormat]) -> Iterator[Step | str]:

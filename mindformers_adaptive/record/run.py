@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,12 +167,12 @@ class RecordedRun:
     def __len__(self) -> int:
         return int(self.lengths.sum())
 
-    @property
+    @cached_property
     def lengths(self) -> Integers:
         """NDArray: int64 of shape (stretches,), the number of steps of each stretch."""
         return self.last - self.first + 1
 
-    @property
+    @cached_property
     def skipped(self) -> Flags:
         """NDArray: bool of shape (stretches,), whether the log states that all steps of the stretch were skipped."""
         flags = np.equal(self.fewest, self.lengths)
@@ -178,12 +180,12 @@ class RecordedRun:
         flags[len(flags) - (not self.is_numbered) :] = False
         return flags
 
-    @property
+    @cached_property
     def applied(self) -> Flags:
         """NDArray: bool of shape (stretches,), whether the log states that no step of the stretch was skipped."""
         return np.equal(self.most, 0)
 
-    @property
+    @cached_property
     def follows(self) -> Flags:
         """NDArray: bool of shape (stretches,), whether the stretch goes on where the one before it ended."""
         return np.append(False, (self.first[1:] == self.last[:-1] + 1) & ~np.asarray(self.restarted)[1:])
@@ -256,6 +258,10 @@ class RecordedRun:
         Returns:
             tuple of two NDArray, float64 of shape (stretches,).
         """
+        return self._scale_ranges
+
+    @cached_property
+    def _scale_ranges(self) -> tuple[Floats, Floats]:
         before = np.where(self.follows, np.append(np.nan, self.after[:-1]), np.nan)
         before[:1] = self.start
         rises, falls = self.applied & (before <= self.after), self.skipped & (before >= self.after)
@@ -297,7 +303,7 @@ class RecordedRun:
         return (scale, scale * 2.0 ** min(int(self.lengths[0]), 1000)) if self.skipped[0] else None
 
     def seen_steps(self) -> Iterator[Seen]:
-        """Yield what the log states of each step, or of the last step of each stretch, in order."""
+        """Return what the log states of each step, or of the last step of each stretch, in order."""
         unknown = np.full(len(self.first), np.nan)
         loss, norm = (unknown if (values := self.column(field)) is None else values for field in _LOSS_AND_NORM)
         flags = np.where(self.skipped, 1.0, np.where(self.applied, 0.0, np.nan))
@@ -305,11 +311,11 @@ class RecordedRun:
         chosen = ~np.isnan(stated).all(axis=0)
         dropped = np.isin(self.last, self.steps_where("dropped_by_norm"))[chosen].tolist()
         follows = self.column("largest_gradient") is not None
-        known = [_with_none(column[chosen]) for column in stated]
-        rows = zip(self.last[chosen].tolist(), *known, dropped, self.lengths[chosen].tolist(), strict=True)
-        for step, of_loss, overflow, scale, next_scale, of_norm, is_dropped, steps in rows:
-            skipped = None if overflow is None else overflow == 1.0
-            yield Seen(step, of_loss, skipped, scale, next_scale, of_norm, is_dropped, None, follows, steps)
+        loss_list, flags_list, used, after, norm_list = (_with_none(column[chosen]) for column in stated)
+        overflow = map({1.0: True, 0.0: False, None: None}.get, flags_list)
+        columns = [self.last[chosen].tolist(), loss_list, overflow, used, after, norm_list, dropped]
+        rows = zip(*columns, repeat(None), repeat(follows), self.lengths[chosen].tolist(), strict=False)
+        return map(Seen._make, rows)
 
     def applied_gradients(self) -> Floats | None:
         """Return the largest gradient of each stretch of one step that was applied.
@@ -327,4 +333,5 @@ class RecordedRun:
 
 def _with_none(values: Floats) -> list[float | None]:
     """Return an array as a list, with None in place of nan."""
-    return [None if value != value else value for value in values.tolist()]
+    numbers: list[float | None] = values.tolist()
+    return [None if number != number else number for number in numbers] if np.isnan(values).any() else numbers

@@ -36,7 +36,7 @@ def _field(description: str, ge: int | None = None, le: int | None = None) -> ms
     return msgspec.Meta(description=description, ge=ge, le=le)
 
 
-class Step(msgspec.Struct, kw_only=True):
+class Step(msgspec.Struct, kw_only=True, gc=False):
     """A training step, as one line of a record stores it.
 
     A value is None if it is unknown. A field that only few lines have is UNSET in the other lines and is not written
@@ -79,7 +79,7 @@ class Step(msgspec.Struct, kw_only=True):
     ] = msgspec.UNSET
 
 
-class LogLine(Step, kw_only=True):
+class LogLine(Step, kw_only=True, gc=False):
     """A line of a training log, which may state less about a step than a record line, or be about several steps.
 
     Attributes:
