@@ -21,7 +21,7 @@ from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Fie
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
-__all__ = ["CellWithLossScale", "CompiledUpdateCell", "ScaleHistory", "tensor_of"]
+__all__ = ["CellWithLossScale", "CompiledUpdateCell", "ScaleHistory", "checked_history_size", "tensor_of"]
 
 # This tuple is annotated at module level, because MindSpore cannot compile a function with an annotated variable.
 _NO_TENSORS: tuple[Any, ...] = ()
@@ -44,16 +44,13 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
     """
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
-        remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
-        history_size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
+        history_size = checked_history_size(history_size)
         factor = getattr(rule, "scale_factor", 2)
         # The scale_factor of a user's rule may have any type, so use 2 if it is not a number.
         factor = factor if isinstance(factor, (int, float)) else 2
         super().__init__(start.loss_scale, factor, getattr(start, "scale_window", 1))
         self.rule = rule
         self.needs_gradients = rule.needs_gradients
-        if history_size:
-            _refuse_kept_graphs(history_size)
         self.has_signal = not self.needs_gradients
         step = GraphStep(rule)
         self.step_function = step.function
@@ -339,11 +336,20 @@ class ScaleHistory(nn.Cell):
         object.__setattr__(self, name, parameter)
 
 
-def _refuse_kept_graphs(history_size: int) -> None:
-    """Raise ValueError if MindSpore caches compiled graphs: a graph from the cache writes no history of the steps."""
-    if keeps_compiled_graphs():
+def checked_history_size(history_size: Any) -> int:
+    """Return a ``history_size`` that an update cell can have.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is below 0 or above 1,000,000, or if MindSpore caches compiled graphs: a graph from the cache
+            writes no history of the steps.
+    """
+    remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
+    size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
+    if size and keeps_compiled_graphs():
         raise ValueError(
             "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
-            f"enable_compile_cache), but got {history_size}: a graph from the cache does not write the history. Set "
+            f"enable_compile_cache), but got {size}: a graph from the cache does not write the history. Set "
             "'history_size' to 0, or switch the cache off."
         )
+    return size

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.mindformers.checks import check_config
-from mindformers_adaptive.mindformers.cpu_checks import check_cpu
+from mindformers_adaptive.mindformers.configuration_check import check_config
+from mindformers_adaptive.mindformers.cpu_limits import check_cpu
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.record.run_folder import CONFIG_FILE, file_in
 from mindformers_adaptive.text.files import refuse_pipe
@@ -59,8 +59,8 @@ def load_config(
     Raises:
         FileNotFoundError: if there is no such file.
         TypeError: if the file, or a file that its ``base_config`` leads to, does not hold keys, or
-            :func:`mindformers_adaptive.mindformers.checks.check_config` raises it.
-        ValueError: for the same reasons, and by :func:`mindformers_adaptive.mindformers.cpu_checks.check_cpu`; and if
+            :func:`mindformers_adaptive.mindformers.configuration_check.check_config` raises it.
+        ValueError: for the same reasons, and by :func:`mindformers_adaptive.mindformers.cpu_limits.check_cpu`; and if
             the file's name does not end in .yaml or .yml, it is not YAML, its ``base_config`` leads back to it,
             ``run_mode`` is not one of train, finetune, eval and predict, or a key is unknown or cannot be set.
     """

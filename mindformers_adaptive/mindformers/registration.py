@@ -15,7 +15,7 @@ from mindformers_adaptive.mindformers.callbacks import (
     TrainingStateMonitor,
     restores_sidecar,
 )
-from mindformers_adaptive.mindformers.checks import OWN_AUTO_REGISTER
+from mindformers_adaptive.mindformers.configuration_check import OWN_AUTO_REGISTER
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor

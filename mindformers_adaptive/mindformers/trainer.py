@@ -16,12 +16,12 @@ from mindformers.wrapper.wrapper import GradAccumulationCellWithTwoOutput
 from mindspore import Tensor, nn
 from mindspore.dataset.engine.datasets import Dataset
 
-from mindformers_adaptive.mindformers.checks import check_config
-from mindformers_adaptive.mindformers.cpu_checks import check_cpu
+from mindformers_adaptive.mindformers.configuration_check import check_config
+from mindformers_adaptive.mindformers.cpu_limits import check_cpu
 from mindformers_adaptive.mindformers.keys import ACCUMULATION, PER_TOKEN, given_to_train_step, value_at
+from mindformers_adaptive.mindformers.lost_precision import FIXED_SCALES
 from mindformers_adaptive.mindformers.registration import register
 from mindformers_adaptive.mindformers.run_configuration import as_text, save_configuration
-from mindformers_adaptive.mindformers.scaling_checks import FIXED_SCALES
 from mindformers_adaptive.mindformers.workarounds import apply_workarounds
 from mindformers_adaptive.rules import rule_of_cell
 

@@ -37,7 +37,7 @@ from mindformers_adaptive import (
 )
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.lab.running_rule import RULE_NAMES
-from mindformers_adaptive.mindformers.checks import check_config
+from mindformers_adaptive.mindformers.configuration_check import check_config
 from mindformers_adaptive.rules import megatron
 from mindformers_adaptive.rules.guided import MARGIN
 from tests.conftest import ROOT

@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from mindformers_adaptive.cells.compiled_update import checked_history_size
 from mindformers_adaptive.mindformers.keys import FORMER_KEYS, NO_SECTION, PER_TOKEN, SCALE_SENSE, value_at
-from mindformers_adaptive.mindformers.scaling_checks import warn_of_scaling
-from mindformers_adaptive.rules import rule_of_cell
+from mindformers_adaptive.mindformers.lost_precision import warn_of_scaling
+from mindformers_adaptive.rules import find_rule, make_rule, rule_of_cell
 from mindformers_adaptive.rules.checks import number_remedy
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import describe_wrong, did_you_mean, letters_apart
@@ -30,19 +31,19 @@ class _Section(NamedTuple):
         only (tuple): the types whose keys are checked; with (), all types. MindFormers checks the keys of other types.
         is_complete (bool): whether the section must have all arguments that its class requires. MindFormers itself adds
             arguments to other sections.
-        is_tried (bool): whether a class of this package is created to check the values.
+        are_values_checked (bool): whether the values of a class of this package are checked.
     """
 
     kind: str
     needs: str = ""
     only: tuple[str, ...] = ()
     is_complete: bool = False
-    is_tried: bool = True
+    are_values_checked: bool = True
 
 
 # The sections that are checked, by their path. The star stands for the number of an entry in a list.
 _SCHEMA = {
-    _TRAIN_STEP: _Section("wrapper", needs=PER_TOKEN, is_tried=False),
+    _TRAIN_STEP: _Section("wrapper", needs=PER_TOKEN, are_values_checked=False),
     SCALE_SENSE: _Section("wrapper", needs="loss_scale_value", is_complete=True),
     # MFLossMonitor takes any keyword, and MindFormers adds this callback to every training as the first one.
     "callbacks.*": _Section("callback", only=("LossScaleMonitor", "GradientRangeMonitor", "MFLossMonitor")),
@@ -249,15 +250,31 @@ def _check_values(section: dict[str, Any], path: str, schema: _Section) -> None:
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
             f"{', '.join(missing)}. {_usual_values(section['type'], missing)}"
         )
-    if schema.is_tried and cls.__module__.startswith("mindformers_adaptive."):
+    if schema.are_values_checked and cls.__module__.startswith("mindformers_adaptive."):
         arguments = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
         try:
             with warnings.catch_warnings():
                 # Ignore warnings in this check: the class warns again when MindFormers creates it for the training.
                 warnings.simplefilter("ignore")
-                cls(**arguments)
+                if path == SCALE_SENSE:
+                    _check_rule(cls, arguments)
+                else:
+                    # A callback only keeps its arguments until a training begins.
+                    cls(**arguments)
         except (TypeError, ValueError) as error:
             raise type(error)(f"'{path}': {error}") from error
+
+
+def _check_rule(cell: Any, arguments: dict[str, Any]) -> None:
+    """Check the arguments of an update cell by its rule, which is plain Python, without the cell."""
+    if not hasattr(cell, "rule_class"):
+        # A cell with a fixed loss scale.
+        return
+    checked_history_size(arguments.pop("history_size", 0))
+    rule_class = find_rule(arguments.pop("rule", None) or cell.rule_class)
+    names = [name for name in ("loss_scale_value", *rule_class.start_arguments) if name in arguments]
+    start = [arguments.pop(name) for name in names]
+    make_rule(rule_class, **arguments).start(*start)
 
 
 def _is_loaded_later(section: dict[str, Any], path: str) -> bool:

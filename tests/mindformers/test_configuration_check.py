@@ -11,8 +11,9 @@ import yaml
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
 
+from mindformers_adaptive.cells.compiled_update import CompiledUpdateCell
 from mindformers_adaptive.cli.program import main
-from mindformers_adaptive.mindformers.checks import check_config
+from mindformers_adaptive.mindformers.configuration_check import check_config
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.trainer import LaunchedTrainer, Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
@@ -116,6 +117,12 @@ MISTAKES = [
 def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message):
     with pytest.raises(error, match=message):
         load(changes)
+
+
+def test_no_update_cell_is_built_to_check_its_values(monkeypatch):
+    monkeypatch.setattr(CompiledUpdateCell, "__init__", lambda *_: pytest.fail("a cell was built"))
+    for section in (COMPLETE, GUIDED, BY_RULE | {"rule": "guided", "margin": 3}):
+        load({SCALE_SENSE: section})
 
 
 def test_callbacks_are_counted_as_in_the_file(tmp_path):
