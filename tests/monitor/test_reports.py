@@ -1,6 +1,8 @@
 """Test what the log says before the first step, and why an explanation that was asked for is refused."""
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,7 +93,7 @@ class NormInHalf(nn.Cell):
         return (normed.astype(mstype.float32) ** 2).mean()
 
 
-def test_norms_in_fp16_are_told_after_ten_overflows_at_a_scale_of_1(mindformers_log):
+def test_norms_in_fp16_are_told_after_ten_overflows(mindformers_log):
     network = NormInHalf()
     optimizer = nn.SGD(network.trainable_params(), 0.001)
     scale = AdaptiveLossScaleUpdateCell(4.0, 2, 20)
@@ -103,3 +105,23 @@ def test_norms_in_fp16_are_told_after_ten_overflows_at_a_scale_of_1(mindformers_
         assert part in collapse
     assert re.search(r"Why it overflows:\nThe backward pass .* at a loss scale of 2\^0: .* Rsqrt", collapse)
     assert re.search(r"What helps.*: .*Rsqrt .*in float32", collapse)
+
+
+def test_a_bad_loss_that_comes_back_is_explained_again(mindformers_log):
+    network = Autoencoder()
+    optimizer = nn.SGD(network.trainable_params(), 0.001)
+    scale = AdaptiveLossScaleUpdateCell(2.0**10, 2, 20)
+    train_step = wrapper.TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=scale)
+    batches = values(8, 4, 16)
+    batches[[1, 5, 6, 7]] = np.nan
+    data = NumpySlicesDataset((batches,), shuffle=False)
+    Model(train_step).train(1, data, callbacks=[LossScaleMonitor("r.jsonl", explain=True)], dataset_sink_mode=False)
+    lines = [line for line in map(str, mindformers_log.messages) if line.startswith(("The loss of", "The loss was"))]
+    first, over, second, broken = lines
+    assert first.startswith("The loss of step 2 is nan")
+    assert "step 2 only" in over
+    assert second.startswith("The loss of step 6 is nan")
+    assert "2 times in this training" in second
+    assert all("the batch itself has inf" in line for line in (first, second))
+    assert "finite in step 5" in broken
+    assert json.loads(Path("overflow_explanation.json").read_text())["step"] == 6
