@@ -354,15 +354,11 @@ class LossScaleMonitor(RecordingCallback):
         wanted = "bad loss" if has_bad_loss and self._has_batch else "collapse"
         if sign.kind != wanted:
             return ""
-        # Import explain_collapse only here, because most trainings never need it.
-        from mindformers_adaptive.monitor.collapse_explanation import explain_collapse
-
         batch = None if params.dataset_sink_mode else params.get("train_dataset_element")
         scale = seen.next_loss_scale if seen.loss_scale is None else seen.loss_scale
         folder = self._record.path.parent
         findings = [finding for finding in self._diagnosis.findings() if not finding.is_over]
-        is_explained, why = explain_collapse(self._train_step, batch, scale, seen.step, folder, findings)
-        return f"\nWhy it overflows:\n{why}" if is_explained else f" {why}"
+        return reports.explain_collapse(self._train_step, batch, scale, seen.step, folder, findings)
 
 
 def _look_if_due(is_due: Callable[..., bool], looks: Iterable[Callable[[], None]], *args: Any, **kwargs: Any) -> bool:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mindspore import dtype as mstype
 
+import mindformers_adaptive
 from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.batch_file import save_batch
 from mindformers_adaptive.gradients.reading import read_values
 from mindformers_adaptive.overflow.causes import large_weights
-from mindformers_adaptive.record.run_folder import why_command
-from mindformers_adaptive.record.symptom import Sign
+from mindformers_adaptive.record.run_folder import BATCH_FILE, EXPLANATION_FILE, why_command
+from mindformers_adaptive.record.symptom import Finding, Sign
+from mindformers_adaptive.text.files import write_json
 from mindformers_adaptive.text.table import counted
 
-__all__ = ["message_of", "none_applied", "of_weights", "too_short_for_window", "way_to_the_cause"]
-
+__all__ = ["explain_collapse", "message_of", "none_applied", "of_weights", "too_short_for_window", "way_to_the_cause"]
 
 # Check the weights of models with at most this many elements, half a gigabyte in float32.
 _MOST_ELEMENTS = 2**27
@@ -44,6 +49,45 @@ def message_of(sign: Sign, way: str) -> str:
         way (str): the sentence of :func:`way_to_the_cause`.
     """
     return f"{sign.text} {sign.remedy} {way}" if sign.remedy else sign.text
+
+
+def explain_collapse(
+    train_step: Any, batch: Any, loss_scale: float | None, step: int, folder: Path, findings: Sequence[Finding] = ()
+) -> str:
+    """Explain the overflow of a batch, and write the explanation and the batch to a folder.
+
+    The weights and the state of the training stay as they are.
+
+    Args:
+        train_step (Cell): the train-step cell, at the weights of that step.
+        batch (tuple[Tensor], optional): the inputs of the network; None in data-sink mode, which hides the batch.
+        loss_scale (float, optional): the loss scale of that step; None if it is not known.
+        step (int): the number of that step.
+        folder (Path): the folder to write to.
+        findings (Sequence[Finding]): what the steps of the training show. Default: nothing.
+
+    Returns:
+        str, for the end of a message in the log: the explanation in at most five lines, or why there is none.
+    """
+    if not batch:
+        return (
+            " 'explain' needs the batch, but in data-sink mode the host does not see the batch. Set "
+            "'runner_config.sink_mode' to False, or run 'adaptive-loss-scale why' on a checkpoint."
+        )
+    if loss_scale is None or not (math.isfinite(loss_scale) and loss_scale > 0):
+        return f" 'explain' needs a finite loss scale above 0, but the loss scale is {loss_scale}."
+    file, saved = folder / EXPLANATION_FILE, folder / BATCH_FILE
+    try:
+        # Save the batch first, so that it is kept even if the explanation fails.
+        save_batch(saved, [to_numpy(column) for column in batch])
+        explain: Any = mindformers_adaptive.explain_overflow
+        explanation = explain(train_step, [batch], loss_scale)
+        explanation = dataclasses.replace(explanation.after(findings), measured="weights of this step")
+        write_json(file, {"step": step, **explanation.to_dict()})
+    # If the overflow cannot be explained, the training still goes on, so catch all errors.
+    except Exception as error:
+        return f" The overflow could not be explained: {type(error).__name__}: {error}"
+    return f"\nWhy it overflows:\n{explanation.summary()}\nAll details: {file}. The batch of step {step}: {saved}."
 
 
 def none_applied(steps: int, way: str) -> str:
