@@ -315,6 +315,11 @@ def ways_of_detection(count, size):
             return self.function(gradients)
 
     class Detection(TrainOneStepWithLossScaleCell):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            # The random gradients count as divided by the loss scale.
+            self.declare_divided_gradients()
+
         def construct(self, gradients):
             return self.get_overflow_status(None, gradients)
 
