@@ -128,15 +128,6 @@ class AdaptiveRule(Rule):
     recorded = ("scale_window", "window_index", "growth_num", "down_num")
     start_arguments: ClassVar[tuple[str, ...]] = ("scale_window",)
     usual_arguments = ("loss_scale_value", "scale_factor", "scale_window", "max_scale_window", "min_scale_window")
-    # The scale windows to try: from 5 steps, a quarter of MindFormers' smallest window (20), to 2000 steps, the default
-    # of MindSpore's DynamicLossScaleManager and PyTorch's GradScaler. If the smallest and the largest window are equal,
-    # the rule is ordinary dynamic loss scaling.
-    tried: ClassVar[dict[str, Any]] = {
-        "min_scale_window": (5, 10, 20, 50, 100, 200, 500, 1000, 2000),
-        "max_scale_window": (5, 10, 20, 50, 100, 200, 500, 1000, 2000),
-        "scale_factor": (2, 4),
-        "hysteresis": (1, 2),
-    }
     counts_clean_steps = True
     identifying_fields = ("window_index",)
     keeps_bounds = True

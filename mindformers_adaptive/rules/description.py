@@ -48,10 +48,6 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda names: isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names),
         "'recorded' as a tuple of names, such as ('mean',)",
     ),
-    "tried": (
-        lambda tried: isinstance(tried, Mapping) and all(isinstance(some, (tuple, list)) for some in tried.values()),
-        "'tried' as a dict of the values to try, such as {'margin': (2.0, 3.0)}",
-    ),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from mindformers_adaptive.rules.checks import require_integer, require_number
 from mindformers_adaptive.rules.fields import STEP_LIMIT, Field, int32
@@ -153,8 +153,6 @@ class GuidedRule(Rule):
     needs_gradients = True
     recorded = ("current_margin",)
     usual_arguments = ("loss_scale_value", "margin")
-    # The margins that ``tune`` tries, in bits.
-    tried: ClassVar[dict[str, Any]] = {"margin": (2, 3, 4, 5, 6, 7, 8, 10, 12)}
     keeps_bounds = True
 
     @refuses_exchange_rate

@@ -8,7 +8,7 @@ import math
 import types
 import warnings
 from collections import namedtuple
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -67,7 +67,6 @@ class Rule(metaclass=_CheckedOnCreation):
         needs_gradients (bool): whether it needs the largest gradient of each step beside the overflow flag. Default:
             False.
         recorded (tuple[str, ...]): the names of the state values that the record of each step has.
-        tried (Mapping[str, Sequence]): for some arguments, the values that ``tune`` tries.
 
     Args:
         min_loss_scale (float): the floor of the loss scale, above 0. Default: 1.0, MindSpore's.
@@ -102,7 +101,6 @@ class Rule(metaclass=_CheckedOnCreation):
     state: Mapping[str, Any] = {}
     needs_gradients: bool = False
     recorded: tuple[str, ...] = ()
-    tried: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
     # Only the rules of this package set the attributes below.
 

@@ -12,7 +12,6 @@ class LogMaxRule(Rule):
     title = "LogMax loss scaling"
     state = {"mean": float32, "spreads": {"quick_spread": float32, "slow_spread": float32}}
     needs_gradients = True
-    tried = {"margin": (2.0, 3.0, 4.0)}
 
     def __init__(self, margin=3.0, share=0.1, **bounds):
         super().__init__(**bounds)

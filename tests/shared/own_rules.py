@@ -51,7 +51,6 @@ class Follow(Rule):
     name = "follow"
     state: ClassVar = {"shown": int32}
     needs_gradients = True
-    tried: ClassVar = {"margin": (1, 2, 4)}
 
     def __init__(self, margin=2, min_loss_scale=1.0, max_loss_scale=None):
         super().__init__(min_loss_scale, max_loss_scale)
