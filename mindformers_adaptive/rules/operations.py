@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
 
 __all__ = ["NUMPY", "OPERATIONS", "UNSHOWN", "Namespace", "Table", "constants", "filled_table", "merged"]
-__all__ += ["possible_exponents", "safe_exponents"]
+__all__ += ["exponents_of", "possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
 
@@ -27,6 +27,8 @@ UNSHOWN = -1024
 
 # The smallest and the largest float32 number that fit into int32.
 SMALLEST_AS_INT32, LARGEST_AS_INT32 = np.float32(-(2.0**31)), np.float32(2.0**31 - 2.0**7)
+
+_SMALLEST, _LARGEST = np.float32(SMALLEST_FLOAT32), np.float32(LARGEST_FLOAT32)
 
 # The most combinations of arguments in a table.
 _LARGEST_TABLE = 2**16
@@ -94,11 +96,14 @@ def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
         >>> known.tolist(), int(exponents[0])
         ([True, False], 15)
     """
-    with np.errstate(over="ignore"):
-        gradient = np.asarray(largest_gradient, np.float64).astype(np.float32)
-    known = (gradient >= SMALLEST_FLOAT32) & (gradient <= LARGEST_FLOAT32)
-    fraction, exponent = np.frexp(np.where(known, gradient, np.float32(1.0)))
-    largest_fraction, largest_exponent = np.frexp(np.asarray(largest, np.float64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return exponents_of(np.asarray(largest_gradient).astype(np.float32), *np.frexp(np.asarray(largest, np.float64)))
+
+
+def exponents_of(gradient: Array, largest_fraction: Any, largest_exponent: Any) -> tuple[Any, Any]:
+    """Return what :func:`safe_exponents` returns, for float32 gradients and for ``np.frexp`` of the largest number."""
+    known = (gradient >= _SMALLEST) & (gradient <= _LARGEST)
+    fraction, exponent = np.frexp(gradient)
     return known, (largest_exponent - exponent - (fraction > largest_fraction)).astype(np.int32)
 
 
@@ -155,15 +160,15 @@ def merged(each: Array) -> Array:
 
 
 def _minimum(x: Array, y: Array) -> Any:
-    return np.where(x < y, x, y) if x.dtype == np.float32 else np.minimum(x, y)
+    return np.where(x < y, x, y) if x.dtype.kind == "f" else np.minimum(x, y)
 
 
 def _maximum(x: Array, y: Array) -> Any:
-    return np.where(y < x, x, y) if x.dtype == np.float32 else np.maximum(x, y)
+    return np.where(y < x, x, y) if x.dtype.kind == "f" else np.maximum(x, y)
 
 
 def _int32(x: Array) -> Any:
-    if x.dtype == np.float32:
+    if x.dtype.kind == "f":
         x = np.fmin(np.fmax(x, SMALLEST_AS_INT32), LARGEST_AS_INT32)
     return x.astype(np.int32)
 
@@ -173,8 +178,11 @@ def _float32(x: Array) -> Any:
 
 
 def stack(parts: Sequence[Array]) -> Array:
-    """Return a vector of numbers, in each lane."""
-    return np.stack(np.broadcast_arrays(*parts))
+    """Return a vector of numbers, in each lane. A part may be one number for all lanes."""
+    joined, lanes = np.concatenate(parts), parts[0].shape[-1]
+    if joined.size != len(parts) * lanes:
+        return np.stack(np.broadcast_arrays(*parts))
+    return joined.reshape(len(parts), lanes)
 
 
 def _take(vector: Array, index: Array) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.rules.operations import NUMPY, OPERATIONS, UNSHOWN, Namespace, Table, merged, safe_exponents
+from mindformers_adaptive.rules.operations import NUMPY, OPERATIONS, UNSHOWN, Namespace, Table, exponents_of, merged
 
 __all__ = ["GRADIENT", "NumpyStep", "arguments_of_step", "handed_on", "keeps_bounds", "results_of_step"]
 __all__ += ["structure_of"]
@@ -53,7 +53,7 @@ class NumpyStep:
         self._arguments = arguments_of_step(self._step)
         self._is_by_bits, self._is_clipped = rule.moves_by_bits, not keeps_bounds(rule)
         self.shows_gradients = not {*GRADIENT}.isdisjoint(self._arguments)
-        self._largest = merged(np.array([rule.gradient_format.largest for rule in rules]))
+        self._largest = np.frexp(merged(np.array([rule.gradient_format.largest for rule in rules])))
         names = ("min_exponent", "max_exponent") if self._is_by_bits else ("min_loss_scale", "max_loss_scale")
         dtype = np.int32 if self._is_by_bits else np.float32
         self._bounds = [merged(np.array([getattr(rule, name) for rule in rules], dtype)) for name in names]
@@ -68,10 +68,11 @@ class NumpyStep:
         if self._is_by_bits:
             values["exponent"] = np.frexp(values["loss_scale"])[1].astype(np.int32) - np.int32(1)
         if self.shows_gradients:
-            known, exponents = safe_exponents(values["largest_gradient"], self._largest)
+            known, exponents = exponents_of(values["largest_gradient"], *self._largest)
             values["gradient_known"] = known = known & ~values["overflow"]
             values["max_safe_exponent"] = np.where(known, exponents, np.int32(UNSHOWN))
-            values["largest_gradient"] = np.where(known, values["largest_gradient"], np.float32(0))
+            if "largest_gradient" in self._arguments:
+                values["largest_gradient"] = np.where(known, values["largest_gradient"], np.float32(0))
         after: dict[str, NDArray[Any]] = self._step(*map(values.__getitem__, self._arguments))
         if self._is_clipped:
             scale = "exponent" if self._is_by_bits else "loss_scale"
