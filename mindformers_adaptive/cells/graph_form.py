@@ -45,6 +45,19 @@ def _maximum(x: Any, y: Any) -> Any:
     return ops.maximum(x, y) if x.dtype == mstype.int32 else ops.select(ops.less(y, x), x, y)
 
 
+# Not by & and |: an Ascend has no kernel for these operators on bool.
+def _logical_and(first: Any, *flags: Any) -> Any:
+    for flag in flags:
+        first = ops.logical_and(first, flag)
+    return first
+
+
+def _logical_or(first: Any, *flags: Any) -> Any:
+    for flag in flags:
+        first = ops.logical_or(first, flag)
+    return first
+
+
 def _int32(x: Any) -> Any:
     if x.dtype == mstype.float32:
         return ops.cast(ops.minimum(ops.maximum(x, _LOWEST), _HIGHEST), mstype.int32)
@@ -84,7 +97,8 @@ def _table(rows: Any, lowest: Any) -> Any:
 
 
 _OPERATIONS = {
-    **{"where": ops.select, "minimum": _minimum, "maximum": _maximum, "floor": ops.floor, "int32": _int32},
+    **{"where": ops.select, "logical_and": _logical_and, "logical_or": _logical_or},
+    **{"minimum": _minimum, "maximum": _maximum, "floor": ops.floor, "int32": _int32},
     **{"float32": _float32, "stack": ops.stack, "unstack": ops.unstack, "take": _take, "argmin": _argmin},
     "count": _count,
 }

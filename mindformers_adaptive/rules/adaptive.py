@@ -216,17 +216,17 @@ class AdaptiveRule(Rule):
         ):
             clean = clean_steps + one
             is_full = scale_window <= clean
-            is_event = overflow | is_full
+            is_event = xp.logical_or(overflow, is_full)
             event = xp.where(overflow, a_drop, xp.where(is_full, a_raise, nothing))
             # Skip a raise that would pass max_loss_scale. A drop below min_loss_scale stops at min_loss_scale.
             scaled = loss_scale * xp.where(overflow, dropped, raised)
-            moves = is_event & (scaled <= highest)
+            moves = xp.logical_and(is_event, scaled <= highest)
             budget = hysteresis_budget
             if tolerates:
                 spent = xp.maximum(hysteresis_budget - one, zero)
-                tolerated = overflow & (zero < spent)
+                tolerated = xp.logical_and(overflow, zero < spent)
                 event = xp.where(tolerated, a_tolerated, event)
-                moves = moves & ~tolerated
+                moves = xp.logical_and(moves, ~tolerated)
                 budget = xp.where(is_event, xp.where(overflow, spent, full), hysteresis_budget)
             window, index, growth, down = counters(event, window_index, growth_num, down_num)
             return {

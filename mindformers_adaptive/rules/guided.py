@@ -203,21 +203,21 @@ class GuidedRule(Rule):
 
             # Begin with the margin that the present loss scale implies, but not too far below the ceiling.
             has_seen = low < unseen
-            margin = xp.where(gradient_known & ~has_seen, xp.minimum(above, first_most), current_margin)
+            margin = xp.where(xp.logical_and(gradient_known, ~has_seen), xp.minimum(above, first_most), current_margin)
 
             after_overflow = consecutive_overflows * applied > zero
-            is_explained = gradient_known & (shown < parts * first_exponent)
-            is_unexplained = after_overflow & ~is_explained
+            is_explained = xp.logical_and(gradient_known, shown < parts * first_exponent)
+            is_unexplained = xp.logical_and(after_overflow, ~is_explained)
             is_often = clean_steps <= often
-            recurs = is_unexplained & is_often
-            counts = after_overflow & has_seen
-            fell_again = counts & is_explained & is_often & (wait >= zero) & (clean_steps > same_fall)
-            grows = is_unexplained & ((clean_steps <= one) | (clean_steps >= wait))
+            recurs = xp.logical_and(is_unexplained, is_often)
+            counts = xp.logical_and(after_overflow, has_seen)
+            fell_again = xp.logical_and(counts, is_explained, is_often, wait >= zero, clean_steps > same_fall)
+            grows = xp.logical_and(is_unexplained, xp.logical_or(clean_steps <= one, clean_steps >= wait))
             wanted = xp.where(is_explained, low // parts - max_safe_exponent, above + below)
             limit = xp.where(recurs, without_limit, most)
-            larger = xp.where(fell_again | grows, xp.maximum(margin, xp.minimum(wanted, limit)), margin)
-            is_useless = recurs & has_seen & (clean_steps > one) & (wait <= zero)
-            is_useless = is_useless & ((above >= top) | (first_exponent <= lowest))
+            larger = xp.where(xp.logical_or(fell_again, grows), xp.maximum(margin, xp.minimum(wanted, limit)), margin)
+            is_far = xp.logical_or(above >= top, first_exponent <= lowest)
+            is_useless = xp.logical_and(recurs, has_seen, is_far, clean_steps > one, wait <= zero)
 
             next_wait = xp.where(is_useless, helps * clean_steps, xp.where(grows, zero, wait))
             next_wait = xp.where(counts, xp.maximum(next_wait, zero), next_wait)

@@ -167,6 +167,18 @@ def _maximum(x: Array, y: Array) -> Any:
     return np.where(y < x, x, y) if x.dtype.kind == "f" else np.maximum(x, y)
 
 
+def _logical_and(first: Array, *flags: Array) -> Any:
+    for flag in flags:
+        first = first & flag
+    return first
+
+
+def _logical_or(first: Array, *flags: Array) -> Any:
+    for flag in flags:
+        first = first | flag
+    return first
+
+
 def _int32(x: Array) -> Any:
     if x.dtype.kind == "f":
         x = np.fmin(np.fmax(x, SMALLEST_AS_INT32), LARGEST_AS_INT32)
@@ -201,7 +213,8 @@ def _count(flags: Array) -> Any:
 
 # Operations on values. Constants and tables are made by functions of Namespace instead.
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{"where": np.where, "minimum": _minimum, "maximum": _maximum, "floor": np.floor, "int32": _int32},
+    **{"where": np.where, "logical_and": _logical_and, "logical_or": _logical_or},
+    **{"minimum": _minimum, "maximum": _maximum, "floor": np.floor, "int32": _int32},
     **{"float32": _float32, "stack": stack, "unstack": list, "take": _take, "argmin": _argmin, "count": _count},
 }
 

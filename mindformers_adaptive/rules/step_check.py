@@ -28,11 +28,12 @@ _OPERATORS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("add", "subtract", "multiply", "negative", "absolute"), _NUMBERS),
     **dict.fromkeys(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"), _NUMBERS),
     **{"divide": _FLOAT32, "floor_divide": _INT32},
-    **dict.fromkeys(("bitwise_and", "bitwise_or", "invert"), _FLAGS),
+    "invert": _FLAGS,
 }
 _DTYPES: Mapping[str, frozenset[str]] = {
     **{"minimum": _NUMBERS, "maximum": _NUMBERS, "stack": _NUMBERS, "unstack": _NUMBERS},
     **{"floor": _FLOAT32, "argmin": _FLOAT32, "count": _FLAGS},
+    **{"logical_and": _FLAGS, "logical_or": _FLAGS},
 }
 
 
@@ -45,6 +46,8 @@ class _Checked(np.ndarray[Any, Any]):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *values: Any, **options: Any) -> Any:
         name = ufunc.__name__
+        if name in ("bitwise_and", "bitwise_or"):
+            raise StepError("uses & or | on values. Use xp.logical_and(a, b, ...) or xp.logical_or(a, b, ...)")
         if method != "__call__" or name not in _OPERATORS:
             raise StepError(f"calls numpy.{name}. Use operators of Python, and functions of xp")
         if options:
@@ -57,7 +60,7 @@ class _Checked(np.ndarray[Any, Any]):
     def __bool__(self) -> bool:
         raise StepError(
             "has an 'if', 'and', 'or', 'not' or 'while' on a value, or a comparison such as a < b < c. Use "
-            "xp.where(condition, a, b), & | and ~"
+            "xp.where(condition, a, b), xp.logical_and, xp.logical_or and ~"
         )
 
     def __repr__(self) -> str:

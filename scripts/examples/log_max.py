@@ -35,7 +35,7 @@ class LogMaxRule(Rule):
             next_mean = mean + (allowed - mean) * share
             wanted = xp.int32(xp.floor(next_mean - margin * xp.maximum(quick, slow)))
             wanted = xp.where(overflow, xp.minimum(wanted, lower), wanted)
-            moves = overflow | gradient_known
+            moves = xp.logical_or(overflow, gradient_known)
             return {
                 "exponent": xp.where(moves, wanted, exponent),
                 "mean": xp.where(moves, next_mean, mean),

@@ -14,8 +14,8 @@ from tests.shared.own_rules import CappedAdaptive, CappedGuided, Follow, Weigh, 
 
 EVERYTHING = """
 def step(loss_scale, overflow, gradient_known, largest_gradient, max_safe_exponent, i, j, x, y, v, w, n):
-    flag = ~overflow & (x >= y) | (i == j)
-    other = (x < y) | (i != j) & (x != y) | (x <= half) | (i > j)
+    flag = xp.logical_or(xp.logical_and(~overflow, x >= y), i == j)
+    other = xp.logical_or(x < y, xp.logical_and(i != j, x != y), x <= half, i > j)
     row, column = table(i, n)
     first, second, third = xp.unstack(v)
     return {
@@ -55,7 +55,11 @@ def random_expression(numbers, depth, dtype):
         return numbers.choice(leaves[dtype])
     a, b, c, d = (random_expression(numbers, depth - 1, dtype) for _ in range(4))
     forms = [f"({a} + {b})", f"({a} - {b})", f"({a} * {b})", f"abs({a})", f"xp.minimum({a}, {b})"]
-    forms += [f"xp.maximum({a}, {b})", f"xp.where({a} < {b}, {c}, {d})", f"xp.where(overflow & ({a} == {b}), {c}, {d})"]
+    forms += [
+        f"xp.maximum({a}, {b})",
+        f"xp.where({a} < {b}, {c}, {d})",
+        f"xp.where(xp.logical_and(overflow, {a} == {b}), {c}, {d})",
+    ]
     return numbers.choice([*forms, f"({a} // three)"] if dtype == "int32" else [*forms, f"xp.floor({a})"])
 
 

@@ -69,7 +69,7 @@ class Refusing(Rule):
             raised = xp.where(raises, loss_scale * two, loss_scale)
             return {
                 "loss_scale": xp.where(overflow, loss_scale * half, raised),
-                "clean": xp.where(overflow | raises, zero, clean + one),
+                "clean": xp.where(xp.logical_or(overflow, raises), zero, clean + one),
             }
 
         return step

@@ -61,7 +61,8 @@ def made(folder, body, text=RULE):
         ("mean = xp.where(True, mean, half)", r"uses True in 'where'"),
         ("clean = overflow + one", "mixes bool and int32 in 'add'"),
         ("flags = overflow + overflow", "uses 'add' with bool, but it takes float32 or int32"),
-        ("clean = clean & one", "uses 'bitwise_and' with int32, but it takes bool"),
+        ("mean = xp.where(overflow & overflow, mean, half)", r"uses & or \| on values\. Use xp\.logical_and"),
+        ("clean = xp.logical_or(clean, one)", "uses 'logical_or' with int32, but it takes bool"),
         ("clean = ~clean", "uses 'invert' with int32"),
         ("clean += one", "changes a value in place, .*Write x = x \\+ y"),
         ("mean = np.sqrt(mean)", r"calls numpy\.sqrt\. Use operators"),
@@ -150,7 +151,7 @@ def test_wrong_constants_are_refused(tmp_path, constants, problem):
         "first, *_ = xp.unstack(vec); vec = xp.stack((first, mean, xp.minimum(mean, half)))",
         "mean = xp.take(bounds, clean) + xp.floor(mean)\nfor number in range(3):\n    mean = mean * half",
         "clean = xp.argmin(vec) + xp.count(vec > mean) + xp.int32(mean <= half) + xp.int32(mean != half)",
-        "flag = ~overflow & (mean >= half) | (clean == one); mean = xp.maximum(xp.where(flag, mean, half), third)",
+        "f = xp.logical_or(~overflow, xp.logical_and(mean >= half, clean == one)); mean = xp.where(f, mean, half)",
     ],
 )
 def test_right_steps_are_taken(tmp_path, statement):

@@ -114,7 +114,7 @@ class Plain(Rule):
             raised = xp.where(raises, loss_scale * two, loss_scale)
             return {
                 "loss_scale": xp.where(overflow, loss_scale * half, raised),
-                "clean_steps": xp.where(overflow | raises, zero, clean),
+                "clean_steps": xp.where(xp.logical_or(overflow, raises), zero, clean),
             }
 
         return step
