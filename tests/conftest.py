@@ -45,6 +45,7 @@ os.environ |= {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=1, help="number of kills of each run that a test kills during a save")
+    parser.addoption("--judged", type=int, default=60, help="number of random runs whose analyses are judged")
     parser.addoption("--release", action="store_true", help="also check that the API reference is all in Chinese too")
 
 

@@ -115,7 +115,7 @@ def _lower_start(run: RecordedRun, ways: Ways, start_up: Held) -> list[Advice]:
     # A loss scale that is not a power of two would round FP16 gradients.
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
     starts = run.first_loss_scales()
-    if not start_up.answer or better < SMALLEST_LOSS_SCALE or fewest <= TOLERABLE:
+    if start_up.before == len(run.first) or better < SMALLEST_LOSS_SCALE or fewest <= TOLERABLE:
         return []
     if starts is not None and not better < starts[1]:
         return []
@@ -136,8 +136,8 @@ def _lower_start(run: RecordedRun, ways: Ways, start_up: Held) -> list[Advice]:
             f"Start at {as_power_of_two(better)} ({ways.sets.format('loss_scale_value', f'{better:.15g}')})"
             + f" instead of {start}." * bool(start)
             + "." * (not start),
-            f"{at_least}{counted(fewest, 'step')} {'was' if fewest == 1 else 'were'} skipped before a scale held. "
-            f"{reason}{resumed}",
+            f"{at_least}{counted(fewest, 'step')} {'was' if fewest == 1 else 'were'} skipped before step "
+            f"{run.first[start_up.before]}. {reason}{resumed}",
             {
                 "scale": better,
                 "reached_at": start_up.from_step,
@@ -166,7 +166,8 @@ def _skips_again(run: RecordedRun, start_up: Held) -> Advice | None:
     second = "use dynamic scaling with a window of 1000"
     if is_adaptive:
         second = "use adaptive scaling, which comes back up sooner"
-    at_least = "" if run.skipped_bounds()[0] == run.skipped_bounds()[1] else "at least "
+    is_exact = all(low == high for low, high in (run.skipped_bounds(), run.skipped_bounds(start_up.before)))
+    at_least = "" if is_exact else "at least "
     return Advice(
         "take guided",
         "Take gradient-guided scaling: it sees from the gradients how high the loss scale may be, and rarely skips a "

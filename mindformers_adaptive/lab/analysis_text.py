@@ -60,7 +60,7 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
 def without_advice(analysis: Mapping[str, Any]) -> list[str]:
     """Return paragraphs about a run that needs no change, or whose log is too short to tell."""
     skipped, start = analysis["skipped"], analysis["start_up"]
-    if skipped["at_most"] != 0 and analysis["steps"]["count"] < HELD and not start["a_scale_held"]:
+    if skipped["at_most"] and analysis["steps"]["count"] < HELD and not start["a_scale_held"]:
         return [
             f"Too few steps to judge: a loss scale counts as held after {HELD} steps without overflow. Overflows "
             "in the first steps are normal: each one halves the scale until a scale holds."

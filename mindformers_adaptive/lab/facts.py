@@ -43,7 +43,7 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
             "held_from_step": start.from_step,
             "highest_held": _for_json(start.highest),
             **_bounded("before_first_applied", *_before_first_applied(run)),
-            **_bounded("before_scale_held", *run.skipped_bounds(start.before)),
+            **_bounded("before_scale_held", *start.skipped_before),
             "first_steps": first_steps,
             **_bounded("skipped_in_first_steps", *_skipped_in_first(run, ends, first_steps)),
         },

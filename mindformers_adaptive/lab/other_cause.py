@@ -12,6 +12,7 @@ import numpy as np
 from mindformers_adaptive.record.diagnosis import Finding, diagnose
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import EXPLANATION_FILE, ways_of
+from mindformers_adaptive.record.scale_summary import stayed
 from mindformers_adaptive.record.thresholds import STUCK
 from mindformers_adaptive.text.files import json_object
 from mindformers_adaptive.text.table import counted
@@ -74,12 +75,14 @@ def other_cause(run: RecordedRun, in_python: bool = False, findings: Sequence[Fi
     skipped = run.skipped_bounds()[0]
     if skipped >= STUCK:
         reason = f"At least {counted(skipped, 'step')} overflowed at a loss scale of 1. No loss scale helps there."
+        if not stayed(run):
+            reason = f"At least {counted(skipped, 'step')} overflowed, and each line of the log has a loss scale of 1."
         return Advice("collapse", to_the_layer, reason, {"steps": skipped})
     return Advice(
         "scale of 1",
         "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, "
         f"find a loss scale to start from: {ways.find}",
-        "The loss scale was 1 in every step.",
+        f"The loss scale was 1 {'in every step' if stayed(run) else 'on each line of the log'}.",
         {"steps": len(run)},
     )
 

@@ -88,6 +88,8 @@ class LogLines:
         self._last_step = -1
         # How many steps without overflow a line has named since the last overflow.
         self._clean_steps: int | None = None
+        # Whether the last step has been named again.
+        self._is_again = False
         # The last moves of each rank and source file, to find lines of two optimizers.
         self._moves: dict[tuple[str, str], deque[tuple[float, float]]] = {}
         self._at_same_step = self._alternating = 0
@@ -142,8 +144,11 @@ class LogLines:
         if line.overflow is None:
             if self._pending:
                 self._pending[-1].dropped_by_norm = True
-        elif line.overflow and named is not None and named.loss_scale in (None, line.loss_scale):
-            # The line before names the step of this overflow.
+        elif line.overflow and named is not None and (named.loss_scale in (None, line.loss_scale) or self._is_again):
+            # The line before names the step of this overflow. If another line has named the step with another scale, a
+            # restart has taken the step again.
+            if named.loss_scale not in (None, line.loss_scale):
+                self.after_restart.add(len(self) - 1)
             named.loss_scale, named.next_loss_scale = line.loss_scale, line.next_loss_scale
         elif line.overflow:
             self.overflows.append((len(self), line))
@@ -168,7 +173,7 @@ class LogLines:
             self._alternating = self._alternating + 1 if start == first and is_far else 0
 
     def _append(self, line: Step, where: int) -> None:
-        self._last_step = line.step
+        self._last_step, self._is_again = line.step, False
         self._pending.append(line)
         self.where.append(where)
         self._note_format(line.gradient_format, len(self) - 1)
@@ -217,8 +222,10 @@ class LogLines:
         if any(first != second for first, second in pairs if first is not None and second is not None):
             return False
         if all(first is not None or second is None for first, second in pairs):
-            self._merged += 1
+            self._merged, self._is_again = self._merged + 1, True
             self._other_loss += repr(earlier.loss) != repr(line.loss)
+            # If no rank wrote the line, but a restarted run, its loss is the one that counts.
+            earlier.loss, earlier.gradient_norm = line.loss, line.gradient_norm
         elif earlier is self._pending[-1]:
             # An overflow line that is printed between two lines of the same step belongs to that step.
             self.overflows = [(min(row, len(self) - 1), overflow) for row, overflow in self.overflows]

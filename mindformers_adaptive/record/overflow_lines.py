@@ -68,6 +68,8 @@ def _without_repeats(lines: Iterable[tuple[int, LogLine]]) -> list[tuple[int, Lo
             # Without a time, the comparison with nan is False.
             and not abs(moment - earlier_moment) > _SECONDS_APART
             and (not math.isnan(moment - earlier_moment) or row - earlier_row <= _ROWS_APART)
+            # Between two raises to the same scale there is an overflow, whose line may name its step.
+            and (line.overflow or row == earlier_row)
         ]
         if not repeats:
             result.append((row, line))

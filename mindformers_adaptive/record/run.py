@@ -307,14 +307,19 @@ class RecordedRun:
         unknown = np.full(len(self.first), np.nan)
         loss, norm = (unknown if (values := self.column(field)) is None else values for field in _LOSS_AND_NORM)
         flags = np.where(self.skipped, 1.0, np.where(self.applied, 0.0, np.nan))
+        # A raise on a line of its own shows that some step of the stretch was applied.
+        raised = np.isin(np.arange(len(loss)), [move.stretch for move in self.moves if not move.is_overflow])
+        raised &= np.isnan(flags) & np.isnan(loss)
+        flags[raised] = 0.0
         stated = [loss, flags, self.used, self.after, norm]
         chosen = ~np.isnan(stated).all(axis=0)
         dropped = np.isin(self.last, self.steps_where("dropped_by_norm"))[chosen].tolist()
         follows = self.column("largest_gradient") is not None
         loss_list, flags_list, used, after, norm_list = (_with_none(column[chosen]) for column in stated)
         overflow = map({1.0: True, 0.0: False, None: None}.get, flags_list)
+        lengths = np.where(raised, 1, self.lengths)[chosen].tolist()
         columns = [self.last[chosen].tolist(), loss_list, overflow, used, after, norm_list, dropped]
-        rows = zip(*columns, repeat(None), repeat(follows), self.lengths[chosen].tolist(), strict=False)
+        rows = zip(*columns, repeat(None), repeat(follows), lengths, strict=False)
         return map(Seen._make, rows)
 
     def applied_gradients(self) -> Floats | None:

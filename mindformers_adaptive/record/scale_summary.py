@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.record.thresholds import HELD, STUCK
-from mindformers_adaptive.record.trace import consecutive_runs
 
 __all__ = ["Held", "bounds_in_words", "held", "path_in_words", "settled", "skipped_at_end", "stayed"]
 
@@ -29,7 +28,8 @@ class Held(NamedTuple):
             earlier; None if there is no such scale or the log does not show it.
         from_step (int, optional): the first step of a series of steps at which that scale held.
         highest (float, optional): the highest scale that is shown to have held, even after it had overflowed.
-        before (int): the number of stretches before the first scale held; all if none held.
+        before (int): the number of stretches before the first scale that is shown to have held; all if none is.
+        skipped_before (tuple[int, int]): the fewest and the most steps that were skipped before the first scale held.
     """
 
     answer: bool | None
@@ -37,6 +37,7 @@ class Held(NamedTuple):
     from_step: int | None
     highest: float | None
     before: int
+    skipped_before: tuple[int, int]
 
 
 def held(run: RecordedRun) -> Held:
@@ -45,52 +46,75 @@ def held(run: RecordedRun) -> Held:
     Examples:
         >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
         >>> held(RecordedRun.of_steps(range(1, 101), scale, np.arange(100) < 16))
-        Held(answer=True, scale=65536.0, from_step=17, highest=65536.0, before=16)
+        Held(answer=True, scale=65536.0, from_step=17, highest=65536.0, before=16, skipped_before=(16, 16))
     """
     lengths, low = run.lengths, np.nan_to_num(run.scale_ranges()[0])
     first, sums = _series(run, run.applied)
     is_roomy = (run.most < lengths) & (lengths - run.most >= HELD * (run.most + 1))
     starts = np.concatenate([first[sums >= HELD], np.flatnonzero(is_roomy & ~run.applied) + 1])
     raises = [move for move in run.moves if not move.is_overflow and move.clean_steps >= HELD]
-    answer = bool(len(starts) or raises) or (None if _may_have_held(run) else False)
+    is_shown, fewest = bool(len(starts) or raises), _fewest_before_held(run)
     before = int(starts.min()) if len(starts) else len(run.first)
+    skipped, most = run.skipped_bounds(before)
+    # A restart goes on with the number of the step, so that a series of steps may lead over it.
+    breaks = ~np.append(True, run.first[1:] == run.last[:-1] + 1)
     # For each stretch, at most 20 places; a place between two stretches that do not follow each other breaks a series.
-    copies = np.where(run.applied, np.minimum(lengths, HELD), 1) + (~run.follows & run.applied)
+    copies = np.where(run.applied, np.minimum(lengths, HELD), 1) + (breaks & run.applied)
     index = np.repeat(np.arange(len(copies)), copies)
     scales = np.where(run.applied, low, -1.0)[index]
-    scales[(np.cumsum(copies) - copies)[~run.follows & run.applied]] = -1.0
+    scales[(np.cumsum(copies) - copies)[breaks & run.applied]] = -1.0
     windows = np.zeros(0)
     if len(scales) >= HELD:
         windows = np.lib.stride_tricks.sliding_window_view(scales, HELD).min(axis=1)
-    windows = np.append(np.maximum(windows, 0.0), [move.before for move in raises if move.before > 0])
-    index = np.append(index[: max(len(scales) - HELD + 1, 0)], [move.stretch for move in raises if move.before > 0])
-    index = index.astype(np.int64)
+    from_raises = [each for move in raises if (each := _held_before(run, move)) is not None]
+    windows = np.append(np.maximum(windows, 0.0), [move.before for move, _ in from_raises])
+    index = np.append(index[: max(len(scales) - HELD + 1, 0)], [move.stretch for move, _ in from_raises]).astype(int)
+    steps = np.append(run.first[index[: len(index) - len(from_raises)]], [step for _, step in from_raises])
     overflowed = np.minimum.accumulate(np.where(run.skipped & (low > 0), low, np.inf))
     below = np.where(windows < overflowed[index], windows, 0.0)
     best = float(below.max(initial=0.0))
-    step = int(run.first[index[np.argmax(below)]]) if best else None
-    return Held(answer, best or None, step, float(windows.max(initial=0.0)) or None, before)
+    return Held(
+        answer=True if is_shown else None if fewest is not None else False,
+        scale=best or None,
+        from_step=int(steps[np.argmax(below)]) if best else None,
+        highest=float(windows.max(initial=0.0)) or None,
+        before=before,
+        skipped_before=(skipped if fewest is None else min(fewest, skipped), most),
+    )
+
+
+def _held_before(run: RecordedRun, move: Move) -> tuple[Move, int] | None:
+    """Return a raise after steps in a row without overflow, and the first step that is surely one of at least 20."""
+    first = int(run.last[move.stretch]) - move.clean_steps + 1
+    is_shown = move.before > 0 and first >= run.first[0] and int(run.first[move.stretch]) - first + 1 >= HELD
+    return (move, first) if is_shown else None
+
+
+def _fewest_before_held(run: RecordedRun) -> int | None:
+    """Return the fewest steps that can have been skipped before 20 steps in a row without overflow began.
+
+    Return None if there cannot have been 20 such steps in a row.
+    """
+    if not run.is_numbered:
+        return 0
+    clean, ends = run.lengths - run.fewest, np.append(run.first - 1, run.last[-1])
+    # A series may begin in each stretch, and goes on to the next stretch with an overflow, and into this one.
+    mixed = np.append(np.flatnonzero(run.fewest > 0), len(clean))
+    following = mixed[np.searchsorted(mixed, np.arange(len(clean)), side="right")]
+    series = clean + ends[following] - run.last + np.append(clean, 0)[following]
+    skipped = np.append(0, np.asarray(run.so_far)[:, 0])
+    # If the stretch is not long enough, the series begins after the overflows of the stretch.
+    skipped = np.where((run.fewest > 0) & (clean < HELD), skipped[1:], skipped[:-1])[series >= HELD]
+    return int(skipped.min()) if len(skipped) else None
 
 
 def _series(run: RecordedRun, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each series of chosen stretches that follow each other its first index and its number of steps."""
-    starts = chosen & ~(run.follows & np.append(False, chosen[:-1]))
-    first = np.flatnonzero(starts)
+    """Return for each series of chosen stretches in consecutive steps its first index and its number of steps."""
+    goes_on = np.append(False, run.first[1:] == run.last[:-1] + 1)
+    first = np.flatnonzero(chosen & ~(goes_on & np.append(False, chosen[:-1])))
     if not len(first):
         return first, first
     return first, np.add.reduceat(np.where(chosen, run.lengths, 0), first)
-
-
-def _may_have_held(run: RecordedRun) -> bool:
-    """Return whether 20 steps in a row may have been without overflow, in a stretch or over several."""
-    if not run.is_numbered or not run.follows[1:].all():
-        return True
-    clean = run.lengths - run.fewest
-    # A series without a stated overflow may go on in a part of the stretches around it.
-    for first, last in consecutive_runs(np.flatnonzero(run.fewest == 0)).tolist():
-        if clean[max(first - 1, 0) : last + 2].sum() >= HELD:
-            return True
-    return bool((clean[:-1] + clean[1:] >= HELD).any()) if len(clean) > 1 else bool(clean[0] >= HELD)
 
 
 def stayed(run: RecordedRun) -> bool | None:

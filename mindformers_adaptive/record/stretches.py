@@ -197,7 +197,9 @@ def _rows(lines: LogLines, log_format: LogFormat, name_of: Callable[[int], str])
             columns["steps"][-1] = steps
             notes.append(f"The log ends with {counted(len(tail), 'overflow')} on lines that name no step.")
         else:
-            has_tail, listed = False, {**listed, len(columns["step"]) - 1: tail}
+            # The raises after the last line that names a step are in a step that has no line.
+            has_tail = False
+            del listed[len(columns["step"])]
     index = np.arange(len(columns["step"]))
     restarted, unread = (
         np.isin(index, [row - first for row in rows]) for rows in (lines.after_restart, lines.after_damage)
@@ -261,7 +263,7 @@ def _strides(rows: Integers, all_steps: Integers, stated: Integers, log_format: 
     if len(step) == 3 and counts.max(initial=0) == 1:
         # Only the first of three lines may be for a process's first step, and then the stride is the last distance.
         stride = int(between[1])
-    steps, off = np.minimum(stride, np.append(step[0], between)), step % stride > 0
+    steps, off = np.minimum(stride, np.append(max(step[0], 1), between)), step % stride > 0
     # The first step of a process has a log line of its own. The next line counts this step again among its steps.
     first = np.flatnonzero(off[:-1] & ~off[1:] & (between < stride))
     steps[first] = 1
@@ -283,8 +285,9 @@ def _group_by_totals(rows: _Rows, gap: Integers, steps: Integers) -> tuple[Integ
     lasts = np.append(np.append(min(int(step[0]) - 1, 0), step[ends]), LARGEST_STEP)
     totals = np.append(np.append(max(rows.start_total, 0), total[ends]), 0)
     count, length = np.diff(totals), np.diff(lasts)
-    missing, restarted = (np.bincount(group, weights, len(count)) for weights in (gap, rows.restarted))
-    is_right = (count >= 0) & (count <= length) & (restarted == 0)
+    missing = np.bincount(group, gap, len(count))
+    # A restarted run goes on with the total of its checkpoint.
+    is_right = (count >= 0) & (count <= length)
     is_right[0] &= begins
     is_right[-1] = False
     is_right &= np.cumsum(np.where(is_right, missing, 0)) <= _MOST_STEPS - steps.sum()
@@ -354,7 +357,8 @@ def _skipped(
     listed = _listed(rows, len(steps))
     if log_format.lists_overflows and rows.listed and not rows.unread.any():
         # Each overflow has a line of its own, so the other steps were applied.
-        printed = np.bincount(list(rows.listed), [rows.printed[row] for row in rows.listed], len(steps))
+        at = np.minimum(list(rows.printed), len(steps) - 1)
+        printed = np.bincount(at, [*rows.printed.values()], len(steps))
         # The first lines of a log that begins late may be cut off.
         is_late = int(rows.columns["step"][0] > steps[0])
         room[is_late:] = np.minimum(np.maximum(printed.astype(np.int64), flagged), room)[is_late:]

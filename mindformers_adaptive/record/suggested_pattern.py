@@ -64,7 +64,7 @@ def _steps_read(pattern: str, lines: Sequence[str]) -> int:
             continue
         if step is not None and step.next_loss_scale is not None:
             steps.add(step.step)
-    # A line of step 0 alone is about the state before the first step.
+    # A line of step 0 alone may be about the state before the first step.
     return len(steps - {0})
 
 

@@ -217,7 +217,7 @@ class BadGradients(Symptom):
 
     def feed(self, seen: Seen) -> Sign | None:
         """Return the sign of bad gradients that were applied; see :meth:`Symptom.feed`."""
-        self._is_always_one = self._is_always_one and seen.loss_scale in (None, 1.0)
+        self._is_always_one = self._is_always_one and seen.loss_scale == 1.0
         norm = seen.gradient_norm
         if norm is None:
             return None
@@ -278,9 +278,8 @@ class Collapse(Symptom):
         # The overflows in a row, and how many of the last ones were at one loss scale.
         self._row = self._at_one_scale = self._told_rows = 0
         self._scale: float | None = None
-        self._last_scale: float | None = None
         self._row_began = self._row_ended = 0
-        self._has_gap = self._is_told = False
+        self._has_gap = self._is_told = self._is_falling = False
 
     def feed(self, seen: Seen) -> Sign | None:
         """Return the sign of a collapse, and one again after each ``limit`` more steps; see :meth:`Symptom.feed`."""
@@ -288,9 +287,7 @@ class Collapse(Symptom):
             if self._row and seen.overflow is False:
                 self._end()
             return None
-        # Of several steps, the next loss scale does not tell which scales they used.
-        scale = seen.next_loss_scale if seen.loss_scale is None and seen.steps == 1 else seen.loss_scale
-        self._last_scale = scale
+        scale = seen.next_loss_scale if seen.loss_scale is None else seen.loss_scale
         row = self._row + seen.steps if seen.consecutive_overflows is None else seen.consecutive_overflows
         if not self._row:
             self._row_began, self._has_gap = seen.step - row + 1, False
@@ -298,7 +295,10 @@ class Collapse(Symptom):
             self._has_gap = self._has_gap or seen.step - seen.steps != self._row_ended
         if scale is not None:
             # Overflows never raise the scale, so it was the same in steps in between that the host did not see.
-            self._at_one_scale = self._at_one_scale + row - self._row if scale == self._scale else seen.steps
+            self._is_falling = self._scale is not None and scale < self._scale
+            is_same = scale == self._scale and not (seen.loss_scale is None and self._has_gap)
+            # A new scale is that of this step, or if only the scale after the step is known, that of the next step.
+            self._at_one_scale = self._at_one_scale + row - self._row if is_same else int(seen.loss_scale is not None)
             self._scale = scale
         self._row, self._row_ended = row, seen.step
         if row < self._limit and self._at_one_scale < self._stuck_from:
@@ -331,12 +331,13 @@ class Collapse(Symptom):
         at = ""
         if self._scale is not None and self._at_one_scale >= self._stuck_from:
             at = f", the last {self._at_one_scale} of them at a loss scale of {as_power_of_two(self._scale)}"
-        elif self._last_scale is not None:
-            at = f", the last of them at a loss scale of {as_power_of_two(self._last_scale)}"
-        steps = f"{self._row} steps in a row" if not self._has_gap else f"All {self._row} steps that the log shows"
+        elif self._scale is not None and self._at_one_scale:
+            at = f", the last of them at a loss scale of {as_power_of_two(self._scale)}"
+        steps = f"{self._row} steps in a row" if not self._has_gap else f"all {self._row} steps that the log shows"
+        verdict = "Loss scaling seems to have collapsed" if self._has_gap else "Loss scaling has collapsed"
         return (
-            f"Loss scaling has collapsed: {steps} have overflowed and changed no weight, from step {self._row_began} "
-            f"to step {self._row_ended}{at}."
+            f"{verdict}: {steps} have overflowed and changed no weight, from step {self._row_began} to step "
+            f"{self._row_ended}{at}."
         )
 
     def _remedy(self, seen: Seen) -> str:
@@ -345,8 +346,9 @@ class Collapse(Symptom):
                 f"The loss itself is {seen.loss}, which no loss scale can help: look for NaN or inf in the data and in "
                 "the weights, such as the weights of the checkpoint that was loaded."
             )
-        elif self._at_one_scale < self._stuck_from and seen.loss_scale != seen.next_loss_scale:
+        elif self._at_one_scale < self._stuck_from:
             cause = "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps."
+            cause = cause if self._is_falling else ""
         elif self._scale is not None and self._scale > 1:
             # A rule that follows the gradients has no hysteresis.
             held = "min_loss_scale" if seen.follows_gradients else "min_loss_scale, hysteresis"
@@ -360,7 +362,7 @@ class Collapse(Symptom):
                 "values that its format cannot hold, such as a normalization in FP16, or the data or the weights have "
                 "NaN or inf."
             )
-        return f"{cause} {_LOOK_AT_THE_MODEL}"
+        return f"{cause} {_LOOK_AT_THE_MODEL}".lstrip()
 
 
 class LowScale(Symptom):

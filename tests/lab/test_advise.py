@@ -250,7 +250,7 @@ def test_overflows_at_a_scale_of_1_lead_to_the_layer(tmp_path):
         log.write_text(f"{line}\n" * overflows)
         [advice] = analyze(read_log(log)).advice
         assert advice.rule == rule
-    assert re.search(r"At least 22 steps overflowed .*scale of 1\.", advice.reason)
+    assert re.search(r"At least 22 steps overflowed, .*scale of 1\.", advice.reason)
     assert "adaptive-loss-scale why" in advice.change
 
 

@@ -8,13 +8,18 @@ import re
 import shlex
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.ceilings import trace_of
+from mindformers_adaptive.lab.replay import compare
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.trace import Trace
 from tests.record.program_logs import random_log
 
 # A loss scale holds if this many steps in a row at it are without overflow.
@@ -116,7 +121,12 @@ class Truth:
 
     def rose_before_overflow(self, low, high):
         until = int(np.argmax(self.flags)) if self.flags.any() else self.steps
-        return self.near(low, self.used[0]) and self.near(high, self.used[: until + 1])
+        scales = np.append(self.used[: until + 1], self.after[:until])
+        return self.near(low, self.used[0]) and self.near(high, scales)
+
+    def has_bad_lines(self, step, count=1, known=None):
+        """Return whether lines can have a bad loss, such as the mean of the losses up to a step."""
+        return count <= self.bad.sum() and self.bad[max(self.at(step) - 99, 0) : self.at(step) + 1].any()
 
     def has_bad_losses(self, count, step, known=None):
         """Of the losses that a log states, some may be bad; of all steps, the first and all of them must be named."""
@@ -126,7 +136,12 @@ class Truth:
     def loss_rose(self, loss, step, times):
         before = self.loss[: self.at(step)]
         before = before[np.isfinite(before)].max(initial=0.0)
-        return bool(np.isclose(self.loss[self.at(step)], loss, rtol=0.01)) and before * times <= loss * 1.06
+        return bool(np.isclose(self.loss[self.at(step)], loss, rtol=0.01)) and before * times <= loss * 1.25
+
+    def rose_up_to(self, loss, step):
+        """Return whether a loss, or the mean of some losses up to a step, was so large."""
+        losses = self.loss[max(self.at(step) - 99, 0) : self.at(step) + 1]
+        return np.nanmin(losses) * 0.99 <= loss <= np.nanmax(losses) * 1.01
 
     def is_stuck(self, count, first, last, scale, at_one=1):
         used = self.used[max(self.at(last) - at_one + 1, 0) : self.at(last) + 1]
@@ -142,9 +157,29 @@ class Truth:
         return self.occurs(scale) and scale <= 2.0**7 and falls.min(initial=np.inf) <= 2.0**8
 
     def has_no_cause(self):
-        """Return whether nothing should be changed: no collapse, bad loss, lost scale, or long search at first."""
-        is_short = not self.clean_rows() or self.before_held() <= 2
-        return self.longest_row() < 50 and not self.bad.any() and not self.run.lost and is_short
+        """Return whether nothing should be changed: no collapse, bad loss, lost scale, or long search at first.
+
+        A log that does not state each step need not show them, unless most steps are counted as skipped.
+        """
+        if not self.log.is_exact:
+            return not (self.log.counts and HELD <= self.steps < 2 * self.skipped)
+        highest = max((self.used[a : b + 1].max() for a, b in self.clean_rows()), default=np.inf)
+        has_lower = self.before_held() > 2 and 1 <= highest < self.used[0]
+        lost = [step for step in self.run.restarts if self.has_lost_scale(step)]
+        # Megatron-LM prints no loss of a skipped step.
+        bad = self.bad & ~self.flags if self.log.rounds else self.bad
+        return self.longest_row() < 50 and not bad.any() and not lost and not has_lower
+
+    def has_lost_scale(self, step, skipped=3):
+        """Return whether a restart began at a far higher scale than the one before it, and skipped so many steps."""
+        at = self.at(step)
+        row = next((count for count, flag in enumerate(self.flags[at:]) if not flag), self.steps - at)
+        return step in self.run.restarts and at > 0 and self.used[at] > 4 * self.after[at - 1] and row >= skipped
+
+    def skipped_after(self, k, n, places, exact=True):
+        flags = self.flags[self.steps - n :]
+        true = int(flags.sum()), int((flags & ~np.append(False, flags[:-1])).sum())
+        return (k == true[0] if exact else k <= true[0]) and places <= true[1]
 
 
 # What the commands may say, and the condition for it. {k} is a whole number, {low:s} a loss scale, {loss:f} any number,
@@ -167,18 +202,26 @@ SENTENCES = [
         lambda t, least: least <= t.skipped and not t.is_numbered,
     ),
     ("The loss was inf or NaN in {count} steps, first in step {step}.", Truth.has_bad_losses),
+    *(
+        (f"The loss was inf or NaN on {lines}, first for step {{step}}.", Truth.has_bad_lines)
+        for lines in (
+            "{count} of the {known} lines that state it",
+            "{count} of the {known} lines with a loss",
+            "the only line with a loss",
+        )
+    ),
     ("The loss scale stayed at {scale:s}.", Truth.stayed),
     ("The loss scale was {scale:s} on each line of the log.", lambda t, scale: t.occurs(scale)),
     ("The loss scale settled at {scale:s}.", lambda t, scale: t.is_settled(scale, scale)),
     ("The loss scale settled between {low:s} and {high:s}.", Truth.is_settled),
     ("The loss scale collapsed to {scale:s}: the last {n} steps were all skipped.", Truth.collapsed),
-    # In the title of a picture.
     ("The loss scale collapsed to {scale:s}.", lambda t, scale: t.collapsed(scale, 10)),
     ("The loss scale stayed at {scale:s}: the last {n} steps were all skipped.", Truth.collapsed),
     ("The loss scale rose from {begin:s} to {end:s}.", Truth.moved),
     ("The loss scale fell from {begin:s} to {end:s}.", Truth.moved),
     ("The loss scale moved between {low:s} and {high:s}.", Truth.spans),
     ("The log states loss scales between {a:s} and {b:s}; the last is {c:s}.", lambda t, a, b, c: t.occurs(a, b, c)),
+    ("The log states a loss scale of {scale:s}.", lambda t, scale: t.occurs(scale)),
     ("The log states loss scales between {a:s} and {b:s}.", lambda t, a, b: t.occurs(a, b)),
     ("The only loss scale that the log states is {scale:s}.", lambda t, scale: t.occurs(scale)),
     ("Its falls add up to at least {n} halvings.", lambda t, n: n <= t.run.halvings() + 1e-3),
@@ -204,12 +247,12 @@ SENTENCES = [
     ),
     ("The loss rose to {loss:f} in step {step}, {times:f} times the largest loss before.", Truth.loss_rose),
     (
-        "The loss rose to {loss:f} up to step {step}, {times:f} times the largest loss seen before.",
-        lambda t, loss, step, times: loss >= 10.0 and times >= 3.0,
+        "The loss rose to {loss:f} up to step {step}, {:f} times the largest loss seen before.",
+        lambda t, loss, step: t.rose_up_to(loss, step),
     ),
     (
         "The loss scale is {scale:s} after step {step}.",
-        lambda t, scale, step: t.after[t.at(step)] < 2.0**-4,
+        lambda t, scale, step: t.near(scale, t.after[t.at(step)]),
     ),
     (
         "The loss was finite in step {last}, and the next 3 losses seen, from step {step} on, are inf or NaN.",
@@ -229,9 +272,26 @@ SENTENCES = [
         for at_one in ("", "{at_one} ")
     ),
     (
-        "Loss scaling has collapsed: All {count} steps that the log shows have overflowed and changed no weight, from "
-        "step {first} to step {last}, the last of them at a loss scale of {:s}.",
-        Truth.are_shown_skipped,
+        "Loss scaling has collapsed: {count} steps in a row have overflowed and changed no weight, from step {first} "
+        "to {last}.",
+        lambda t, count, first, last: count == last - first + 1 and t.are_skipped(first, last),
+    ),
+    *(
+        (
+            "Loss scaling seems to have collapsed: all {count} steps that the log shows have overflowed and changed no "
+            f"weight, from step {{first}} to {{last}}{at}.",
+            Truth.are_shown_skipped,
+        )
+        for at in ("", ", the last of them at a loss scale of {:s}", ", the last {:f} of them at a loss scale of {:s}")
+    ),
+    ("The loss itself is {:f}, which no loss scale can help", lambda t: t.bad.any()),
+    (
+        "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps.",
+        lambda t: (t.after < t.used)[t.flags].any(),
+    ),
+    *(
+        (f"The loss scale {text}", lambda t: (t.after == t.used)[t.flags].any())
+        for text in ("stays where it is, although a lower one may fit", "falls no further (min_loss_scale)")
     ),
     (
         "Overflows brought the loss scale down to {scale:s}, which is unusually low: most trainings hold 2^10 and "
@@ -242,12 +302,78 @@ SENTENCES = [
         "After 20 or more steps without overflow, {n} steps in a row were skipped, from step {first} to {last}.",
         lambda t, n, first, last: n == last - first + 1 and t.are_skipped(first, last),
     ),
+    *(
+        (f"Over these steps the {rises}.", lambda t: True)
+        for rises in (
+            "loss rose from {:f} to {:f}",
+            "gradient norm rose from {:f} to {:f}",
+            "loss rose from {:f} to {:f} and the gradient norm rose from {:f} to {:f}",
+        )
+    ),
+    (
+        "These steps were not skipped, so the weights may be inf or NaN since then: go back to a checkpoint before "
+        "step {step}.",
+        lambda t, step: not t.flags[t.at(step)],
+    ),
+    ("The loss scale was 1: no loss scale can help.", lambda t: (t.used == 1).all()),
+    # Advice.
+    (
+        "Start at {scale:s} (loss_scale_value: {value:f}) instead of {first:s}.",
+        lambda t, scale, value, first: scale == value and t.near(first, t.used[0]),
+    ),
+    (
+        "Start at {scale:s} (loss_scale_value: {value:f}) instead of {low:s} to {high:s}.",
+        lambda t, scale, value, low, high: scale == value and low * 0.999 <= t.used[0] <= high * 1.001,
+    ),
+    ("Start at {scale:s} (loss_scale_value: {value:f}).", lambda t, scale, value: scale == value),
+    ("{k} steps were skipped before step {step}.", lambda t, k, step: k == t.flags[: t.at(step)].sum()),
+    ("At least {k} steps were skipped before step {step}.", lambda t, k, step: k <= t.flags[: t.at(step)].sum()),
+    (
+        "From step {step} on, {scale:s} held: 20 steps in a row were not skipped.",
+        lambda t, step, scale: t.held(scale, step),
+    ),
+    ("{scale:s} is the power of two below it.", lambda t, scale: True),
+    ("Scales up to {scale:s} held later, after they or lower ones overflowed.", lambda t, scale: t.held(scale)),
+    (
+        "The log begins at step {step}: if the run was resumed there, resume its loss scale too.",
+        lambda t, step: step == t.first,
+    ),
+    (
+        "The loss scale was {low:s} before step {step}, and at least {high:s} in it. {n} steps were skipped until the "
+        "scale was down again.",
+        lambda t, low, step, high, n: (
+            t.has_lost_scale(step, n) and t.occurs(low) and t.used[t.at(step)] >= high * 0.999
+        ),
+    ),
+    *(
+        (f"{text} without the state of the loss scale.", lambda t: t.run.lost)
+        for text in ("The run was restarted there", "So it is after a restart")
+    ),
+    ("After a scale had held, {k} of {n} steps were skipped, in {places} places.", Truth.skipped_after),
+    (
+        "After a scale had held, at least {k} of {n} steps were skipped, in {places} places.",
+        lambda t, **values: t.skipped_after(**values, exact=False),
+    ),
+    (
+        "The run ({n} steps) is shorter than the window ({:f} steps): the scale can never rise.",
+        lambda t, n: n <= t.steps + t.first,
+    ),
+    (
+        "At least {k} steps overflowed, and each line of the log has a loss scale of 1.",
+        lambda t, k: k <= t.skipped and t.occurs(1.0),
+    ),
+    ("The loss scale was 1 in every step.", lambda t: (t.used == 1).all()),
+    (
+        "At least {k} steps overflowed at a loss scale of 1. No loss scale helps there.",
+        lambda t, k: k <= (t.flags & (t.used == 1)).sum(),
+    ),
     # Without advice.
+    ("No step was skipped after the start: no rule would do better.", lambda t: t.before_held() == t.skipped),
     ("The log shows nothing that should be changed.", Truth.has_no_cause),
     (
         "Too few steps to judge: a loss scale counts as held after 20 steps without overflow. Overflows in the first "
         "steps are normal: each one halves the scale until a scale holds.",
-        lambda t: t.steps < HELD,
+        lambda t: t.steps < HELD or t.log.is_damaged,
     ),
     (
         "No loss scale has held: no 20 steps in a row were without overflow.",
@@ -261,9 +387,9 @@ SENTENCES = [
 
 # Sentences that state nothing of the run: what to do, questions, and what holds for every run.
 ADVICE = (
-    r"(?:Find|Look|Usual|Most often|If|To end|Lower|Measure|Is this|Then|Paste|Without a train|Take|A picture|All "
-    r"changes|No loss scale can help|A lower start would|A loss scale does not cause)\b.*?[.?:](?= |$)"
-    r"|adaptive-loss-scale \S.*?(?=$| [A-Z])"
+    r"(?:Find|Look|Keep|Resume|Take|Is this|Then|Usual|Most often|If|To end|Go back|Without a train|No loss scale can|"
+    r"A lower start would|A loss scale does not cause|The value comes from|Measure|: lower what|: look|, and no lower)"
+    r"\b.*?(?:[.?](?= |$)|$)"
 )
 
 # Titles of pictures begin with one of these phrases.
@@ -273,6 +399,9 @@ TITLES = [
     ("{k} of {n} steps skipped", Truth.counts),
     ("{least} to {most} of {n} steps skipped", Truth.within),
     ("At least {least} steps skipped", lambda t, least: least <= t.skipped and not t.is_numbered),
+    ("loss inf or NaN in {count} steps, first {step}", Truth.has_bad_losses),
+    ("loss inf or NaN on {count} of {known} lines, first {step}", Truth.has_bad_lines),
+    ("loss inf or NaN on the only line, first {step}", Truth.has_bad_lines),
 ]
 
 _KINDS = {"": r"[\d,]+", "s": r"2\^-?\d+|inf|[\d.]+(?:e[-+]\d+)?", "f": r"[\d.,]+(?:e[-+]?\d+)?|inf|nan"}
@@ -282,7 +411,8 @@ def _compiled(table):
     """Return the sentences as regular expressions, with their conditions."""
     rows = []
     for text, check in table:
-        pattern = re.sub(r"\bwere\b", "(?:was|were)", re.sub(r"\b(step|halving)s\b", r"\1s?", re.escape(text)))
+        pattern = re.sub(r"\bwere\b", "(?:was|were)", re.sub(r"\b(step|halving|line)s\b", r"\1s?", re.escape(text)))
+        pattern = pattern.replace(r"to\ \{last", r"to\ (?:step\ )?\{last")
         for name, kind in re.findall(r"\\{(\w*)(?::(\w))?\\}", pattern):
             named = f"?P<{name}_{kind}>" if name else "?:"
             place = rf"\{{{name}{':' * bool(kind)}{kind}\}}"
@@ -324,12 +454,13 @@ def judge_text(truth, text, table=_SENTENCES):
 
 def judge_title(truth, title):
     """Yield what is wrong in the title of a picture, such as "2 of 40 steps skipped; loss scale stayed at 2^8"."""
-    count, *others = re.sub(r"\$|\{|\}|\\mathdefault", "", title).split("; ")
+    count, *others = re.split("; (?=the lo|the o|lo|o)", re.sub(r"\$|\{|\}|\\mathdefault", "", title))
     yield from judge_text(truth, count, _TITLES)
     for part in others:
-        loss = re.fullmatch(r"loss (inf or NaN in \S+ steps?), first (\S+)", part)
-        text = f"The loss was {loss[1]}, first in step {loss[2]}" if loss else re.sub("^loss", "The loss", part)
-        yield from judge_text(truth, f"{text}.")
+        if part.startswith("loss inf"):
+            yield from judge_text(truth, part, _TITLES)
+        else:
+            yield from judge_text(truth, f"The {part.removeprefix('the ')}.")
 
 
 def _is_bounded(said, name, true):
@@ -341,39 +472,51 @@ def _is_bounded(said, name, true):
 
 def judge_fields(truth, said):
     """Yield the fields of ``Analysis.to_dict()`` that the true run contradicts."""
-    t, skipped, start, loss, scale = truth, *(said[key] for key in ("skipped", "start_up", "loss", "loss_scale"))
-    checks = {"skipped": _is_bounded(skipped, "", t.skipped)}
-    if t.log.counts and t.is_numbered:
-        checks["skipped, which the log counts"] = skipped["count"] == t.skipped
-    if not t.is_numbered:
-        yield from (f"{name}: {skipped}, truly {t.skipped}" for name, is_right in checks.items() if not is_right)
-        return
-    before_applied = t.steps if t.flags.all() else int(np.argmin(t.flags))
-    stated = [scale.get(name) for name in ("last_stated", "smallest", "largest")]
-    low, high = scale["first_at_least"], scale["first_at_most"]
-    bad = (t.first + np.flatnonzero(t.bad)).tolist()
-    used, both = len(set(t.used)) == 1, len({*t.used, t.after[-1]}) == 1
-    checks |= {
-        "skipped ranges": all(t.are_skipped(*ends) for ends in skipped["ranges"]),
-        "longest run": skipped["longest_run"] <= t.longest_row(),
-        "before_first_applied": _is_bounded(start, "before_first_applied", before_applied),
-        "before_scale_held": _is_bounded(start, "before_scale_held", t.before_held()),
-        "in first steps": _is_bounded(start, "skipped_in_first_steps", int(t.flags[: start["first_steps"]].sum())),
-        "a_scale_held": start["a_scale_held"] in (None, bool(t.clean_rows())),
-        "highest_held": not start.get("highest_held") or t.held(start["highest_held"]),
-        "held_scale": not start.get("held_scale") or t.held(start["held_scale"], start["held_from_step"]),
-        "loss": loss["bad_steps"] <= len(bad) and loss["first_bad_step"] in (None, *bad),
-        "first scale": not isinstance(scale["first"], float) or t.near(scale["first"], t.used[0]),
-        "range of the first scale": low is None or low * 0.999 <= t.used[0] <= high * 1.001,
-        "final scale": not isinstance(scale["final"], float) or t.near(scale["final"], t.after[-1]),
-        "stated scales": t.occurs(*(value for value in stated if isinstance(value, float))),
-        "stayed": scale.get("stayed") in (None, used, both),
-        "settled": not scale.get("settled") or t.is_in_range(*scale["settled"]),
-        "halvings": scale.get("halvings_at_least", 0) <= t.run.halvings() + 1e-3,
-        **{f"phase {phase}": _is_phase(t, phase) for phase in scale["phases"]},
+    t, skipped, start, loss, scale = truth, *(said[name] for name in ("skipped", "start_up", "loss", "loss_scale"))
+    checks = [("skipped", _is_bounded(skipped, "", t.skipped), skipped)]
+    # A lone line may count the skipped steps of only some of the steps up to it.
+    if t.log.counts and t.is_numbered and len(t.log.lines) > 1:
+        checks.append(("skipped, which the log counts", skipped["count"] == t.skipped, skipped))
+    if t.is_numbered:
+        checks += _checks_of_steps(t, skipped, start, loss, scale)
+    yield from (f"{name}: {value}" for name, is_right, value in checks if not is_right)
+
+
+_STATED = ("last_stated", "smallest", "largest")
+
+
+def _checks_of_steps(t, skipped, start, loss, scale):
+    """Return for each field of a log with numbered steps its name, whether it is right, and its value."""
+    bounds = {
+        "before_first_applied": t.steps if t.flags.all() else int(np.argmin(t.flags)),
+        "before_scale_held": t.before_held(),
+        "skipped_in_first_steps": int(t.flags[: start["first_steps"]].sum()),
     }
-    shown = {**start, **loss, **scale, "phases": "..."}
-    yield from (f"{name}: {skipped}, {shown}" for name, is_right in checks.items() if not is_right)
+    low, high = scale["first_at_least"], scale["first_at_most"]
+    one_scale = {len(set(t.used)) == 1, len({*t.used, *t.after}) == 1}
+    bad = (t.first + np.flatnonzero(t.bad)).tolist()
+    rights = {
+        "ranges": all(t.are_skipped(*ends) for ends in skipped["ranges"]),
+        "longest_run": skipped["longest_run"] <= t.longest_row(),
+        **{name: _is_bounded(start, name, true) for name, true in bounds.items()},
+        "a_scale_held": start["a_scale_held"] in (None, bool(t.clean_rows())),
+        "highest_held": not start["highest_held"] or t.held(start["highest_held"]),
+        "held_scale": not start["held_scale"] or t.held(start["held_scale"], start["held_from_step"]),
+        "bad_steps": loss["bad_steps"] <= len(bad) and loss["first_bad_step"] in (None, *bad),
+        "first": not isinstance(scale["first"], float) or t.near(scale["first"], t.used[0]),
+        "first_at_least": low is None or low * 0.999 <= t.used[0] <= high * 1.001,
+        "final": not isinstance(scale["final"], float) or t.near(scale["final"], t.after[-1]),
+        **{
+            name: scale[name] in (None, "inf") or t.occurs(scale[name])
+            for name in ("last_stated", "smallest", "largest")
+        },
+        "stayed": scale["stayed"] in (None, *one_scale),
+        "settled": not scale["settled"] or t.is_in_range(*scale["settled"]),
+        "halvings_at_least": scale["halvings_at_least"] <= t.run.halvings() + 1e-3,
+    }
+    said = {**skipped, **start, **loss, **scale}
+    rows = [(name, is_right, said[name]) for name, is_right in rights.items()]
+    return [*rows, *(("phase", _is_phase(t, phase), phase) for phase in scale["phases"])]
 
 
 def _is_phase(t, phase):
@@ -381,7 +524,8 @@ def _is_phase(t, phase):
     first, last = t.at(phase["first_step"]), t.at(phase["last_step"])
     before, end, kind = phase["scale_before"], phase["scale_after"], phase["kind"]
     used, after = t.used[first : last + 1], t.after[first : last + 1]
-    if kind in ("jump", "restart"):
+    if kind in ("jump", "restart") or t.run.restarts:
+        # A log need not show that a restart has begun with another scale, or has taken steps again.
         return t.occurs(before, end)
     if kind in ("fall", "rise"):
         return t.near(before, used[0]) and t.near(end, after[-1]) and (before > end) == (kind == "fall")
@@ -398,9 +542,9 @@ def judge_log(run, log, file):
     except ValueError as error:
         pattern = re.search(r"--pattern (.+)", str(error))
         if pattern is None or log.options:
-            # A log may be refused if it states no loss scale, or in words if two engines wrote it.
-            is_mixed = log.mixed and re.search("two|several", str(error))
-            if not is_mixed and any(re.search(r"scale\D*\d", line) for line in log.lines):
+            # A log may be refused if it states no scale of a step that counts, or in words if two engines wrote it.
+            may_refuse = run.restarts or len(log.lines) == 1 or (log.mixed and re.search("two|several", str(error)))
+            if not may_refuse and any(re.search(r"scale\D*\d", line) for line in log.lines):
                 yield f"refused: {error}"
             return
         recorded = read_log(file, pattern=shlex.split(pattern[1])[0])
@@ -409,8 +553,56 @@ def judge_log(run, log, file):
     truth = Truth(run, log, said["steps"]["first"], said["steps"]["last"], recorded.is_numbered)
     if log.is_known and not log.is_damaged and not log.mixed:
         yield from judge_fields(truth, said)
-    yield from judge_text(truth, " ".join(said["verdict"]))
+    sentences = [*said["verdict"], *(advice["reason"] for advice in said["advice"])]
+    sentences += [advice["change"].split("\n")[0].replace("value=", "value: ") for advice in said["advice"]]
+    if not said["advice"]:
+        # The last lines name other commands.
+        paragraph = analysis.text().split("\n\n")[1]
+        sentences.append(re.split(r"\n(?:\d+ lines? of the log|All changes)", paragraph)[0])
+    for sentence in sentences:
+        yield from judge_text(truth, sentence)
+    if recorded.is_numbered and not log.is_damaged and not log.mixed:
+        yield from judge_comparison(truth, recorded)
     yield from (f"title: {wrong}" for wrong in judge_title(truth, series_of(recorded).finding()))
+
+
+RULES = {
+    "adaptive": ("adaptive", "loss_scale_value", {}),
+    "dynamic 20": ("dynamic", "init_loss_scale", {"scale_window": 20}),
+    "dynamic 1000": ("dynamic", "init_loss_scale", {"scale_window": 1000}),
+    "megatron": ("megatron", "initial_scale", {}),
+}
+
+
+def judge_comparison(t, recorded):
+    """Yield what is wrong in a comparison of rules on a log, by a comparison of the rules on the true ceilings."""
+    try:
+        trace = trace_of(recorded)
+    except ValueError as error:
+        if t.log.is_exact and t.used.min() >= 1 and not t.run.restarts and t.steps >= HELD:
+            yield f"compare refuses: {error}"
+        return
+    if not ((trace.lower_bound <= t.ceiling * 1.001) & (t.ceiling * 0.999 <= trace.upper_bound)).all():
+        yield "compare: bounds of the ceilings"
+    start = 2.0 ** np.floor(np.log2(np.clip(t.used[0], 1, 2.0**32)))
+    makers = {name: partial(start_rule, rule, **{key: start}, **more) for name, (rule, key, more) in RULES.items()}
+    said, true = (compare(makers, [each]) for each in (trace, Trace.exact("true", t.ceiling)))
+    unknown = {name: (1 - measures[0].known_share) * t.steps for name, measures in said.measures.items()}
+    with_low = "too low" in said.text().split("\n")[0]
+    bad = {name: measures.skipped + measures.too_low * with_low for name, (measures,) in true.measures.items()}
+    for name, (measures,) in said.measures.items():
+        if unknown[name] < 0.5 and measures.skipped != true.measures[name][0].skipped:
+            yield f"compare: {name} skips {measures.skipped}, truly {true.measures[name][0].skipped}"
+    verdict = said.text().split("\n")[0]
+    named = re.fullmatch(r"Fewest steps skipped(?: or over \d+ bits too low)?: (.*?)(?: and others)?\.", verdict)
+    if named and named[1] != "the same for all rules":
+        worst = max(bad[name] - unknown[name] for name in named[1].split(", "))
+        if worst > min(bad[name] + unknown[name] for name in bad):
+            yield f"compare: {verdict} Truly {bad}"
+    elif not named and not verdict.startswith("No rule is named best: "):
+        yield f"compare: not listed: {verdict}"
+    if named and max(unknown.values()) > 0.1 * t.steps + 0.5:
+        yield f"compare: names a rule, but does not know {unknown}"
 
 
 def judge_seed(seed, folder):
