@@ -23,6 +23,9 @@ remember_source_lines()
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Tests compare sentences, wherever the program would wrap them.
+os.environ["COLUMNS"] = "100000"
+
 # Hypothesis draws the same examples on every machine, however slow the machine is.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")

@@ -4,7 +4,7 @@ The log must show each step: the record of LossScaleMonitor, or the log of Megat
 
 examples:
   adaptive-loss-scale compare output
-  adaptive-loss-scale compare output/loss_scale_record.jsonl --rules adaptive guided torch dynamic:scale_window=20
+  adaptive-loss-scale compare output --rules adaptive guided torch dynamic:scale_window=20
   adaptive-loss-scale compare run_64 run_512 --rules fixed:loss_scale=1024 torch:init_scale=2^20
 """
 
@@ -133,10 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         dest="rules",
         nargs="+",
-        metavar="NAME[:PARAMETER=VALUE,...]",
-        help=f"default: {' '.join(_DEFAULT_RULES)}, and {', '.join(_WITH_GRADIENTS)} where all traces have largest "
-        f"gradients, all from one loss scale; all names: {', '.join(RULE_NAMES)}, or module.Class, a rule of your "
-        "own. A rule without a start in its parameters starts where the run did",
+        metavar="RULE",
+        help=f"NAME or NAME:PARAMETER=VALUE,...; default: {' '.join(_DEFAULT_RULES)}, and "
+        f"{', '.join(_WITH_GRADIENTS)} where all traces have largest gradients, all from one loss scale; all names: "
+        f"{', '.join(RULE_NAMES)}, or module.Class, a rule of your own. A rule without a start in its parameters "
+        "starts where the run did",
     )
     parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
     add_output_arguments(parser, "draw ceiling, scales and skips, or skips and bits below the ceiling, to a file")

@@ -6,7 +6,7 @@ of them is lost.
 examples:
   adaptive-loss-scale find --config my.yaml --train-dataset-dir my_data
   adaptive-loss-scale find --config my.yaml --loss-scales 64 512 2^16 --plot ranges.png
-  adaptive-loss-scale find --config my.yaml --checkpoint my.ckpt --loss-scales 2^16 --gradients npu.safetensors
+  adaptive-loss-scale find --config my.yaml --loss-scales 2^16 --gradients npu.safetensors
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
     parser.add_argument("--batches", type=integer(1), default=4, help="number of batches or micro-batches; default: 4")
     parser.add_argument(
-        "--gradient-format", choices=FORMATS, default="float16", help="format of the gradients; default: float16"
+        "--gradient-format",
+        choices=FORMATS,
+        default="float16",
+        metavar="FORMAT",
+        help=f"format of the gradients: {', '.join(FORMATS)}; default: float16",
     )
     text = "powers of two to stay below the largest scale that does not overflow (default: 2, in 8-bit formats 4)"
     parser.add_argument("--margin", type=integer(0), metavar="N", help=text)

@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +19,23 @@ from typing import IO, Any
 from mindformers_adaptive.text.untrusted import printable, read_power
 
 __all__ = ["UsageError", "add_output_arguments", "integer", "print_result", "print_text", "progress_bar"]
-__all__ += ["read_picture", "read_scale", "read_source", "read_value", "require_file", "styled", "wrong_usage"]
+__all__ += [
+    "read_picture",
+    "read_scale",
+    "read_source",
+    "read_value",
+    "require_file",
+    "styled",
+    "wrapped",
+    "wrong_usage",
+]
 
 # Styles of text on a terminal, as parameters of the ANSI code "select graphic rendition".
 _STYLES = {"answer": "1", "error": "1;31", "warning": "33"}
+
+# Lines of prose have at most this number of columns. Lines that begin like a command are for pasting.
+_WIDTH = 100
+_COMMANDS = ("adaptive-loss-scale", "print(", "python ")
 
 # The text beside a progress bar changes at most once in this time. Reading a step waits for the device.
 _SECONDS = 0.5
@@ -135,7 +149,7 @@ def print_result(options: argparse.Namespace, content: Callable[[], Any], text: 
     from mindformers_adaptive.text.files import json_text
 
     if options.json:
-        print_text(json_text(content(), indent=2))
+        print_text(json_text(content(), indent=2), wraps=False)
         return
     answer, *more = text().split("\n", 1)
     print_text(answer, style="answer")
@@ -143,13 +157,35 @@ def print_result(options: argparse.Namespace, content: Callable[[], Any], text: 
         print_text(lines)
 
 
-def print_text(text: str, file: IO[str] | None = None, style: str = "") -> None:
-    """Print a text that may have any characters, such as file names. Characters that cannot be shown are escaped."""
+def print_text(text: str, file: IO[str] | None = None, style: str = "", wraps: bool = True) -> None:
+    """Print a text that may have any characters, such as file names. Characters that cannot be shown are escaped.
+
+    Long lines of prose are wrapped, unless ``wraps`` is False.
+    """
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"
-    print(
-        styled(printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding), style, file), file=file
-    )
+    shown = printable(wrapped(text) if wraps else text, keep="\n").encode(encoding, "backslashreplace").decode(encoding)
+    print(styled(shown, style, file), file=file)
+
+
+def wrapped(text: str) -> str:
+    """Return a text whose lines of prose have at most 100 columns, or as many as the variable COLUMNS says.
+
+    Rows of tables, which have several spaces in a row, and commands to paste are left as they are.
+    """
+    return "\n".join(_wrapped_line(line, int(os.environ.get("COLUMNS") or _WIDTH)) for line in text.split("\n"))
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    is_command = line.strip().startswith(_COMMANDS) and ": error: " not in line
+    if len(line) <= width or "  " in line.strip() or is_command:
+        return line
+    # A command within a sentence stays on one line.
+    command = rf"{_COMMANDS[0]} [^':\n]*?(?=[.,;]?(?:'| \(|[.,;] |$))"
+    unbreakable = re.sub(command, lambda match: match[0].replace(" ", "\0"), line)
+    lines = textwrap.wrap(unbreakable, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
 
 
 def styled(text: str, style: str, file: IO[str]) -> str:

@@ -4,11 +4,11 @@ A single run is drawn by 'analyze --plot'.
 
 examples:
   adaptive-loss-scale plot output/gradient_ranges.jsonl gradients.png
-  adaptive-loss-scale plot run_64/loss_scale_record.jsonl run_512/loss_scale_record.jsonl comparison.png
+  adaptive-loss-scale plot run_64 run_512 comparison.png
   adaptive-loss-scale plot ranges.json histograms.png --loss-scales 64 512
   adaptive-loss-scale plot ranges.json underflow.png --underflow
-  adaptive-loss-scale plot output/gradient_ranges.jsonl weights.png --of weights --modules model.layers.0 lm_head
-  adaptive-loss-scale plot step_700.json step_800.json norm.png --of weights --modules model.norm_out --axis linear
+  adaptive-loss-scale plot output/gradient_ranges.jsonl weights.png --of weights --modules lm_head
+  adaptive-loss-scale plot step_700.json step_800.json norm.png --of weights --axis linear
 """
 
 from __future__ import annotations

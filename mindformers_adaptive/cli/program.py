@@ -7,11 +7,12 @@ import difflib
 import importlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from mindformers_adaptive.cli.output import UsageError, print_text, styled
+from mindformers_adaptive.cli.output import UsageError, print_text, styled, wrapped
 from mindformers_adaptive.text.install_hint import install_hint
 from mindformers_adaptive.text.nearest import did_you_mean
 from mindformers_adaptive.text.untrusted import printable
@@ -55,13 +56,13 @@ _REPLACED_BY = {
 }
 
 _EXIT_CODES = """\
-Options may be written with underscores in place of hyphens, as MindFormers writes them: --train_dataset_dir.
+Options may have underscores in place of hyphens, as MindFormers' options have: --train_dataset_dir.
 exit codes: 0 success; 1 failure; 2 wrong usage"""
 _EXAMPLES = """\
 [*] needs MindSpore and MindFormers
 
 examples:
-  adaptive-loss-scale train --config configs/tiny_llama_cpu_fp16.yaml --train-dataset-dir output/corpus
+  adaptive-loss-scale train --config my.yaml --train-dataset-dir my_data
   adaptive-loss-scale analyze output/log/rank_0/info.log
   adaptive-loss-scale compare output/loss_scale_record.jsonl
   adaptive-loss-scale find --config my.yaml --train-dataset-dir my_data
@@ -144,19 +145,25 @@ def _command_list() -> str:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print what is wrong, without the usage, which is longer than the message."""
-        problem = f"{self.prog}: error: {printable(message, keep=chr(10))}"
+        problem = wrapped(f"{self.prog}: error: {printable(message, keep=chr(10))}")
         self.exit(2, f"{styled(problem, 'error', sys.stderr)}\nAll options: {self.prog} --help\n")
 
 
 def _parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
     epilog = f"{examples}\n{_EXIT_CODES}"
-    layout = argparse.RawDescriptionHelpFormatter
-    return _Parser(program, description=description, epilog=epilog, formatter_class=layout)
+    return _Parser(program, description=description, epilog=epilog, formatter_class=_Layout)
+
+
+class _Layout(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        # A wide terminal must not make lines of help that are too long to read.
+        super().__init__(prog, width=min(shutil.get_terminal_size().columns, 100) - 2)
 
 
 def _run(command: Any, words: list[str]) -> int:
     description, start, examples = (command.__doc__ or "").partition("\nexample")
-    parser = _parser(f"adaptive-loss-scale {words[0]}", description, f"{start.lstrip()}{examples}")
+    paragraphs = [wrapped(" ".join(each.split())) for each in description.split("\n\n")]
+    parser = _parser(f"adaptive-loss-scale {words[0]}", "\n\n".join(paragraphs), f"{start.lstrip()}{examples}")
     command.add_arguments(parser)
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
     options, unknown = parser.parse_known_intermixed_args([_with_hyphens(word) for word in words[1:]])

@@ -4,7 +4,7 @@ The options have the names of MindFormers' run_mindformer.py; each sets a key of
 
 examples:
   adaptive-loss-scale train --config my.yaml --epochs 1 --train-dataset-dir my_data
-  adaptive-loss-scale train --config my.yaml --options runner_wrapper.scale_sense.max_scale_window=200
+  adaptive-loss-scale train --config my.yaml --options runner_wrapper.scale_sense.margin=8
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ examples:
   adaptive-loss-scale why --run output
   adaptive-loss-scale why --record output --network my_training.build
   adaptive-loss-scale why --config my.yaml --train-dataset-dir my_data
-  adaptive-loss-scale why --config my.yaml --checkpoint output/checkpoint/rank_0 --loss-scale 2^16 --plot layers.png
+  adaptive-loss-scale why --config my.yaml --checkpoint my.ckpt --loss-scale 2^16 --plot layers.png
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mindformers_adaptive.cells.compiled_update import checked_history_size
 from mindformers_adaptive.mindformers.keys import FORMER_KEYS, NO_SECTION, PER_TOKEN, SCALE_SENSE, value_at
 from mindformers_adaptive.mindformers.lost_precision import warn_of_scaling
 from mindformers_adaptive.rules import find_rule, make_rule, rule_of_cell
@@ -270,6 +269,9 @@ def _check_rule(cell: Any, arguments: dict[str, Any]) -> None:
     if not hasattr(cell, "rule_class"):
         # A cell with a fixed loss scale.
         return
+    # Import MindSpore only here, because the help of the commands needs this module.
+    from mindformers_adaptive.cells.compiled_update import checked_history_size
+
     checked_history_size(arguments.pop("history_size", 0))
     rule_class = find_rule(arguments.pop("rule", None) or cell.rule_class)
     names = [name for name in ("loss_scale_value", *rule_class.start_arguments) if name in arguments]

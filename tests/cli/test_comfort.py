@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from mindformers_adaptive.cli.output import wrapped
 from mindformers_adaptive.cli.program import COMMANDS
 from tests.cli.quiet_runs import assert_quiet
 from tests.conftest import CONFIG, PROGRAM, ROOT, as_installed
@@ -50,6 +51,45 @@ def test_a_misspelled_command_gets_the_nearest(run_program, typed, meant):
     code, printed, error = run_program(typed, "x")
     assert (code, printed) == (2, "")
     assert f"'{typed}'. Did you mean '{meant}'" in error
+
+
+PROSE = "The overflow began in the first step that had a batch of zeros, and nothing else was found to change. "
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        (PROSE * 2, 3),
+        (f"  {PROSE}", 2),
+        (f"{PROSE}Find the layer: adaptive-loss-scale why --run output/a/long/path/to/the/folder/of/a/run", 2),
+        (f"adaptive-loss-scale why --run {'x' * 100}", 1),
+        (f"model.layers.0.weight   {PROSE}", 1),
+    ],
+)
+def test_prose_is_wrapped_and_a_command_stays_whole(monkeypatch, line, lines):
+    monkeypatch.delenv("COLUMNS")
+    shown = wrapped(line).split("\n")
+    assert " ".join(each.strip() for each in shown).split() == line.split()
+    assert len(shown) == lines
+    if lines > 1:
+        assert max(map(len, shown)) <= 100
+        assert {len(each) - len(each.lstrip()) for each in shown} == {len(line) - len(line.lstrip())}
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_no_line_of_help_is_too_long(run_program, monkeypatch, command):
+    monkeypatch.delenv("COLUMNS")
+    printed = run_program(*command, "--help")[1]
+    assert [line for line in printed.splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("command", [["analyze"], ["analyze", "--details"], ["compare"]])
+@pytest.mark.parametrize("log", ["mindformers_1_9_cpu.log", "megatron_gpt2_n4.log", "deepspeed_overflow.log"])
+def test_no_line_about_a_log_is_too_long(run_program, monkeypatch, command, log):
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.chdir(ROOT / "tests" / "record" / "samples")
+    printed = run_program(*command, log)[1:]
+    assert [line for text in printed for line in text.splitlines() if len(line) > 100] == []
 
 
 def completions(line, folder):
