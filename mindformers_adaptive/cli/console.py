@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mindformers_adaptive.cli.output import print_text, progress_bar, styled
+from mindformers_adaptive.cli.output import print_text, progress_bar, styled, wrapped
 
 __all__ = ["add_verbose", "is_one_of_several", "lines_in_file", "show_training"]
 
@@ -174,4 +174,4 @@ def _show(text: str, terminal: IO[str], style: str = "") -> None:
     from tqdm import tqdm
 
     # tqdm prints a line above its bar.
-    tqdm.write(styled(text, style, terminal), file=terminal)
+    tqdm.write(styled(wrapped(text), style, terminal), file=terminal)
