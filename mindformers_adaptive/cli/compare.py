@@ -155,8 +155,8 @@ def run(options: argparse.Namespace) -> None:
     if not options.rules and all(source.trace.largest_gradient is not None for source in sources):
         formats = {source.trace.gradient_format for source in sources}
         if len(formats) == 1:
-            made = {"gradient_format": formats.pop(), "loss_scale_value": 2.0 ** math.floor(math.log2(start))}
-            makers |= {name: partial(start_rule, name, **made) for name in _WITH_GRADIENTS}
+            settings = {"gradient_format": formats.pop(), "loss_scale_value": 2.0 ** math.floor(math.log2(start))}
+            makers |= {name: partial(start_rule, name, **settings) for name in _WITH_GRADIENTS}
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
@@ -170,7 +170,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _start_of(sources: list[_Source]) -> float:
-    """Return the loss scale at which all rules start: that of the only recorded run, or else 2^16."""
+    """Return the loss scale at which all rules start: the first one of the only recorded run, or else 2^16."""
     run = sources[0].run if len(sources) == 1 else None
     scale = np.empty(0) if run is None else run.stated_scales()
     usable = scale[(scale >= 1.0) & (scale <= 2.0**64)]

@@ -75,8 +75,8 @@ def _lost_state(run: RecordedRun) -> Advice | None:
     is_single = (run.lengths == 1) & run.follows
     jumps = (scales > _LOST * last) & (last > 0) & (is_single | np.asarray(run.restarted)) & run.skipped
     for index in np.flatnonzero(jumps).tolist():
-        others = np.flatnonzero(~run.skipped[index:])
-        end = index + int(others[0]) if len(others) else len(run.first)
+        applied = np.flatnonzero(~run.skipped[index:])
+        end = index + int(applied[0]) if len(applied) else len(run.first)
         skipped = int(run.lengths[index:end].sum())
         if skipped <= TOLERABLE:
             continue

@@ -60,14 +60,14 @@ class Configuration:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             try:
-                made, start = rule_and_state(rule, arguments)
+                configured, start = rule_and_state(rule, arguments)
             except UserWarning as warning:
                 raise ValueError(f"{warning} A configuration must have valid values, so give another value.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
         name = rule_class.name if rule_class in RULES.values() else path
         self.rule_name = rule if isinstance(rule, str) else name
         self.arguments = {**all_arguments(rule_class), **arguments}
-        self.rule, self.start = made, start
+        self.rule, self.start = configured, start
 
     @classmethod
     def dynamic(cls, scale_window: int, **arguments: Any) -> Configuration:

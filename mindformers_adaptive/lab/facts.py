@@ -107,8 +107,8 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
     first = run.first_loss_scales()
     if first is None or first[0] != first[1] or not 0 < first[0] < math.inf:
         return []
-    others = np.flatnonzero(~(run.applied & np.append(True, run.follows[1:])))
-    climbed = run.scale_ranges()[0][: int(others[0]) if len(others) else len(run.after)]
+    ends_of_climb = np.flatnonzero(~(run.applied & np.append(True, run.follows[1:])))
+    climbed = run.scale_ranges()[0][: int(ends_of_climb[0]) if len(ends_of_climb) else len(run.after)]
     highest = float(np.max(climbed, initial=0.0, where=np.isfinite(climbed)))
     if highest >= _ROOM * first[0]:
         return [
@@ -192,10 +192,10 @@ def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
 def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
     """Return the fewest and the most steps that may have been skipped before the first applied step."""
     ends = np.append(0, np.cumsum(run.lengths))
-    others, some = np.flatnonzero(~run.skipped), np.flatnonzero(run.most < run.lengths)
-    if not len(some):
-        return int(ends[others[0]]) if len(others) else len(run), len(run)
-    return int(ends[others[0]]), int(ends[some[0]] + run.most[some[0]])
+    not_skipped, not_all = np.flatnonzero(~run.skipped), np.flatnonzero(run.most < run.lengths)
+    if not len(not_all):
+        return int(ends[not_skipped[0]]) if len(not_skipped) else len(run), len(run)
+    return int(ends[not_skipped[0]]), int(ends[not_all[0]] + run.most[not_all[0]])
 
 
 def _skipped_in_first(run: RecordedRun, ends: NDArray[np.int64], steps: int) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class Record(LogFormat):
 
     @staticmethod
     def parse_all(lines: Sequence[str]) -> list[Step] | None:
-        """Return the steps of several lines, which is faster than one by one; None if a line is not that of a step."""
+        """Return the steps of several lines, which is faster than one by one; None if a line states no step."""
         try:
             steps: list[Step] = _RECORD_DECODER.decode_lines("\n".join(lines))
         except (msgspec.MsgspecError, RecursionError, UnicodeError):

@@ -222,8 +222,8 @@ def run_of_record(record: Sequence[Mapping[str, Any]]) -> RecordedRun:
 
 def _blocks(texts: Iterable[str], length: int) -> Iterator[tuple[int, list[str]]]:
     """Yield blocks of so many lines, each with the number of its first line."""
-    rest, number = iter(texts), 1
-    while block := list(islice(rest, length)):
+    unread, number = iter(texts), 1
+    while block := list(islice(unread, length)):
         yield number, block
         number += len(block)
 

@@ -54,13 +54,16 @@ class RecordedRun:
         name (str): what the run is called in tables and pictures.
         files (tuple[str, ...]): the log files from which the run was read.
         log_format (str): the format of the log files.
-        first (NDArray), last (NDArray): int64 of shape (stretches,), the first and the last step of each stretch. Steps
-            that are in no stretch are not in the log.
-        fewest (NDArray), most (NDArray): int64 of shape (stretches,), how many steps of the stretch were skipped: two
-            equal numbers if the log states the number; else at least as many as have lines of their own, and at most
-            as many as are not stated as applied.
-        used (NDArray), after (NDArray): float64 of shape (stretches,), the loss scale that the last step used, and the
-            scale after it; nan where the log does not state it.
+        first (NDArray): int64 of shape (stretches,), the first step of each stretch. Steps that are in no stretch are
+            not in the log.
+        last (NDArray): int64 of shape (stretches,), the last step of each stretch.
+        fewest (NDArray): int64 of shape (stretches,), how many steps of the stretch were skipped at least: as many as
+            have lines of their own.
+        most (NDArray): int64 of shape (stretches,), how many of them were skipped at most: as many as are not stated as
+            applied. It equals ``fewest`` if the log states the number.
+        used (NDArray): float64 of shape (stretches,), the loss scale that the last step of the stretch used; nan where
+            the log does not state it.
+        after (NDArray): float64 of shape (stretches,), the scale after that step; nan where the log does not state it.
         columns (Mapping[str, NDArray]): what else the log states of the last step, by the name of a field of
             ``mindformers_adaptive.record.step.Step``, such as "loss": float64 of shape (stretches,), nan where the log
             does not say. A flag is 0 or 1. A loss or gradient norm of NaN is inf. A column is absent if nothing is
@@ -271,7 +274,7 @@ class RecordedRun:
         return np.where(is_single, self.used, low), np.where(is_single, self.used, high)
 
     def stated_scales(self) -> Floats:
-        """Return all loss scales that the log states, in order: those of the lines and those of the moves.
+        """Return all loss scales that the lines and the moves of the log state, in order.
 
         Returns:
             NDArray, float64 of shape (scales,), without nan.

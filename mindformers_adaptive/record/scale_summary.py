@@ -145,8 +145,8 @@ def settled(run: RecordedRun) -> tuple[float, float] | None:
 
 def skipped_at_end(run: RecordedRun) -> int:
     """Return how many steps at the end of the run were all skipped, as far as the log states it."""
-    others = np.flatnonzero(~(run.skipped & run.follows))
-    start = int(others[-1]) if len(others) else 0
+    starts = np.flatnonzero(~(run.skipped & run.follows))
+    start = int(starts[-1]) if len(starts) else 0
     return int(run.lengths[start if run.skipped[start] else start + 1 :].sum())
 
 

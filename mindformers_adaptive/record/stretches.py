@@ -66,7 +66,7 @@ class _Rows(NamedTuple):
     Attributes:
         columns (dict[str, NDArray]): the fields of :class:`LogLine`; -1 and nan stand for None.
         listed (dict[int, list[LogLine]]): for each row, the moves of the scale before it that have lines of their own.
-        printed (dict[int, int]): the number of these lines, with those of all ranks.
+        printed (dict[int, int]): the number of these lines on all ranks.
         restarted (NDArray), unread (NDArray): bool, whether the run was restarted before the row, and whether a line
             before the row cannot be read.
         has_tail (bool): whether the last row is for overflows without a step.
@@ -381,8 +381,8 @@ def _skipped(
     begins = np.append(True, spans.group[1:] != spans.group[:-1])
     first_of_group = np.searchsorted(spans.group, spans.group)
     paths = []
-    for bounds, others, limit, choose in ((fewest, most, short, np.maximum), (most, fewest, spare, np.minimum)):
-        path = choose(_running(bounds, first_of_group), limit + _running(others, first_of_group))
+    for bounds, opposite, limit, choose in ((fewest, most, short, np.maximum), (most, fewest, spare, np.minimum)):
+        path = choose(_running(bounds, first_of_group), limit + _running(opposite, first_of_group))
         paths.append(np.cumsum(np.where(in_group, np.where(begins, path, np.diff(path, prepend=0)), bounds)))
     so_far = np.column_stack(paths)
     if rows.has_tail:

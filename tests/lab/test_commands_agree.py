@@ -32,8 +32,8 @@ with zipfile.ZipFile(SAMPLES / "field_logs.zip") as field_logs:
     # One log has no line that states a step. Another one has a gap of 50,000 steps, which take long to replay; a log
     # with gaps is among the random ones too.
     # Four logs need a pattern.
-    others = {"apex_every_step.log", "scale_zero.log", "far_fall.log", "espnet.log"}
-    FIELD = sorted({*field_logs.namelist()} - {"L17_wrapped.log", "missing_steps.jsonl", *others})
+    with_pattern = {"apex_every_step.log", "scale_zero.log", "far_fall.log", "espnet.log"}
+    FIELD = sorted({*field_logs.namelist()} - {"L17_wrapped.log", "missing_steps.jsonl", *with_pattern})
 
 
 # Each second step overflows and the scale goes up and down within a factor of 2, so that no scale can hold.
