@@ -14,6 +14,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from mindformers_adaptive.cli import output
 from tests.shared.source_memo import remember_source_lines
 
 remember_source_lines()
@@ -23,8 +24,9 @@ remember_source_lines()
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Tests compare sentences, wherever the program would wrap them.
-os.environ["COLUMNS"] = "100000"
+# Tests compare sentences, wherever the program would wrap them. Programs that tests start see it in COLUMNS.
+UNWRAPPED = 100000
+output._WIDTH = UNWRAPPED
 
 # Hypothesis draws the same examples on every machine, however slow the machine is.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -290,7 +292,7 @@ def as_installed(environment):
     # MindFormers stores a trainer's output folder in LOCAL_DEFAULT_PATH. A process that inherits this variable writes
     # its logs to that folder.
     inherited = {name: value for name, value in os.environ.items() if name != "LOCAL_DEFAULT_PATH"}
-    return {**inherited, "PYTHONPATH": path, **environment}
+    return {**inherited, "PYTHONPATH": path, "COLUMNS": str(UNWRAPPED), **environment}
 
 
 def with_exit_code(expected, finished):

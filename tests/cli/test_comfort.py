@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mindformers_adaptive.cli.output import wrapped
+from mindformers_adaptive.cli import output
 from mindformers_adaptive.cli.program import COMMANDS
 from tests.cli.quiet_runs import assert_quiet
 from tests.conftest import CONFIG, PROGRAM, ROOT, as_installed
@@ -67,8 +67,8 @@ PROSE = "The overflow began in the first step that had a batch of zeros, and not
     ],
 )
 def test_prose_is_wrapped_and_a_command_stays_whole(monkeypatch, line, lines):
-    monkeypatch.delenv("COLUMNS")
-    shown = wrapped(line).split("\n")
+    monkeypatch.setattr(output, "_WIDTH", 100)
+    shown = output.wrapped(line).split("\n")
     assert " ".join(each.strip() for each in shown).split() == line.split()
     assert len(shown) == lines
     if lines > 1:
@@ -78,7 +78,7 @@ def test_prose_is_wrapped_and_a_command_stays_whole(monkeypatch, line, lines):
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_no_line_of_help_is_too_long(run_program, monkeypatch, command):
-    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(output, "_WIDTH", 100)
     printed = run_program(*command, "--help")[1]
     assert [line for line in printed.splitlines() if len(line) > 100] == []
 
@@ -86,7 +86,7 @@ def test_no_line_of_help_is_too_long(run_program, monkeypatch, command):
 @pytest.mark.parametrize("command", [["analyze"], ["analyze", "--details"], ["compare"]])
 @pytest.mark.parametrize("log", ["mindformers_1_9_cpu.log", "megatron_gpt2_n4.log", "deepspeed_overflow.log"])
 def test_no_line_about_a_log_is_too_long(run_program, monkeypatch, command, log):
-    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(output, "_WIDTH", 100)
     monkeypatch.chdir(ROOT / "tests" / "record" / "samples")
     printed = run_program(*command, log)[1:]
     assert [line for text in printed for line in text.splitlines() if len(line) > 100] == []
