@@ -228,8 +228,8 @@ def _fits(parameter: Any, value: Any) -> bool:
 def _close_failed_pass(train_step: Any) -> None:
     """End the forward pass that raised an exception in PyNative mode, because MindSpore goes on recording such a pass.
 
-    Otherwise the next gradients would count as a part of the failed pass: those of dropout would be wrong, and a new
-    training would apply no step.
+    Otherwise the next pass would count as a part of the failed pass: gradients through dropout would be wrong, and a
+    new training would apply no step.
     """
     for _, cell in train_step.cells_and_names():
         if cell.is_top_cell:

@@ -268,17 +268,17 @@ def test_what_was_kept_stays_when_other_weights_are_set(mode, steps):
     step = WAYS["adaptive"]().set_train()
     take(step, [False] * steps)
     for keep in KEEP.values():
-        true, kept = values_of(step), {each.name: keep(each) for each in step.get_parameters()}
+        true, shared = values_of(step), {each.name: keep(each) for each in step.get_parameters()}
         other = {name: value * 0 + 1 for name, value in true.items()}
         mindspore.load_param_into_net(step, as_checkpoint(other))
         assert_same(values_of(step), other)
-        arrays = {name: value if isinstance(value, np.ndarray) else value.asnumpy() for name, value in kept.items()}
+        arrays = {name: value if isinstance(value, np.ndarray) else value.asnumpy() for name, value in shared.items()}
         assert_same(arrays, true)
         mindspore.load_param_into_net(step, as_checkpoint(arrays))
         assert_same(values_of(step), true)
 
 
-def test_a_load_is_seen_if_the_step_is_called_and_also_in_another_graph(graph_mode):
+def test_a_load_is_seen_by_a_step_that_is_also_in_a_graph(graph_mode):
     step, new = WAYS["adaptive"]().set_train(), WAYS["adaptive"]()
     outer = Outer(step)
     take(step, OVERFLOWS[:3])
@@ -306,7 +306,7 @@ class Fails(nn.Cell):
 
 
 @pytest.mark.parametrize("mode", ["pynative"], indirect=True)
-def test_a_new_training_after_a_step_that_raised_applies_its_steps(mode):
+def test_a_new_training_after_a_failed_step_is_applied(mode):
     """MindSpore would take the new forward pass for a part of the one that failed."""
     batch = Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32))
     networks = Fails(), Fails()

@@ -181,7 +181,7 @@ class Schedule:
         self.log.append("step")
         self.reference(*map(Tensor, batch(self.number)))
         self.number += 1
-        self.kept = {name: kept for name, kept in self.kept.items() if name in COPIES}
+        self.kept = {name: state for name, state in self.kept.items() if name in COPIES}
         self.check()
 
     def act(self):
@@ -207,7 +207,7 @@ class Schedule:
         self.log.append(way)
         LOADS[way](self.step, {name: Tensor(value) for name, value in values.items()})
         if way in ("copy_", "assign") or not self.is_called:
-            self.kept = {name: kept for name, kept in self.kept.items() if name in COPIES}
+            self.kept = {name: state for name, state in self.kept.items() if name in COPIES}
         self.write_into_reference(values)
 
     def load(self):
@@ -218,11 +218,11 @@ class Schedule:
         if self.kept:
             way = self.choose(list(self.kept))
             self.log.append(way)
-            kept, true = self.kept[way]
-            for name, value in kept.items():
+            values, true = self.kept[way]
+            for name, value in values.items():
                 array = value if isinstance(value, np.ndarray) else value.asnumpy()
                 np.testing.assert_array_equal(array, true[name], err_msg=f"{name} kept by {way}, {self.log}")
-            self.load_values(kept)
+            self.load_values(values)
             self.write_into_reference(true)
 
     def evaluate(self):
@@ -293,7 +293,7 @@ if SCHEDULES:
 
 
 @pytest.mark.parametrize(("make", "mode", "caller"), CASES, indirect=["mode"])
-def test_loads_between_steps_change_what_they_should_and_nothing_else(mode, make, caller):
+def test_loads_between_steps_touch_nothing_else(mode, make, caller):
     counts = mindspore.get_context("mode") == mindspore.PYNATIVE_MODE and caller not in ("jit", "Model with sink")
     reference = make(Network(counts)).set_train()
     for seed in range(SCHEDULES or 1):

@@ -101,7 +101,7 @@ def test_adjust_is_refused_without_unscale_and_twice_after_one(mode, name):
     scaler, gradient = kind.scaler(), (Tensor([1.0]),)
     before = scaler.state_dict()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"once per training step, after unscale.*combine the flags"):
+        with pytest.raises(RuntimeError, match=r"once per training step.*unscale.*combine the flags"):
             scaler.adjust(Tensor(True), gradient)
     assert scaler.state_dict() == before
     for _ in range(3):
@@ -109,7 +109,7 @@ def test_adjust_is_refused_without_unscale_and_twice_after_one(mode, name):
         scaler.unscale((Tensor([1.0]), Tensor([2.0])))
         scaler.adjust(Tensor(True), gradient)
     before = scaler.state_dict()
-    with pytest.raises(RuntimeError, match=r"once per training step, after unscale"):
+    with pytest.raises(RuntimeError, match=r"once per training step"):
         scaler.adjust(Tensor(True), gradient)
     assert scaler.state_dict() == before
     # The next step goes on as if there had been no mistake.
