@@ -172,9 +172,9 @@ def run(options: argparse.Namespace) -> None:
 def _start_of(sources: list[_Source]) -> float:
     """Return the loss scale at which all rules start: the first one of the only recorded run, or else 2^16."""
     run = sources[0].run if len(sources) == 1 else None
-    scale = np.empty(0) if run is None else run.stated_scales()
+    scale = np.empty(0) if run is None else run.stated_scales
     usable = scale[(scale >= 1.0) & (scale <= 2.0**64)]
-    first = None if run is None else run.first_loss_scales()
+    first = None if run is None else run.first_loss_scales
     if first is not None and first[0] >= 1.0:
         return min(first[1], 2.0**64)
     return float(usable[0]) if len(usable) else _START

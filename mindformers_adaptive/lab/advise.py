@@ -6,17 +6,15 @@ Each piece of advice rests on what the log states, and nothing is replayed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
-from mindformers_adaptive.lab.other_cause import Advice, other_cause
-from mindformers_adaptive.record.diagnosis import Finding
+from mindformers_adaptive.lab.other_cause import Advice
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.run_folder import Ways, ways_of
-from mindformers_adaptive.record.scale_summary import Held, held, settled
+from mindformers_adaptive.record.run_folder import Ways
+from mindformers_adaptive.record.scale_summary import Held, ScaleSummary
 from mindformers_adaptive.record.thresholds import HELD, TOLERABLE
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
@@ -31,31 +29,31 @@ _LOST = 4.0
 
 
 def advise(
-    run: RecordedRun, findings: Sequence[Finding], in_python: bool = False
+    run: RecordedRun, summary: ScaleSummary, cause: Advice | None, ways: Ways
 ) -> tuple[list[Advice], Configuration | None]:
     """Return advice for a recorded run, and the settings that follow from the advice.
 
     Args:
         run (RecordedRun): a run with at least one step and a stated loss scale.
-        findings (Sequence[Finding]): what is wrong in its steps, as ``findings_of`` returns it.
-        in_python (bool): whether the training is a Python program without a YAML file. Default: False.
+        summary (ScaleSummary): where its loss scale went.
+        cause (Advice, optional): the advice if something other than the loss scaling is the cause.
+        ways (Ways): the next steps, for a YAML file or a Python program.
 
     Returns:
         tuple of the advice (an empty list if the run gives no reason for advice) and the settings (None if the rule
         need not change).
     """
-    ways = ways_of(run.files, in_python)
     if lost := _lost_state(run):
         return [lost], None
-    if (cause := other_cause(run, in_python, findings)) is not None:
+    if cause is not None:
         return [cause], None
-    start = held(run)
+    start = summary.held
     advice = _lower_start(run, ways, start)
     if not advice and (short := _short_run(run, ways)):
         return short, None
     if (again := _skips_again(run, start)) is None:
         return advice, None
-    scale = advice[0].figures["scale"] if advice else (settled(run) or (start.scale or start.highest or 0.0,))[0]
+    scale = advice[0].figures["scale"] if advice else (summary.settled or (start.scale or start.highest or 0.0,))[0]
     scale = _power_of_two_up_to(scale)
     if not 1.0 <= scale <= LARGEST_LOSS_SCALE:
         return [*advice, again], None
@@ -97,8 +95,8 @@ def _lost_state(run: RecordedRun) -> Advice | None:
 def _short_run(run: RecordedRun, ways: Ways) -> list[Advice]:
     """Return advice if the run is shorter than the scale window, so that the loss scale can never rise."""
     # A rule that follows the largest gradients raises the scale without waiting for a window.
-    steps, windows = int(run.last[-1]), run.column("scale_window")
-    if run.column("largest_gradient") is not None:
+    steps, windows = int(run.last[-1]), run.columns.get("scale_window")
+    if run.columns.get("largest_gradient") is not None:
         return []
     window = math.inf if windows is None else float(np.nanmin(windows))
     rose = (run.after > run.used).any()
@@ -111,10 +109,10 @@ def _short_run(run: RecordedRun, ways: Ways) -> list[Advice]:
 
 def _lower_start(run: RecordedRun, ways: Ways, start_up: Held) -> list[Advice]:
     """Return advice to start at the scale that held, if more than two steps were skipped before."""
-    fewest, most = run.skipped_bounds(start_up.before)
+    fewest, most = start_up.shown_before
     # A loss scale that is not a power of two would round FP16 gradients.
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
-    starts = run.first_loss_scales()
+    starts = run.first_loss_scales
     if start_up.before == len(run.first) or better < SMALLEST_LOSS_SCALE or fewest <= TOLERABLE:
         return []
     if starts is not None and not better < starts[1]:
@@ -152,21 +150,21 @@ def _lower_start(run: RecordedRun, ways: Ways, start_up: Held) -> list[Advice]:
 
 def _skips_again(run: RecordedRun, start_up: Held) -> Advice | None:
     """Return advice to take the guided rule if steps were skipped again and again after a scale had held."""
-    if not start_up.answer or run.column("largest_gradient") is not None:
+    if not start_up.answer or run.columns.get("largest_gradient") is not None:
         return None
     after = slice(start_up.before, None)
     steps = int(run.lengths[after].sum())
-    skipped = run.skipped_bounds()[0] - run.skipped_bounds(start_up.before)[1]
+    skipped = run.skipped_bounds[0] - start_up.shown_before[1]
     some = run.fewest[after] > 0
     places = int((some & ~np.append(False, some[:-1])).sum())
     if skipped <= TOLERABLE or places < _AGAIN_PLACES or skipped <= _AGAIN_SHARE * steps:
         return None
-    windows = run.column("scale_window")
+    windows = run.columns.get("scale_window")
     is_adaptive = windows is not None and len(np.unique(windows[~np.isnan(windows)])) > 1
     second = "use dynamic scaling with a window of 1000"
     if is_adaptive:
         second = "use adaptive scaling, which comes back up sooner"
-    is_exact = all(low == high for low, high in (run.skipped_bounds(), run.skipped_bounds(start_up.before)))
+    is_exact = all(low == high for low, high in (run.skipped_bounds, start_up.shown_before))
     at_least = "" if is_exact else "at least "
     return Advice(
         "take guided",

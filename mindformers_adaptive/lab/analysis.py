@@ -10,9 +10,11 @@ from mindformers_adaptive.lab.advise import advise
 from mindformers_adaptive.lab.analysis_text import analysis_text
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.facts import facts_of, verdict
-from mindformers_adaptive.lab.other_cause import Advice, explanation_of, findings_of, last_error, signs_of
+from mindformers_adaptive.lab.other_cause import Advice, cause_in, explanation_of, findings_of, last_error, signs_of
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
 from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.run_folder import ways_of
+from mindformers_adaptive.record.scale_summary import summary_of
 
 __all__ = ["Analysis", "analyze"]
 
@@ -118,15 +120,18 @@ def analyze(run: RecordedRun, *, in_python: bool | None = None) -> Analysis:
     """
     if not len(run):
         raise ValueError(f"The run {run.name!r} must have at least 1 step, but has none. Leave this run out.")
-    if not len(run.stated_scales()) and not run.is_rounded:
+    if not len(run.stated_scales) and not run.is_rounded:
         raise ValueError(
             f"The run {run.name!r} must have a known loss scale, but its log shows no loss scale in any step. Give a "
             "log that contains loss scales."
         )
     if in_python is None:
         in_python = run.is_from_program
-    facts, findings = facts_of(run), findings_of(run)
-    said = (*explanation_of(run), *verdict(run, facts), *signs_of(findings))
-    advice, settings = advise(run, findings, in_python)
+    summary, ways = summary_of(run), ways_of(run.files, in_python)
+    findings = findings_of(run)
+    cause, explanation = cause_in(run, findings, ways, summary.stayed), explanation_of(run)
+    facts = facts_of(run, summary)
+    said = (*explanation, *verdict(run, facts, summary), *signs_of(findings))
+    advice, settings = advise(run, summary, cause, ways)
     path = tuple(phases(changes_of(run)))
     return Analysis(run, said, path, tuple(advice), settings, last_error(run.files), in_python, facts)

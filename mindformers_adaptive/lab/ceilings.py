@@ -128,7 +128,7 @@ def trace_of(run: RecordedRun, assume: str | None = None) -> Trace:
             "LossScaleMonitor, or the log of Megatron-LM with --log-interval 1."
         )
     lengths = run.lengths
-    low, high = (np.repeat(scale, lengths) for scale in run.scale_ranges())
+    low, high = (np.repeat(scale, lengths) for scale in run.scale_ranges)
     skipped, applied = (np.repeat(flags, lengths) & ~np.isnan(low) for flags in (run.skipped, run.applied))
     # A rule without a smallest loss scale can lower the scale to 0. No ceiling lies below 0, so an overflow at 0 would
     # contradict every ceiling: replace 0 by a tiny positive scale.

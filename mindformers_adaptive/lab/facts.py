@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.scale_summary import held, path_in_words, settled, stayed
+from mindformers_adaptive.record.scale_summary import ScaleSummary
 from mindformers_adaptive.record.step import LARGEST_STEP
 from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
@@ -26,9 +26,9 @@ _START_UP = 100
 _ROOM = 2.0**3
 
 
-def facts_of(run: RecordedRun) -> dict[str, Any]:
+def facts_of(run: RecordedRun, summary: ScaleSummary) -> dict[str, Any]:
     """Return the facts about a run, ready for JSON; see :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
-    start, dropped, loss = held(run), run.steps_where("dropped_by_norm"), run.column("loss")
+    start, dropped, loss = summary.held, _dropped(run), run.columns.get("loss")
     loss = np.empty(0) if loss is None else loss
     finite, bad = loss[np.isfinite(loss)], np.flatnonzero(np.isinf(loss))
     first_steps = min(_START_UP, len(run))
@@ -54,12 +54,17 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
             "bad_steps": len(bad),
             "first_bad_step": int(run.last[bad[0]]) if len(bad) else None,
         },
-        "loss_scale": _scales(run),
+        "loss_scale": _scales(run, summary),
         "shown_by_gradients": shown_by_gradients(run),
     }
 
 
-def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
+def _dropped(run: RecordedRun) -> NDArray[np.int64]:
+    flags = run.columns.get("dropped_by_norm")
+    return run.last[:0] if flags is None else run.last[flags == 1]
+
+
+def verdict(run: RecordedRun, facts: dict[str, Any], summary: ScaleSummary) -> list[str]:
     """Return in a few sentences how many steps were skipped, where the loss scale went, and if it has room to rise."""
     steps, skipped, start, bad = facts["steps"]["count"], facts["skipped"], facts["start_up"], facts["loss"]
     fewest, most = skipped["at_least"], skipped["at_most"]
@@ -91,24 +96,24 @@ def verdict(run: RecordedRun, facts: dict[str, Any]) -> list[str]:
         lines = "only line" if bad["stated"] == 1 else f"{bad['stated']:,} lines"
         stated = f"the {lines}" if bad["stated"] == 1 else f"{bad['bad_steps']:,} of the {lines}"
         sentences.append(f"The loss was inf or NaN on {stated} with a loss, first for step {bad['first_bad_step']}.")
-    room = [] if bad["bad_steps"] else _room(run, facts["shown_by_gradients"])
+    room = [] if bad["bad_steps"] else _room(run, facts["shown_by_gradients"], summary.stayed)
     # Where no line counts the overflows, only the falls of the scale show how many there may have been.
     halvings = facts["loss_scale"]["halvings_at_least"]
     fell = f"Its falls add up to at least {counted(halvings, 'halving')}."
-    went = path_in_words(run, as_power_of_two)
+    went = summary.path
     return [*sentences, *[f"{went}."] * bool(went), *[fell] * (fewest != most and halvings > fewest), *room]
 
 
-def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
+def _room(run: RecordedRun, shown: dict[str, Any] | None, stayed: bool | None) -> list[str]:
     """Return a list with a sentence if the loss scale could have been higher, else an empty list.
 
     A rise without overflow shows this, or the size of the gradients.
     """
-    first = run.first_loss_scales()
+    first = run.first_loss_scales
     if first is None or first[0] != first[1] or not 0 < first[0] < math.inf:
         return []
     ends_of_climb = np.flatnonzero(~(run.applied & np.append(True, run.follows[1:])))
-    climbed = run.scale_ranges()[0][: int(ends_of_climb[0]) if len(ends_of_climb) else len(run.after)]
+    climbed = run.scale_ranges[0][: int(ends_of_climb[0]) if len(ends_of_climb) else len(run.after)]
     highest = float(np.max(climbed, initial=0.0, where=np.isfinite(climbed)))
     if highest >= _ROOM * first[0]:
         return [
@@ -116,7 +121,7 @@ def _room(run: RecordedRun, shown: dict[str, Any] | None) -> list[str]:
             f"{as_power_of_two(highest)} before any overflow."
         ]
     # Ignore a constant scale of 1: the run may be in BF16, which needs no loss scaling.
-    is_fixed = run.skipped_bounds()[1] == 0 and stayed(run) and first[0] != 1
+    is_fixed = run.skipped_bounds[1] == 0 and stayed and first[0] != 1
     if shown is None or not is_fixed or shown["steps"] < len(run) or shown["lowest"] < _ROOM * first[0]:
         return []
     bits = math.floor(math.log2(shown["lowest"] / first[0]))
@@ -141,7 +146,7 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
         {'by': 'norms', 'steps': 2, 'lowest': 32752.0, 'median': 81880.0}
     """
     for name, field in (("largest gradients", "largest_gradient"), ("norms", "gradient_norm")):
-        if (gradients := run.column(field)) is None:
+        if (gradients := run.columns.get(field)) is None:
             continue
         is_shown = run.applied & (run.lengths == 1) & ~np.isinf(gradients)
         ceilings = implied_ceilings(np.where(is_shown, gradients, np.nan), run.gradient_format)
@@ -158,7 +163,7 @@ def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
 
 
 def _skipped(run: RecordedRun) -> dict[str, Any]:
-    fewest, most = run.skipped_bounds()
+    fewest, most = run.skipped_bounds
     known = np.flatnonzero(run.skipped)
     # Stretches of skipped steps that follow each other are one range.
     series = consecutive_runs(known)
@@ -167,7 +172,7 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
         cuts = [start, *(start + 1 + np.flatnonzero(~run.follows[start + 1 : end + 1])).tolist(), end + 1]
         ranges += [(int(run.first[low]), int(run.last[high - 1])) for low, high in pairwise(cuts)]
     longest = max(ranges, key=lambda ends: ends[1] - ends[0], default=None)
-    seconds = run.column("seconds")
+    seconds = run.columns.get("seconds")
     stated = np.empty(0) if seconds is None else seconds[known]
     lengths = run.lengths[known][~np.isnan(stated)] if seconds is not None else np.empty(0, np.int64)
     stated = stated[~np.isnan(stated)]
@@ -201,24 +206,24 @@ def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
 def _skipped_in_first(run: RecordedRun, ends: NDArray[np.int64], steps: int) -> tuple[int, int]:
     """Return the fewest and the most steps that were skipped among the first ones."""
     whole = int(np.searchsorted(ends, steps, side="right"))
-    fewest, most = run.skipped_bounds(whole)
+    fewest, most = run.skipped_up_to(whole)
     if (inside := steps - (int(ends[whole - 1]) if whole else 0)) > 0:
         fewest += max(int(run.fewest[whole] - (run.lengths[whole] - inside)), 0)
         most += min(int(run.most[whole]), inside)
     return fewest, min(most, steps)
 
 
-def _scales(run: RecordedRun) -> dict[str, Any]:
+def _scales(run: RecordedRun, summary: ScaleSummary) -> dict[str, Any]:
     """Return what the log states of the loss scale: at the start, at the end, and in between."""
-    scales, within = run.stated_scales(), settled(run)
-    low, high = run.first_loss_scales() or (math.nan, math.nan)
+    scales, within = run.stated_scales, summary.settled
+    low, high = run.first_loss_scales or (math.nan, math.nan)
     ends = (scales.min(), scales.max(), scales[-1]) if len(scales) else (math.nan,) * 3
     final = run.after[-1] if run.is_numbered else math.nan
     named = {"first": low if low == high else math.nan, "first_at_least": low, "first_at_most": high, "final": final}
     named |= dict(zip(("smallest", "largest", "last_stated"), ends, strict=True))
     return {
         **{name: _for_json(scale) for name, scale in named.items()},
-        "stayed": stayed(run),
+        "stayed": summary.stayed,
         "settled": None if within is None else list(within),
         "halvings_at_least": math.floor((run.halvings or 0.0) + 1e-3),
     }

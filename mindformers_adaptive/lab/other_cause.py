@@ -11,14 +11,14 @@ import numpy as np
 
 from mindformers_adaptive.record.diagnosis import Finding, diagnose
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.run_folder import EXPLANATION_FILE, ways_of
-from mindformers_adaptive.record.scale_summary import stayed
+from mindformers_adaptive.record.run_folder import EXPLANATION_FILE, Ways, ways_of
+from mindformers_adaptive.record.scale_summary import summary_of
 from mindformers_adaptive.record.thresholds import STUCK
 from mindformers_adaptive.text.files import json_object
 from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
 
-__all__ = ["Advice", "explanation_of", "findings_of", "last_error", "other_cause", "signs_of"]
+__all__ = ["Advice", "cause_in", "explanation_of", "findings_of", "last_error", "other_cause", "signs_of"]
 
 # Look for a traceback in this many bytes at the end of a log.
 _END_OF_LOG = 2**14
@@ -53,36 +53,45 @@ class Advice:
 
 def findings_of(run: RecordedRun) -> list[Finding]:
     """Return what is wrong in the steps of a run, the likeliest cause first."""
-    return diagnose(run.seen_steps())
+    return diagnose(run.seen_steps)
 
 
-def other_cause(run: RecordedRun, in_python: bool = False, findings: Sequence[Finding] | None = None) -> Advice | None:
+def other_cause(run: RecordedRun) -> Advice | None:
     """Return the advice for a run whose problem is not its loss scaling; None if the loss scaling may be the cause.
 
     Args:
         run (RecordedRun): a run with at least one step.
-        in_python (bool): whether to give advice as Python instead of YAML. Default: False.
-        findings (Sequence[Finding], optional): what :func:`findings_of` returned for the run. Default: None.
     """
-    ways = ways_of(run.files, in_python)
+    return cause_in(run, findings_of(run), ways_of(run.files, in_python=False), summary_of(run).stayed)
+
+
+def cause_in(run: RecordedRun, findings: Sequence[Finding], ways: Ways, stayed: bool | None) -> Advice | None:
+    """Return the advice of :func:`other_cause`.
+
+    Args:
+        run (RecordedRun): a run with at least one step.
+        findings (Sequence[Finding]): what :func:`findings_of` returned for the run.
+        ways (Ways): the next steps.
+        stayed (bool, optional): whether the loss scale was the same in every step, None if that is not shown.
+    """
     to_the_layer = f"Find the layer and a remedy:\n{ways.why}"
-    for finding in findings_of(run) if findings is None else findings:
+    for finding in findings:
         # A loss that jumped and fell back does not keep the loss scaling from being the cause.
         if not (finding.kind == "loss jump" and finding.is_over):
             return Advice(finding.kind, f"{finding.remedy} {to_the_layer}", finding.text, finding.figures)
-    if not (run.stated_scales() == 1.0).all():
+    if not (run.stated_scales == 1.0).all():
         return None
-    skipped = run.skipped_bounds()[0]
+    skipped = run.skipped_bounds[0]
     if skipped >= STUCK:
         reason = f"At least {counted(skipped, 'step')} overflowed at a loss scale of 1. No loss scale helps there."
-        if not stayed(run):
+        if not stayed:
             reason = f"At least {counted(skipped, 'step')} overflowed, and each line of the log has a loss scale of 1."
         return Advice("collapse", to_the_layer, reason, {"steps": skipped})
     return Advice(
         "scale of 1",
         "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, "
         f"find a loss scale to start from: {ways.find}",
-        f"The loss scale was 1 {'in every step' if stayed(run) else 'on each line of the log'}.",
+        f"The loss scale was 1 {'in every step' if stayed else 'on each line of the log'}.",
         {"steps": len(run)},
     )
 
@@ -143,7 +152,7 @@ def explanation_of(run: RecordedRun) -> list[str]:
         return []
     if step is None:
         return [f"{printable(line[:_WIDTH]).rstrip('.')}." for line in lines[:_LINES]]
-    loss = run.column("loss")
+    loss = run.columns.get("loss")
     is_bad = run.skipped if loss is None else run.skipped | np.isinf(loss)
     if step not in run.last[is_bad].tolist():
         return []

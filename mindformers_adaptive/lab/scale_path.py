@@ -164,7 +164,7 @@ def _between_lines(run: RecordedRun) -> Iterator[tuple[int, Change]]:
 
 
 def _window(run: RecordedRun, index: int) -> int | None:
-    windows = run.column("scale_window")
+    windows = run.columns.get("scale_window")
     return None if windows is None or np.isnan(windows[index]) else int(windows[index])
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.plots.canvas import Floats, power_of_two
 from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.scale_summary import bounds_in_words, path_in_words
+from mindformers_adaptive.record.scale_summary import bounds_in_words, summary_of
 from mindformers_adaptive.record.trace import implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
@@ -157,7 +157,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     # record, a longer stretch is one of missing steps.
     at = ~np.isnan([run.used, run.after, *run.columns.values()]).all(axis=0)
     at = (run.lengths == 1) & (at | (run.fewest == run.most)) | (at & (run.log_format != "jsonl"))
-    fewest, most = run.skipped_bounds()
+    fewest, most = run.skipped_bounds
     unknown, gradients = np.full(len(run.first), np.nan), run.applied_gradients()
     optional = (run.column("loss"), run.column("scale_window"), gradients, run.column("gradient_norm"))
     loss, window, shown, norm = (unknown if values is None else values for values in optional)
@@ -174,7 +174,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         step=run.last[at].astype(np.float64),
         loss=loss[at],
         scales=scales,
-        path=path_in_words(run, _named),
+        path=summary_of(run, _named).path,
         overflow=run.skipped[at],
         scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > 1 else None,
         first_step=int(run.first[0]),

@@ -126,7 +126,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
         >>> line = '{"step": %s, "overflow": %s, "loss_scale": %s}'
         >>> _ = log.write_text(chr(10).join([line % (1, "true", 4), line % (2, "false", 2)]))
         >>> run = read_log(log)
-        >>> run.log_format, run.skipped_bounds(), run.used.tolist()
+        >>> run.log_format, run.skipped_bounds, run.used.tolist()
         ('jsonl', (1, 1), [4.0, 2.0])
     """
     paths = _require_paths(path)
@@ -161,7 +161,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
     if not lines.has_step():
         raise ValueError(_nothing_found(paths, formats, texts.number, nearest))
     run = run_of_lines(lines, log_format, texts.name_of)
-    if not len(run.stated_scales()) and not run.is_rounded:
+    if not len(run.stated_scales) and not run.is_rounded:
         raise ValueError(
             f"The log must show the loss scale, but no line of {_names(paths)} shows it (lines about steps: {used}). "
             "Give the log of a training with loss scaling, or describe its lines with --pattern."

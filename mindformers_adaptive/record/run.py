@@ -92,7 +92,7 @@ class RecordedRun:
 
     Examples:
         >>> run = RecordedRun.of_steps([1, 2, 3], [4.0, 2.0, 2.0], [True, False, False])
-        >>> run.skipped_bounds(), run.first_loss_scales(), run.known_share
+        >>> run.skipped_bounds, run.first_loss_scales, run.known_share
         ((1, 1), (4.0, 4.0), 1.0)
     """
 
@@ -196,7 +196,7 @@ class RecordedRun:
     @property
     def known_share(self) -> float:
         """float: the share of steps of which the log shows both the loss scale and whether they were skipped."""
-        known = (self.skipped | self.applied) & ~np.isnan(self.scale_ranges()[0])
+        known = (self.skipped | self.applied) & ~np.isnan(self.scale_ranges[0])
         return float(self.lengths[known].sum() / len(self))
 
     def column(self, name: str) -> Floats | None:
@@ -237,34 +237,29 @@ class RecordedRun:
         """int: how many lines of the log were not used."""
         return self.lines_read - self.lines_used
 
-    def skipped_bounds(self, stretches: int | None = None) -> tuple[int, int]:
+    def skipped_up_to(self, stretches: int) -> tuple[int, int]:
         """Return the fewest and the most steps that were skipped in the first stretches of the run.
-
-        Args:
-            stretches (int, optional): the number of these stretches. Default: None, all.
 
         Examples:
             >>> run = RecordedRun.of_steps([1, 2, 3], [8.0] * 3, [True, False, False], known=[True, True, False])
-            >>> run.skipped_bounds(), run.skipped_bounds(2)
-            ((1, 2), (1, 1))
+            >>> run.skipped_up_to(2), run.skipped_bounds
+            ((1, 1), (1, 2))
         """
-        count = len(self.first) if stretches is None else stretches
-        fewest, most = np.asarray(self.so_far)[count - 1].tolist() if count else (0, 0)
+        fewest, most = np.asarray(self.so_far)[stretches - 1].tolist() if stretches else (0, 0)
         return fewest, most
 
-    def scale_ranges(self) -> tuple[Floats, Floats]:
-        """Return the lowest and the highest loss scale that the steps of each stretch can have used; nan if not shown.
-
-        A series of applied steps only raises the scale, and a series of skipped steps only lowers it. (A rule that
-        lowers the scale in an applied step has a record, with a line for each step.)
-
-        Returns:
-            tuple of two NDArray, float64 of shape (stretches,).
-        """
-        return self._scale_ranges
+    @property
+    def skipped_bounds(self) -> tuple[int, int]:
+        """tuple[int, int]: the fewest and the most steps that were skipped in the run."""
+        return self.skipped_up_to(len(self.first))
 
     @cached_property
-    def _scale_ranges(self) -> tuple[Floats, Floats]:
+    def scale_ranges(self) -> tuple[Floats, Floats]:
+        """tuple of two NDArray, float64 of shape (stretches,): bounds on the scales that the steps of a stretch used.
+
+        Nan where they are not shown. A series of applied steps only raises the scale, and a series of skipped steps
+        only lowers it. (A rule that lowers the scale in an applied step has a record, with a line for each step.)
+        """
         before = np.where(self.follows, np.append(np.nan, self.after[:-1]), np.nan)
         before[:1] = self.start
         rises, falls = self.applied & (before <= self.after), self.skipped & (before >= self.after)
@@ -273,12 +268,9 @@ class RecordedRun:
         is_single = self.lengths == 1
         return np.where(is_single, self.used, low), np.where(is_single, self.used, high)
 
+    @cached_property
     def stated_scales(self) -> Floats:
-        """Return all loss scales that the lines and the moves of the log state, in order.
-
-        Returns:
-            NDArray, float64 of shape (scales,), without nan.
-        """
+        """NDArray: float64 of shape (scales,), all loss scales that the lines and moves of the log state, in order."""
         scales = np.column_stack([self.used, self.after])
         if self.moves:
             at = np.repeat([move.stretch for move in self.moves], 2)
@@ -286,14 +278,12 @@ class RecordedRun:
             return (every := np.insert(scales.ravel(), 2 * at, pairs))[~np.isnan(every)]
         return scales[~np.isnan(scales)]
 
+    @property
     def first_loss_scales(self) -> tuple[float, float] | None:
-        """Return bounds on the loss scale at the start of the run, or None if the log does not bound it.
+        """tuple[float, float], optional: bounds on the loss scale at the start of the run; None if there are none.
 
         If the first steps are overflows and no line states their scale, each of them may have halved the scale or left
         it as it was (hysteresis). If the first step was applied, it may have doubled the scale.
-
-        Returns:
-            tuple[float, float], optional: the lowest and the highest.
         """
         known = self.start if np.isnan(self.used[0]) or self.lengths[0] > 1 else float(self.used[0])
         if known == known:
@@ -305,8 +295,9 @@ class RecordedRun:
             return scale / 2, scale
         return (scale, scale * 2.0 ** min(int(self.lengths[0]), 1000)) if self.skipped[0] else None
 
+    @property
     def seen_steps(self) -> Iterator[Seen]:
-        """Return what the log states of each step, or of the last step of each stretch, in order."""
+        """Iterator[Seen]: what the log states of each step, or of the last step of each stretch, in order."""
         unknown = np.full(len(self.first), np.nan)
         loss, norm = (unknown if (values := self.column(field)) is None else values for field in _LOSS_AND_NORM)
         flags = np.where(self.skipped, 1.0, np.where(self.applied, 0.0, np.nan))

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.record.thresholds import HELD, STUCK
+from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["Held", "bounds_in_words", "held", "path_in_words", "settled", "skipped_at_end", "stayed"]
+__all__ = ["Held", "ScaleSummary", "bounds_in_words", "summary_of"]
 
 # The loss scale of a run with at least 40 steps has settled if some scale held and two conditions hold in the second
 # half of the run: 95 % of the loss scales lie within a factor of 4, and the loss scale either both rises and falls or
@@ -29,6 +30,7 @@ class Held(NamedTuple):
         from_step (int, optional): the first step of a series of steps at which that scale held.
         highest (float, optional): the highest scale that is shown to have held, even after it had overflowed.
         before (int): the number of stretches before the first scale that is shown to have held; all if none is.
+        shown_before (tuple[int, int]): the fewest and the most steps that were skipped in these stretches.
         skipped_before (tuple[int, int]): the fewest and the most steps that were skipped before the first scale held.
     """
 
@@ -37,25 +39,55 @@ class Held(NamedTuple):
     from_step: int | None
     highest: float | None
     before: int
+    shown_before: tuple[int, int]
     skipped_before: tuple[int, int]
 
 
-def held(run: RecordedRun) -> Held:
-    """Return whether a loss scale held in a run, and which.
+class ScaleSummary(NamedTuple):
+    """Where the loss scale of a run went.
+
+    Attributes:
+        held (Held): whether a scale held, and which.
+        settled (tuple[float, float], optional): the lowest and the highest scale between which the loss scale settled;
+            None if that is not shown.
+        stayed (bool, optional): whether the scale was the same in every step; None if the log does not show it.
+        path (str): a sentence without its end that says where the loss scale went, such as "The loss scale fell from
+            2^16 to 2^9"; "" if no loss scale is stated.
+    """
+
+    held: Held
+    settled: tuple[float, float] | None
+    stayed: bool | None
+    path: str
+
+
+def summary_of(run: RecordedRun, named: Callable[[float], str] = as_power_of_two) -> ScaleSummary:
+    """Return where the loss scale of a run went.
+
+    Args:
+        run (RecordedRun): the run.
+        named (Callable): returns a loss scale as text. Default: ``as_power_of_two``.
 
     Examples:
         >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
-        >>> held(RecordedRun.of_steps(range(1, 101), scale, np.arange(100) < 16))
-        Held(answer=True, scale=65536.0, from_step=17, highest=65536.0, before=16, skipped_before=(16, 16))
+        >>> summary_of(RecordedRun.of_steps(range(1, 101), scale, np.arange(100) < 16)).held.scale
+        65536.0
     """
-    lengths, low = run.lengths, np.nan_to_num(run.scale_ranges()[0])
+    start = _held(run)
+    within = _settled(run) if start.answer else None
+    return ScaleSummary(start, within, _stayed(run), _path_in_words(run, within, named))
+
+
+def _held(run: RecordedRun) -> Held:
+    """Return whether a loss scale held in a run, and which."""
+    lengths, low = run.lengths, np.nan_to_num(run.scale_ranges[0])
     first, sums = _series(run, run.applied)
     is_roomy = (run.most < lengths) & (lengths - run.most >= HELD * (run.most + 1))
     starts = np.concatenate([first[sums >= HELD], np.flatnonzero(is_roomy & ~run.applied) + 1])
     raises = [move for move in run.moves if not move.is_overflow and move.clean_steps >= HELD]
     is_shown, fewest = bool(len(starts) or raises), _fewest_before_held(run)
     before = int(starts.min()) if len(starts) else len(run.first)
-    skipped, most = run.skipped_bounds(before)
+    skipped, most = run.skipped_up_to(before)
     # A restart goes on with the number of the step, so that a series of steps may lead over it.
     breaks = ~np.append(True, run.first[1:] == run.last[:-1] + 1)
     # For each stretch, at most 20 places; a place between two stretches that do not follow each other breaks a series.
@@ -79,6 +111,7 @@ def held(run: RecordedRun) -> Held:
         from_step=int(steps[np.argmax(below)]) if best else None,
         highest=float(windows.max(initial=0.0)) or None,
         before=before,
+        shown_before=(skipped, most),
         skipped_before=(skipped if fewest is None else min(fewest, skipped), most),
     )
 
@@ -117,20 +150,20 @@ def _series(run: RecordedRun, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int
     return first, np.add.reduceat(np.where(chosen, run.lengths, 0), first)
 
 
-def stayed(run: RecordedRun) -> bool | None:
+def _stayed(run: RecordedRun) -> bool | None:
     """Return whether the scale was the same in every step of the run; None if the log does not show it."""
-    scales = run.stated_scales()
+    scales = run.stated_scales
     if not len(scales) or scales.min() < scales.max():
         return False if len(scales) else None
-    return None if run.is_rounded or np.isnan(run.scale_ranges()[0]).any() else True
+    return None if run.is_rounded or np.isnan(run.scale_ranges[0]).any() else True
 
 
-def settled(run: RecordedRun) -> tuple[float, float] | None:
+def _settled(run: RecordedRun) -> tuple[float, float] | None:
     """Return the lowest and the highest scale between which the loss scale settled; None if that is not shown."""
-    if len(run) < _SETTLED_FROM or held(run).answer is not True:
+    if len(run) < _SETTLED_FROM:
         return None
     half = len(run) - len(run) // 2
-    low, high = (np.repeat(scale, run.lengths)[-half:] for scale in run.scale_ranges())
+    low, high = (np.repeat(scale, run.lengths)[-half:] for scale in run.scale_ranges)
     is_known = ~np.isnan(low)
     outside = int((half * (1 - _SETTLED_SHARE) - (~is_known).sum()) / 2)
     low, high = low[is_known], high[is_known]
@@ -143,30 +176,22 @@ def settled(run: RecordedRun) -> tuple[float, float] | None:
     return (lowest, highest) if 0 < highest <= _SETTLED_WITHIN * lowest < np.inf else None
 
 
-def skipped_at_end(run: RecordedRun) -> int:
+def _skipped_at_end(run: RecordedRun) -> int:
     """Return how many steps at the end of the run were all skipped, as far as the log states it."""
     starts = np.flatnonzero(~(run.skipped & run.follows))
     start = int(starts[-1]) if len(starts) else 0
     return int(run.lengths[start if run.skipped[start] else start + 1 :].sum())
 
 
-def path_in_words(run: RecordedRun, named: Callable[[float], str]) -> str:
-    """Return a sentence without its end that says where the loss scale of a run went.
-
-    Args:
-        run (RecordedRun): the run.
-        named (Callable): returns a loss scale as text.
-
-    Returns:
-        str, such as "The loss scale fell from 2^16 to 2^9"; empty if no loss scale is stated.
-    """
-    scales = run.stated_scales()
+def _path_in_words(run: RecordedRun, within: tuple[float, float] | None, named: Callable[[float], str]) -> str:
+    """Return a sentence without its end that says where the loss scale went; ``within`` is where it settled."""
+    scales = run.stated_scales
     if not len(scales):
         return ""
     lowest, highest, last = float(scales.min()), float(scales.max()), float(scales[-1])
-    low, high = run.scale_ranges()
+    low, high = run.scale_ranges
     is_shown = not np.isnan(low).any() and run.is_numbered
-    count = skipped_at_end(run)
+    count = _skipped_at_end(run)
     at_end = f": the last {count:,} steps were all skipped" * (count >= STUCK)
     # A scale that no overflow moves is a fixed scale: it has not collapsed.
     if lowest == highest:
@@ -176,10 +201,10 @@ def path_in_words(run: RecordedRun, named: Callable[[float], str]) -> str:
         return f"The loss scale {stayed.format(named(last))}{at_end * is_shown}"
     if at_end and (np.repeat(high, run.lengths)[-STUCK:] == lowest).all():
         return f"The loss scale collapsed to {named(lowest)}{at_end}"
-    if (within := settled(run)) is not None:
+    if within is not None:
         between = f"at {named(within[0])}" if within[0] == within[1] else f"between {' and '.join(map(named, within))}"
         return f"The loss scale settled {between}"
-    first, final = run.first_loss_scales(), float(run.after[-1])
+    first, final = run.first_loss_scales, float(run.after[-1])
     is_between = first is not None and first[0] == first[1] and run.is_numbered and 0 < first[0] != final > 0
     bits = np.log2(scales[(scales > 0) & np.isfinite(scales)])
     if first is not None and is_between:

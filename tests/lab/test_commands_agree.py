@@ -17,9 +17,8 @@ from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.plots import report
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.scale_summary import bounds_in_words, held, path_in_words, settled
+from mindformers_adaptive.record.scale_summary import bounds_in_words, summary_of
 from mindformers_adaptive.record.thresholds import HELD
-from mindformers_adaptive.text.table import as_power_of_two
 from tests.record.log_writers import WRITERS, random_run
 from tests.shared.records import run_of
 
@@ -45,7 +44,7 @@ CALM = run_of([2.0**k for k in (16, 15, 14, 13)] + [4096.0] * 76, [True] * 4 + [
 def test_text_and_picture_agree_on_settled_and_on_the_bounds(run):
     analysis, series = analyze(run).to_dict(), series_of(run)
     said = " ".join(analysis["verdict"])
-    assert ("settled" in said) == ("settled" in series.finding()) == bool(held(run).answer)
+    assert ("settled" in said) == ("settled" in series.finding()) == bool(summary_of(run).held.answer)
     skipped = analysis["skipped"]
     assert series.bounds == (skipped["at_least"], skipped["at_most"])
 
@@ -53,7 +52,7 @@ def test_text_and_picture_agree_on_settled_and_on_the_bounds(run):
 @pytest.mark.parametrize("clean", [HELD - 1, HELD])
 def test_a_scale_settles_only_where_one_held(clean):
     run = run_of(([2.0] + [1.0] * clean) * 4, ([True] + [False] * clean) * 4)
-    assert (settled(run) is not None) == (clean == HELD)
+    assert (summary_of(run).settled is not None) == (clean == HELD)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_a_scale_settles_only_where_one_held(clean):
 )
 def test_a_scale_that_returns_has_not_fallen(scales, went):
     flags = [after < before for before, after in zip(scales, scales[1:] + scales[-1:], strict=True)]
-    assert path_in_words(run_of(scales, flags, final_loss_scale=scales[-1]), as_power_of_two) == went
+    assert summary_of(run_of(scales, flags, final_loss_scale=scales[-1])).path == went
 
 
 class Commands:
@@ -94,7 +93,7 @@ class Commands:
             re.sub(r"\$2\^\{(.*?)\}\$", r"2^\1", each)
             for each in (self.figures.pop().get_suptitle(), series_of(run).finding())
         )
-        skipped, went = analysis["skipped"], path_in_words(run, as_power_of_two)
+        skipped, went = analysis["skipped"], summary_of(run).path
         fewest, most = skipped["at_least"], skipped["at_most"]
         words = bounds_in_words(fewest, most).replace(",", "")
         cause = other_cause(run)
@@ -102,7 +101,7 @@ class Commands:
         path_in_title = went and f"{went[0].lower()}{went[1:]}"
         unheld = "No loss scale has held" in " ".join(text.split())
         checks = {
-            "held": not (unheld and (held(run).answer or "settled" in went)),
+            "held": not (unheld and (summary_of(run).held.answer or "settled" in went)),
             "scales of the page": scales_in_words(analysis["loss_scale"]) in page,
             "held on the page": page.count("No loss scale has held") == 2 * unheld,
             "verdict of the page": " ".join(analysis["verdict"]) in page,

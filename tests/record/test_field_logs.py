@@ -96,7 +96,7 @@ def folder(tmp_path_factory):
 def test_what_is_true_of_a_log_is_said(folder, name):
     bounds, says, never = TRUTH[name]
     run = read(folder / name)
-    fewest, most = run.skipped_bounds()
+    fewest, most = run.skipped_bounds
     assert (fewest, most if run.is_numbered else None) == bounds
     # The details replay other rules, which takes long for a run of many steps.
     text = " ".join(analyze(run).text(details=len(run) < 10_000).split())

@@ -16,7 +16,7 @@ EXACT = ("megatron", "megatron with its first step", "deepspeed", "deepspeed of 
 def assert_within(run, truth):
     """Assert that the skipped steps of each stretch and up to its end are within their bounds, and each scale right."""
     if not run.is_numbered:
-        fewest, most = run.skipped_bounds()
+        fewest, most = run.skipped_bounds
         assert fewest <= sum(truth.flags) <= most
         return
     counts = np.append(0, np.cumsum(truth.flags))
@@ -28,7 +28,7 @@ def assert_within(run, truth):
     for stated, scales in ((run.used, truth.used), (run.after, truth.after)):
         known = ~np.isnan(stated)
         assert stated[known] == pytest.approx(np.array(scales)[run.last[known] - 1], rel=1e-4)
-    low, high = run.scale_ranges()
+    low, high = run.scale_ranges
     for stretch in np.flatnonzero(~np.isnan(low)).tolist():
         used = truth.used[run.first[stretch] - 1 : run.last[stretch]]
         assert low[stretch] <= min(used) * 1.0001
@@ -47,7 +47,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, name, seed, every):
     if run.is_numbered:
         assert len(run) == run.last[-1] == len(truth.flags)
     if name in EXACT:
-        assert run.skipped_bounds() == (sum(truth.flags),) * 2
+        assert run.skipped_bounds == (sum(truth.flags),) * 2
     if every == 1 and name in ("mindformers", "mindspore", "megatron", "record"):
         assert run.skipped.tolist() == truth.flags
 

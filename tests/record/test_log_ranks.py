@@ -43,24 +43,24 @@ def test_moves_that_several_ranks_print_count_once(tmp_path_factory, stamped, pr
         for rank in range(ranks)
     ]
     run = read(tmp_path_factory.getbasetemp(), *interleaved(random, texts))
-    assert (run.skipped_bounds()[0], [move.before for move in run.moves]) == (4, scales)
+    assert (run.skipped_bounds[0], [move.before for move in run.moves]) == (4, scales)
     assert run.moves[-1].after == 2.0**19
 
 
 def test_equal_moves_far_apart_are_several_overflows(tmp_path):
     lines = [fused(2.0**16, time=time) for time in (1, 1, 300, 301, 600) for _ in range(2)]
-    assert read(tmp_path, *lines).skipped_bounds()[0] == 3
+    assert read(tmp_path, *lines).skipped_bounds[0] == 3
     # Without times, the lines may be of ten ranks and one overflow. The steps between them tell overflows apart.
-    assert read(tmp_path, *[fused(2.0**16)] * 10).skipped_bounds()[0] == 1
+    assert read(tmp_path, *[fused(2.0**16)] * 10).skipped_bounds[0] == 1
     steps = [megatron_line(step, 2.0**16) for step in range(1, 30)]
     run = read(tmp_path, *[fused(2.0**16)] * 2, *steps, *[fused(2.0**16)] * 2)
-    assert run.skipped_bounds()[0] == 2
+    assert run.skipped_bounds[0] == 2
 
 
 def test_lines_that_name_their_rank_are_believed_first(tmp_path):
     lines = [fused(2.0**16), fused(2.0**16), overflow_line(2**16, 2**15), overflow_line(2**16, 2**15)]
-    assert read(tmp_path, *lines).skipped_bounds()[0] == 2
-    assert read(tmp_path, *lines, progress_line(10, 2)).skipped_bounds() == (2, 2)
+    assert read(tmp_path, *lines).skipped_bounds[0] == 2
+    assert read(tmp_path, *lines, progress_line(10, 2)).skipped_bounds == (2, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -68,7 +68,7 @@ def test_lines_of_a_step_count_once_for_all_ranks(tmp_path, ranks):
     for line in (mindformers_line, lambda step, flag, scale: megatron_line(step, scale, flag)):
         steps = [(step, step < 5, 2.0 ** max(16 - step, 12)) for step in range(1, 40)]
         run = read(tmp_path, *(line(*values) for values in steps for _ in range(ranks)))
-        assert (run.last.tolist(), run.skipped_bounds()) == (list(range(1, 40)), (4, 4))
+        assert (run.last.tolist(), run.skipped_bounds) == (list(range(1, 40)), (4, 4))
 
 
 @pytest.mark.parametrize("name", ["megatron", "mindformers"])
@@ -79,18 +79,18 @@ def test_a_first_scale_that_no_line_states_is_a_range(tmp_path, name):
         for step, scale in enumerate(scales, start=1)
     ]
     run = read(tmp_path, *lines)
-    assert (run.first_loss_scales(), run.skipped_bounds()) == ((2.0**16, 2.0**17), (5, 5))
+    assert (run.first_loss_scales, run.skipped_bounds) == ((2.0**16, 2.0**17), (5, 5))
     assert np.isnan(run.used[0])
     text = analyze(run).text(details=True)
     assert "instead of 2^16 to 2^17" in text
     assert "2^16 to 2^17 at first" in text
     # With a line for step 0, which states the scale before the first step, the start is known.
     before = megatron_line(0, 2.0**16) if name == "megatron" else mindformers_line(0, False, 2.0**16)
-    assert read(tmp_path, before, *lines).first_loss_scales() == (2.0**16, 2.0**16)
+    assert read(tmp_path, before, *lines).first_loss_scales == (2.0**16, 2.0**16)
 
 
 @pytest.mark.parametrize("missing", [3, 9_999, 10_001, 50_000, 3_000_000])
 def test_a_gap_has_the_length_that_its_line_states(tmp_path, missing):
     gap = {"missing_steps": missing, "first_step": 3, "last_step": missing + 2}
     run = read(tmp_path, record_line(1, True), record_line(2), json.dumps(gap) + "\n", record_line(missing + 3))
-    assert (len(run), run.skipped_bounds(), run.notes) == (missing + 3, (1, missing + 1), ())
+    assert (len(run), run.skipped_bounds, run.notes) == (missing + 3, (1, missing + 1), ())

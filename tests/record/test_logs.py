@@ -43,7 +43,7 @@ SAMPLES["jsonl"] += ['{"missing_steps": 2, "first_step": 9, "last_step": 10}\n']
 def assert_same(run, expected):
     for name in ("first", "last", "fewest", "most", "used", "after"):
         np.testing.assert_array_equal(getattr(run, name), getattr(expected, name))
-    assert run.skipped_bounds() == expected.skipped_bounds()
+    assert run.skipped_bounds == expected.skipped_bounds
 
 
 # MindFormers' log line of step 3, an overflow with a loss scale of 32768 afterwards, in each version's format.
@@ -66,7 +66,7 @@ MINDFORMERS = {
 def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.last.tolist(), run.skipped[-1]) == ("mindformers", [2, 3], True)
-    assert (run.first_loss_scales(), run.after[-1], run.column("loss")[-1]) == (None, 32768.0, 2.5)
+    assert (run.first_loss_scales, run.after[-1], run.column("loss")[-1]) == (None, 32768.0, 2.5)
     # A log line of MindFormers up to 0.7 has the time of a network call. A call may take several steps, so the seconds
     # per step are unknown.
     seconds = run.column("seconds")
@@ -87,7 +87,7 @@ def test_a_scale_in_eight_digits_is_the_float32_it_stands_for(tmp_path):
     run = read(
         tmp_path, *(mindformers_line(k, True, scale) for k, scale in ((1, "268435460.0"), (2, "[1.3421773e+08]")))
     )
-    assert (run.used[1:].tolist(), run.first_loss_scales()) == ([2.0**28], (2.0**28, 2.0**29))
+    assert (run.used[1:].tolist(), run.first_loss_scales) == ([2.0**28], (2.0**28, 2.0**29))
 
 
 def test_steps_dropped_for_their_norm_are_no_overflows(tmp_path):
@@ -99,7 +99,7 @@ def test_steps_dropped_for_their_norm_are_no_overflows(tmp_path):
         skip.format("False"),
     ]
     run = read(tmp_path, *lines)
-    assert (run.steps_where("dropped_by_norm").tolist(), run.skipped_bounds()) == ([1], (0, 0))
+    assert (run.steps_where("dropped_by_norm").tolist(), run.skipped_bounds) == ([1], (0, 0))
 
 
 def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
@@ -147,7 +147,7 @@ def test_each_variant_of_megatron_line_is_read(tmp_path, text):
 
 def test_a_falling_scale_outweighs_a_count_of_0(tmp_path):
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0), megatron_line(30, 256.0))
-    assert (run.skipped_bounds(), (run.skipped | run.applied).any()) == ((0, 30), False)
+    assert (run.skipped_bounds, (run.skipped | run.applied).any()) == ((0, 30), False)
     assert any(re.search(r"log:2: the scale fell .*no skipped step.* 1 line ", note) for note in run.notes)
     run = read(tmp_path, megatron_line(10, 1024.0), megatron_line(20, 256.0, 2), megatron_line(30, 256.0))
     assert (run.skipped | run.applied).tolist() == [True, False, True]
@@ -155,7 +155,7 @@ def test_a_falling_scale_outweighs_a_count_of_0(tmp_path):
 
 def test_the_0_of_megatron_deepspeed_says_nothing(tmp_path):
     run = read(tmp_path, *(megatron_line(step, 1.0, end=MEGATRON_DEEPSPEED) for step in (1, 2, 3)))
-    assert (run.skipped_bounds(), run.known_share) == ((0, 3), 0.0)
+    assert (run.skipped_bounds, run.known_share) == ((0, 3), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_each_wording_of_an_overflow_is_read(tmp_path, start, end):
     for prefix in ("", bar, bar + "\r"):
         line = f"{prefix}[2023-02-28 20:08:24,113] [INFO] {start}Attempted loss scale: 65536, reducing to {end}\n"
         run = read(tmp_path, line)
-        assert (run.log_format, run.moves[0].before, run.skipped_bounds()[0]) == ("deepspeed", 65536.0, 1)
+        assert (run.log_format, run.moves[0].before, run.skipped_bounds[0]) == ("deepspeed", 65536.0, 1)
         assert (run.moves[0].after, run.is_numbered, run.problems) == (32768.0, False, ())
 
 
@@ -183,22 +183,22 @@ def test_overflows_of_all_ranks_and_sources_count_once(tmp_path):
     sources = [overflow_line(2**32, after, 0, name) for after in (2**32, 2**31) for name in ("loss_scaler", "stage2")]
     for lines in (ranks, sources):
         run = read(tmp_path, *lines, progress_line(10, 2))
-        assert (run.skipped_bounds(), run.lines_used) == ((2, 2), len(lines) + 1)
+        assert (run.skipped_bounds, run.lines_used) == ((2, 2), len(lines) + 1)
         assert any(f"Merged: {len(lines) - 2} overflow lines" in note for note in run.notes)
-        assert read(tmp_path, *lines).skipped_bounds()[0] == 2
+        assert read(tmp_path, *lines).skipped_bounds[0] == 2
 
 
 def test_a_log_that_begins_late_does_not_count_old_skips(tmp_path):
     lines = progress_line(510, 8), overflow_line(4, 2), progress_line(520, 9)
     run = read(tmp_path, *lines)
     assert (run.first[0], run.last[-1]) == (501, 520)
-    assert (run.skipped_bounds(1), run.skipped_bounds()) == ((0, 10), (1, 11))
+    assert (run.skipped_up_to(1), run.skipped_bounds) == ((0, 10), (1, 11))
 
 
 def test_overflows_after_the_last_number_leave_their_count_open(tmp_path):
     run = read(tmp_path, overflow_line(8, 4), progress_line(10, 1), overflow_line(4, 2), overflow_line(2, 1))
-    assert (run.skipped_bounds(1), run.skipped_bounds()[0], run.is_numbered) == ((1, 1), 3, False)
-    assert run.skipped_bounds()[1] > len(run)
+    assert (run.skipped_up_to(1), run.skipped_bounds[0], run.is_numbered) == ((1, 1), 3, False)
+    assert run.skipped_bounds[1] > len(run)
 
 
 def test_the_outputs_that_mindspore_prints_are_read(tmp_path):
@@ -220,18 +220,18 @@ def test_samples_have_the_skips_of_their_flags_and_counts():
     assert run.last[run.skipped].tolist() == [1, 2, 3, 4, 5, 8, 11, 14, 19, 23, 31]
     assert run.used[1:9].tolist() == [2.0**k for k in (23, 22, 21, 20, 19, 19, 20, 19)]
     # MindFormers' own update cell halves the scale at the first overflow; hysteresis would have kept it.
-    assert (np.isnan(run.used[0]), run.first_loss_scales()) == (True, (2.0**23, 2.0**24))
+    assert (np.isnan(run.used[0]), run.first_loss_scales) == (True, (2.0**23, 2.0**24))
     assert (run.lines_read, run.lines_used, run.problems) == (32, 32, ())
     assert (run.column("loss")[0], run.column("seconds")[0]) == (4.155150, 4.705)
     run = read_log(LOGS / "megatron_gpt2_n4.log")
     # The log has 20 lines of 10 iterations each, with 10, 8, 1 and then 0 skipped iterations. The run started at 2^32
     # and tolerated its first overflow, but the log does not state this.
     assert run.fewest.tolist() == run.most.tolist() == [10, 8, 1] + [0] * 17
-    assert (np.isnan(run.used[:3]).all(), run.first_loss_scales()) == (True, (2.0**23, 2.0**33))
+    assert (np.isnan(run.used[:3]).all(), run.first_loss_scales) == (True, (2.0**23, 2.0**33))
     assert run.known_share == 0.85
     run = read_log(LOGS / "deepspeed_overflow.log")
     # The log says "step=10, skipped=6", but has lines for only four of the six skipped steps.
-    assert (len(run), run.skipped_bounds(), run.known_share) == (10, (6, 6), 0.0)
+    assert (len(run), run.skipped_bounds, run.known_share) == (10, (6, 6), 0.0)
     assert [move.before for move in run.moves] == [65536, 65536, 32768, 16384]
     assert np.isnan(run.after).all()
 
@@ -264,7 +264,7 @@ def test_long_log_is_restarted_where_lines_were_put_away(tmp_path):
     lines = [record_line(step) for step in range(1, 10_001)]
     again = [record_line(step, step == 300, 4.0) for step in range(300, 310)]
     run = read(tmp_path, *lines, *again)
-    assert (len(run), run.skipped_bounds(), run.used[298:301].tolist()) == (309, (1, 1), [1024.0, 4.0, 4.0])
+    assert (len(run), run.skipped_bounds, run.used[298:301].tolist()) == (309, (1, 1), [1024.0, 4.0, 4.0])
 
 
 def test_files_of_one_run_are_read_one_after_the_other(tmp_path):
@@ -302,11 +302,11 @@ def test_a_torn_line_leaves_a_step_of_which_nothing_is_known(tmp_path):
     lines = SAMPLES["mindformers"]
     for torn in ([lines[9][:-140] + "\n"], [lines[9][:-140] + lines[10]]):
         run = read(tmp_path, *lines[:9], *torn, *lines[9 + len(torn[0].split("Epoch")) - 1 :])
-        assert (run.last.tolist(), run.skipped_bounds()) == (list(range(1, 33)), (11, 12))
+        assert (run.last.tolist(), run.skipped_bounds) == (list(range(1, 33)), (11, 12))
         assert np.flatnonzero(~(run.skipped | run.applied)).tolist() == [9]
         assert "run.log:10: looks like a step's line" in run.problems[0]
     two = read(tmp_path, SAMPLES["megatron"][0].strip("\n") + SAMPLES["megatron"][1], *SAMPLES["megatron"][2:])
-    assert (two.skipped_bounds(), two.lines_used, two.problems) == ((19, 19), 19, ())
+    assert (two.skipped_bounds, two.lines_used, two.problems) == ((19, 19), 19, ())
 
 
 @pytest.mark.parametrize("name", ["mindformers", "megatron", "deepspeed"])
@@ -348,7 +348,7 @@ def test_a_refusal_quotes_the_first_line_that_nearly_fits(tmp_path, name, line):
 def test_the_format_may_be_named(tmp_path):
     both = [*SAMPLES["megatron"], *SAMPLES["mindformers"]]
     assert read(tmp_path, *both).log_format == "megatron"
-    assert read(tmp_path, *both, format="mindformers").skipped_bounds() == (11, 11)
+    assert read(tmp_path, *both, format="mindformers").skipped_bounds == (11, 11)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_what_the_package_writes_is_read(tmp_path):
     assert (run.first.tolist(), run.last.tolist()) == ([1, 2, 4], [1, 3, 4])
     assert (run.used[[0, 2]].tolist(), run.problems) == ([float("inf"), 8.0], ())
     # The record has no count of skipped steps, so it does not show whether the two missing steps were skipped.
-    assert run.skipped_bounds() == (2, 4)
+    assert run.skipped_bounds == (2, 4)
     assert run.column("loss")[0] == np.inf
 
 
@@ -411,7 +411,7 @@ def test_every_field_of_the_schema_has_a_meaning(tmp_path):
         name: [1.0 if name in flags else 3.0] for name in COLUMNS
     }
     assert [run.steps_where(flag).tolist() for flag in flags] == [[1]] * 4
-    assert (run.skipped_bounds(), run.notes) == ((0, 0), ())
+    assert (run.skipped_bounds, run.notes) == ((0, 0), ())
     for content in ([values], [{**values, "run": 7}]):
         assert run_of_record(content).column("loss").tolist() == [3.0]
 
@@ -431,7 +431,7 @@ def test_every_field_of_the_schema_has_a_meaning(tmp_path):
 )
 def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
     run = read(tmp_path, record_line(1), torn, record_line(3))
-    assert (run.last.tolist(), run.skipped_bounds(), run.lines_ignored) == ([1, 2, 3], (0, 1), 1)
+    assert (run.last.tolist(), run.skipped_bounds, run.lines_ignored) == ([1, 2, 3], (0, 1), 1)
     assert len(run.problems) == 1
     assert "run.log:2: looks like a step's line" in run.problems[0]
 
@@ -455,7 +455,7 @@ def test_a_value_that_cannot_be_is_unknown(tmp_path):
     line = {"step": 1, "overflow": True, "loss_scale": 0, "next_loss_scale": 8.0, "loss": "nan", "seconds": -4}
     line |= {"largest_gradient": "many", "scale_window": 0}
     run = read(tmp_path, json.dumps(line) + "\n", record_line(2, True, 8.0, gradient_norm="inf"))
-    assert (run.skipped_bounds(), run.used[1], run.column("loss")[0]) == ((2, 2), 8.0, np.inf)
+    assert (run.skipped_bounds, run.used[1], run.column("loss")[0]) == ((2, 2), 8.0, np.inf)
     assert (run.columns.keys(), run.column("gradient_norm")[1]) == (
         {"loss", "next_loss_scale", "gradient_norm"},
         np.inf,
@@ -471,7 +471,7 @@ def test_a_flag_that_no_line_names_follows_from_the_counts(tmp_path):
             for step, (count, after) in enumerate(zip(counts, truth.after, strict=True), start=1)
         ]
         run = read(tmp_path, *(line.replace("false", "null") for line in lines))
-        assert (run.skipped.tolist(), run.skipped_bounds()) == (truth.flags, (counts[-1],) * 2)
+        assert (run.skipped.tolist(), run.skipped_bounds) == (truth.flags, (counts[-1],) * 2)
 
 
 @pytest.mark.parametrize(
@@ -485,16 +485,16 @@ def test_a_count_that_cannot_be_is_not_relied_on(tmp_path, counts, bounds):
     last = record_line(6, True, 8.0, skipped_steps=counts[1], next_loss_scale=8.0)
     gap = json.dumps({"missing_steps": 4, "first_step": 2, "last_step": 5}) + "\n"
     run = read(tmp_path, first, gap, last)
-    assert (len(run), run.skipped_bounds()) == (6, bounds)
+    assert (len(run), run.skipped_bounds) == (6, bounds)
 
 
 def test_record_begins_at_a_resume_and_ends_in_a_gap(tmp_path):
     late = '{"missing_steps": 6, "first_step": 101, "last_step": 106}\n', record_line(107, skipped_steps=12)
     run = read(tmp_path, *late)
     # The number of skipped steps before step 101 is not known.
-    assert (run.first.tolist(), run.last.tolist(), run.skipped_bounds()) == ([101, 107], [106, 107], (0, 6))
+    assert (run.first.tolist(), run.last.tolist(), run.skipped_bounds) == ([101, 107], [106, 107], (0, 6))
     run = read(tmp_path, record_line(1), '{"missing_steps": 3, "first_step": 2, "last_step": 4}\n')
-    assert (run.last.tolist(), run.skipped_bounds()) == ([1, 4], (0, 3))
+    assert (run.last.tolist(), run.skipped_bounds) == ([1, 4], (0, 3))
 
 
 def test_no_number_fills_the_memory(tmp_path):
@@ -504,14 +504,14 @@ def test_no_number_fills_the_memory(tmp_path):
         for gaps in ([gap], []):
             run = read(tmp_path, first, *gaps, record_line(step, True, skipped_steps=300))
             assert len(run) in (length, 3)
-            assert (run.skipped_bounds() == (300, 300)) == (step < 2**50)
+            assert (run.skipped_bounds == (300, 300)) == (step < 2**50)
 
 
 def test_thousands_of_skipped_steps_on_a_line_are_read(tmp_path):
     run = read(tmp_path, megatron_line(5000, 1.0, 4000), megatron_line(10000, 1.0, 4000))
-    assert (run.skipped_bounds(), run.after[-1]) == ((8000, 8000), 1.0)
+    assert (run.skipped_bounds, run.after[-1]) == ((8000, 8000), 1.0)
     run = read(tmp_path, overflow_line(4, 2), progress_line(5000, 4000))
-    assert (run.skipped_bounds(), np.isnan(run.after[-1])) == ((4000, 4000), True)
+    assert (run.skipped_bounds, np.isnan(run.after[-1])) == ((4000, 4000), True)
 
 
 def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
@@ -560,7 +560,7 @@ def test_mutilated_logs_raise_only_value_errors(name, data, tmp_path_factory):
         assert run.lines_read == run.lines_used + run.lines_ignored
         assert all(f"mutilated_{name}.log:" in problem for problem in run.problems)
         assert not (run.used < 0).any()
-        fewest, most = run.skipped_bounds()
+        fewest, most = run.skipped_bounds
         assert 0 <= fewest <= most
         assert (run.fewest <= run.most).all()
         assert run.is_numbered is False or most <= len(run)

@@ -67,10 +67,10 @@ PROGRAMS = {
 def test_each_program_is_read_by_its_pattern(tmp_path, name):
     pattern, text = PROGRAMS[name]
     run = read(tmp_path, text, pattern=pattern)
-    assert (run.log_format, run.last[-1], run.stated_scales()[-1]) == ("pattern", 300, 32768.0)
+    assert (run.log_format, run.last[-1], run.stated_scales[-1]) == ("pattern", 300, 32768.0)
     # The two lines of apex may be of two ranks.
     bounds = {"own script": (1, 1), "yolox": (1, 298), "apex": (1, 2), "fairseq": (1, 1)}.get(name, (0, 300))
-    assert run.skipped_bounds() == bounds
+    assert run.skipped_bounds == bounds
     assert run.problems == ()
 
 
@@ -94,7 +94,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, seed, every):
     }
     pattern = " ".join([r"at (?P<step>\d+)", *(groups[part] for part in parts)])
     run = read(tmp_path_factory.getbasetemp(), *lines, pattern=pattern)
-    fewest, most = run.skipped_bounds()
+    fewest, most = run.skipped_bounds
     assert fewest <= sum(truth.flags) <= most
     assert fewest == most or ("count" not in parts and not ("flag" in parts and every == 1))
 
@@ -119,7 +119,7 @@ def test_a_wrong_pattern_is_refused_with_the_remedy(tmp_path, pattern, error, me
 def test_a_word_that_is_no_flag_is_a_problem_of_its_line(tmp_path):
     pattern = r"(?P<step>\d+) (?P<overflow>\w+) (?P<loss_scale>\S+)"
     run = read(tmp_path, "1 True 8\n2 maybe 8\n3 no 1e400\n4 no 8\n", pattern=pattern)
-    assert (run.skipped_bounds(), len(run.problems)) == ((1, 2), 1)
+    assert (run.skipped_bounds, len(run.problems)) == ((1, 2), 1)
     assert "group 'overflow' must be a word" in run.problems[0]
 
 

@@ -97,8 +97,8 @@ def test_a_stretch_of_several_steps_bounds_each_of_them():
     count, scale = np.array([0, 2, 0]), np.array([16.0, 4.0, 4.0])
     unknown = np.full(3, np.nan)
     run = RecordedRun("run", (), "megatron", first, last, count, count, unknown, scale, start=8.0)
-    assert [bounds.tolist() for bounds in run.scale_ranges()] == [[8, 4, 4], [16, 16, 4]]
-    assert (len(run), run.known_share, run.skipped_bounds(), run.first_loss_scales()) == (8, 1.0, (2, 2), (8.0, 8.0))
+    assert [bounds.tolist() for bounds in run.scale_ranges] == [[8, 4, 4], [16, 16, 4]]
+    assert (len(run), run.known_share, run.skipped_bounds, run.first_loss_scales) == (8, 1.0, (2, 2), (8.0, 8.0))
     trace = trace_of(run)
     assert trace.lower_bound.tolist() == [8, 8, 8, 8, 0, 0, 4, 4]
     assert trace.upper_bound.tolist() == [*[np.inf] * 4, 16, 16, np.inf, np.inf]

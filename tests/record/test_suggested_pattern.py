@@ -51,7 +51,7 @@ def test_a_suggested_pattern_reads_the_log(tmp_path, name):
     run = read(tmp_path, "".join(lines), pattern=suggested(tmp_path, lines))
     assert len(run) == 40
     assert run.problems == ()
-    assert run.skipped_bounds() == ((1, 1) if name in WITH_FLAGS else (0, 40))
+    assert run.skipped_bounds == ((1, 1) if name in WITH_FLAGS else (0, 40))
 
 
 FAIRSEQ = "| INFO | train_inner | epoch 001:  {step} / 6547 loss=0.5, num_updates={step}, gnorm=3.9, loss_scale={scale}"
@@ -87,7 +87,7 @@ def test_a_suggested_pattern_matches_its_line(text):
 def test_a_compressed_log_is_read(tmp_path):
     lines = "".join(mindformers_line(step, step == 2, 2.0**15) for step in range(1, 21))
     (tmp_path / "run.log.gz").write_bytes(gzip.compress(lines.encode()))
-    assert read_log(tmp_path / "run.log.gz").skipped_bounds() == (1, 1)
+    assert read_log(tmp_path / "run.log.gz").skipped_bounds == (1, 1)
     (tmp_path / "cut.log.gz").write_bytes(gzip.compress(lines.encode())[:60])
     with pytest.raises(OSError, match=r"The log must be a file that can be read.*cut\.log\.gz"):
         read_log(tmp_path / "cut.log.gz")
