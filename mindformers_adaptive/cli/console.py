@@ -173,5 +173,5 @@ def _show(text: str, terminal: IO[str], style: str = "") -> None:
         return
     from tqdm import tqdm
 
-    # tqdm prints a line above its bar.
+    # A plain print would tear the progress bar apart.
     tqdm.write(styled(wrapped(text), style, terminal), file=terminal)

@@ -152,8 +152,8 @@ def _verdict(steps: dict[int, list[ArrayDifference]], drift: int | None) -> str:
         worst = steps[drift][0]
         usual = median_error([differences[0].relative_error for step, differences in steps.items() if step < drift])
         return (
-            f"The two drift apart from step {drift:,}: the relative error of {worst.name} is "
-            f"{worst.relative_error:.2e}, the median of the steps before {usual:.2e}."
+            f"The two drift apart from step {drift:,}. The relative error of {worst.name} is then "
+            f"{worst.relative_error:.2e}. Its median in the steps before is {usual:.2e}."
         )
     if not any(difference.relative_error for differences in steps.values() for difference in differences):
         return f"The two are equal at all {len(steps)} steps."

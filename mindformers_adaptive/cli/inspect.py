@@ -24,7 +24,7 @@ from mindformers_adaptive.text.table import as_power_of_two, counted
 __all__ = ["add_arguments", "run"]
 
 
-# What the numbers of every state count, and what the fields of the adaptive rule are.
+# The meanings of the numbers in every state, and of the fields of a rule.
 COUNTERS = {
     "loss_scale": "of the next step",
     "step_num": "the step at which the checkpoint was saved",
@@ -34,13 +34,22 @@ COUNTERS = {
     "skipped_steps": "since the start of the training",
     "consecutive_overflows": "skipped steps in a row, up to the last step",
 }
-MEANINGS = COUNTERS | {
+OF_ADAPTIVE = {
     "scale_window": "steps without overflow before a raise",
     "window_index": "which of the rule's windows, from 0 for the smallest; -1 is a window of 1 step",
     "growth_num": "raises that count toward the next larger window",
     "down_num": "drops that count toward a window of 1 step",
     "hysteresis_budget": "overflows until the next drop",
 }
+OF_GUIDED = {
+    "low": "16 * log2 of the lowest recent ceiling; 16384 before the first one",
+    "current_margin": "bits that the loss scale stays below this ceiling",
+    "first_exponent": "log2 of the loss scale before the present overflows in a row",
+    "clean_steps": "steps since the last unexplained overflow",
+    "wait": "clean steps until such an overflow widens the margin; -1 before a ceiling",
+    "largest_gradient": "of the last step, after its division by the loss scale",
+}
+_OF_RULE = {"adaptive": OF_ADAPTIVE, "guided": OF_GUIDED}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +83,7 @@ def _unsound(state: dict[str, Any]) -> Iterator[str]:
             yield f"loss_scale is {value:g}, but must be finite and above 0"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{name} is {value:g}, but must be finite"
-        elif name in MEANINGS and isinstance(value, int) and value < (least := -(name == "window_index")):
+        elif name in COUNTERS | OF_ADAPTIVE and isinstance(value, int) and value < (least := -(name == "window_index")):
             yield f"{name} is {value}, but must not be below {least}"
 
 
@@ -96,8 +105,8 @@ def _text(state: dict[str, Any]) -> str:
     """
     values = {name: value for name, value in state.items() if value is not None and not isinstance(value, list)}
     lines = {name: f"{name}: {_number(value) if isinstance(value, float) else value}" for name, value in values.items()}
-    # In the states of other rules, the fields of the adaptive rule have other meanings.
-    meanings = MEANINGS if "adaptive" in state["kind"] else COUNTERS
+    # Rules of a user may have fields of the same names with other meanings.
+    meanings = COUNTERS | _OF_RULE.get(state["kind"].partition(" ")[0], {})
     width = max((len(line) for name, line in lines.items() if name in meanings), default=0)
     commented = [f"{line:<{width}}  # {meanings[name]}" if name in meanings else line for name, line in lines.items()]
     return "\n".join([_summary(state), "", *commented, *(f"note: {note}" for note in state["notes"])])

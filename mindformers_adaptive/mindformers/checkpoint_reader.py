@@ -64,7 +64,11 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """The kind of loss-scaling state: "none" without such a state, "unreadable" if a damaged file may hide it."""
+        """The kind of loss-scaling state.
+
+        The name of a rule; "adaptive (MindFormers' own cell)"; "dynamic (no window)"; "loss scale only"; "none" without
+        such a state; or "unreadable" if a damaged file may hide it.
+        """
         if self.unreadable:
             return "unreadable"
         for rule in self.rules:

@@ -144,7 +144,7 @@ def test_two_folders_are_compared_at_each_step(folders, run_program):
     code, printed, _ = run_program("diff", *folders)
     verdict, _, head, *rows = printed.splitlines()
     assert code == 0
-    assert ("drift apart from step 40: " in verdict, " a.w is 2.00e-01, " in verdict) == (True, True)
+    assert ("drift apart from step 40." in verdict, " a.w is then 2.00e-01." in verdict) == (True, True)
     assert head.split() == [
         "step",
         "worst",
@@ -164,7 +164,7 @@ def test_two_folders_are_compared_at_each_step(folders, run_program):
         [step, name] for step in ("20", "30", "40") for name in ("a.w", "b.w")
     ]
     shown = run_program("diff", *folders, "--modules", "b")[1]
-    assert ("a.w" in shown, "drift apart from step 40: the" in shown) == (False, True)
+    assert ("a.w" in shown, "drift apart from step 40." in shown) == (False, True)
     content = json.loads(run_program("diff", *folders, "--json")[1])
     assert (content["drift_step"], [step["step"] for step in content["steps"]]) == (40, [20, 30, 40])
     assert [each["name"] for each in content["steps"][0]["parameters"]] == ["a.w", "b.w"]
