@@ -297,7 +297,7 @@ class Collapse(Symptom):
             # Overflows never raise the scale, so it was the same in steps in between that the host did not see.
             self._is_falling = self._scale is not None and scale < self._scale
             is_same = scale == self._scale and not (seen.loss_scale is None and self._has_gap)
-            # A new scale is that of this step, or if only the scale after the step is known, that of the next step.
+            # A new scale belongs to this step. If only the scale after the step is known, it belongs to the next step.
             self._at_one_scale = self._at_one_scale + row - self._row if is_same else int(seen.loss_scale is not None)
             self._scale = scale
         self._row, self._row_ended = row, seen.step
