@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindformers_adaptive.cli import plot as plot_command
+from mindformers_adaptive.cli import analyze as analyze_command
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.analysis_text import scales_in_words
@@ -73,7 +73,7 @@ class Commands:
 
     def __init__(self, folder, monkeypatch, capsys):
         self.page, self.figures, self.capsys = folder / "report.html", [], capsys
-        monkeypatch.setattr(plot_command, "save", lambda figure, path: self.figures.append(figure))
+        monkeypatch.setattr(analyze_command, "save", lambda figure, path: self.figures.append(figure))
         monkeypatch.setattr(report, "_data", lambda figure: "")
 
     def said(self, *arguments):
@@ -86,7 +86,7 @@ class Commands:
         analysis = json.loads(self.said("analyze", log, "--no-python", "--json"))
         self.said("report", log, "--output", self.page)
         page = html.unescape(re.sub(r"<sup>(.*?)</sup>", r"^\1", self.page.read_text(encoding="utf-8")))
-        self.said("plot", log)
+        self.said("analyze", log, "--plot", "run.png")
         compare = self.said("compare", log) if run.known_share >= 0.9 else None
         text = html.unescape(re.search(r"All details</summary><pre>(.*?)</pre>", page, re.DOTALL)[1])
         title, finding = (
@@ -98,7 +98,7 @@ class Commands:
         words = bounds_in_words(fewest, most).replace(",", "")
         cause = other_cause(run)
         bad_loss, printed = "loss was inf or NaN", [text, page, *([] if compare is None else [compare])]
-        path_in_title = went and f"{went[0].lower()}{went[1:]}"
+        path_in_title = went.removeprefix("The ").partition(":")[0]
         unheld = "No loss scale has held" in " ".join(text.split())
         checks = {
             "held": not (unheld and (summary_of(run).held.answer or "settled" in went)),
@@ -108,8 +108,8 @@ class Commands:
             "path": went in " ".join(analysis["verdict"]) and went in page and path_in_title in title,
             "skipped in the picture": ("none" if most == 0 else words) in title.lower().replace(",", "")
             or f"All {fewest}" in title,
-            "the picture of plot and report": finding in title and f"<figcaption>{finding}" in page,
-            "NaN loss": len({bad_loss in " ".join(each.split()) for each in printed}) == 1,
+            "the picture of analyze and report": finding in title and f"<figcaption>{finding}" in page,
+            "NaN loss": len({bad_loss in " ".join(each.split()) for each in (text, page)}) == 1,
             "NaN loss in the picture": ("loss inf or NaN" in title) == (bad_loss in text),
             "cause": {" ".join(cause.reason.split()) in " ".join(each.split()) for each in printed} == {True}
             if cause
