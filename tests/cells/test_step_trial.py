@@ -119,3 +119,9 @@ def test_a_rule_is_tried_once_and_not_in_a_dry_run_or_before_init(monkeypatch):
     guided.declare_signal()
     guided.set_train()
     assert len(tried) == 1
+
+
+def test_operators_run_one_by_one_where_mindspore_distributes_a_graph(graph_mode, monkeypatch):
+    monkeypatch.setattr(step_trial, "jit", None)
+    monkeypatch.setattr(step_trial.context, "get_auto_parallel_context", lambda _: "semi_auto_parallel")
+    try_rule(Follow())
