@@ -49,7 +49,7 @@ def try_rule(rule: Rule) -> None:
     is_distributed = context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel")
     compiled = graph.function if is_distributed else jit(graph.function)
     with np.errstate(all="ignore"):
-        after = NumpyStep([rule])(dict(before))
+        after = NumpyStep(rule)(dict(before))
     is_rounded = False
     for step in range(_STEPS):
         inputs = [Tensor(_value(rule, name, before, step)) for name in graph.inputs]

@@ -87,7 +87,7 @@ def replay(running: RunningRule, trace: Trace) -> Replay:
 def _replay_lane(running: RunningRule, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
     """Return the loss scales and the windows of each step and after the last step, from a replay in a lane."""
     require_steps(trace)
-    lanes, steps = Lanes([running.rule], [running.current]), len(trace)
+    lanes, steps = Lanes(running.rule, [running.current]), len(trace)
     limits = np.minimum(trace.ceiling, LARGEST_LOSS_SCALE)
     gradients = np.full(steps, math.nan) if trace.largest_gradient is None else trace.largest_gradient
     scales = np.empty((steps + 1, 1))

@@ -319,7 +319,6 @@ def _window_at(ladder: tuple[int, ...], window_index: int) -> int:
     return HIDDEN_WINDOW if window_index == HIDDEN_INDEX else ladder[window_index]
 
 
-@functools.lru_cache(maxsize=256)
 def _counters_after(ladder: tuple[int, ...], shrink_from_min_window: bool) -> Callable[..., tuple[int, ...]]:
     """Return a function for tabulate() that computes the scale window and the raise and drop counters after a step."""
 
@@ -335,7 +334,6 @@ def _counters_after(ladder: tuple[int, ...], shrink_from_min_window: bool) -> Ca
                 window_index, growth_num = window_index + 1, 0
         return _window_at(ladder, window_index), window_index, growth_num, down_num
 
-    counters_after.is_cached = True  # type: ignore[attr-defined]
     return counters_after
 
 

@@ -1,4 +1,4 @@
-"""Run loss-scaling rules in NumPy, thousands side by side. Each run is a *lane*: one index of the arrays' last axis."""
+"""Run a loss-scaling rule in NumPy, thousands of runs side by side. Each run is a *lane*: an index of the last axis."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _ONE = np.int32(1)
 
 
 class Lanes:
-    """Runs of loss-scaling rules, computed side by side in NumPy. The rules may differ only in constants.
+    """Runs of a loss-scaling rule, computed side by side in NumPy.
 
     Args:
-        rules (Sequence[Rule]): the rule of each lane; all with equal
-            :func:`~mindformers_adaptive.rules.step.structure_of`.
+        rule (Rule): the rule.
         states (Sequence[NamedTuple]): the state of each lane before the first step.
 
     Attributes:
@@ -30,16 +29,18 @@ class Lanes:
 
     Examples:
         >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
-        >>> rules = [AdaptiveRule(), AdaptiveRule(scale_factor=4)]
-        >>> lanes = Lanes(rules, [rule.start(2.0**20) for rule in rules])
+        >>> rule = AdaptiveRule()
+        >>> lanes = Lanes(rule, [rule.start(2.0**20), rule.start(2.0**19)])
         >>> lanes.step(np.array([True, True]), np.array([np.nan, np.nan]))
         >>> np.log2(lanes.loss_scale).tolist()
         [19.0, 18.0]
     """
 
-    def __init__(self, rules: Sequence[Any], states: Sequence[Any]) -> None:
-        rule = rules[0]
-        self._rule, self._step = rule, _step_of(rules)
+    def __init__(self, rule: Any, states: Sequence[Any]) -> None:
+        # Each call of Rule.step() creates a new Lanes object. So store the step on the rule and reuse it.
+        if "_numpy_step" not in vars(rule):
+            vars(rule)["_numpy_step"] = NumpyStep(rule)
+        self._rule, self._step = rule, vars(rule)["_numpy_step"]
         self._values = arrays_of(rule, states)
         self._told: set[str] = set()
 
@@ -108,14 +109,3 @@ def arrays_of(rule: Any, states: Sequence[Any]) -> dict[str, NDArray[Any]]:
     dtypes = {key: field.dtype for field in rule.fields for key in field.keys} | {"loss_scale": "float32"}
     columns = zip(rule.State._fields, zip(*states, strict=True), strict=True)
     return {key: np.array(column, dtypes.get(key, "int32")).T for key, column in columns}
-
-
-def _step_of(rules: Sequence[Any]) -> NumpyStep:
-    first = rules[0]
-    if any(rule is not first for rule in rules):
-        return NumpyStep(rules)
-    # Each call of Rule.step() creates a new Lanes object. So store the step on the rule and reuse it.
-    if "_single" not in vars(first):
-        vars(first)["_single"] = NumpyStep([first])
-    step: NumpyStep = vars(first)["_single"]
-    return step

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
 
-__all__ = ["NUMPY", "OPERATIONS", "UNSHOWN", "Namespace", "Table", "constants", "filled_table", "merged"]
+__all__ = ["NUMPY", "OPERATIONS", "UNSHOWN", "Namespace", "constants", "filled_table", "lookup"]
 __all__ += ["exponents_of", "possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
@@ -78,9 +77,6 @@ def filled_table(function: Callable[..., Any], ranges: Sequence[Any]) -> tuple[A
     return rows.astype(np.int32).reshape(*map(len, spans), -1), np.array([span[0] for span in spans], np.int32)
 
 
-_cached_table = functools.lru_cache(maxsize=256)(filled_table)
-
-
 def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
     """Return whether each gradient is a normal float32 number, and log2 of its largest safe power-of-two loss scale.
 
@@ -119,44 +115,28 @@ def possible_exponents(largest: float) -> range:
     return range(exponent - 129, exponent + 126)
 
 
-class Table:
-    """The tables of all lanes (runs) for one call of ``tabulate``, joined end to end. Lanes can share a table.
+def lookup(rows: Array, lowest: Array) -> Callable[..., Array]:
+    """Return the function that ``tabulate`` gives to a step.
 
     Args:
-        tables (Sequence[tuple[NDArray, NDArray]]): the table of each lane, or one for all lanes: the rows, with an axis
-            for each argument, and the lowest value of each argument.
+        rows (NDArray): the results of the tabulated function, with an axis for each argument before the last axis.
+        lowest (NDArray): the lowest value of each argument.
+
+    Returns:
+        Callable, which takes the values of the function's arguments, of shape (lanes,), and returns the results, of
+        shape (results, lanes). Where a value is out of the bounds of its argument, the nearer bound is used.
     """
+    sizes, flat = np.array(rows.shape[:-1], np.int32), rows.reshape(-1, rows.shape[-1])
+    strides = np.append(np.cumprod(sizes[:0:-1])[::-1], 1)
+    bounds = (lowest, lowest + sizes - 1, strides)
+    low, high, stride = (bound.astype(np.int32)[:, np.newaxis] for bound in bounds)
 
-    def __init__(self, tables: Sequence[tuple[Array, Array]]) -> None:
-        each = {id(rows): rows.reshape(-1, rows.shape[-1]) for rows, _ in tables}
-        self._rows = np.concatenate(list(each.values()))
-        starts = dict(zip(each, np.cumsum([0, *map(len, each.values())]).tolist(), strict=False))
-        lowest = np.array([lowest for _, lowest in tables])
-        sizes = np.array([rows.shape[:-1] for rows, _ in tables])
-        ones = np.ones((len(tables), 1), np.int64)
-        strides = np.concatenate([np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
-        first = np.array([starts[id(rows)] for rows, _ in tables])
-        bounds = (lowest, lowest + sizes - 1, strides, first)
-        self._lowest, self._highest, self._strides, self._first = (merged(bound.astype(np.int32)) for bound in bounds)
+    def look_up(*arguments: Array) -> Array:
+        places = (np.minimum(np.maximum(stack(arguments), low), high) - low) * stride
+        results: Array = flat.take(np.add.reduce(places, axis=0), axis=0).T
+        return results
 
-    def __call__(self, *arguments: Array) -> Array:
-        """Return the results of the tabulated function, as an array of shape (results, lanes).
-
-        Args:
-            *arguments (NDArray): the values of the function's arguments, of shape (lanes,). If a value is out of the
-                bounds of its argument, the nearer bound is used.
-        """
-        index = stack(arguments)
-        places = (np.minimum(np.maximum(index, self._lowest), self._highest) - self._lowest) * self._strides
-        rows: Array = self._rows.take(np.add.reduce(places, axis=0) + self._first, axis=0).T
-        return rows
-
-
-def merged(each: Array) -> Array:
-    """Stack a constant of several rules along a new last axis, of length 1 if the constant is equal in all rules."""
-    # Compare the bits of the constants, because -0.0 is equal to 0.0.
-    is_one = len({array.tobytes() for array in each}) == 1
-    return np.ascontiguousarray(np.moveaxis(each[:1] if is_one else each, 0, -1))
+    return look_up
 
 
 def _minimum(x: Array, y: Array) -> Any:
@@ -248,13 +228,11 @@ class Namespace:
             *ranges (tuple[int, int]): the lowest and the highest value of each argument. Beyond these bounds, the
                 nearer bound is used.
         """
-        # Only functions marked by is_cached are the same object in many rules.
-        fill = _cached_table if getattr(function, "is_cached", False) else filled_table
-        return self.table(*fill(function, ranges))
+        return self.table(*filled_table(function, ranges))
 
     def _constants(self, dtype: str, numbers: tuple[Any, ...]) -> Any:
         made = tuple(map(self.constant, constants(dtype, numbers)))
         return made if len(made) > 1 else made[0]
 
 
-NUMPY = Namespace(OPERATIONS, lambda array: array[..., np.newaxis], lambda *table: Table([table]))
+NUMPY = Namespace(OPERATIONS, lambda array: array[..., np.newaxis], lookup)

@@ -296,7 +296,7 @@ class Rule(metaclass=_CheckedOnCreation):
         if not isinstance(overflow, (bool, np.bool_)) and overflow not in (0, 1):
             raise TypeError(f"'overflow' must be True or False, but got {overflow!r}. Give one of the two.")
         gradient = math.nan if largest_gradient is None else to_float32(largest_gradient)
-        lanes = Lanes([self], [state])
+        lanes = Lanes(self, [state])
         lanes.step(np.array([bool(overflow)]), np.array([gradient]))
         return lanes.states()[0]
 
@@ -349,7 +349,7 @@ class Rule(metaclass=_CheckedOnCreation):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("State", "fields", "moves_by_bits", "_single")
+        derived = ("State", "fields", "moves_by_bits", "_numpy_step")
         return {name: _thawed(value) for name, value in vars(self).items() if name not in derived}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:

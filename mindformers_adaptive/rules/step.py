@@ -1,19 +1,17 @@
-"""Build the NumPy form of a rule's step, for one rule or for the rules of many lanes (runs) side by side."""
+"""The NumPy form of a rule's step, for many lanes (runs) side by side."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from types import NoneType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.rules.operations import NUMPY, OPERATIONS, UNSHOWN, Namespace, Table, exponents_of, merged
+from mindformers_adaptive.rules.operations import NUMPY, UNSHOWN, exponents_of
 
 __all__ = ["GRADIENT", "NumpyStep", "arguments_of_step", "handed_on", "keeps_bounds", "results_of_step"]
-__all__ += ["structure_of"]
 
 # What a step of a rule that needs gradients may take.
 GRADIENT = ("largest_gradient", "gradient_known", "max_safe_exponent")
@@ -41,22 +39,17 @@ def keeps_bounds(rule: Any) -> bool:
 
 
 class NumpyStep:
-    """The step of several rules that differ only in constants. Arrays have an index for each rule as the last axis.
+    """The step of a rule in NumPy. Arrays have an index for each lane (run) as the last axis."""
 
-    Args:
-        rules (Sequence[Rule]): a rule for each lane (run), or one rule for all lanes; of equal :func:`structure_of`.
-    """
-
-    def __init__(self, rules: Sequence[Any]) -> None:
-        rule = rules[0]
-        self._step = rule.make_step(NUMPY if len(rules) == 1 else _namespace_of_all(rules))
+    def __init__(self, rule: Any) -> None:
+        self._step = rule.make_step(NUMPY)
         self._arguments = arguments_of_step(self._step)
         self._is_by_bits, self._is_clipped = rule.moves_by_bits, not keeps_bounds(rule)
         self.shows_gradients = not {*GRADIENT}.isdisjoint(self._arguments)
-        self._largest = np.frexp(merged(np.array([rule.gradient_format.largest for rule in rules])))
+        self._largest = np.frexp(np.float64(rule.gradient_format.largest))
         names = ("min_exponent", "max_exponent") if self._is_by_bits else ("min_loss_scale", "max_loss_scale")
         dtype = np.int32 if self._is_by_bits else np.float32
-        self._bounds = [merged(np.array([getattr(rule, name) for rule in rules], dtype)) for name in names]
+        self._bounds = [dtype(getattr(rule, name)) for name in names]
 
     def __call__(self, values: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return the loss scale and the state after a step.
@@ -110,56 +103,10 @@ def handed_on(rule: Any) -> set[str]:
     for name in ("skipped_steps", "consecutive_overflows", "clean_steps"):
         before.setdefault(name, random.integers(0, 2**30, lanes).astype(np.int32))
     with np.errstate(all="ignore"):
-        after = NumpyStep([rule])({**before, "overflow": random.random(lanes) < 0.5})
+        after = NumpyStep(rule)({**before, "overflow": random.random(lanes) < 0.5})
     return {
         name
         for name, result in after.items()
         for other, value in before.items()
         if name != other and result.dtype == value.dtype and np.array_equal(result, value)
     }
-
-
-def _recorded(rule: Any) -> tuple[Callable[..., Any], dict[int, Any], list[Any]]:
-    """Return a rule's step, and its constants and tables: by identity of what the rule got, and as data in order."""
-    given: list[Any] = []
-    made: list[Any] = []
-
-    def constant(array: NDArray[Any]) -> Any:
-        made.append(array)
-        given.append(NUMPY.constant(array))
-        return given[-1]
-
-    def table(*table: Any) -> Any:
-        made.append(table)
-        given.append(Table([table]))
-        return given[-1]
-
-    step = rule.make_step(Namespace(OPERATIONS, constant, table))
-    return step, {id(value): (position, value) for position, value in enumerate(given)}, made
-
-
-def _namespace_of_all(rules: Sequence[Any]) -> Namespace:
-    """Return operations whose n-th constant or table joins the n-th ones of all rules."""
-    each = zip(*(_recorded(rule)[2] for rule in rules), strict=True)
-    return Namespace(OPERATIONS, lambda _: merged(np.array(next(each))), lambda *_: Table(next(each)))
-
-
-def structure_of(rule: Any) -> Any:
-    """Return a hashable value that is equal for rules which can run side by side: they differ only in constants."""
-    step, given, made = _recorded(rule)
-    shapes = tuple((array.dtype.char, array.shape) if isinstance(array, np.ndarray) else len(array) for array in made)
-    return type(rule), tuple(rule.fixed_state), shapes, _form_of(step, given)
-
-
-def _form_of(value: Any, given: Mapping[int, Any]) -> Any:
-    """Return code, and places of constants, of what a step refers to; a value that is neither equals no other."""
-    if id(value) in given:
-        return "constant", given[id(value)][0]
-    if isinstance(value, (tuple, list)):
-        return tuple(_form_of(part, given) for part in value)
-    if isinstance(value, Namespace) or any(value is operation for operation in OPERATIONS.values()):
-        return getattr(value, "__name__", "xp")
-    if inspect.isfunction(value):
-        parts = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, _form_of([*(value.__defaults__ or ()), *parts], given)
-    return value if isinstance(value, (int, float, str, NoneType)) else object()

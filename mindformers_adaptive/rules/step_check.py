@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.rules.operations import NUMPY, OPERATIONS, UNSHOWN, Namespace, Table
+from mindformers_adaptive.rules.operations import NUMPY, OPERATIONS, UNSHOWN, Namespace, lookup
 from mindformers_adaptive.rules.step import GRADIENT, arguments_of_step, results_of_step
 
 __all__ = ["check_step", "told"]
@@ -115,13 +115,13 @@ def _picked(condition: Any, a: Any, b: Any) -> Any:
     return _computed("where", functools.partial(np.where, np.asarray(condition)), [a, b], _NUMBERS | _FLAGS)
 
 
-def _table(*table: Any) -> Callable[..., Any]:
-    lookup = Table([table])
+def _table(rows: Any, lowest: Any) -> Callable[..., Any]:
+    look_up = lookup(rows, lowest)
 
     def checked(*values: Any) -> Any:
-        if len(values) != table[0].ndim - 1:
-            raise StepError(f"gives {len(values)} values to a table of {table[0].ndim - 1} arguments")
-        return _computed("tabulate", lambda *values: list(lookup(*values)), values, _INT32)
+        if len(values) != len(lowest):
+            raise StepError(f"gives {len(values)} values to a table of {len(lowest)} arguments")
+        return _computed("tabulate", lambda *values: list(look_up(*values)), values, _INT32)
 
     return checked
 

@@ -61,7 +61,7 @@ def write_record(path, steps):
         wander.append(level)
     ceilings = np.exp2(18 + np.array(wander) - 6 * (random.random(steps) < 0.001)).tolist()
     losses, rule = random.uniform(2, 3, steps).tolist(), AdaptiveRule()
-    lanes, unknown = Lanes([rule], [rule.start(2.0**16)]), dict.fromkeys(("largest_gradient", "gradient_norm"))
+    lanes, unknown = Lanes(rule, [rule.start(2.0**16)]), dict.fromkeys(("largest_gradient", "gradient_norm"))
     with open(path, "w", encoding="utf-8") as file, lanes.watching():
         for step, (ceiling, loss) in enumerate(zip(ceilings, losses, strict=True), start=1):
             before = float(lanes.loss_scale[0])

@@ -147,7 +147,7 @@ def measure(configuration, groups):
         loss scale is more than ``FAR`` bits below the ceiling.
     """
     traces = [trace for of_group in groups.values() for trace in of_group]
-    lanes = Lanes([configuration.rule] * len(traces), [configuration.start] * len(traces))
+    lanes = Lanes(configuration.rule, [configuration.start] * len(traces))
     ceilings = np.stack([trace.ceiling for trace in traces], 1)
     gradients = np.stack([gradients_of(trace) for trace in traces], 1)
     overflows, far = (np.zeros(ceilings.shape, bool) for _ in range(2))

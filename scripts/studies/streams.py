@@ -232,7 +232,7 @@ def study(steps, seeds):
 
 def replay(configuration, ceilings, gradients):
     """Return, by step and stream, whether a rule skips the step, and whether it is too far below the ceiling."""
-    lanes = Lanes([configuration.rule] * ceilings.shape[1], [configuration.start] * ceilings.shape[1])
+    lanes = Lanes(configuration.rule, [configuration.start] * ceilings.shape[1])
     overflows, far = (np.zeros(ceilings.shape, bool) for _ in range(2))
     for step, (ceiling, gradient) in enumerate(zip(ceilings, gradients, strict=True)):
         overflows[step] = lanes.loss_scale > ceiling

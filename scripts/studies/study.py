@@ -179,7 +179,7 @@ def entry_skips(levels, overflow):
 def scales_on(configuration, traces):
     """Replay a configuration on traces; return loss scales and overflow flags, arrays of shape (traces, steps)."""
     count = len(traces)
-    lanes = Lanes([configuration.rule] * count, [configuration.start] * count)
+    lanes = Lanes(configuration.rule, [configuration.start] * count)
     ceilings, gradients = (
         np.stack([getattr(trace, name) for trace in traces]) for name in ("ceiling", "largest_gradient")
     )

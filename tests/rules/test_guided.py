@@ -25,7 +25,7 @@ def gradient(bits):
 
 def run(rule, state, events):
     """Step the rule by events: each is "!" (overflow), None (no gradient known) or a number (log2 of the ceiling)."""
-    lanes = Lanes([rule], [state])
+    lanes = Lanes(rule, [state])
     for event in events:
         lanes.step(np.array([event == "!"]), np.array([math.nan if event in ("!", None) else gradient(event)]))
     return lanes.states()[0]
@@ -38,7 +38,7 @@ def train(ceilings, shown=None, start=16):
     """
     ceilings, starts = np.asarray(ceilings, float), np.atleast_1d(start)
     shown = ceilings if shown is None else np.array(shown, float)
-    lanes, exponents = Lanes([RULE] * len(starts), [RULE.start(2.0**each) for each in starts]), []
+    lanes, exponents = Lanes(RULE, [RULE.start(2.0**each) for each in starts]), []
     for ceiling, bits in zip(ceilings, shown, strict=True):
         exponents.append(np.log2(lanes.loss_scale.astype(np.float64)))
         overflow = exponents[-1] > ceiling
@@ -85,15 +85,16 @@ def test_text_equals_the_form_with_branches_at_every_step(start):
     ]
     readable = [ReadableGuided(*arguments) for arguments in lanes_of]
     exponents = [max(start, lowest) for _, lowest, _ in lanes_of]
-    lanes = Lanes(rules, [rule.start(2.0**exponent) for rule, exponent in zip(rules, exponents, strict=True)])
+    lanes = [Lanes(rule, [rule.start(2.0**exponent)]) for rule, exponent in zip(rules, exponents, strict=True)]
     states = [rule.start(exponent) for rule, exponent in zip(readable, exponents, strict=True)]
     waits = set()
     for limits, shown in zip(ceiling, gradients, strict=True):
-        overflow = lanes.loss_scale > 2.0**limits
-        lanes.step(overflow, shown)
+        overflow = np.array([lane.loss_scale[0] for lane in lanes]) > 2.0**limits
+        for lane, flag, value in zip(lanes, overflow, shown, strict=True):
+            lane.step(np.array([flag]), np.array([value]))
         each = zip(readable, states, overflow.tolist(), shown.tolist(), strict=True)
         states = [rule.step(state, over, value) for rule, state, over, value in each]
-        assert lanes.states() == states
+        assert [lane.states()[0] for lane in lanes] == states
         waits |= {np.sign(state.wait) for state in states}
     assert waits == {-1, 0, 1}
 
