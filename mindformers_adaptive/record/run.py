@@ -305,7 +305,10 @@ class RecordedRun:
         raised = np.isin(np.arange(len(loss)), [move.stretch for move in self.moves if not move.is_overflow])
         raised &= np.isnan(flags) & np.isnan(loss)
         flags[raised] = 0.0
-        stated = [loss, flags, self.used, self.after, norm]
+        # Where overflows with lines of their own moved the scale, the scale after them is not that of all steps.
+        moved = [move.stretch for move in self.moves if move.is_overflow and move.before != move.after]
+        is_moved = np.isin(np.arange(len(loss)), moved) & (self.lengths > 1)
+        stated = [loss, flags, self.used, np.where(is_moved, np.nan, self.after), norm]
         chosen = ~np.isnan(stated).all(axis=0)
         dropped = np.isin(self.last, self.steps_where("dropped_by_norm"))[chosen].tolist()
         follows = self.column("largest_gradient") is not None

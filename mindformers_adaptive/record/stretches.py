@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -57,6 +58,8 @@ _LARGEST_SCALE, _SMALLEST_SCALE = 3.5e38, 1e-45
 _SEEMS_TOTAL = 5
 
 _NOTES_OF_A_KIND = 3
+# Try only the commonest distances between lines as the length of an interval.
+_COMMON = 5
 _UNKNOWN: dict[str, Any] = {"f": math.nan, "i": -1}
 
 
@@ -258,11 +261,8 @@ def _strides(rows: Integers, all_steps: Integers, stated: Integers, log_format: 
     stride = int(lengths[np.argmax(counts)]) if len(lengths) else 1
     if not log_format.repeats_first_line:
         return np.minimum(stride, np.append(max(step[0], 1), between))
-    if len(step) == 2 and stride > 1 and step[0] % stride and not step[1] % (stride + 1):
-        stride += 1
-    if len(step) == 3 and counts.max(initial=0) == 1:
-        # Only the first of three lines may be for a process's first step, and then the stride is the last distance.
-        stride = int(between[1])
+    common = lengths[np.argsort(-counts, kind="stable")[:_COMMON]]
+    stride = max({*common.tolist(), *(common + 1).tolist()}, key=partial(_fit, step, stated[rows]), default=1)
     steps, off = np.minimum(stride, np.append(max(step[0], 1), between)), step % stride > 0
     # The first step of a process has a log line of its own. The next line counts this step again among its steps.
     first = np.flatnonzero(off[:-1] & ~off[1:] & (between < stride))
@@ -270,6 +270,16 @@ def _strides(rows: Integers, all_steps: Integers, stated: Integers, log_format: 
     again, once = stated[rows[first + 1]], stated[rows[first]]
     stated[rows[first + 1]] = np.where((once >= 0) & (again >= once), again - once, -1)
     return steps
+
+
+def _fit(step: Integers, stated: Integers, stride: int) -> tuple[int, int]:
+    """Return how many lines are the lines of an interval, and how many are that or a process's first line.
+
+    Each interval ends at a multiple of its length. A process's first line is one step after a multiple.
+    """
+    before = np.append(0, step[:-1])
+    own = (step % stride == 0) & (step - before <= stride) & (before % stride <= 1) & (stated <= stride)
+    return int(own.sum()), int((own | (step % stride == 1)).sum())
 
 
 def _group_by_totals(rows: _Rows, gap: Integers, steps: Integers) -> tuple[Integers, Integers]:
@@ -430,7 +440,9 @@ def _counts_are_right(rows: _Rows, spans: _Spans, scales: _Scales, log_format: L
     """
     fell = spans.follows[1:] & (scales.high[1:] < scales.low[:-1] - _NEAR_BITS) & (spans.gap[1:] == 0)
     wrong = np.flatnonzero(fell & (spans.stated[1:] == 0)) + 1
-    if len(wrong):
+    # Where the lines count the skipped steps at most falls, a restart with a lower scale explains the others.
+    are_wrong = len(wrong) > int((fell & (spans.stated[1:] > 0)).sum())
+    if are_wrong:
         rows.notes.append(
             f"{rows.where(int(wrong[0]))}: the scale fell although the line counts no skipped step. This is so on "
             f"{counted(len(wrong), 'line')} in all, so the printed numbers of skipped steps are ignored."
@@ -450,7 +462,7 @@ def _counts_are_right(rows: _Rows, spans: _Spans, scales: _Scales, log_format: L
             "ignored. Name the group 'total_skipped'."
         )
         return False, is_lone
-    return not len(wrong), is_lone
+    return not are_wrong, is_lone
 
 
 def _scales_of_steps(

@@ -147,12 +147,14 @@ class BadLoss(Symptom):
         self._is_told = self._has_changed = False
         self._last = self._first_bad = self._first_applied = 0
         self._known, self._bad, self._applied = 0, 0, 0
+        # Whether a loss was the mean of several steps.
+        self._is_mean = False
 
     def feed(self, seen: Seen) -> Sign | None:
         """Return the sign of a bad loss, or of its end; see :meth:`Symptom.feed`."""
         if seen.loss is None:
             return None
-        self._known += 1
+        self._known, self._is_mean = self._known + 1, self._is_mean or seen.steps > 1
         if math.isfinite(seen.loss):
             return None if self._begun is None else self._end(self._begun)
         self._bad, self._last = self._bad + 1, seen.step
@@ -160,7 +162,7 @@ class BadLoss(Symptom):
         changes = ""
         if seen.is_applied_bad_loss:
             self._applied += 1
-            self._first_applied = self._first_applied or seen.step
+            self._first_applied = self._first_applied or seen.step - seen.steps + 1
             if not self._has_changed:
                 self._has_changed = True
                 changes = (
@@ -186,14 +188,15 @@ class BadLoss(Symptom):
         """Return how many losses were bad; see :meth:`Symptom.finding`."""
         if not self._bad:
             return None
-        text = (
-            f"The loss was inf or NaN in {self._bad} of the {counted(self._known, 'step')} for which the log states "
-            f"it, first in step {self._first_bad}."
-        )
+        known = f"in {self._bad} of the {counted(self._known, 'step')} for which the log states it, first in"
+        if self._is_mean:
+            known = f"on {self._bad} of the {counted(self._known, 'line')} with a loss, first for"
+        text = f"The loss was inf or NaN {known} step {self._first_bad}."
         remedy = f"N{self._HELPLESS[1:]}. {self._REMEDY}"
         if self._applied:
+            these = "lines are about steps that" if self._is_mean else "steps"
             remedy += (
-                f" {self._applied} of these steps were not skipped and changed the weights: go back to a checkpoint "
+                f" {self._applied} of these {these} were not skipped and changed the weights: go back to a checkpoint "
                 f"before step {self._first_applied}. {_TO_END_TRAINING}"
             )
         figures = {"steps": self._bad, "first_step": self._first_bad}
@@ -299,7 +302,9 @@ class Collapse(Symptom):
             is_same = scale == self._scale and not (seen.loss_scale is None and self._has_gap)
             # A new scale belongs to this step. If only the scale after the step is known, it belongs to the next step.
             self._at_one_scale = self._at_one_scale + row - self._row if is_same else int(seen.loss_scale is not None)
-            self._scale = scale
+        else:
+            self._at_one_scale = 0
+        self._scale = scale
         self._row, self._row_ended = row, seen.step
         if row < self._limit and self._at_one_scale < self._stuck_from:
             return None

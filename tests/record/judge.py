@@ -245,6 +245,11 @@ SENTENCES = [
         "{count} of these steps were not skipped and changed the weights: go back to a checkpoint before step {step}.",
         lambda t, count, step: count <= (t.bad & ~t.flags).sum() and not t.flags[t.at(step)],
     ),
+    (
+        "{count} of these lines are about steps that were not skipped and changed the weights: go back to a checkpoint "
+        "before step {step}.",
+        lambda t, count, step: count <= (t.bad & ~t.flags).sum() and not t.bad[: t.at(step)].any(),
+    ),
     ("The loss rose to {loss:f} in step {step}, {times:f} times the largest loss before.", Truth.loss_rose),
     (
         "The loss rose to {loss:f} up to step {step}, {:f} times the largest loss seen before.",
@@ -494,7 +499,6 @@ def _checks_of_steps(t, skipped, start, loss, scale):
     }
     low, high = scale["first_at_least"], scale["first_at_most"]
     one_scale = {len(set(t.used)) == 1, len({*t.used, *t.after}) == 1}
-    bad = (t.first + np.flatnonzero(t.bad)).tolist()
     rights = {
         "ranges": all(t.are_skipped(*ends) for ends in skipped["ranges"]),
         "longest_run": skipped["longest_run"] <= t.longest_row(),
@@ -502,7 +506,7 @@ def _checks_of_steps(t, skipped, start, loss, scale):
         "a_scale_held": start["a_scale_held"] in (None, bool(t.clean_rows())),
         "highest_held": not start["highest_held"] or t.held(start["highest_held"]),
         "held_scale": not start["held_scale"] or t.held(start["held_scale"], start["held_from_step"]),
-        "bad_steps": loss["bad_steps"] <= len(bad) and loss["first_bad_step"] in (None, *bad),
+        "bad_steps": not loss["bad_steps"] or t.has_bad_lines(loss["first_bad_step"], loss["bad_steps"]),
         "first": not isinstance(scale["first"], float) or t.near(scale["first"], t.used[0]),
         "first_at_least": low is None or low * 0.999 <= t.used[0] <= high * 1.001,
         "final": not isinstance(scale["final"], float) or t.near(scale["final"], t.after[-1]),
