@@ -73,17 +73,17 @@ class _Checked(np.ndarray[Any, Any]):
 
 
 def _computed(name: str, function: Callable[..., Any], values: Any, dtypes: frozenset[str]) -> Any:
-    """Compute an operation, or raise StepError for a bare Python number or for other dtypes than one of ``dtypes``."""
+    """Return the result of an operation. Refuse a bare Python number, several dtypes, and a dtype not in ``dtypes``."""
     for value in values:
         if not isinstance(value, _Checked):
             maker = "floats" if isinstance(value, float) else "ints"
             raise StepError(f"uses {value!r} in {name!r}. Make a constant outside of the step: xp.{maker}({value!r})")
-    given = sorted({value.dtype.name for value in values})
-    if len(given) > 1:
-        raise StepError(f"mixes {' and '.join(given)} in {name!r}. Use xp.int32(...) or xp.float32(...) around one")
-    if not dtypes.issuperset(given):
+    present = sorted({value.dtype.name for value in values})
+    if len(present) > 1:
+        raise StepError(f"mixes {' and '.join(present)} in {name!r}. Use xp.int32(...) or xp.float32(...) around one")
+    if not dtypes.issuperset(present):
         raise StepError(
-            f"uses {name!r} with {given[0]}, but it takes {' or '.join(sorted(dtypes))}. Use xp.int32(...) or "
+            f"uses {name!r} with {present[0]}, but it takes {' or '.join(sorted(dtypes))}. Use xp.int32(...) or "
             "xp.float32(...), or another operation"
         )
     return _checked(function(*(np.asarray(value) for value in values)))
@@ -198,8 +198,8 @@ def _check_results(rule: Any, after: Any, values: Mapping[str, Any]) -> None:
                 problem = f"returns {name!r} as {got}, but it must be {like.dtype} of shape {like.shape[:-1]}"
     if problem:
         code = getattr(rule.make_step, "__code__", None)
-        place = "" if code is None else f", in line {code.co_firstlineno} of {code.co_filename}"
-        raise ValueError(f"The step of the rule {rule.name!r} {problem}{place}.")
+        line = "" if code is None else f", in line {code.co_firstlineno} of {code.co_filename}"
+        raise ValueError(f"The step of the rule {rule.name!r} {problem}{line}.")
 
 
 def told(error: BaseException, rule: Any) -> str:
@@ -212,7 +212,7 @@ def _place_of(error: BaseException, rule: Any) -> str:
     """Return the line of an error, as ", in line 3 of rule.py": the innermost one that is no line of a library."""
     code = getattr(rule.make_step, "__code__", None)
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    in_rule = [place for place in lines if code is not None and place[0] == code.co_filename]
+    in_rule = [(file, line) for file, line in lines if code is not None and file == code.co_filename]
     libraries = (str(Path(__file__).parents[1]), *sysconfig.get_paths().values())
-    outside = [place for place in lines if not place[0].startswith(libraries)]
+    outside = [(file, line) for file, line in lines if not file.startswith(libraries)]
     return "".join(f", in line {line} of {file}" for file, line in (in_rule or outside)[-1:])
