@@ -48,7 +48,7 @@ PARTS = 16
 UNSEEN = 1024 * PARTS
 
 # The default of the argument ``margin``, in bits: where the ceiling moves, gradients are lost with every bit more, as
-# scripts/studies/worth.py shows.
+# scripts/studies/worth_it.py shows.
 MARGIN = 2
 
 # The largest margin that a user may choose, in bits.
@@ -137,8 +137,8 @@ class GuidedRule(Rule):
         >>> state.loss_scale == 2.0**12
         True
         >>> state = rule.step(state, overflow=False, largest_gradient=0.25)
-        >>> state.loss_scale == 2.0**11, state.current_margin, state.skipped_steps
-        (True, 6, 2)
+        >>> state.loss_scale == 2.0**15, state.current_margin, state.skipped_steps
+        (True, 2, 2)
     """
 
     name = "guided"

@@ -44,7 +44,7 @@ def arguments_of_rule(rule: Rule) -> dict[str, Any]:
     Examples:
         >>> from mindformers_adaptive.rules.guided import GuidedRule
         >>> arguments_of_rule(GuidedRule()), arguments_of_rule(GuidedRule(max_loss_scale=2.0**20))
-        ({'margin': 6}, {'margin': 6, 'max_loss_scale': 1048576.0})
+        ({'margin': 2}, {'margin': 2, 'max_loss_scale': 1048576.0})
     """
     parameters = arguments_of(type(rule))
     is_complete = not any(each.default is each.empty for each in parameters.values())

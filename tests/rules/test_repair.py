@@ -112,11 +112,11 @@ def test_a_hysteresis_budget_beyond_the_hysteresis_is_mended():
     [
         {"low": 2**20},
         {"low": -(2**20)},
-        {"current_margin": -1},
+        {"current_margin": -(2**24)},
         {"current_margin": 5000},
         {"first_exponent": 600},
         {"clean_steps": -1},
-        {"clean_steps": 1000},
+        {"clean_steps": 2**31 - 1},
         {"wait": -2},
         {"wait": 8000},
     ],
