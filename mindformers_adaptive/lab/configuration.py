@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 from mindformers_adaptive.lab.running_rule import rule_and_state
 from mindformers_adaptive.rules import RULES, find_rule
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
-from mindformers_adaptive.rules.pasting import cell_call, commented
+from mindformers_adaptive.rules.pasting import cell_call
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Configuration", "yaml_value"]
 
@@ -46,8 +44,6 @@ class Configuration:
     Examples:
         >>> Configuration("adaptive", min_scale_window=50).rule.ladder
         (50, 100, 200, 500, 1000)
-        >>> Configuration("adaptive", min_scale_window=50).label
-        'adaptive 50-1000'
     """
 
     rule_name: str
@@ -84,24 +80,10 @@ class Configuration:
         windows = dict.fromkeys(("scale_window", "max_scale_window", "min_scale_window"), scale_window)
         return cls("adaptive", **windows, **arguments)
 
-    def replace(self, **changes: Any) -> Configuration:
-        """Return a copy of the configuration in which some arguments are changed."""
-        return Configuration(self.rule_name, **{**self.arguments, **changes})
-
-    @property
-    def label(self) -> str:
-        """str: a short name: the rule, and the arguments that differ from their defaults (start: the first scale)."""
-        name, in_name = _short_name(self.rule, self.arguments)
-        changed = [(key, _short(value)) for key, value in self._changed() if key not in in_name]
-        return " ".join([name, *(f"{'start' if key == 'loss_scale_value' else key}={value}" for key, value in changed)])
-
-    def scale_sense(self, comments: Mapping[str, str] | None = None) -> str:
+    def scale_sense(self) -> str:
         """Return the section ``scale_sense`` for ``runner_wrapper`` in MindFormers' YAML, as text to paste.
 
         Arguments with default values are left out, except for ``usual_arguments`` of the rule.
-
-        Args:
-            comments (Mapping, optional): comments to write behind the values, by argument name. Default: None.
 
         Examples:
             >>> print(Configuration("adaptive", min_scale_window=50, hysteresis=2).scale_sense(), end="")
@@ -116,23 +98,20 @@ class Configuration:
         """
         is_ours = type(self.rule) in RULES.values()
         cell = [f"  type: {self.rule.cell}"] if is_ours else [f"  type: {Rule.cell}", f"  rule: {self.rule_name}"]
-        lines = {name: f"  {name}: {yaml_value(value)}" for name, value in self._values().items()}
-        return "\n".join(["scale_sense:", *cell, *commented(lines, comments), ""])
+        lines = [f"  {name}: {yaml_value(value)}" for name, value in self._values().items()]
+        return "\n".join(["scale_sense:", *cell, *lines, ""])
 
-    def update_cell(self, comments: Mapping[str, str] | None = None) -> str:
+    def update_cell(self) -> str:
         """Return the call of the update cell's class with these arguments, as Python text to paste.
 
-        Args:
-            comments (Mapping, optional): as for :meth:`scale_sense`. Default: None.
-
         Examples:
-            >>> print(Configuration("guided", margin=8).update_cell({"loss_scale_value": "was 2^32"}), end="")
+            >>> print(Configuration("guided", margin=8).update_cell(), end="")
             GradientGuidedLossScaleUpdateCell(
-                loss_scale_value=65536,  # was 2^32
+                loss_scale_value=65536,
                 margin=8,
             )
         """
-        return cell_call(type(self.rule), self._values(), comments)
+        return cell_call(type(self.rule), self._values())
 
     def _values(self) -> dict[str, Any]:
         """Return the arguments to write into settings: those that differ from their defaults, and the usual ones."""
@@ -145,25 +124,6 @@ class Configuration:
         rule_class: Any = type(self.rule)
         defaults = all_arguments(rule_class)
         return [(name, value) for name, value in self.arguments.items() if name in always or value != defaults[name]]
-
-
-def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """Return a short name for the rule with these arguments, and which arguments the name already shows."""
-    if type(rule) is not AdaptiveRule:
-        return rule.name, set()
-    smallest, largest = rule.min_scale_window, rule.max_scale_window
-    in_name = {"min_scale_window", "max_scale_window"}
-    if arguments["scale_window"] == smallest:
-        in_name.add("scale_window")
-    return f"dynamic {smallest}" if smallest == largest else f"{rule.name} {smallest}-{largest}", in_name
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Real):
-        # A large power of two is unreadable in decimal digits, such as 4.29497e+09.
-        number = float(value)
-        return as_power_of_two(number) if number >= 1e6 else f"{number:g}"
-    return str(value)
 
 
 def yaml_value(value: Any) -> str:

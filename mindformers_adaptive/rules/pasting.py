@@ -11,16 +11,15 @@ from mindformers_adaptive.rules.description import all_arguments, arguments_of
 from mindformers_adaptive.rules.formats import Format
 from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["arguments_of_rule", "cell_call", "commented", "python_value"]
+__all__ = ["arguments_of_rule", "cell_call", "python_value"]
 
 
-def cell_call(rule_class: type[Rule], values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+def cell_call(rule_class: type[Rule], values: Mapping[str, Any]) -> str:
     """Return the call of the update cell of a rule.
 
     Args:
         rule_class (type): the class of the rule.
         values (Mapping): the arguments of the cell, by name.
-        comments (Mapping, optional): comments to write behind the values, by argument name. Default: None.
 
     Examples:
         >>> from mindformers_adaptive.rules.guided import GuidedRule
@@ -34,8 +33,8 @@ def cell_call(rule_class: type[Rule], values: Mapping[str, Any], comments: Mappi
     if rule_class not in RULES.values():
         # The cell of any other rule takes the rule as module.Class.
         name, values = Rule.cell, {"rule": f"{rule_class.__module__}.{rule_class.__qualname__}", **values}
-    lines = {key: f"    {key}={python_value(value)}," for key, value in values.items()}
-    return "\n".join([f"{name}(", *commented(lines, comments), ")", ""])
+    lines = [f"    {key}={python_value(value)}," for key, value in values.items()]
+    return "\n".join([f"{name}(", *lines, ")", ""])
 
 
 def arguments_of_rule(rule: Rule) -> dict[str, Any]:
@@ -57,12 +56,6 @@ def arguments_of_rule(rule: Rule) -> dict[str, Any]:
             value = vars(rule)[name]
             arguments[name] = value.to_config() if isinstance(value, Format) else value
     return arguments
-
-
-def commented(lines: Mapping[str, str], comments: Mapping[str, str] | None) -> list[str]:
-    """Return lines, by the name of the argument in each line, with comments about some arguments behind them."""
-    width, comments = max(map(len, lines.values())), comments or {}
-    return [f"{line:<{width}}  # {comments[name]}" if name in comments else line for name, line in lines.items()]
 
 
 def python_value(value: Any) -> str:

@@ -46,8 +46,8 @@ def commands(record, picture, steps):
     return {
         JSON: ["-c", READ, record],
         "analyze": ["-c", PROGRAM, "analyze", record],
+        "analyze --plot": ["-c", PROGRAM, "analyze", record, "--plot", picture],
         "compare": ["-c", PROGRAM, "compare", record, "--rules", *WINDOWS],
-        "plot": ["-c", PROGRAM, "plot", record, picture],
         "resume": ["-c", RESUME, record, str(steps)],
     }
 
