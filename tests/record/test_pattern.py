@@ -99,6 +99,14 @@ def test_the_truth_lies_within_the_bounds(tmp_path_factory, seed, every):
     assert fewest == most or ("count" not in parts and not ("flag" in parts and every == 1))
 
 
+def test_numbers_that_count_from_the_start_are_named_so(tmp_path):
+    lines = [f"{step} 8 {step // 3}\n" for step in range(1, 10)]
+    run = read(tmp_path, *lines, pattern=r"(?P<step>\d+) (?P<loss_scale>\d+) (?P<total_skipped>\d+)")
+    assert (run.skipped.tolist(), run.notes) == ([step % 3 == 0 for step in range(1, 10)], ())
+    run = read(tmp_path, *lines, pattern=r"(?P<step>\d+) (?P<loss_scale>\d+) (?P<skipped>\d+)")
+    assert (run.skipped_bounds, run.notes[0].endswith("Name the group 'total_skipped'.")) == ((0, 9), True)
+
+
 @pytest.mark.parametrize(
     ("pattern", "error", "message"),
     [
