@@ -163,7 +163,7 @@ class _AssignValue:
             self._warn_of_other_form(next(iter(self.names)), self.memory)
             self.memory = None
             return
-        self.memory.copy_(parameter.data.contiguous())
+        self.memory.copy_(Tensor(parameter).contiguous())
         type(parameter).assign_value(parameter, self.memory)
         self.last_address = self.address
 
@@ -171,7 +171,8 @@ class _AssignValue:
         """Keep the memory of the Parameter for :meth:`give_memory_back`, unless it is kept already."""
         parameter: Any = self.parameter()
         if self.memory is None and parameter.data_ptr():
-            self.memory = parameter.data
+            # In MindSpore 2.7, parameter.data is the Parameter itself.
+            self.memory = Tensor(parameter)
             self.address = self.last_address = parameter.data_ptr()
 
     def _note_load(self) -> None:

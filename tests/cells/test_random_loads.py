@@ -101,11 +101,12 @@ def values_of(parameters):
 # Ways to keep a value that share memory with the Parameter: the next step may overwrite them.
 VIEWS = {
     "asnumpy": lambda parameter: parameter.asnumpy(),
-    "data": lambda parameter: parameter.data,
     "view": lambda parameter: parameter.view(parameter.shape),
     "reshape": lambda parameter: parameter.reshape(parameter.shape),
     "from_numpy": lambda parameter: Tensor.from_numpy(parameter.asnumpy()),
 }
+if not isinstance(Parameter.data, property):
+    VIEWS["data"] = lambda parameter: parameter.data
 COPIES = {
     "copied array": lambda parameter: parameter.asnumpy().copy(),
     "value": lambda parameter: parameter.value(),
@@ -145,8 +146,8 @@ SEEN_EVERYWHERE = {
     "assign": functools.partial(one_by_one, ops.assign),
 }
 SEEN_BY_CALLS = {"data =": functools.partial(one_by_one, by_data)}
-# MindSpore 2.7 has no parameter.data = value.
-LOADS = SEEN_EVERYWHERE | (SEEN_BY_CALLS if getattr(Tensor.data, "fset", True) is not None else {})
+# In MindSpore 2.7, parameter.data is the Parameter itself, and cannot be set.
+LOADS = SEEN_EVERYWHERE | (SEEN_BY_CALLS if "data" in VIEWS else {})
 
 
 class Schedule:
