@@ -10,8 +10,8 @@ from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.compiled_update import CellWithLossScale, tensor_of
+from mindformers_adaptive.cells.graph_form import can_try, try_rule
 from mindformers_adaptive.cells.loads import write
-from mindformers_adaptive.cells.step_trial import can_try, try_rule
 from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, form_of, is_of_this_package
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import (

@@ -20,11 +20,11 @@ from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy
 from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.gradients.layers import LayerOutputs
-from mindformers_adaptive.gradients.learning_rate import learning_rate_of
 from mindformers_adaptive.gradients.recommendation import LossScaleRecommendation
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 from mindformers_adaptive.gradients.temporary_changes import unchanged
+from mindformers_adaptive.gradients.updates import learning_rate_of
 from mindformers_adaptive.rules.checks import require_integer, require_names, require_positive
 from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.rule import Rule

@@ -7,8 +7,8 @@ import pytest
 from mindspore import Tensor
 
 from mindformers_adaptive import RuleLossScaler, RuleLossScaleUpdateCell
-from mindformers_adaptive.cells import step_trial
-from mindformers_adaptive.cells.step_trial import try_rule
+from mindformers_adaptive.cells import graph_form
+from mindformers_adaptive.cells.graph_form import try_rule
 from mindformers_adaptive.rules import float32, int32
 from tests.shared.own_rules import CappedAdaptive, CappedGuided, Follow, Weigh, rule_of
 
@@ -107,7 +107,7 @@ def test_a_rule_is_tried_once_and_not_in_a_dry_run_or_before_init(monkeypatch):
     monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")
     cell.set_train()
     monkeypatch.delenv("MS_SIMULATION_LEVEL")
-    monkeypatch.setattr(step_trial.context, "get_auto_parallel_context", lambda _: "data_parallel")
+    monkeypatch.setattr(graph_form.context, "get_auto_parallel_context", lambda _: "data_parallel")
     cell.set_train()
     assert tried == []
     monkeypatch.undo()
