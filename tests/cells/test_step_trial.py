@@ -122,6 +122,6 @@ def test_a_rule_is_tried_once_and_not_in_a_dry_run_or_before_init(monkeypatch):
 
 
 def test_operators_run_one_by_one_where_mindspore_distributes_a_graph(graph_mode, monkeypatch):
-    monkeypatch.setattr(step_trial, "jit", None)
-    monkeypatch.setattr(step_trial.context, "get_auto_parallel_context", lambda _: "semi_auto_parallel")
+    monkeypatch.setattr(graph_form, "jit", None)
+    monkeypatch.setattr(graph_form.context, "get_auto_parallel_context", lambda _: "semi_auto_parallel")
     try_rule(Follow())
