@@ -80,28 +80,21 @@ def show_training(terminal: IO[str]) -> Iterator[list[Any]]:
         # There is no file, so MindFormers' lines themselves are shown.
         yield []
         return
-    from mindformers.tools.logger import get_logger
-
     from mindformers_adaptive.monitor.training_progress import TrainingProgress
 
-    messages = _OwnMessages(terminal)
-    get_logger().addHandler(messages)
-    with contextlib.ExitStack() as stack:
-        stack.callback(get_logger().removeHandler, messages)
-        yield [TrainingProgress(lambda total: stack.enter_context(progress_bar(total, "steps", terminal, lines=True)))]
+    # MindFormers removes the handlers of its logger when it sets the output folder, so look at each record instead.
+    make_record = logging.getLogRecordFactory()
 
-
-class _OwnMessages(logging.Handler):
-    """Shows the log messages of this package, also while a progress bar is shown."""
-
-    def __init__(self, terminal: IO[str]) -> None:
-        super().__init__()
-        self._terminal = terminal
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show a message of this package. Messages of other packages stay in the log."""
+    def make_and_show(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
         if Path(record.pathname).is_relative_to(_PACKAGE):
-            _show(record.getMessage(), self._terminal, "warning" if record.levelno >= logging.WARNING else "")
+            _show(record.getMessage(), terminal, "warning" if record.levelno >= logging.WARNING else "")
+        return record
+
+    logging.setLogRecordFactory(make_and_show)
+    with contextlib.ExitStack() as stack:
+        stack.callback(logging.setLogRecordFactory, make_record)
+        yield [TrainingProgress(lambda total: stack.enter_context(progress_bar(total, "steps", terminal, lines=True)))]
 
 
 def _are_files() -> bool:

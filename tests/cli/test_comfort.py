@@ -195,8 +195,10 @@ def test_colour_is_for_terminals_only(run_folder, run_program, arguments, colour
 @pytest.mark.slow
 def test_the_lines_of_mindformers_are_in_a_file(run_forked, corpus, tmp_path):
     odd_start = "runner_wrapper.scale_sense.loss_scale_value=65535"
-    training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--options", *SMALL, odd_start]
-    log = tmp_path / "output" / "log" / "train.log"
+    # MindFormers sets up its log anew if the output folder is not its default.
+    training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--output-dir", "runs"]
+    training += ["--options", *SMALL, odd_start]
+    log = tmp_path / "runs" / "log" / "train.log"
     quiet = run_forked(PROGRAM, "train", "--num-samples", 64, *training)
     assert_quiet(quiet, log)
     # Messages of this package are shown, also while MindFormers' are not.
@@ -209,7 +211,7 @@ def test_the_lines_of_mindformers_are_in_a_file(run_forked, corpus, tmp_path):
     loud = run_forked(PROGRAM, "train", "--verbose", *training, "optimizer.eps=x", expect_exit=1)
     assert " - INFO - " in loud.stdout + loud.stderr
     assert log.stat().st_size == size_before
-    assert (tmp_path / "output" / "loss_scale_record.jsonl").is_file()
+    assert (tmp_path / "runs" / "loss_scale_record.jsonl").is_file()
 
 
 @pytest.mark.slow
