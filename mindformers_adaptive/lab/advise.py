@@ -142,8 +142,6 @@ def _lower_start(run: RecordedRun, ways: Ways, start_up: Held) -> list[Advice]:
                 "saves_skipped_steps": fewest,
                 "saves_at_most": most,
             },
-            "loss_scale_value",
-            f"was {start}; " * bool(start) + f"{scale} held {HELD} steps",
         )
     ]
 

@@ -39,16 +39,12 @@ class Advice:
         change (str): what to change.
         reason (str): why to change it, with figures.
         figures (dict): the figures of the reason by name, ready for JSON.
-        argument (str): the argument of the update cell that the advice changes; "" if it changes no argument.
-        note (str): the reason in a few words, for a comment behind that argument in the YAML text.
     """
 
     rule: str
     change: str
     reason: str
     figures: dict[str, Any] = field(default_factory=dict)
-    argument: str = ""
-    note: str = ""
 
 
 def findings_of(run: RecordedRun) -> list[Finding]:
