@@ -62,6 +62,7 @@ FIGURES = {
     "micro_batches": Figure(f"python -m {MICRO_BATCHES}", MICRO_BATCHES),
     "three_rules": Figure("python -m scripts.studies.three_rules", "scripts.studies.three_rules"),
     "low_start": Figure("python -m scripts.studies.low_start", "scripts.studies.low_start"),
+    "batches_in_turn": Figure("python -m scripts.studies.batches_in_turn", "scripts.studies.batches_in_turn"),
     "streams": Figure("python -m scripts.studies.streams", "scripts.studies.streams"),
     "harm": Figure("python -m scripts.studies.harm", "scripts.studies.harm"),
     "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
