@@ -154,11 +154,11 @@ def test_report_on_the_page_has_the_lines_of_the_demo(tmp_path):
         scales = {"loss_scale": before.loss_scale, "next_loss_scale": state.loss_scale}
         record.append({"step": step, "overflow": step <= 8, "scale_window": state.scale_window, "loss": 0.0, **scales})
     (tmp_path / demo.RECORD).write_text("".join(f"{json.dumps(entry)}\n" for entry in record))
-    expected = demo.report({demo.FP16_ALONE: record, demo.ADAPTIVE: record}, tmp_path)
+    expected = demo.report(dict.fromkeys((demo.FP16_ALONE, demo.ADAPTIVE, demo.GUIDED), record), tmp_path)
     printed = figure("demo")["printed"]
     assert [line.partition(":")[0] for line in printed] == [line.partition(":")[0] for line in expected]
-    assert f"after {demo.STEPS} steps" in printed[0]
-    assert f"of {demo.STEPS} steps were skipped" in printed[1]
+    for line in printed[:3]:
+        assert f"of {demo.STEPS} steps skipped" in line
 
 
 def test_commands_of_the_version_table_are_its_rows():
