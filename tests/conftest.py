@@ -27,6 +27,8 @@ sys.dont_write_bytecode = False
 # Tests compare sentences, wherever the program would wrap them. Programs that tests start see it in COLUMNS.
 UNWRAPPED = 100000
 output._WIDTH = UNWRAPPED
+# pytest-xdist sets COLUMNS in its workers.
+os.environ.pop("COLUMNS", None)
 
 # Hypothesis draws the same examples on every machine, however slow the machine is.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

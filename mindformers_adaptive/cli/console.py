@@ -162,7 +162,8 @@ def _print_last(file: Path, start: int, terminal: IO[str]) -> None:
 
 def _show(text: str, terminal: IO[str], style: str = "") -> None:
     if not terminal.isatty():
-        print_text(text, terminal)
+        # In a file, grep finds the whole message on one line.
+        print_text(text, terminal, wraps=False)
         return
     from tqdm import tqdm
 

@@ -37,8 +37,8 @@ def register() -> None:
     """Put this package's classes into MindFormers' registry under the names of MindFormers' own classes.
 
     From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
-    ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
-    ``CheckpointMonitor`` and ``TrainingStateMonitor`` those of :mod:`mindformers_adaptive.mindformers.callbacks`.
+    ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`, and
+    ``CheckpointMonitor`` and ``TrainingStateMonitor`` the classes of :mod:`mindformers_adaptive.mindformers.callbacks`.
     MindFormers' trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks
     ``LossScaleMonitor`` and ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
 

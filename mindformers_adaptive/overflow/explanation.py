@@ -197,6 +197,9 @@ class Explanation:
 
         Args:
             findings (Sequence[Finding]): what :func:`mindformers_adaptive.record.diagnosis.diagnose` returned.
+
+        Returns:
+            Explanation, which begins with the findings.
         """
         training = tuple(f"{finding.text} {finding.remedy}" for finding in findings[:_MOST_FINDINGS])
         is_too_large = any(finding.kind == "loss jump" for finding in findings[:_MOST_FINDINGS])

@@ -151,13 +151,19 @@ class RecordedRun:
         """Return a run whose log has a line for each step, from arrays with a number for each step.
 
         Args:
-            step (ArrayLike): the numbers of the steps, increasing.
-            loss_scale (ArrayLike): the scale that each step used, nan where it is not stated.
-            overflow (ArrayLike): whether each step overflowed and was skipped.
-            known (ArrayLike): whether the log states that. Default: True, for each step.
+            step (ArrayLike): the numbers of the steps, increasing; int64 of shape (steps,).
+            loss_scale (ArrayLike): the scale that each step used, nan where it is not stated; float64 of shape
+                (steps,).
+            overflow (ArrayLike): whether each step overflowed and was skipped, bool of shape (steps,).
+            known (ArrayLike): whether the log states that, bool of shape (steps,) or (). Default: True, for each step.
             final_loss_scale (float): the scale after the last step. Default: nan, not stated.
-            name (str), files (tuple[str, ...]), log_format (str): the attributes of the run.
-            **attributes: further attributes of the run, such as ``columns``.
+            name (str): the name of the run. Default: "run".
+            files (tuple[str, ...]): the names of its files. Default: ().
+            log_format (str): the format of the log. Default: "jsonl".
+            **attributes (Any): further attributes of the run, such as ``columns``.
+
+        Returns:
+            RecordedRun, with a stretch for each step.
         """
         last, used = np.array(step, np.int64), np.array(loss_scale, np.float64)
         skipped, stated = np.array(overflow, bool), np.broadcast_to(known, len(last))
@@ -255,7 +261,7 @@ class RecordedRun:
 
     @cached_property
     def scale_ranges(self) -> tuple[Floats, Floats]:
-        """tuple of two NDArray, float64 of shape (stretches,): bounds on the scales that the steps of a stretch used.
+        """tuple[NDArray, NDArray]: bounds on the scales that each stretch used, float64 of shape (stretches,).
 
         Nan where they are not shown. A series of applied steps only raises the scale, and a series of skipped steps
         only lowers it. (A rule that lowers the scale in an applied step has a record, with a line for each step.)
@@ -305,7 +311,7 @@ class RecordedRun:
         raised = np.isin(np.arange(len(loss)), [move.stretch for move in self.moves if not move.is_overflow])
         raised &= np.isnan(flags) & np.isnan(loss)
         flags[raised] = 0.0
-        # Where overflows with lines of their own moved the scale, the scale after them is not that of all steps.
+        # Where overflows with lines of their own moved the scale, some steps did not use the scale after them.
         moved = [move.stretch for move in self.moves if move.is_overflow and move.before != move.after]
         is_moved = np.isin(np.arange(len(loss)), moved) & (self.lengths > 1)
         stated = [loss, flags, self.used, np.where(is_moved, np.nan, self.after), norm]

@@ -278,8 +278,9 @@ def _fit(step: Integers, stated: Integers, stride: int) -> tuple[int, int]:
     Each interval ends at a multiple of its length. A process's first line is one step after a multiple.
     """
     before = np.append(0, step[:-1])
-    own = (step % stride == 0) & (step - before <= stride) & (before % stride <= 1) & (stated <= stride)
-    return int(own.sum()), int((own | (step % stride == 1)).sum())
+    ends_interval = (step % stride == 0) & (step - before <= stride) & (before % stride <= 1)
+    ends_interval &= stated <= stride
+    return int(ends_interval.sum()), int((ends_interval | (step % stride == 1)).sum())
 
 
 def _group_by_totals(rows: _Rows, gap: Integers, steps: Integers) -> tuple[Integers, Integers]:

@@ -74,11 +74,11 @@ def _of_line(line: str) -> Iterator[str]:
     overflow = re.search(f"({_OVERFLOW})({_WORD})", line, re.I)
     if scale is None:
         return
-    others = [("loss_scale", scale, _NUMBER)]
+    required = [("loss_scale", scale, _NUMBER)]
     for name in _STEPS:
         for step in re.finditer(rf"({name})({_WHOLE})(?![\w.]*\.\d)", line, re.I):
             for optional in ([("overflow", overflow, _WORD)], []) if overflow else ([],):
-                parts = sorted([("step", step, _WHOLE), *others, *optional], key=lambda part: part[1].start())
+                parts = sorted([("step", step, _WHOLE), *required, *optional], key=lambda part: part[1].start())
                 if all(first[1].end() <= second[1].start() for first, second in pairwise(parts)):
                     yield ".*?".join(f"{_escaped(match[1])}(?P<{group}>{value})" for group, match, value in parts)
 
@@ -92,8 +92,8 @@ def _of_table(lines: Sequence[str]) -> str | None:
         names = [f"{name.strip()}:" for name in heading.split(separator)]
         groups: dict[int, str] = {}
         for group, ways in words.items():
-            found = [index for word in ways for index, name in enumerate(names) if re.search(word, name, re.I)]
-            groups |= dict.fromkeys(found[:1], group)
+            columns = [index for word in ways for index, name in enumerate(names) if re.search(word, name, re.I)]
+            groups |= dict.fromkeys(columns[:1], group)
         if len({"step", "loss_scale"} & set(re.findall(r"<(\w+)>", "".join(groups.values())))) == 2:
             other = f"[^{re.escape(separator)}]*"
             return "^" + separator.join(groups.get(index, other) for index in range(max(groups) + 1))

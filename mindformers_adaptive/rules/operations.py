@@ -231,8 +231,8 @@ class Namespace:
         return self.table(*filled_table(function, ranges))
 
     def _constants(self, dtype: str, numbers: tuple[Any, ...]) -> Any:
-        made = tuple(map(self.constant, constants(dtype, numbers)))
-        return made if len(made) > 1 else made[0]
+        values = tuple(map(self.constant, constants(dtype, numbers)))
+        return values if len(values) > 1 else values[0]
 
 
 NUMPY = Namespace(OPERATIONS, lambda array: array[..., np.newaxis], lookup)

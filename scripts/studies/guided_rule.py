@@ -51,8 +51,8 @@ class RecentMaxima(Rule):
             # After an overflow, remember a ceiling that is one bit lower than the loss scale.
             shown = xp.where(gradient_known, max_safe_exponent, exponent + margin)
             newest = xp.float32(xp.where(overflow, exponent - one, shown))
-            kept = xp.stack((*xp.unstack(ceilings)[1:], newest))
-            return {"exponent": xp.int32(xp.take(kept, xp.argmin(kept))) - margin, "ceilings": kept}
+            latest = xp.stack((*xp.unstack(ceilings)[1:], newest))
+            return {"exponent": xp.int32(xp.take(latest, xp.argmin(latest))) - margin, "ceilings": latest}
 
         return step
 

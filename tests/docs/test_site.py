@@ -27,8 +27,8 @@ from tests.shared.pages import blocks_in
 pytest.importorskip("sphinx", reason="Sphinx is not installed; the project installs it for Python 3.11 and later")
 build_site = importlib.import_module("scripts.site.build_site")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
-# The functions of this module have no separate pages, but are described on the page of their subpackage.
-UTILITIES = ("mindformers_adaptive.text.table",)
+# Functions of the first module are described on the page of their subpackage, and dtypes of fields on the page of Rule.
+UTILITIES = ("mindformers_adaptive.text.table", "mindformers_adaptive.rules.fields")
 PUBLIC = [name for names in build_site.PUBLIC.values() for name in names]
 # The public classes. Their pages in the API reference show the methods.
 CLASSES = [name for name in PUBLIC if build_site.described(name)[0].startswith(".. autoclass")]

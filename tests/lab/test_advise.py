@@ -127,7 +127,7 @@ def test_what_costs_little_or_is_unknown_is_left_alone(ceilings, start, window, 
     assert rules(recorded(ceilings, init_loss_scale=start, scale_window=window)) == expected
 
 
-def test_steps_that_are_skipped_again_and_again_lead_to_the_guided_rule():
+def test_steps_skipped_again_and_again_lead_to_the_guided_rule():
     analysis = analyze(recorded([2.0**16] * 3000, init_loss_scale=2.0**16, scale_window=50))
     [advice] = analysis.advice
     # The step before the last raise was applied; the scale held for the first time after it.
@@ -137,7 +137,7 @@ def test_steps_that_are_skipped_again_and_again_lead_to_the_guided_rule():
     assert "58 of 3,000 steps were skipped" in " ".join(analysis.text().split())
 
 
-def test_of_steps_whose_outcome_is_not_stated_nothing_is_advised():
+def test_nothing_is_advised_where_outcomes_are_not_stated():
     run = recorded([2.0**16] * 3000, init_loss_scale=2.0**16, scale_window=50)
     assert analyze(run_of(run.used, run.skipped, known=False)).advice == ()
 

@@ -155,12 +155,12 @@ def test_an_overflow_of_one_process_is_skipped_by_all(resumed):
     assert_all_skip_together(PLANTED, first, second)
 
 
-def assert_all_skip_together(planted, first, *others):
+def assert_all_skip_together(planted, first, *further):
     """Assert that the records of all processes skip ``planted``, follow the rule, and differ in losses only."""
     assert {line["step"] for line in first if line["overflow"]} > planted
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
     assert_follows(rule, rule.start(2.0**20), first)
-    for record in others:
+    for record in further:
         assert [line["loss"] for line in record] != [line["loss"] for line in first]
         assert [line | {"loss": None} for line in record] == [line | {"loss": None} for line in first]
 
@@ -170,13 +170,13 @@ def test_both_processes_hold_the_same_weights_and_state(resumed):
 
 
 def assert_all_hold_the_same(output, processes, step):
-    first, *others = (FORM.last_saved(output, rank) for rank in range(processes))
+    first, *further = (FORM.last_saved(output, rank) for rank in range(processes))
     assert first["step_num"] == step
     assert len(first) > 40
     # Each process writes its own record, so each has a different run number. Leave it out of the comparison.
-    for saved in (first, *others):
+    for saved in (first, *further):
         assert saved.pop(RUN) > 0
-    assert others == [first] * (processes - 1)
+    assert further == [first] * (processes - 1)
 
 
 def test_each_process_records_the_ranges_of_its_own_gradients(resumed):
@@ -204,7 +204,7 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(resumed, long_corpus, tmp_
     assert list(alone.steps()) == [2 * LAST + 1, 2 * LAST + 2]
 
 
-def test_four_processes_skip_together_and_two_go_on_from_their_checkpoint(long_corpus, compiled, tmp_path):
+def test_four_processes_skip_together_and_two_resume(long_corpus, compiled, tmp_path):
     steps, planted = 12, {9, 11}
     callbacks, arguments = callbacks_with_overflows(3, planted, steps)
     options = {"callbacks": as_option(callbacks)}

@@ -420,8 +420,8 @@ def _compiled(table):
         pattern = pattern.replace(r"to\ \{last", r"to\ (?:step\ )?\{last")
         for name, kind in re.findall(r"\\{(\w*)(?::(\w))?\\}", pattern):
             named = f"?P<{name}_{kind}>" if name else "?:"
-            place = rf"\{{{name}{':' * bool(kind)}{kind}\}}"
-            pattern = pattern.replace(place, f"({named}{_KINDS[kind]})", 1)
+            slot = rf"\{{{name}{':' * bool(kind)}{kind}\}}"
+            pattern = pattern.replace(slot, f"({named}{_KINDS[kind]})", 1)
         rows.append((re.compile(pattern), check))
     return rows
 
@@ -459,9 +459,9 @@ def judge_text(truth, text, table=_SENTENCES):
 
 def judge_title(truth, title):
     """Yield what is wrong in the title of a picture, such as "2 of 40 steps skipped; loss scale stayed at 2^8"."""
-    count, *others = re.split("; (?=the lo|the o|lo|o)", re.sub(r"\$|\{|\}|\\mathdefault", "", title))
+    count, *parts = re.split("; (?=the lo|the o|lo|o)", re.sub(r"\$|\{|\}|\\mathdefault", "", title))
     yield from judge_text(truth, count, _TITLES)
-    for part in others:
+    for part in parts:
         if part.startswith("loss inf"):
             yield from judge_text(truth, part, _TITLES)
         else:
@@ -629,8 +629,8 @@ def main():
             for text in wrong:
                 kind = re.sub(r"2\^-?\d+|[\d,.]+", "#", text)[:40]
                 faults.setdefault((name, kind), []).append(f"seed {seed}: {text[:400]}")
-    for (name, _), found in sorted(faults.items(), key=lambda pair: -len(pair[1])):
-        print(f"{len(found):3d} {name}, {found[0]}")
+    for (name, _), texts in sorted(faults.items(), key=lambda pair: -len(pair[1])):
+        print(f"{len(texts):3d} {name}, {texts[0]}")
 
 
 if __name__ == "__main__":

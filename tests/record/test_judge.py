@@ -12,9 +12,9 @@ def test_no_sentence_and_no_field_is_false(tmp_path, request):
     """By default, the runs of 60 seeds are judged; ``--judged 2000`` judges more of them."""
     names, wrong = set(), {}
     for seed in range(request.config.getoption("--judged")):
-        name, found = judge_seed(seed, tmp_path)
+        name, faults = judge_seed(seed, tmp_path)
         names.add(name)
-        wrong |= {seed: (name, found)} if found else {}
+        wrong |= {seed: (name, faults)} if faults else {}
     assert wrong == {}
     assert names == set(PROGRAMS)
 

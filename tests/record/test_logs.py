@@ -191,7 +191,7 @@ def test_overflows_of_all_ranks_and_sources_count_once(tmp_path):
 @pytest.mark.parametrize("scale", [2**12, 2**40])
 def test_lines_of_two_optimizers_are_refused_with_the_remedy(tmp_path, scale):
     first, second = ([overflow_line(it >> k, it >> (k + 1)) for k in range(12)] for it in (2**32, scale))
-    with pytest.raises(ValueError, match=r"overflows alternate between two loss scales.*Give the lines of one of"):
+    with pytest.raises(ValueError, match=r"between two loss scales.* lines of one of"):
         read(tmp_path, *(line for pair in zip(first, second, strict=True) for line in pair))
     # One after the other, they are two attempts of a run.
     assert read(tmp_path, *first, *second).skipped_bounds[0] >= 12

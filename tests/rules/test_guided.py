@@ -176,7 +176,7 @@ def test_an_unexplained_overflow_enlarges_the_margin():
     assert (bits_of(explained), explained.current_margin) == (9, 2)
 
 
-def test_a_ceiling_that_falls_once_changes_nothing_and_one_that_falls_again_does():
+def test_only_a_ceiling_that_falls_again_enlarges_the_margin():
     once = run(RULE, settled(), [*[18] * 20, "!", 10, "!", 5, *[18] * 60])
     assert once.current_margin == 2
     for clean, margin in ((4, 2), (5, 12), (400, 12), (401, 2)):

@@ -668,8 +668,8 @@ class FarGuided(GuidedRule):
             after["exponent"] = after["exponent"] + xp.where(overflow, down, up)
             return after
 
-        first, second, *others = inspect.signature(guided).parameters.values()
-        step.__signature__ = inspect.Signature([second, first, *others])
+        first, second, *further = inspect.signature(guided).parameters.values()
+        step.__signature__ = inspect.Signature([second, first, *further])
         return step
 
 
@@ -688,8 +688,8 @@ class FarAdaptive(AdaptiveRule):
             after["raises"] = raises + xp.float32(~overflow)
             return after
 
-        scale, overflow, *others = inspect.signature(adaptive).parameters.values()
-        step.__signature__ = inspect.Signature([scale.replace(name="raises"), overflow, scale, *others])
+        scale, overflow, *further = inspect.signature(adaptive).parameters.values()
+        step.__signature__ = inspect.Signature([scale.replace(name="raises"), overflow, scale, *further])
         return step
 
 

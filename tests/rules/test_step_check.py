@@ -159,7 +159,7 @@ def test_right_steps_are_taken(tmp_path, statement):
     assert rule.step(rule.start(8.0), True).skipped_steps == 1
 
 
-def test_a_rule_of_the_former_form_is_refused_and_its_state_is_read_by_the_new_one():
+def test_a_former_rule_is_refused_and_its_state_is_read():
     class Former(Rule):
         name = "former"
         state: ClassVar = {"clean": int32, "mean": float32}
