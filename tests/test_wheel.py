@@ -225,7 +225,7 @@ def test_installed_wheel_works_away_from_the_checkout(bare, run_bare, tmp_path):
         (["--help"], "exit codes:"),
         (["inspect", "--help"], "checkpoint"),
         (["find", "--help"], "--margin"),
-        (["compare", "synthetic:sudden drop"], "megatron"),
+        (["compare", SAMPLES / "mindformers_1_9_cpu.log"], "megatron"),
         (["analyze", SAMPLES / "megatron_gpt2_n4.log"], "skipped"),
         (["megatron", "--fp16", "--loss-scale", "1024"], "type: FixedLossScaleUpdateCell"),
     ],

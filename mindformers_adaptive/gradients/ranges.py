@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, get_context
+from mindspore import Tensor, get_context, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
@@ -24,16 +24,18 @@ from mindformers_adaptive.gradients.recommendation import LossScaleRecommendatio
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 from mindformers_adaptive.gradients.temporary_changes import unchanged
-from mindformers_adaptive.gradients.updates import learning_rate_of
 from mindformers_adaptive.rules.checks import require_integer, require_names, require_positive
 from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
-__all__ += ["gradient_ranges"]
+__all__ += ["gradient_ranges", "learning_rate_of"]
 
 # The default loss scales of a sweep: every fourth power of two from 2^0 to 2^32.
 DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
+
+# A schedule is asked for the learning rate of these steps, of which the largest is taken: it can begin at 0.
+_STEPS = (0, 1, 10, 100, 1000, 10000)
 
 # At this multiple of a loss scale, every value of the backward pass is rounded differently, because it is no power of
 # two. So two passes show the rounding error in the gradients. The multiple is below 1, so that nothing overflows.
@@ -156,6 +158,36 @@ def find_loss_scale(
     # Recommend the update cell that the train step has, if it is of this package.
     rule = getattr(getattr(network, "loss_scaling_manager", None), "rule", None)
     return replace(start, rule=rule if isinstance(rule, Rule) else None, in_python=True)
+
+
+def learning_rate_of(optimizer: Any) -> float | None:
+    """Return the largest learning rate of an optimizer, or None if it is not known or not above 0.
+
+    Args:
+        optimizer (Optional[Cell]): an optimizer of ``mindspore.nn``, ``mindspore.mint.optim`` or MindFormers.
+
+    Examples:
+        >>> from mindspore import Parameter
+        >>> learning_rate_of(nn.SGD([Parameter(Tensor([1.0]))], learning_rate=0.5)), learning_rate_of(None)
+        (0.5, None)
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    rates = [group["lr"] for group in groups] if groups else getattr(optimizer, "learning_rate", None)
+    largest = [_largest(rate) for rate in (rates if isinstance(rates, list | tuple) else [rates])]
+    rate = max((each for each in largest if each is not None and np.isfinite(each)), default=0.0)
+    return rate if rate > 0 else None
+
+
+def _largest(rate: Any) -> float | None:
+    if isinstance(rate, nn.Cell):
+        # MindSpore puts a list of learning rates into a cell that looks up the step.
+        listed = getattr(rate, "learning_rate", None)
+        if isinstance(listed, Tensor):
+            return float(listed.asnumpy().max())
+        return max(float(rate(Tensor(step, mstype.int32)).asnumpy().max()) for step in _STEPS)
+    if isinstance(rate, Tensor):
+        return float(rate.asnumpy().max())
+    return float(rate) if isinstance(rate, int | float) else None
 
 
 class GradientSweep:

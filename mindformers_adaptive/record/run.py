@@ -244,7 +244,13 @@ class RecordedRun:
         return self.lines_read - self.lines_used
 
     def skipped_up_to(self, stretches: int) -> tuple[int, int]:
-        """Return the fewest and the most steps that were skipped in the first stretches of the run.
+        """Return how many steps were skipped in the first stretches of the run.
+
+        Args:
+            stretches (int): how many stretches, from the first on.
+
+        Returns:
+            tuple[int, int], the fewest and the most that the log allows.
 
         Examples:
             >>> run = RecordedRun.of_steps([1, 2, 3], [8.0] * 3, [True, False, False], known=[True, True, False])

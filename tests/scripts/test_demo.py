@@ -77,13 +77,13 @@ def assert_scales_agree(records, line, analyzed):
 def assert_record_is_what_the_rule_and_the_log_say(run):
     record = read_record(run / "loss_scale_record.jsonl")
     log = read_log(run / "console.log")
-    assert [entry["step"] for entry in record] == log.step.tolist() == list(range(1, STEPS + 1))
+    assert [entry["step"] for entry in record] == log.last.tolist() == list(range(1, STEPS + 1))
     assert log.log_format == "mindformers"
     rule = AdaptiveRule(2, 1000, 20)
     assert_follows(rule, rule.start(float(demo.START), 20), record)
-    assert [entry["overflow"] for entry in record] == log.overflow.tolist()
+    assert [entry["overflow"] for entry in record] == log.most.tolist() == log.fewest.tolist()
     # MindFormers prints eight digits of the loss scale, and six decimals of the loss.
-    np.testing.assert_allclose([entry["loss_scale"] for entry in record[1:]], log.loss_scale[1:], rtol=1e-6)
+    np.testing.assert_allclose([entry["loss_scale"] for entry in record[1:]], log.used[1:], rtol=1e-6)
     np.testing.assert_allclose([entry["loss"] for entry in record], log.column("loss"), rtol=0, atol=1e-6)
     return record
 
