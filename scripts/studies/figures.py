@@ -72,7 +72,7 @@ FIGURES = {
     "formats": Figure(f"python -m {FORMATS}", FORMATS),
     "update": Figure(f"python -m {COSTS} update", COSTS),
     "update_pynative": Figure(f"python -m {COSTS} update --mode PyNative --rounds 20 --calls 20", COSTS),
-    "step": Figure(f"python -m {COSTS} step", COSTS),
+    "step": Figure(f"python -m {COSTS} step --copies 8", COSTS),
     "detection": Figure(f"python -m {COSTS} detection", COSTS),
     "long_records": Figure("python -m scripts.benchmarks.long_records", "scripts.benchmarks.long_records"),
     "ascend_dry_run": Figure("python -m scripts.ascend.compile_for_ascend --all", "scripts.ascend.program"),
