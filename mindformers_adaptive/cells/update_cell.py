@@ -33,6 +33,9 @@ from mindformers_adaptive.rules.state_dict import (
 
 __all__ = ["RuleUpdateCell", "StateOfUpdateCell"]
 
+# The class and the arguments of each user's rule that was tried in this process.
+_TRIED: set[tuple[type, str]] = set()
+
 
 class RuleUpdateCell(CellWithLossScale):
     """Update cell of any loss-scaling rule, with methods to read, save, restore and repair the state of the rule.
@@ -293,12 +296,17 @@ class RuleUpdateCell(CellWithLossScale):
     def try_own_rule(self) -> None:
         """Compare a user's rule in NumPy with its compiled form, once; the rules of this package need no trial.
 
+        A rule with the same class and arguments is not tried again, because a trial compiles a graph.
+
         Raises:
             ValueError: if the two compute different values.
         """
         if not self._is_tried and can_try():
             self._is_tried = True
-            try_rule(self.rule)
+            described = type(self.rule), repr(self.rule)
+            if described not in _TRIED:
+                try_rule(self.rule)
+                _TRIED.add(described)
 
     def add_flags_recursive(self, **flags: bool) -> RuleUpdateCell:
         """Set flags as ``nn.Cell`` does. If ``training`` is True, also check a state restored from a checkpoint.

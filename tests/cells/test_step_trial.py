@@ -99,9 +99,12 @@ def test_a_float_that_is_rounded_otherwise_is_told_once(graph_mode):
 
 
 def test_a_rule_is_tried_once_in_no_dry_run_and_after_init(monkeypatch):
+    class Own(Follow):
+        name = "own"
+
     tried = []
     monkeypatch.setattr("mindformers_adaptive.cells.update_cell.try_rule", tried.append)
-    cell = RuleLossScaleUpdateCell(Follow(), 8.0)
+    cell = RuleLossScaleUpdateCell(Own(), 8.0)
     cell.declare_signal()
     assert tried == []
     monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")
@@ -112,13 +115,15 @@ def test_a_rule_is_tried_once_in_no_dry_run_and_after_init(monkeypatch):
     assert tried == []
     monkeypatch.undo()
     monkeypatch.setattr("mindformers_adaptive.cells.update_cell.try_rule", tried.append)
-    cell.set_train()
-    cell.set_train()
-    assert tried == [cell.rule]
+    equal, other = RuleLossScaleUpdateCell(Own(), 8.0), RuleLossScaleUpdateCell(Own(margin=3), 8.0)
+    for each in (cell, cell, equal, other):
+        each.declare_signal()
+        each.set_train()
+    assert tried == [cell.rule, other.rule]
     guided = RuleLossScaleUpdateCell("guided", 8.0)
     guided.declare_signal()
     guided.set_train()
-    assert len(tried) == 1
+    assert len(tried) == 2
 
 
 def test_operators_run_one_by_one_where_graphs_are_distributed(graph_mode, monkeypatch):
