@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -33,10 +32,10 @@ from mindformers_adaptive.cli.output import (
     read_value,
     wrong_usage,
 )
+from mindformers_adaptive.lab.advise import other_cause
 from mindformers_adaptive.lab.ceilings import ASSUMPTIONS, from_gradient_ranges, trace_of
-from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.lab.replay import compare, replay
-from mindformers_adaptive.lab.running_rule import RULE_NAMES, RunningRule, start_rule
+from mindformers_adaptive.lab.running_rule import RULE_NAMES, RunningRule, start_argument, start_rule
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
 from mindformers_adaptive.record.logs import read_log
@@ -65,10 +64,6 @@ _DEFAULT_RULES = [
 # Loss-scaling rules that follow the largest gradients. By default, compare these rules only if all traces have largest
 # gradients.
 _WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
-
-# The argument of each default rule that holds the loss scale to start from.
-_START_NAMES = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}
-_START_NAMES |= {"torch": "init_scale", **dict.fromkeys(_WITH_GRADIENTS, "loss_scale_value")}
 
 # Where no run says where it started, all rules start here, the default of MindFormers and of PyTorch.
 _START = 2.0**16
@@ -160,7 +155,7 @@ def run(options: argparse.Namespace) -> None:
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
-    content = {"rows": comparison.rows(), "pareto_front": comparison.pareto_front()}
+    content = {"rows": comparison.rows()}
     _print(options, sources, content, comparison.text(options.each_trace, options.details))
     if options.plot and len(traces) == 1:
         replays = {label: replay(make(), traces[0]) for label, make in makers.items()}
@@ -205,7 +200,7 @@ def _rule_maker(text: str, start: float) -> tuple[str, Callable[[], RunningRule]
             parameters[key] = read_value(value)
     with wrong_usage(f"{text!r}: "):
         start_rule(name, **parameters)
-        argument = _START_NAMES.get(name, "loss_scale_value" if is_rule_name(name) else "init_scale")
+        argument = start_argument(name)
         if name != "fixed" and not {argument, "loss_scale_value"} & parameters.keys():
             power = 2.0 ** math.floor(math.log2(start))
             parameters[argument] = power if is_rule_name(name) and name != "adaptive" else start
@@ -218,15 +213,12 @@ def _read_sources(options: argparse.Namespace) -> list[_Source]:
     for word in options.traces:
         if word.partition(":")[0] == "synthetic":
             raise UsageError("made-up runs are no longer in the program: give a log or a record of a training")
-        if not Path(word).is_dir():
-            sources.append(_read_file(record_in(word), options))
-            continue
         try:
-            file = record_in(word)
+            sources.append(_read_file(record_in(word), options))
         except FileNotFoundError:
+            if not Path(word).is_dir():
+                raise
             sources += _read_folder(Path(word), options)
-        else:
-            sources.append(_read_file(file, options))
     return sources
 
 
@@ -290,14 +282,8 @@ def _print(options: argparse.Namespace, sources: list[_Source], content: dict[st
     print_result(
         options,
         lambda: {"sources": [source.describe() for source in sources], **content},
-        lambda: "\n".join(map(_wrapped, "\n".join(lines).split("\n"))),
+        lambda: "\n".join(lines),
     )
-
-
-def _wrapped(line: str) -> str:
-    """Wrap a line that ends a sentence at 100 columns; leave tables, YAML and commands as they are."""
-    sentence = line.endswith((".", ":")) and not line.startswith(" ")
-    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) if sentence else line
 
 
 def _cause_lines(run: RecordedRun | None) -> list[str]:

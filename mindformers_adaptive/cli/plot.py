@@ -36,7 +36,7 @@ from mindformers_adaptive.plots.gradient_records import draw_gradient_records, i
 from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
 from mindformers_adaptive.plots.report import GRADIENTS, gradients_beside
 from mindformers_adaptive.plots.runs import draw_runs
-from mindformers_adaptive.record.logs import read_log, run_of_record
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run_folder import RECORD, record_in
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import json_object, refuse_pipe
@@ -158,22 +158,7 @@ def _read(file: str, pattern: str | None) -> Any:
             content = json.loads(Path(file).read_bytes())
             if isinstance(content, dict) and "loss_scales" in content and "step" not in content:
                 return content
-    if "loss_scales" in first:
-        return read_record(file)
-    try:
-        return read_log(file)
-    except ValueError:
-        try:
-            record = read_record(file)
-        except ValueError:
-            record = []
-        if not record:
-            raise
-    try:
-        # A run's record without any known loss scale can still be drawn.
-        return run_of_record(record)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
+    return read_record(file) if "loss_scales" in first else read_log(file)
 
 
 def _is_gradients(content: Any) -> bool:

@@ -6,19 +6,22 @@ Each piece of advice rests on what the log states, and nothing is replayed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
-from mindformers_adaptive.lab.other_cause import Advice
+from mindformers_adaptive.record.diagnosis import diagnose
 from mindformers_adaptive.record.run import RecordedRun
-from mindformers_adaptive.record.run_folder import Ways
-from mindformers_adaptive.record.scale_summary import Held, ScaleSummary
-from mindformers_adaptive.record.thresholds import HELD, TOLERABLE
+from mindformers_adaptive.record.run_folder import Ways, ways_of
+from mindformers_adaptive.record.scale_summary import Held, ScaleSummary, summary_of
+from mindformers_adaptive.record.symptom import Finding
+from mindformers_adaptive.record.thresholds import HELD, STUCK, TOLERABLE
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
-__all__ = ["advise"]
+__all__ = ["Advice", "advise", "cause_in", "findings_of", "other_cause", "signs_of"]
 
 # Steps are skipped again and again if after the start more than this share of them was skipped, in at least so many
 # places. Dynamic scaling with a window of 1000 skips about 1 of 1000 steps wherever the ceiling stays where it is.
@@ -28,10 +31,85 @@ _AGAIN_SHARE, _AGAIN_PLACES = 2 / 1000, 3
 _LOST = 4.0
 
 
+@dataclass(frozen=True)
+class Advice:
+    """One piece of advice: what to change after a run, and why.
+
+    Attributes:
+        rule (str): the kind of advice: "start lower", "take guided", "restart" or "short run"; or, if the loss scaling
+            is not the cause, a kind of :class:`~mindformers_adaptive.record.symptom.Finding` or "scale of 1".
+        change (str): what to change.
+        reason (str): why to change it, with figures.
+        figures (dict): the figures of the reason by name, ready for JSON.
+    """
+
+    rule: str
+    change: str
+    reason: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def findings_of(run: RecordedRun) -> list[Finding]:
+    """Return what is wrong in the steps of a run, the likeliest cause first."""
+    return diagnose(run.seen_steps)
+
+
+def other_cause(run: RecordedRun) -> Advice | None:
+    """Return the advice for a run whose problem is not its loss scaling; None if the loss scaling may be the cause.
+
+    Args:
+        run (RecordedRun): a run with at least one step.
+    """
+    return cause_in(run, findings_of(run), ways_of(run.files, in_python=False), summary_of(run).stayed)
+
+
+def cause_in(run: RecordedRun, findings: Sequence[Finding], ways: Ways, stayed: bool | None) -> Advice | None:
+    """Return the advice of :func:`other_cause`.
+
+    Args:
+        run (RecordedRun): a run with at least one step.
+        findings (Sequence[Finding]): what :func:`findings_of` returned for the run.
+        ways (Ways): the next steps.
+        stayed (bool, optional): whether the loss scale was the same in every step, None if that is not shown.
+    """
+    to_the_layer = f"Find the layer and a remedy:\n{ways.why}"
+    for finding in findings:
+        # A loss that jumped and fell back does not keep the loss scaling from being the cause.
+        if not (finding.kind == "loss jump" and finding.is_over):
+            return Advice(finding.kind, f"{finding.remedy} {to_the_layer}", finding.text, finding.figures)
+    if not (run.stated_scales == 1.0).all():
+        return None
+    skipped = run.skipped_bounds[0]
+    if skipped >= STUCK:
+        reason = f"At least {counted(skipped, 'step')} overflowed at a loss scale of 1. No loss scale helps there."
+        if not stayed:
+            reason = f"At least {counted(skipped, 'step')} overflowed, and each line of the log has a loss scale of 1."
+        return Advice("collapse", to_the_layer, reason, {"steps": skipped})
+    return Advice(
+        "scale of 1",
+        "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, "
+        f"find a loss scale to start from: {ways.find}",
+        f"The loss scale was 1 {'in every step' if stayed else 'on each line of the log'}.",
+        {"steps": len(run)},
+    )
+
+
+def signs_of(findings: Sequence[Finding]) -> list[str]:
+    """Return the sentences on what else was found in a run, beside the likeliest cause, which is an advice.
+
+    Args:
+        findings (Sequence[Finding]): what :func:`findings_of` returned.
+    """
+    # The facts of a run have the number of bad losses already, and the collapse.
+    later = (each for each in findings[1:] if each.kind not in ("bad loss", "collapse"))
+    jumps = (each for each in findings[:1] if each.kind == "loss jump" and each.is_over)
+    return [f"{each.text} {each.remedy}" for each in (*jumps, *later)]
+
+
 def advise(
     run: RecordedRun, summary: ScaleSummary, cause: Advice | None, ways: Ways
-) -> tuple[list[Advice], Configuration | None]:
-    """Return advice for a recorded run, and the settings that follow from the advice.
+) -> tuple[list[Advice], float | None]:
+    """Return advice for a recorded run, and the loss scale at which the guided rule should start.
 
     Args:
         run (RecordedRun): a run with at least one step and a stated loss scale.
@@ -40,8 +118,8 @@ def advise(
         ways (Ways): the next steps, for a YAML file or a Python program.
 
     Returns:
-        tuple of the advice (an empty list if the run gives no reason for advice) and the settings (None if the rule
-        need not change).
+        tuple of the advice (an empty list if the run gives no reason for advice) and the loss scale (None if
+        the rule need not change).
     """
     if lost := _lost_state(run):
         return [lost], None
@@ -55,9 +133,7 @@ def advise(
         return advice, None
     scale = advice[0].figures["scale"] if advice else (summary.settled or (start.scale or start.highest or 0.0,))[0]
     scale = _power_of_two_up_to(scale)
-    if not 1.0 <= scale <= LARGEST_LOSS_SCALE:
-        return [*advice, again], None
-    return [*advice, again], Configuration("guided", loss_scale_value=scale)
+    return [*advice, again], scale if 1.0 <= scale <= LARGEST_LOSS_SCALE else None
 
 
 def _lost_state(run: RecordedRun) -> Advice | None:

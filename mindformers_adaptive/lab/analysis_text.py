@@ -100,26 +100,16 @@ def _log(log: Mapping[str, Any]) -> list[str]:
 
 
 def _steps(analysis: Mapping[str, Any]) -> list[str]:
-    skipped, start, scale = (analysis[key] for key in ("skipped", "start_up", "loss_scale"))
+    skipped, scale = analysis["skipped"], analysis["loss_scale"]
     steps, dropped = analysis["steps"], analysis["dropped_by_norm"]
-    before, in_first = _between(start, "before_first_applied_"), _between(start, "skipped_in_first_steps_")
     lines = [
         f"Steps     {steps['first']} to {steps['last']}"
         if skipped["at_most"] is not None
         else f"Steps     at least {steps['count']}",
         f"Skipped   {_between(skipped)}",
         *_wrapped(f"          the log names {_listed(skipped)}", " " * 10),
-        skipped["at_most"]
-        and f"          {before} before the first step that was not skipped, {in_first} in the first "
-        f"{start['first_steps']}",
-        skipped["longest_run"]
-        and f"          longest run of known skips: {skipped['longest_run']} "
-        f"({as_range(*skipped['longest_run_steps'])})",
         dropped["count"]
         and f"Dropped   {dropped['count']} without an overflow, because of their gradient norm: {_listed(dropped)}",
-        skipped["seconds_lost"] is not None
-        and f"Time      {skipped['seconds_lost']:.1f} s lost in "
-        f"{counted(skipped['steps_with_seconds'], 'skipped step')} of known time",
         f"Scale     {scales_in_words(scale)}",
         _gradients(analysis["shown_by_gradients"]),
     ]
@@ -148,8 +138,8 @@ def _gradients(shown: Mapping[str, Any] | None) -> str:
     )
 
 
-def _between(numbers: Mapping[str, Any], name: str = "") -> str:
-    fewest, most = numbers[f"{name}at_least"], numbers[f"{name}at_most"]
+def _between(numbers: Mapping[str, Any]) -> str:
+    fewest, most = numbers["at_least"], numbers["at_most"]
     if most is None:
         return f"at least {fewest}"
     if fewest == most:

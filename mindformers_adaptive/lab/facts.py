@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.scale_summary import ScaleSummary
@@ -16,10 +15,6 @@ from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
 __all__ = ["facts_of", "shown_by_gradients", "verdict"]
-
-# The number of first steps that count as a run's start-up. In published logs, 16 to 19 of the first 30 to 100 steps
-# were skipped.
-_START_UP = 100
 
 # The loss scale could have been higher if the gradients allow at least this many times the scale. The number is 2^3: a
 # factor of 2^2 is the margin that the command 'find' leaves, and a factor of 2 is left on top.
@@ -31,21 +26,19 @@ def facts_of(run: RecordedRun, summary: ScaleSummary) -> dict[str, Any]:
     start, dropped, loss = summary.held, _dropped(run), run.columns.get("loss")
     loss = np.empty(0) if loss is None else loss
     finite, bad = loss[np.isfinite(loss)], np.flatnonzero(np.isinf(loss))
-    first_steps = min(_START_UP, len(run))
-    ends = np.cumsum(run.lengths)
     return {
         "steps": {"count": len(run), "first": int(run.first[0]), "last": int(run.last[-1])},
         "skipped": _skipped(run),
-        "dropped_by_norm": {"count": len(dropped), "ranges": _ranges(dropped)},
+        "dropped_by_norm": {
+            "count": len(dropped),
+            "ranges": [(first, last) for first, last in consecutive_runs(dropped).tolist()],
+        },
         "start_up": {
             "a_scale_held": start.answer,
             "held_scale": _for_json(start.scale),
             "held_from_step": start.from_step,
             "highest_held": _for_json(start.highest),
-            **_bounded("before_first_applied", *_before_first_applied(run)),
             **_bounded("before_scale_held", *start.skipped_before),
-            "first_steps": first_steps,
-            **_bounded("skipped_in_first_steps", *_skipped_in_first(run, ends, first_steps)),
         },
         "loss": {
             "first": float(finite[0]) if len(finite) else None,
@@ -157,34 +150,17 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
     return None
 
 
-def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
-    """Return the first and the last step of each group of consecutive steps."""
-    return [(first, last) for first, last in consecutive_runs(steps).tolist()]
-
-
 def _skipped(run: RecordedRun) -> dict[str, Any]:
     fewest, most = run.skipped_bounds
-    known = np.flatnonzero(run.skipped)
     # Stretches of skipped steps that follow each other are one range.
-    series = consecutive_runs(known)
-    ranges: list[tuple[int, int]] = []
-    for start, end in series.tolist():
-        cuts = [start, *(start + 1 + np.flatnonzero(~run.follows[start + 1 : end + 1])).tolist(), end + 1]
-        ranges += [(int(run.first[low]), int(run.last[high - 1])) for low, high in pairwise(cuts)]
-    longest = max(ranges, key=lambda ends: ends[1] - ends[0], default=None)
-    seconds = run.columns.get("seconds")
-    stated = np.empty(0) if seconds is None else seconds[known]
-    lengths = run.lengths[known][~np.isnan(stated)] if seconds is not None else np.empty(0, np.int64)
-    stated = stated[~np.isnan(stated)]
+    goes_on = np.append(run.follows[1:] & run.skipped[:-1] & run.skipped[1:], False)
+    first, last = run.skipped & ~np.append(False, goes_on[:-1]), run.skipped & ~goes_on
+    ranges = list(zip(run.first[first].tolist(), run.last[last].tolist(), strict=True))
     return {
         "count": fewest if fewest == most else None,
         "at_least": fewest,
         "at_most": most if run.is_numbered else None,
         "ranges": ranges,
-        "longest_run": 0 if longest is None else longest[1] - longest[0] + 1,
-        "longest_run_steps": longest,
-        "seconds_lost": float((stated * lengths).sum()) if len(stated) else None,
-        "steps_with_seconds": int(lengths.sum()),
     }
 
 
@@ -192,25 +168,6 @@ def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
     # Where steps of the log have no number, there is no greatest number.
     at_most = most if most < LARGEST_STEP else None
     return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": at_most}
-
-
-def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
-    """Return the fewest and the most steps that may have been skipped before the first applied step."""
-    ends = np.append(0, np.cumsum(run.lengths))
-    not_skipped, not_all = np.flatnonzero(~run.skipped), np.flatnonzero(run.most < run.lengths)
-    if not len(not_all):
-        return int(ends[not_skipped[0]]) if len(not_skipped) else len(run), len(run)
-    return int(ends[not_skipped[0]]), int(ends[not_all[0]] + run.most[not_all[0]])
-
-
-def _skipped_in_first(run: RecordedRun, ends: NDArray[np.int64], steps: int) -> tuple[int, int]:
-    """Return the fewest and the most steps that were skipped among the first ones."""
-    whole = int(np.searchsorted(ends, steps, side="right"))
-    fewest, most = run.skipped_up_to(whole)
-    if (inside := steps - (int(ends[whole - 1]) if whole else 0)) > 0:
-        fewest += max(int(run.fewest[whole] - (run.lengths[whole] - inside)), 0)
-        most += min(int(run.most[whole]), inside)
-    return fewest, min(most, steps)
 
 
 def _scales(run: RecordedRun, summary: ScaleSummary) -> dict[str, Any]:

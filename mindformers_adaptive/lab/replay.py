@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.measures import (
     FREE_BITS,
@@ -27,7 +27,7 @@ from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import as_power_of_two, text_table
 
-__all__ = ["Comparison", "Replay", "compare", "pareto_front", "replay"]
+__all__ = ["Comparison", "Replay", "compare", "replay"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,23 +138,16 @@ class Comparison:
             means[rule] = {name: sum(values) / len(values) if values else None for name, values in there.items()}
         return means
 
-    def pareto_front(self) -> list[str]:
-        """Return the rules on the Pareto front of mean skipped steps and mean steps that were too low."""
-        means = self.means()
-        front = pareto_front(*np.array([(mean["skipped"], mean["too_low"]) for mean in means.values()], float).T)
-        return [rule for rule, on_front in zip(means, front.tolist(), strict=True) if on_front]
-
     def rows(self) -> list[dict[str, Any]]:
         """Return a row of measures for each rule and trace and, with several traces, a row of means; ready for JSON.
 
         Returns:
-            list[dict], with ``rule``, ``start`` (the initial loss scale), ``trace`` (None in a row of means),
-            ``on_front`` (whether the rule is on the Pareto front of the means) and all names of
-            :class:`~mindformers_adaptive.lab.measures.Measures`.
+            list[dict], with ``rule``, ``start`` (the initial loss scale), ``trace`` (None in a row of means) and all
+            names of :class:`~mindformers_adaptive.lab.measures.Measures`.
         """
-        front, means, rows = self.pareto_front(), self.means(), []
+        means, rows = self.means(), []
         for rule, on_traces in self.measures.items():
-            head = {"rule": rule, "start": self.starts[rule], "on_front": rule in front}
+            head = {"rule": rule, "start": self.starts[rule]}
             named = [(name, measures.as_dict()) for name, measures in zip(self.traces, on_traces, strict=True)]
             rows += [{**head, "trace": name, **measures} for name, measures in named]
             if len(self.traces) > 1:
@@ -275,28 +268,3 @@ def compare(
     starts = {name: float(make().loss_scale) for name, make in rules.items()}
     measures = {name: tuple(measured(make, trace) for trace in traces) for name, make in rules.items()}
     return Comparison(names, measures, starts)
-
-
-def pareto_front(skipped: ArrayLike, lost: ArrayLike) -> NDArray[np.bool_]:
-    """Return which results are on the Pareto front of two numbers, such as skipped steps and steps that were too low.
-
-    A result is on the front if no other result is better in one of these numbers and at least as good in the other.
-
-    Args:
-        skipped (ArrayLike): skipped steps, shape (results,).
-        lost (ArrayLike): the other number, shape (results,); nan counts as worse than any number.
-
-    Returns:
-        NDArray, bool of shape (results,).
-
-    Examples:
-        >>> pareto_front([1, 2, 3, 1], [5.0, 1.0, 2.0, 5.0]).tolist()
-        [True, True, False, True]
-    """
-    # Sort the results by skipped steps, then by the other number; nan comes last. Earlier results do not skip more
-    # steps. So a result is on the Pareto front only if each earlier result has a larger other number.
-    columns = np.column_stack([skipped, np.nan_to_num(lost, nan=np.inf, posinf=np.inf)])
-    points, places = np.unique(columns, axis=0, return_inverse=True)
-    lowest = np.minimum.accumulate(points[:, 1])
-    front: NDArray[np.bool_] = np.append(True, lowest[1:] < lowest[:-1])[places.ravel()]
-    return front

@@ -7,19 +7,128 @@ defaults are used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from mindformers_adaptive.lab.dynamic_rule import FLOAT32, FLOAT32_FLOAT64_FACTORS, FLOAT64, DynamicRule
 from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
-from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
+from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, to_float32
 from mindformers_adaptive.rules.description import DEFAULT_LOSS_SCALE, all_arguments
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import did_you_mean
 
 __all__ = ["PRESETS", "REMOVED_PRESETS", "RULE_NAMES", "Parameter", "Preset", "RunningRule", "rule_and_state"]
-__all__ += ["start_rule"]
+__all__ += ["start_argument", "start_rule"]
+
+
+class Arithmetic(NamedTuple):
+    """How another system rounds: functions that round to the dtypes of the system's loss scale and of its factors.
+
+    Products and quotients of float32 numbers, computed in float64 and then rounded to float32, equal float32
+    arithmetic. A loss scale beyond the largest number of the dtype becomes inf.
+    """
+
+    scale: Callable[[float], float]
+    factor: Callable[[float], float]
+
+
+# In the original loss scalers, the loss scale and the factors are both float32 tensors (FLOAT32), a float32 tensor and
+# C++ doubles (FLOAT32_FLOAT64_FACTORS), or both Python floats (FLOAT64).
+FLOAT32 = Arithmetic(to_float32, to_float32)
+FLOAT32_FLOAT64_FACTORS = Arithmetic(to_float32, float)
+FLOAT64 = Arithmetic(float, float)
+
+
+class DynamicState(NamedTuple):
+    """Everything that :class:`DynamicRule` remembers between two steps.
+
+    Attributes:
+        loss_scale (float): the scale for the next step.
+        scale_window (int, optional): number of clean steps before a raise; None if the scale never rises.
+        clean_steps (int): steps since the last overflow or raise.
+        overflows (int): number of overflows since this number was last reset to 0.
+        stopped (bool): whether the original system would have ended the training with an error.
+    """
+
+    loss_scale: float
+    scale_window: int | None = None
+    clean_steps: int = 0
+    overflows: int = 0
+    stopped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRule:
+    r"""Dynamic loss scaling: grow after an interval of clean steps, back off once overflows are no longer tolerated.
+
+    .. code-block:: text
+
+        overflow:  clean_steps = 0, overflows += 1
+                   if overflows >= tolerance:
+                       loss_scale = max(loss_scale * backoff_factor, floor)                         (a drop)
+        clean:     clean_steps += 1
+                   if clean_steps == scale_window:
+                       clean_steps = 0, overflows = 0
+                       loss_scale = loss_scale * growth_factor                                     (a raise)
+
+    By default only a raise resets ``overflows``. Until a raise, each overflow from number ``tolerance`` on is a drop.
+
+    Attributes:
+        arithmetic (Arithmetic): how the scale and the factors are rounded.
+        growth_factor (float): what a raise multiplies the scale by.
+        backoff_factor (float, optional): what a drop multiplies the scale by. None: a drop divides the scale by
+            ``growth_factor``, which rounds differently.
+        reciprocal (bool): without ``backoff_factor``: whether a drop multiplies by the rounded 1 / ``growth_factor``
+            instead of dividing.
+        floor (float): the smallest scale that a drop can lead to.
+        stays_finite (bool): whether a raise beyond the largest float32 number leaves the scale as it is.
+        tolerance (int): how many overflows it takes to drop the scale.
+        clean_step_forgives (bool): whether a clean step also resets the count of overflows to 0.
+        stops_at_floor (bool): whether the original system ends the training when a scale at the floor would drop.
+    """
+
+    arithmetic: Arithmetic
+    growth_factor: float = 2.0
+    backoff_factor: float | None = None
+    reciprocal: bool = False
+    floor: float = 0.0
+    stays_finite: bool = False
+    tolerance: int = 1
+    clean_step_forgives: bool = False
+    stops_at_floor: bool = False
+
+    def start(self, loss_scale: float, scale_window: int | None = None) -> DynamicState:
+        """Return the state before the first step."""
+        return DynamicState(self.arithmetic.scale(loss_scale), scale_window)
+
+    def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
+        """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
+        loss_scale, window, clean_steps, overflows, stopped = state
+        if overflow:
+            if overflows + 1 < self.tolerance:
+                return DynamicState(loss_scale, window, 0, overflows + 1, stopped)
+            stopped = stopped or (self.stops_at_floor and loss_scale == self.floor)
+            return DynamicState(self._drop(loss_scale), window, 0, self.tolerance, stopped)
+        if clean_steps + 1 != window:
+            return DynamicState(
+                loss_scale, window, clean_steps + 1, 0 if self.clean_step_forgives else overflows, stopped
+            )
+        raised = self.arithmetic.scale(loss_scale * self.arithmetic.factor(self.growth_factor))
+        if not self.stays_finite or math.isfinite(to_float32(raised)):
+            loss_scale = raised
+        return DynamicState(loss_scale, window, 0, 0, stopped)
+
+    def _drop(self, loss_scale: float) -> float:
+        numbers = self.arithmetic
+        if self.backoff_factor is not None:
+            dropped = loss_scale * numbers.factor(self.backoff_factor)
+        elif self.reciprocal:
+            dropped = loss_scale * numbers.factor(1.0 / numbers.factor(self.growth_factor))
+        else:
+            dropped = loss_scale / numbers.factor(self.growth_factor)
+        return max(numbers.scale(dropped), numbers.scale(self.floor))
 
 
 # A function that takes the name and the value of a parameter, and returns the value in the right type or raises an
@@ -58,12 +167,10 @@ class Preset(NamedTuple):
     Attributes:
         parameters (Mapping[str, Parameter]): the parameters of the loss scaler, by name.
         constants (Mapping[str, object]): arguments of ``DynamicRule`` that no parameter sets.
-        aliases (Mapping[str, str]): further names of parameters, each with the main name of the parameter.
     """
 
     parameters: Mapping[str, Parameter]
     constants: Mapping[str, Any]
-    aliases: Mapping[str, str] = {}
 
 
 _scale = partial(Parameter, "loss_scale", check=_positive)
@@ -73,19 +180,16 @@ _backoff = Parameter("backoff_factor", 0.5, _ratio_below_one)
 _tolerance = partial(Parameter, "tolerance", check=_steps)
 
 PRESETS: dict[str, Preset] = {
-    # This preset reproduces MindSpore's amp.FixedLossScaleManager. The parameter can also be called 'loss_scale_value',
-    # as in nn.FixedLossScaleUpdateCell.
+    # This preset reproduces MindSpore's amp.FixedLossScaleManager.
     "fixed": Preset(
         {"loss_scale": _scale(128.0)},
         {"arithmetic": FLOAT64, "growth_factor": 1.0, "backoff_factor": 1.0},
-        aliases={"loss_scale_value": "loss_scale"},
     ),
     # This preset reproduces MindSpore's nn.DynamicLossScaleUpdateCell. The defaults and the parameter name
     # 'init_loss_scale' are from DynamicLossScaleManager.
     "dynamic": Preset(
         {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
         {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
-        aliases={"loss_scale_value": "init_loss_scale"},
     ),
     # This preset reproduces PyTorch's torch.amp.GradScaler, with the arithmetic of the kernel _amp_update_scale_, which
     # updates the loss scale.
@@ -128,19 +232,8 @@ PRESETS: dict[str, Preset] = {
 
 # Presets that this package has removed, each with the most similar rule that is left.
 REMOVED_PRESETS = {
-    "metaseq": "deepspeed:init_scale=4,scale_window=256",
-    "fairseq": "deepspeed:init_scale=2^15,scale_window=2000",
-    "apex_hysteresis": "torch",
     "apex": "torch",
     "dynamic_scaler": "dynamic",
-    "tensorflow": "dynamic:init_loss_scale=2^15",
-    "tensorflow_contrib": "megatron:initial_scale=2^15,growth_interval=2000,backoff_factor=0.8",
-    "keras": "torch:init_scale=2^15",
-    "keras2": "dynamic:init_loss_scale=2^15",
-    "deepspeed_fused": "deepspeed",
-    "deepspeed_unfused": "deepspeed:init_scale=2^16,min_scale=0.25",
-    "jmp": "dynamic:init_loss_scale=2^15",
-    "paddle": "dynamic:init_loss_scale=2^16",
 }
 
 
@@ -215,12 +308,21 @@ def rule_and_state(name: str | type[Rule], arguments: Mapping[str, Any]) -> tupl
     return rule, rule.start(**{"loss_scale_value": DEFAULT_LOSS_SCALE, **start_values})
 
 
+def start_argument(name: str) -> str:
+    """Return the name of the argument of a rule that is the loss scale to start from.
+
+    Each rule takes ``loss_scale_value`` too.
+    """
+    parameters = PRESETS[name].parameters if name in PRESETS else {}
+    return next((key for key, parameter in parameters.items() if parameter.sets == "loss_scale"), "loss_scale_value")
+
+
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
     """Return the checked values of all parameters of a preset, by their names in the original system."""
-    _refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
+    _refuse_unknown(name, params, [*preset.parameters, "loss_scale_value"])
     values: dict[str, Any] = {}
     for key, value in params.items():
-        preset_key = preset.aliases.get(key, key)
+        preset_key = start_argument(name) if key == "loss_scale_value" else key
         if preset_key in values:
             raise TypeError(f"{key!r} and {preset_key!r} of the rule {name!r} are the same parameter. Give only one.")
         parameter = preset.parameters[preset_key]

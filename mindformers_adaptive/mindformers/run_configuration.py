@@ -12,8 +12,9 @@ import yaml
 
 from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
 from mindformers_adaptive.mindformers.workarounds import is_whole
-from mindformers_adaptive.record.diagnosis import Seen, diagnose
+from mindformers_adaptive.record.diagnosis import diagnose
 from mindformers_adaptive.record.run_folder import BATCH_FILE, CONFIG_FILE, record_in
+from mindformers_adaptive.record.symptom import Seen
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
 from mindformers_adaptive.text.untrusted import read_yaml

@@ -11,7 +11,8 @@ from mindspore.train import Callback
 from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
-from mindformers_adaptive.record.diagnosis import Diagnosis, Seen
+from mindformers_adaptive.record.diagnosis import Diagnosis
+from mindformers_adaptive.record.symptom import Seen
 
 __all__ = ["CollapseWatch"]
 

@@ -14,10 +14,10 @@ from mindspore.train import ModelCheckpoint
 from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
-from mindformers_adaptive.record.diagnosis import Diagnosis, Seen
+from mindformers_adaptive.record.diagnosis import Diagnosis
 from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
-from mindformers_adaptive.record.symptom import Sign
+from mindformers_adaptive.record.symptom import Seen, Sign
 from mindformers_adaptive.rules.checks import imported, require_choice, require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]

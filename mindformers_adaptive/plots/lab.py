@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from mindformers_adaptive.lab.measures import FREE_BITS, LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from mindformers_adaptive.lab.replay import Comparison, Replay
@@ -115,49 +115,45 @@ _LETTERS = 34
 def draw_comparison(comparison: Comparison) -> Figure:
     """Draw skipped steps against bits below the ceiling for the rules of a comparison, as means over its traces.
 
-    The rules on the Pareto front of skipped steps and steps that were too low are filled. Below the ceiling, 16 bits
-    are free, see :class:`~mindformers_adaptive.lab.measures.Measures`.
+    Below the ceiling, 16 bits are free, see :class:`~mindformers_adaptive.lab.measures.Measures`.
 
     Args:
         comparison (Comparison): what :func:`mindformers_adaptive.lab.replay.compare` returned.
 
     Returns:
-        Figure; the legend names all rules if they are at most 12, else up to 12 rules on the front. Rules
-        without headroom are not drawn; the picture gives their number.
+        Figure; the legend names up to 12 rules, first those that skip fewest. Rules without headroom are not drawn;
+        the picture gives their number.
 
     Raises:
         ImportError: if matplotlib is missing.
         ValueError: if no rule has headroom.
     """
-    means, front = comparison.means(), comparison.pareto_front()
+    means = comparison.means()
     # An unknown mean is None in ``means``; the conversion to a float array turns it into nan.
     skipped, below = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
     where = comparison.traces[0] if len(comparison.traces) == 1 else f"mean of {len(comparison.traces)} traces"
-    return draw_skips(skipped, below, [name in front for name in means], list(means), where)
+    return draw_skips(skipped, below, list(means), where)
 
 
-def draw_skips(
-    skipped: ArrayLike, bits_below: ArrayLike, best: Sequence[bool], names: Sequence[str], where: str
-) -> Figure:
+def draw_skips(skipped: ArrayLike, bits_below: ArrayLike, names: Sequence[str], where: str) -> Figure:
     """Draw skipped steps against bits below the ceiling.
 
     Args:
         skipped (ArrayLike): skipped steps of each rule, shape (rules,).
         bits_below (ArrayLike): the mean bits of each rule below the ceiling, shape (rules,). Rules with nan are
             not drawn; the picture gives their number.
-        best (Sequence[bool]): whether to fill the rule's point.
         names (Sequence[str]): the name of each rule.
         where (str): the trace or traces, for the title.
 
     Returns:
-        Figure; the legend names all rules if they are at most 12, else up to 12 of the best.
+        Figure; the legend names up to 12 rules, first those that skip fewest.
 
     Raises:
         ImportError: if matplotlib is missing.
         ValueError: if no rule has headroom.
 
     Examples:
-        >>> draw_skips([1, 5], [3.0, 1.0], [True, False], ["torch", "adaptive"], "drop").get_suptitle()
+        >>> draw_skips([1, 5], [3.0, 1.0], ["torch", "adaptive"], "drop").get_suptitle()
         'drop: skipped steps and bits below the ceiling'
     """
     x, y = np.asarray(skipped, np.float64), np.asarray(bits_below, np.float64)
@@ -177,26 +173,25 @@ def draw_skips(
     canvas.style_axes(axes, x_label=x_label, y_label=y_label)
     if y.max() > FREE_BITS:
         axes.axhline(FREE_BITS, color=canvas.MUTED, linewidth=1.2, label=f"free up to {FREE_BITS} bits", gid="free")
-    _draw_points(axes, x, y, np.asarray(best, np.bool_)[measured], shown)
+    _draw_points(axes, x, y, shown)
     figure.legend(loc="outside right upper", frameon=False, fontsize=10)
     canvas.headline(figure, f"{canvas.as_text(where)}: skipped steps and bits below the ceiling")
     return figure
 
 
-def _draw_points(axes: Axes, x: Floats, y: Floats, best: NDArray[np.bool_], names: Sequence[str]) -> None:
+def _draw_points(axes: Axes, x: Floats, y: Floats, names: Sequence[str]) -> None:
     """Draw the results; results with the same coordinates share one entry of the legend."""
-    together: dict[tuple[float, float, bool], list[str]] = {}
-    for point, name in sorted(zip(zip(x.tolist(), y.tolist(), best.tolist(), strict=True), names, strict=True)):
+    together: dict[tuple[float, float], list[str]] = {}
+    for point, name in sorted(zip(zip(x.tolist(), y.tolist(), strict=True), names, strict=True)):
         together.setdefault(point, []).append(name)
-    named = [point for point in together if len(together) <= _NAMED or point[-1]][:_NAMED]
-    unnamed = np.array([point[:2] for point in together if point not in named]).reshape(-1, 2).T
+    named, unnamed = [*together][:_NAMED], np.array([*together][_NAMED:]).reshape(-1, 2).T
     if unnamed.size:
         axes.plot(*unnamed, "o", color=canvas.MUTED, alpha=0.55, markersize=6, label="not named", gid="not named")
-    for (x_of_point, y_of_point, is_best), (colour, dashes) in zip(named, canvas.LINE_STYLES, strict=False):
-        called = canvas.as_text(textwrap.fill(", ".join(together[x_of_point, y_of_point, is_best]), _LETTERS))
+    for point, (colour, dashes) in zip(named, canvas.LINE_STYLES, strict=False):
+        called = canvas.as_text(textwrap.fill(", ".join(together[point]), _LETTERS))
         style: dict[str, Any] = {"color": colour, "marker": "o" if dashes == "solid" else "D", "linestyle": "none"}
-        style |= {"markersize": 8, "fillstyle": "full" if is_best else "none", "zorder": 3}
-        axes.plot([x_of_point], [y_of_point], label=called, gid="best" if is_best else "beaten", **style)
+        style |= {"markersize": 8, "zorder": 3}
+        axes.plot(*np.reshape(point, (2, 1)), label=called, gid="rule", **style)
     if x.max() > _LOG_SKIPPED_FROM * max(float(np.median(x)), 1.0):
         axes.set_xscale("symlog", linthresh=1.0)
     axes.margins(x=0.12, y=0.14)

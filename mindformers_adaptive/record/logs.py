@@ -18,11 +18,10 @@ from typing import Any
 
 from mindformers_adaptive.record.log_formats import FORMATS, LogFormat, Record, missing_steps
 from mindformers_adaptive.record.log_lines import LogLines
-from mindformers_adaptive.record.pattern import Pattern
+from mindformers_adaptive.record.pattern import Pattern, suggest_pattern
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.step import Step, step_of
 from mindformers_adaptive.record.stretches import run_of_lines
-from mindformers_adaptive.record.suggested_pattern import suggest_pattern
 from mindformers_adaptive.rules.checks import require_choice, with_type
 from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.table import counted
@@ -117,7 +116,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
     Raises:
         TypeError: if ``path``, ``format`` or ``pattern`` is not of its type.
         ValueError: if there is no file, the format is unknown, the pattern is wrong or given with a format, no line
-            states a step, or no such line names a loss scale.
+            states a step, or no line names a loss scale and the log is no record.
         OSError: if a file cannot be read.
 
     Examples:
@@ -161,7 +160,8 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
     if not lines.has_step():
         raise ValueError(_nothing_found(paths, formats, texts.number, nearest))
     run = run_of_lines(lines, log_format, texts.name_of)
-    if not len(run.stated_scales) and not run.is_rounded:
+    # The record of a training without loss scaling can still be drawn.
+    if not len(run.stated_scales) and not run.is_rounded and not isinstance(log_format, Record):
         raise ValueError(
             f"The log must show the loss scale, but no line of {_names(paths)} shows it (lines about steps: {used}). "
             "Give the log of a training with loss scaling, or describe its lines with --pattern."

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -518,8 +519,8 @@ def _split(run: RecordedRun, is_flagged: Flags, overflowed: Flags) -> RecordedRu
     def pick(values: Floats) -> Floats:
         return np.where(is_rest, np.nan, values[index])
 
-    return RecordedRun(
-        **{name: getattr(run, name) for name in ("name", "files", "log_format", "start", "halvings", "notes")},
+    return replace(
+        run,
         first=np.where(is_last, run.last[index], run.first[index]),
         last=np.where(is_rest, run.last[index] - 1, run.last[index]),
         fewest=np.where(is_last, flag, run.fewest[index] - is_rest * flag),
@@ -530,7 +531,6 @@ def _split(run: RecordedRun, is_flagged: Flags, overflowed: Flags) -> RecordedRu
         so_far=so_far - (is_rest * flag)[:, np.newaxis],
         restarted=np.asarray(run.restarted)[index] & ~is_last,
         moves=tuple(move._replace(stretch=int(np.searchsorted(index, move.stretch))) for move in run.moves),
-        **{name: getattr(run, name) for name in ("lines_superseded", "gradient_format", "is_numbered", "is_rounded")},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -84,19 +84,6 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.ceiling)
-
-    def last(self, steps: int) -> Trace:
-        """Return the last ``steps`` steps of the trace, or the whole trace if it is shorter.
-
-        Args:
-            steps (int): the number of steps.
-
-        Returns:
-            Trace, with the same name.
-        """
-        names = ("ceiling", "lower_bound", "upper_bound", "seconds", "largest_gradient")
-        columns = {name: column[-steps:] for name in names if (column := getattr(self, name)) is not None}
-        return replace(self, **columns)
 
     def known(self, loss_scale: ArrayLike) -> NDArray[np.bool_]:
         """Return for each step whether its outcome at a loss scale (overflow or not) is known, not only assumed.

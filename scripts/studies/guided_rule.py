@@ -8,12 +8,11 @@ Prints Markdown: of each rule the skipped steps in 1000, and the share of applie
 
 import argparse
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.measures import overflow_flags
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import Rule, float32
 from mindformers_adaptive.rules import guided as guided_module
@@ -23,7 +22,7 @@ from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceili
 from scripts.studies.reporting import add_json_option, positive, with_captions, write_json
 from scripts.studies.streams import KINDS, TURNS
 from scripts.studies.synthetic import KINDS as SYNTHETIC_KINDS
-from scripts.studies.synthetic import REGIMES, random_of, synthetic_trace, with_gradients
+from scripts.studies.synthetic import REGIMES, dynamic, random_of, synthetic_trace, with_gradients
 
 # More than FAR bits below the ceiling, FP16 can lose a part of the gradient that matters.
 FAR = 16
@@ -59,12 +58,12 @@ class RecentMaxima(Rule):
 
 GUIDED, DYNAMIC = "guided", "dynamic 1000"
 RULES = {
-    GUIDED: Configuration("guided"),
-    DYNAMIC: Configuration.dynamic(1000),
-    "dynamic 400 (verl)": Configuration.dynamic(400),
-    "dynamic 1000, hysteresis 2 (DeepSpeed)": Configuration.dynamic(1000, hysteresis=2),
-    "recent maxima (TransformerEngine)": Configuration(RecentMaxima),
-    "LogMax (OpenSeq2Seq)": Configuration(LogMaxRule),
+    GUIDED: start_rule("guided"),
+    DYNAMIC: dynamic(1000),
+    "dynamic 400 (verl)": dynamic(400),
+    "dynamic 1000, hysteresis 2 (DeepSpeed)": dynamic(1000, hysteresis=2),
+    "recent maxima (TransformerEngine)": start_rule(RecentMaxima),
+    "LogMax (OpenSeq2Seq)": start_rule(LogMaxRule),
 }
 # Constants of the guided rule, each with the values to try. The first value of each is the present one.
 CONSTANTS = {
@@ -102,7 +101,7 @@ def main():
     result = {
         "steps": arguments.steps,
         "seeds": arguments.seeds,
-        "rules": {name: measure(configuration, groups) for name, configuration in RULES.items()},
+        "rules": {name: measure(running, groups) for name, running in RULES.items()},
         "constants": study_of_constants({name: groups[name] for name in FOR_CONSTANTS}),
     }
     print(f"{arguments.seeds} seeds from {FIRST_SEED} on, {arguments.steps} steps each, from 2^16.")
@@ -139,15 +138,15 @@ def made(ceiling, shown):
     return with_gradients(Trace.exact("made", np.exp2(ceiling)), shown - ceiling)
 
 
-def measure(configuration, groups):
-    """Replay a configuration on groups of traces.
+def measure(running, groups):
+    """Replay a rule on groups of traces.
 
     Returns:
         dict by group, with ``skipped``, the skipped steps in 1,000, and ``far``, the mean share of applied steps whose
         loss scale is more than ``FAR`` bits below the ceiling.
     """
     traces = [trace for of_group in groups.values() for trace in of_group]
-    lanes = Lanes(configuration.rule, [configuration.start] * len(traces))
+    lanes = Lanes(running.rule, [running.current] * len(traces))
     ceilings = np.stack([trace.ceiling for trace in traces], 1)
     gradients = np.stack([gradients_of(trace) for trace in traces], 1)
     overflows, far = (np.zeros(ceilings.shape, bool) for _ in range(2))
@@ -179,28 +178,15 @@ def changed(name, value):
         setattr(guided_module, name, present)
 
 
-class Started(NamedTuple):
-    """The guided rule and its first state, as a configuration has them."""
-
-    rule: guided_module.GuidedRule
-    start: Any
-
-    @classmethod
-    def anew(cls):
-        # Equal configurations share one rule, which would still have the constants of before.
-        rule = guided_module.GuidedRule()
-        return cls(rule, rule.start(2.0**16))
-
-
 def study_of_constants(groups):
     results = {}
     for name, values in CONSTANTS.items():
         for value in values:
             if name == "margin":
-                results[f"{name} {value}"] = measure(Configuration("guided", margin=value), groups)
+                results[f"{name} {value}"] = measure(start_rule("guided", margin=value), groups)
             else:
                 with changed(name, value):
-                    results[f"{name} {value}"] = measure(Started.anew(), groups)
+                    results[f"{name} {value}"] = measure(start_rule("guided"), groups)
     return results
 
 

@@ -12,19 +12,19 @@ import argparse
 
 import numpy as np
 
-from mindformers_adaptive.lab.configuration import Configuration
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.studies.reporting import add_json_option, positive, with_captions, write_json
-from scripts.studies.synthetic import random_of
+from scripts.studies.synthetic import dynamic, random_of
 
 GUIDED, DYNAMIC, ADAPTIVE = "guided", "dynamic 1000", "adaptive"
 # With the default floor of 1, no rule could train the batches whose ceiling is below 1.
 FLOOR = 2.0**-24
 RULES = {
-    GUIDED: Configuration("guided", min_loss_scale=FLOOR),
-    DYNAMIC: Configuration.dynamic(1000, min_loss_scale=FLOOR),
-    ADAPTIVE: Configuration("adaptive", min_loss_scale=FLOOR),
+    GUIDED: start_rule("guided", min_loss_scale=FLOOR),
+    DYNAMIC: dynamic(1000, min_loss_scale=FLOOR),
+    ADAPTIVE: start_rule("adaptive", min_loss_scale=FLOOR),
 }
 STEPS, SEEDS, FIRST_SEED = 4000, 5, 20_000
 LEVEL, INF = 18.0, -120.0
@@ -217,8 +217,8 @@ def study(steps, seeds):
     ceilings = np.exp2(np.stack([ceiling for ceiling, _ in streams], 1))
     gradients = FLOAT16.largest / np.exp2(np.stack([shown for _, shown in streams], 1))
     results = {rule: {group: {} for group in GROUPS} for rule in RULES}
-    for rule, configuration in RULES.items():
-        overflows, far = replay(configuration, ceilings, gradients)
+    for rule, running in RULES.items():
+        overflows, far = replay(running, ceilings, gradients)
         for position, (group, name) in enumerate(kinds):
             lanes = slice(position * len(seeds), (position + 1) * len(seeds))
             row = {"skipped": 1000 * float(overflows[:, lanes].mean()), "far": float(far[:, lanes].mean())}
@@ -230,9 +230,9 @@ def study(steps, seeds):
     return {"steps": steps, "seeds": len(seeds), "rules": results}
 
 
-def replay(configuration, ceilings, gradients):
+def replay(running, ceilings, gradients):
     """Return, by step and stream, whether a rule skips the step, and whether it is too far below the ceiling."""
-    lanes = Lanes(configuration.rule, [configuration.start] * ceilings.shape[1])
+    lanes = Lanes(running.rule, [running.current] * ceilings.shape[1])
     overflows, far = (np.zeros(ceilings.shape, bool) for _ in range(2))
     for step, (ceiling, gradient) in enumerate(zip(ceilings, gradients, strict=True)):
         overflows[step] = lanes.loss_scale > ceiling

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.measures import FREE_BITS, overflow_flags
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 from mindformers_adaptive.record.trace import consecutive_runs
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from scripts.studies.reporting import ROOT, add_json_option, positive, with_captions, write_json
-from scripts.studies.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace, with_gradients
+from scripts.studies.synthetic import KINDS, REGIMES, dynamic, regime_levels, synthetic_trace, with_gradients
 
 PICTURE = "docs/images/policy_study.svg"
 WINDOWS = (20, 100, 1000, 2000)
@@ -29,17 +29,17 @@ MEAN = "mean"
 
 # All policies begin at the default initial scale, 2^16.
 ADAPTIVE_AND_FIXED = {
-    ADAPTIVE: Configuration("adaptive"),
-    **{f"dynamic {window}": Configuration.dynamic(window) for window in WINDOWS},
+    ADAPTIVE: start_rule("adaptive"),
+    **{f"dynamic {window}": dynamic(window) for window in WINDOWS},
 }
-# The rules of Megatron-LM and PyTorch as Configurations, which can be replayed on many traces side by side.
+# The rules of Megatron-LM and PyTorch as running rules, which can be replayed on many traces side by side.
 POLICIES = {
     **ADAPTIVE_AND_FIXED,
-    "Megatron": Configuration.dynamic(1000, hysteresis=2),
-    "PyTorch": Configuration.dynamic(2000),
+    "Megatron": dynamic(1000, hysteresis=2),
+    "PyTorch": dynamic(2000),
 }
 GUIDED, DYNAMIC = "guided", "dynamic 1000"
-GUIDED_AND_FIXED = {GUIDED: Configuration("guided"), **ADAPTIVE_AND_FIXED}
+GUIDED_AND_FIXED = {GUIDED: start_rule("guided"), **ADAPTIVE_AND_FIXED}
 
 # Groups of traces. Each group has its kinds of traces, and the error of the ceilings that the gradients imply: by how
 # many bits these ceilings are too high, as mean and standard deviation.
@@ -120,9 +120,9 @@ def study(policies, traces):
     """
     flat = [trace for of_place in traces.values() for trace in of_place]
     results = {}
-    for policy, configuration in policies.items():
+    for policy, running in policies.items():
         # Replay all traces side by side: a step of many traces takes hardly longer than a step of one trace.
-        each = map(figures_of, flat, *scales_on(configuration, flat))
+        each = map(figures_of, flat, *scales_on(running, flat))
         for (group, kind), of_place in traces.items():
             rows = [next(each) for _ in of_place]
             results.setdefault(group, {}).setdefault(policy, {})[kind] = means_of(rows)
@@ -160,8 +160,8 @@ def regime_study(steps, seeds):
         traces = [synthetic_trace(*key) for key in places]
         levels = [regime_levels(*key) for key in places]
         results[change] = {}
-        for policy, configuration in GUIDED_AND_FIXED.items():
-            _, overflows = scales_on(configuration, traces)
+        for policy, running in GUIDED_AND_FIXED.items():
+            _, overflows = scales_on(running, traces)
             skips = np.concatenate(list(map(entry_skips, levels, overflows)))
             results[change][policy] = [float(skips.mean()), int(skips.max())]
     return results
@@ -176,10 +176,10 @@ def entry_skips(levels, overflow):
     return np.array([overflow[first : last + 20].sum() for first, last in falls], np.int64)
 
 
-def scales_on(configuration, traces):
-    """Replay a configuration on traces; return loss scales and overflow flags, arrays of shape (traces, steps)."""
+def scales_on(running, traces):
+    """Replay a rule on traces; return loss scales and overflow flags, arrays of shape (traces, steps)."""
     count = len(traces)
-    lanes = Lanes(configuration.rule, [configuration.start] * count)
+    lanes = Lanes(running.rule, [running.current] * count)
     ceilings, gradients = (
         np.stack([getattr(trace, name) for trace in traces]) for name in ("ceiling", "largest_gradient")
     )

@@ -36,14 +36,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mindformers_adaptive.lab.running_rule import RunningRule, start_rule
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 
-__all__ = ["KINDS", "REGIMES", "random_of", "regime_levels", "synthetic_trace", "synthetic_traces", "with_gradients"]
+__all__ = ["KINDS", "REGIMES", "dynamic", "random_of", "regime_levels", "synthetic_trace", "synthetic_traces"]
+__all__ += ["with_gradients"]
 
 # Default log2 of the ceilings: the dynamic loss scale of a small Llama in FP16 on CPU stayed between 2^16 and 2^20.
 _LEVEL = 18.0
@@ -59,6 +62,12 @@ _LENGTHS, _DEPTHS, _RARE, _RAMP = (30, 400), (4.0, 14.0), (1000, 3000), 20
 _WITH_SPIKES = " with spikes"
 
 _Floats = NDArray[np.float64]
+
+
+def dynamic(scale_window: int, **arguments: Any) -> RunningRule:
+    """Return the adaptive rule with one window: MindSpore's dynamic loss scaling, whose scale stays finite."""
+    windows = dict.fromkeys(("scale_window", "max_scale_window", "min_scale_window"), scale_window)
+    return start_rule("adaptive", **windows, **arguments)
 
 
 def _second_half(noise: _Floats) -> _Floats:

@@ -159,7 +159,7 @@ def sweep(**tried):
 
 # The content of each bad log file, and the error message expected of every command except plot.
 FILES = {
-    "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "must show the loss scale ... with loss scaling"),
+    "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "states for 0% ... LossScaleMonitor"),
     "a_huge_integer": (line(1, 10**400) + line(2, 10**400), "states a step. ... nearly fits"),
     "digits": ("9" * 5000, "states a step. ... Looked for"),
     "binary": (bytes(range(256)) * 400, "states a step. ... Looked for"),

@@ -10,9 +10,10 @@ import yaml
 
 import mindformers_adaptive
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.plots.report import write_report
 from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.rules import make_rule
+from mindformers_adaptive.rules.pasting import arguments_of_rule, cell_call
 from tests.conftest import ROOT
 
 
@@ -146,8 +147,9 @@ def test_a_log_of_unknown_origin_gets_a_command_for_both(tmp_path):
         ("tests.shared.own_rules.Follow", {}),
     ],
 )
-def test_python_and_yaml_have_the_same_values(rule, arguments):
-    configuration = Configuration(rule, loss_scale_value=2.0**12, **arguments)
-    cell = built(configuration.update_cell())
+def test_a_call_to_paste_makes_the_cell_of_the_rule(rule, arguments):
+    configured = make_rule(rule, **arguments)
+    values = {"loss_scale_value": 2.0**12, **arguments_of_rule(configured)}
+    cell = built(cell_call(type(configured), values))
     assert cell.state()["loss_scale"] == 2.0**12
-    assert repr(cell.rule) == repr(configuration.rule)
+    assert repr(cell.rule) == repr(configured)

@@ -83,7 +83,7 @@ def test_advice_is_right_whatever_the_log_leaves_open(seed):
             assert advice.figures["saves_skipped_steps"] <= truth.skipped[:first].sum()
         if advice.rule == "take guided":
             assert 2 < advice.figures["skipped"] <= truth.skipped.sum()
-    assert (analysis.settings is not None) <= (
+    assert (analysis.guided_start is not None) <= (
         analysis.advice[-1:][0].rule == "take guided" if analysis.advice else False
     )
 
@@ -94,7 +94,7 @@ def test_start_is_lowered_to_the_highest_scale_that_held():
     assert (advice.rule, advice.figures["scale"], advice.figures["saves_skipped_steps"]) == ("start lower", 65536, 16)
     assert advice.change == "Start at 2^16 (loss_scale_value: 65536) instead of 2^32."
     # The rule need not change.
-    assert (analysis.scale_sense, analysis.settings) == (None, None)
+    assert (analysis.scale_sense, analysis.guided_start) == (None, None)
 
 
 def test_a_start_is_a_power_of_two_that_held():
@@ -151,7 +151,7 @@ def test_a_restart_that_lost_the_scale_is_the_cause(resumed):
     [advice] = analysis.advice
     assert (advice.rule, advice.figures) == ("restart", {"step": 31, "scale": 2.0**14, "skipped": 8})
     assert "resuming.md" in advice.change
-    assert analysis.settings is None
+    assert analysis.guided_start is None
 
 
 def test_start_of_a_log_that_begins_later_may_be_a_resumed_one():
@@ -173,7 +173,7 @@ def test_a_scale_is_no_start_where_its_steps_are_inferred(tmp_path):
     log.write_text("".join(lines))
     analysis = analyze(read_log(log))
     assert analysis.to_dict()["skipped"]["count"] == 1586
-    assert (analysis.advice, analysis.settings) == ((), None)
+    assert (analysis.advice, analysis.guided_start) == ((), None)
 
 
 def test_a_scale_held_where_few_of_many_steps_are_inferred(tmp_path):
@@ -192,7 +192,7 @@ def test_room_is_named_without_a_setting():
     scale, norms = np.full(40, 64.0), np.linspace(0.25, 1.0, 40)
     for gradients, room in (({"gradient_norm": norms}, 9), ({"largest_gradient": norms / 256}, 17), ({}, 0)):
         analysis = analyze(run_of(scale, np.full(40, False), **gradients))
-        assert (analysis.advice, analysis.settings) == ((), None)
+        assert (analysis.advice, analysis.guided_start) == ((), None)
         assert (f"there is room for {room} bits more" in " ".join(analysis.text().split())) == bool(room)
 
 
@@ -231,13 +231,13 @@ def test_where_the_loss_is_nan_nothing_else_is_advised():
         assert (advice.rule, advice.figures) == ("loss jump", {"first_step": 151})
         assert "from step 151 on" in advice.reason
         assert "adaptive-loss-scale why" in advice.change
-        assert analysis.settings is None
+        assert analysis.guided_start is None
 
 
 def test_a_run_at_a_scale_of_1_may_be_one_in_bf16():
     norms = np.full(40, 2.0**-8)
     analysis = analyze(run_of([1.0] * 40, [False] * 40, gradient_norm=norms))
-    assert ([advice.rule for advice in analysis.advice], analysis.settings) == (["scale of 1"], None)
+    assert ([advice.rule for advice in analysis.advice], analysis.guided_start) == (["scale of 1"], None)
     assert "BF16?" in analysis.text()
     assert rules(run_of([1.0] * 20 + [2.0] * 20, [False] * 40)) == []
 
@@ -298,7 +298,7 @@ def test_a_guided_run_is_not_told_to_take_the_guided_rule():
 
 def test_a_run_without_trouble_has_nothing_to_change():
     analysis = analyze(recorded([2.0**16] * 900, init_loss_scale=2.0**16, scale_window=1000))
-    assert (analysis.advice, analysis.settings) == ((), None)
+    assert (analysis.advice, analysis.guided_start) == ((), None)
     assert "nothing that should be changed" in analysis.text()
     assert "scale stayed at 2^16." in analysis.text()
     assert "states no change" in analysis.text(details=True)

@@ -18,7 +18,7 @@ LOGS = ROOT / "tests" / "record" / "samples"
 
 
 def test_everything_of_a_small_run_is_told():
-    run = run_of([8, 4, 2, 2, 4, 2], [1, 1, 0, 0, 1, 0], seconds=np.array([5.0, 1.0, 1.0, 1.0, np.nan, 1.0]))
+    run = run_of([8, 4, 2, 2, 4, 2], [1, 1, 0, 0, 1, 0])
     analysis = analyze(run).to_dict()
     assert analysis["steps"] == {"count": 6, "first": 1, "last": 6}
     assert analysis["skipped"] == {
@@ -26,13 +26,7 @@ def test_everything_of_a_small_run_is_told():
         "at_least": 3,
         "at_most": 3,
         "ranges": [(1, 2), (5, 5)],
-        "longest_run": 2,
-        "longest_run_steps": (1, 2),
-        "seconds_lost": 6.0,
-        "steps_with_seconds": 2,
     }
-    start_up = {"before_first_applied": 2, "first_steps": 6, "skipped_in_first_steps": 3}
-    assert analysis["start_up"].items() >= start_up.items()
     phases_found = analysis["loss_scale"].pop("phases")
     assert analysis["loss_scale"] == {
         **{"first": 8.0, "final": None, "last_stated": 2.0, "smallest": 2.0, "largest": 8.0},
@@ -45,13 +39,13 @@ def test_everything_of_a_small_run_is_told():
     ]
 
 
-def test_skipped_steps_in_the_first_hundred_are_counted():
+def test_skipped_steps_before_a_scale_held_are_counted():
     overflow = [True] * 3 + [False] * 90 + [True] * 20
     start_up = analyze(run_of([4.0] * 113, overflow)).to_dict()["start_up"]
-    expected = {"before_first_applied": 3, "before_scale_held": 3, "skipped_in_first_steps": 10}
+    expected = {"before_scale_held": 3}
     bounds = {f"{name}_at_{end}": count for name, count in expected.items() for end in ("least", "most")}
     held = {"a_scale_held": True, "held_scale": None, "held_from_step": None, "highest_held": 4.0}
-    assert start_up == {"first_steps": 100, **held, **expected, **bounds}
+    assert start_up == {**held, **expected, **bounds}
 
 
 def stretches(*rows, **attributes):
@@ -59,21 +53,6 @@ def stretches(*rows, **attributes):
     first, last, fewest, most, after = map(np.array, zip(*rows, strict=True))
     unknown = np.where(first == last, np.append(np.nan, after[:-1]), np.nan)
     return RecordedRun("run", (), "jsonl", first, last, fewest, most, unknown, after.astype(float), **attributes)
-
-
-def test_steps_before_the_first_applied_one_are_bounded():
-    # The first line of the log stands for three steps. At most one of these was skipped; the fourth surely was.
-    run = stretches((1, 3, 0, 1, 8), (4, 4, 1, 1, 8), (5, 5, 0, 0, 8))
-    start_up = analyze(run).to_dict()["start_up"]
-    assert (start_up["before_first_applied_at_least"], start_up["before_first_applied_at_most"]) == (0, 1)
-
-
-def test_time_is_lost_by_all_steps_that_are_known_to_be_skipped():
-    seconds = np.array([5.0, 2.0, 1.0, 1.0])
-    run = run_of([8, 4, 2, 2], [1, 1, 0, 0], known=[True, False, False, True], seconds=seconds)
-    assert analyze(run).to_dict()["skipped"]["seconds_lost"] == 5.0
-    run = stretches((1, 3, 3, 3, 8), (4, 4, 0, 0, 8), columns={"seconds": np.array([2.0, 2.0])})
-    assert analyze(run).to_dict()["skipped"]["seconds_lost"] == 6.0
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from mindformers_adaptive.cli import analyze as analyze_command
 from mindformers_adaptive.cli import program
+from mindformers_adaptive.lab.advise import other_cause
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.analysis_text import scales_in_words
-from mindformers_adaptive.lab.other_cause import other_cause
 from mindformers_adaptive.plots import report
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log

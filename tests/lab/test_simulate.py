@@ -1,4 +1,4 @@
-"""Replays rules on hand-made traces; compares the rules' averages over the traces and their Pareto front."""
+"""Replays rules on hand-made traces; compares the rules' averages over the traces."""
 
 import dataclasses
 import json
@@ -7,10 +7,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.replay import compare, pareto_front, replay
+from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.record.trace import Trace
 from tests.shared.traces import made_trace, with_gradients
@@ -69,15 +67,6 @@ def test_comparison_equals_single_replays(lengths):
     assert done == [1, 2]
 
 
-def test_pareto_front_leaves_out_what_another_beats_in_both():
-    trace = Trace.exact("made", [4.0, 4.0, 2.0**20, 2.0**20])
-    scales = {"low": 1.0, "four": 4.0, "lower": 0.5, "five": 5.0, "sixteen": 16.0}
-    comparison = compare({name: fixed(scale) for name, scale in scales.items()}, [trace])
-    # At scales below 16, two steps are more than 16 bits too low. "five" and "sixteen" skip two steps.
-    assert comparison.pareto_front() == ["low", "four", "lower", "sixteen"]
-    assert [row["rule"] for row in comparison.rows() if row["on_front"]] == comparison.pareto_front()
-
-
 def test_comparison_as_text_is_sorted():
     rules = {"thirty-two": fixed(32.0), "one": fixed(1.0), "sixteen": fixed(16.0)}
     comparison = compare(rules, [Trace.exact(name, [16.0] * 4) for name in "ab"])
@@ -119,22 +108,6 @@ def test_a_known_share_of_0_is_shown():
     assert "Fewest" not in text
     assert "All rules start at 2^0." in text
     assert text.split("\n\n")[2].splitlines()[1].split()[-1] == "0.0"
-
-
-NUMBERS = st.integers(0, 4).map(float)
-
-
-@given(st.lists(st.tuples(NUMBERS, st.one_of(NUMBERS, st.just(float("nan")))), max_size=12))
-def test_pareto_front_is_what_no_other_result_beats(results):
-    def number(value):
-        return float("inf") if value != value else value
-
-    points = [(first, number(second)) for first, second in results]
-    expected = [
-        not any(other != point and other[0] <= point[0] and other[1] <= point[1] for other in points)
-        for point in points
-    ]
-    assert pareto_front([first for first, _ in results], [second for _, second in results]).tolist() == expected
 
 
 @pytest.mark.parametrize(

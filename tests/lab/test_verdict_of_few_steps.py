@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.other_cause import last_error
+from mindformers_adaptive.lab.analysis import analyze, last_error
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.record.logs import read_log
@@ -53,7 +52,7 @@ def test_advised_start_is_not_one_that_overflowed(window):
     replayed = replay(start_rule("dynamic", init_loss_scale=2.0**16, scale_window=window), trace)
     analysis = analyze(run_of(replayed.loss_scale, replayed.overflow))
     assert "1 at the start, because 2^16 was too high" in analysis.text()
-    assert analysis.settings.arguments["loss_scale_value"] == 2.0**15
+    assert analysis.guided_start == 2.0**15
 
 
 @pytest.mark.parametrize(

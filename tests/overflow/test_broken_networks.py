@@ -7,7 +7,8 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.record.diagnosis import Seen, diagnose
+from mindformers_adaptive.record.diagnosis import diagnose
+from mindformers_adaptive.record.symptom import Seen
 from tests.overflow.overflowing import (
     HALF,
     Attention,

@@ -88,12 +88,11 @@ def test_replays_of_another_trace_are_refused(steps):
         draw_replays(long, replays_on(short, ["torch"]))
 
 
-def test_front_and_beaten_results_are_told_apart():
-    best = [True, True, False, True]
-    figure = draw_skips([1, 5, 9, 5], [3.0, 1.0, 2.0, 1.0], best, ["a", "b", "c", "d"], "x")
+def test_results_are_drawn_with_their_names():
+    figure = draw_skips([1, 5, 9, 5], [3.0, 1.0, 2.0, 1.0], ["a", "b", "c", "d"], "x")
     [axes] = figure.axes
-    assert [(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(axes, "best")] == [(1, 3.0), (5, 1.0)]
-    assert points(axes, "beaten") == ([9], [2.0])
+    drawn = [(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(axes, "rule")]
+    assert drawn == [(1, 3.0), (5, 1.0), (9, 2.0)]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b, d", "c"]
     assert title(figure) == "x: skipped steps and bits below the ceiling"
     assert axes.get_ylabel() == "bits below the ceiling, mean of applied steps (16 are free)"
@@ -101,14 +100,14 @@ def test_front_and_beaten_results_are_told_apart():
 
 
 def test_results_without_headroom_are_left_out_and_counted():
-    figure = draw_skips([0, 1], [math.nan, 2.0], [False, True], ["never applied", "a"], "x")
-    assert points(figure.axes[0], "best") == ([1], [2.0])
+    figure = draw_skips([0, 1], [math.nan, 2.0], ["never applied", "a"], "x")
+    assert points(figure.axes[0], "rule") == ([1], [2.0])
     assert figure.axes[0].get_xlabel() == "skipped steps; 1 result without headroom not shown"
 
 
-def test_of_many_results_the_legend_names_those_on_the_front():
+def test_of_many_results_the_legend_names_those_that_skip_fewest():
     x = np.arange(40.0)
-    figure = draw_skips(x, 40 - x, x < 20, [f"rule {number}" for number in range(40)], "x")
+    figure = draw_skips(x, 40 - x, [f"rule {number}" for number in range(40)], "x")
     named = [text.get_text() for text in figure.legends[0].get_texts()]
     assert named == ["free up to 16 bits", "not named", *(f"rule {number}" for number in range(12))]
     assert len(points(figure.axes[0], "not named")[0]) == 28
@@ -119,21 +118,21 @@ def test_comparison_is_drawn_by_its_means():
     comparison = compare(rules, [made_trace(name, 300) for name in ("sudden drop", "spikes")])
     figure = draw_comparison(comparison)
     means = comparison.means()
-    drawn = {(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(figure.axes[0], "best")}
-    assert drawn == {(means[name]["skipped"], means[name]["headroom_lost"]) for name in comparison.pareto_front()}
+    drawn = {(*artist.get_xdata(), *artist.get_ydata()) for artist in artists(figure.axes[0], "rule")}
+    assert drawn == {(means[name]["skipped"], means[name]["headroom_lost"]) for name in means}
     assert title(figure).startswith("mean of 2 traces: ")
 
 
 def test_far_outlier_in_skipped_steps_gets_a_logarithmic_axis():
     for most, scale in ((3, "linear"), (3000, "symlog")):
-        assert draw_skips([1, 2, most], [3, 2, 1], [True] * 3, list("abc"), "x").axes[0].get_xscale() == scale
+        assert draw_skips([1, 2, most], [3, 2, 1], list("abc"), "x").axes[0].get_xscale() == scale
 
 
 @pytest.mark.parametrize("skipped", [[1, 2], []])
 def test_results_without_any_headroom_are_refused(skipped):
     message = f"{len(skipped)} results must have a headroom.*another trace"
     with pytest.raises(ValueError, match=message):
-        draw_skips(skipped, [math.nan for _ in skipped], [True for _ in skipped], ["a" for _ in skipped], "x")
+        draw_skips(skipped, [math.nan for _ in skipped], ["a" for _ in skipped], "x")
 
 
 def test_what_the_gradients_show_has_its_own_line():

@@ -7,12 +7,20 @@ import re
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.other_cause import explanation_of
-from mindformers_adaptive.record.diagnosis import Diagnosis, Seen, diagnose
+from mindformers_adaptive.lab.analysis import analyze, explanation_of
+from mindformers_adaptive.record.diagnosis import (
+    BadGradients,
+    BadLoss,
+    Collapse,
+    Diagnosis,
+    LateStreak,
+    LossJump,
+    LowScale,
+    diagnose,
+)
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run_folder import EXPLANATION_FILE
-from mindformers_adaptive.record.symptoms import BadGradients, BadLoss, Collapse, LateStreak, LossJump, LowScale
+from mindformers_adaptive.record.symptom import Seen
 
 
 def signs(symptom, steps):

@@ -8,7 +8,7 @@ import pytest
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.suggested_pattern import suggest_pattern
+from mindformers_adaptive.record.pattern import suggest_pattern
 
 LOGS = Path(__file__).parent / "samples" / "field_logs.zip"
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.suggested_pattern import suggest_pattern
+from mindformers_adaptive.record.pattern import suggest_pattern
 from tests.record.log_writers import mindformers_line, read
 
 # Lines as programs print them; the loss scale is 2^17 in the first three steps, and 2^16 from step 4 on. With overflow

@@ -101,7 +101,10 @@ def test_block_of_mindformers_page_trains_by_the_rule(run_forked, tmp_path):
     assert (len(run), run.log_format) == (48, "mindformers")
     loss = run.column("loss")
     assert loss[-1] < loss[0]
-    expected = [1.0, *(scale for scale, _ in path_of(AdaptiveRule(2, 1000, 20), 1.0, 20, run.most.astype(bool).tolist()))]
+    expected = [
+        1.0,
+        *(scale for scale, _ in path_of(AdaptiveRule(2, 1000, 20), 1.0, 20, run.most.astype(bool).tolist())),
+    ]
     assert run.used.tolist() == expected[:-1]
     assert set(expected) == {1.0, 2.0, 4.0}
     state = ast.literal_eval(finished.stdout.splitlines()[-1])

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.rules import guided
@@ -12,7 +11,7 @@ from tests.shared.pages import figure
 
 def test_figures_of_a_short_study_are_those_of_direct_calls():
     groups = {name: traces[:2] for name, traces in study.groups_of_traces(300, range(2)).items()}
-    measured = study.measure(Configuration("guided", margin=3), groups)
+    measured = study.measure(start_rule("guided", margin=3), groups)
     for name, traces in groups.items():
         runs = [replay(start_rule("guided", margin=3), trace) for trace in traces]
         assert np.isclose(measured[name]["skipped"], 1000 * np.mean([run.overflow.mean() for run in runs]))

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.rules.formats import FORMATS
@@ -138,7 +137,7 @@ def test_guided_rule_skips_no_more_with_8_bit_gradients(guided_in_float16, name)
         key: [in_format(with_gradients(trace, gradient_format=number_format), number_format) for trace in each]
         for key, each in guided_in_float16[1].items()
     }
-    [rows] = study.study({study.GUIDED: Configuration("guided", gradient_format=name)}, traces).values()
+    [rows] = study.study({study.GUIDED: start_rule("guided", gradient_format=name)}, traces).values()
     usual = guided_in_float16[0][study.EXACT]
     skipped = rows[study.GUIDED][study.MEAN]["skipped"]
     assert skipped <= usual[study.GUIDED][study.MEAN]["skipped"] + 1.0
@@ -175,7 +174,7 @@ def test_a_ceiling_of_its_own_is_not_what_the_gradients_show(level, offset, spre
 
 def test_regimes_are_left_and_entered_as_one_replay_does():
     trace = synthetic_trace("one-off regime", 1500, seed=0)
-    scales, overflows = study.scales_on(Configuration("guided"), [trace])
+    scales, overflows = study.scales_on(start_rule("guided"), [trace])
     replayed = replay(start_rule("guided"), trace)
     np.testing.assert_array_equal(scales[0], replayed.loss_scale)
     np.testing.assert_array_equal(overflows[0], replayed.overflow)
