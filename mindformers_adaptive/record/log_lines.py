@@ -246,6 +246,9 @@ class LogLines:
         # Overflows that were named since the last line of steps may be of the earlier attempt too.
         is_named = getattr(line, "source", "") == NAMED
         while self._pending and getattr(self._pending[-1], "source", "") == NAMED and not is_named:
+            if self._pending[-1].skipped_steps is not None:
+                # A line with the total of skipped steps names this step too.
+                break
             self._pending.pop()
         flushed = len(self.columns["step"])
         if not self._pending:

@@ -367,6 +367,9 @@ def _skipped(
     flag, steps, count = rows.columns["overflow"].astype(np.int64), spans.steps, spans.of_group
     flagged, room = (flag == 1).astype(np.int64), steps - (flag == 0)
     listed = _listed(rows, len(steps))
+    if 0 < rows.columns["step"][0] - steps[0] <= steps[0]:
+        # If only the first line was lost, the overflows before the second one may be in the steps of the first.
+        listed[0] = 0
     if log_format.lists_overflows and rows.listed and not rows.unread.any():
         # Each overflow has a line of its own, so the other steps were applied.
         at = np.minimum(list(rows.printed), len(steps) - 1)
@@ -492,8 +495,8 @@ def _scales_of_steps(
     ]
     rows.note(texts, "On {} lines, the scale does not follow from the line before.")
     before = np.where(spans.follows & ~is_jump, before, np.nan)
-    if len(flag) > 1 and rows.columns["step"][0] == 1 and is_applied[:2].all() and after[0] == after[1]:
-        # The first step did not raise the scale: then the second one would have done so too.
+    if len(flag) > 2 and rows.columns["step"][0] == 1 and is_applied[:3].all() and len(set(after[:3])) == 1:
+        # The first step did not raise the scale: then the next two would have done so too.
         before[0] = after[0] if np.isnan(before[0]) else before[0]
     stays = (most == 0) & (before == after)
     return np.where(np.isnan(used) & ((spans.steps == 1) | stays), before, used), after

@@ -559,9 +559,31 @@ def judge_log(run, log, file):
         sentences.append(re.split(r"\n(?:\d+ lines? of the log|All changes)", paragraph)[0])
     for sentence in sentences:
         yield from judge_text(truth, sentence)
+    if recorded.is_numbered and not log.mixed:
+        yield from judge_stretches(truth, recorded)
     if recorded.is_numbered and not log.is_damaged and not log.mixed:
         yield from judge_comparison(truth, recorded)
     yield from (f"title: {wrong}" for wrong in judge_title(truth, series_of(recorded).finding()))
+
+
+def judge_stretches(t, recorded):
+    """Yield what the true run contradicts in the stretches of a log: bounds on skipped steps, and loss scales."""
+    start, end = recorded.first - t.first, recorded.last - t.first
+    skipped = np.array([t.flags[a : b + 1].sum() for a, b in zip(start, end, strict=True)])
+    (fewest, most), (least, greatest) = (recorded.fewest, recorded.most), recorded.so_far.T
+    if not ((fewest <= skipped) & (skipped <= most)).all():
+        yield f"stretches: {fewest} to {most}, truly {skipped}"
+    if not ((least <= np.cumsum(skipped)) & (np.cumsum(skipped) <= greatest)).all():
+        yield f"stretches, so far: {least} to {greatest}, truly {np.cumsum(skipped)}"
+    for stated, true in ((recorded.used, t.used), (recorded.after, t.after)):
+        known = ~np.isnan(stated)
+        if not np.allclose(stated[known], true[end[known]], rtol=1e-3, atol=t.rounding):
+            yield f"scales of stretches: {stated}, truly {true[end]}"
+    low, high = recorded.scale_ranges
+    for index in np.flatnonzero(~np.isnan(low)).tolist():
+        used = t.used[start[index] : end[index] + 1]
+        if not low[index] * 0.999 - t.rounding <= used.min() <= used.max() <= high[index] * 1.001 + t.rounding:
+            yield f"scale ranges: {low[index]} to {high[index]}, truly {used}"
 
 
 RULES = {
