@@ -155,9 +155,9 @@ SAID = {
         guided_is_not_worse_than_dynamic,
         [("evidence", "shown to be worse on none", "没有一个任务表明它更差")],
     ),
-    "guided skips no step as one of several micro-batches": (
-        lambda: [run["skipped"] for run in guided_micro_batch_runs()] == [0] * 24,
-        [("evidence", "skips no step in any of its 24 trainings", "24次训练一步都没有跳过")],
+    "guided skips one step as one of several micro-batches": (
+        lambda: sorted(run["skipped"] for run in guided_micro_batch_runs()) == [0] * 23 + [1],
+        [("evidence", "skips one step in its 24 trainings", "24次训练总共只跳过一步")],
     ),
     "adaptive is not better than 2^16": (
         lambda: [len(tasks_by_winner(OURS, FIXED)[who]) for who in (OURS, FIXED)] == [0, 2],
