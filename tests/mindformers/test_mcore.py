@@ -118,11 +118,16 @@ def test_find_agrees_with_qwen3(run):
     assert recommendation.ceiling in (first_applied["loss_scale"], 2 * first_applied["loss_scale"])
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
-    arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
+@pytest.fixture(scope="module", params=[False, True], ids=["loss per batch", "loss per token"])
+def four_losses(request):
+    """Return a train step at the loss scale 2^10, which is compiled once for all tests."""
     forget_printed(LOSSES)
-    train_step = build_train_step(FourLosses(per_token), 2.0**10, **arguments).set_train()
+    arguments = {"calculate_per_token_loss": request.param, "print_separate_loss": True}
+    return build_train_step(FourLosses(request.param), 2.0**10, **arguments).set_train()
+
+
+def test_an_overflow_in_any_of_the_four_losses_skips_the_step(four_losses):
+    train_step = four_losses
     rule = AdaptiveRule(**WINDOWS)
     state = rule.start(2.0**10, 2)
     # In FP16, the gradient of each weight is the factor of the weight times the loss scale: at 2^10, a factor of 2^7
@@ -155,11 +160,8 @@ def test_the_guided_cell_sees_the_gradient_that_overflows():
     assert update_cell.state()["largest_gradient"] == 8.0
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_sweep_measures_the_steps_norm_and_leaves_prints_alone(per_token):
-    forget_printed(LOSSES)
-    arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
-    train_step = build_train_step(FourLosses(per_token), 2.0**6, **arguments).set_train()
+def test_sweep_measures_the_steps_norm_and_leaves_prints_alone(four_losses):
+    train_step = four_losses
     factors = Tensor(np.float32([8, 4, 2, 1]))
     train_step(factors)
     printed = {name: value.asnumpy().copy() for name, value in parameter_register.items()}
