@@ -88,6 +88,8 @@ class GivesMemoryBack(SeesLoads):
     """Mixin for a train-step cell: before each call, the Parameters get the memory back that its graphs use."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A pass outside of this train step, such as a call of the network, may have failed before.
+        _close_failed_pass(self)
         hooks = self._give_memory_back()
         if self._check_loads():
             # The check may have replaced values.
@@ -227,12 +229,13 @@ def _fits(parameter: Any, value: Any) -> bool:
 
 
 def _close_failed_pass(train_step: Any) -> None:
-    """End the forward pass that raised an exception in PyNative mode, because MindSpore goes on recording such a pass.
+    """End a forward pass that raised an exception in PyNative mode, because MindSpore goes on recording such a pass.
 
-    Otherwise the next pass would count as a part of the failed pass: gradients through dropout would be wrong, and a
-    new training would apply no step.
+    Otherwise the next pass would count as a part of the failed pass: gradients through dropout would be wrong, and
+    training would apply no step.
     """
+    if not _pynative_executor.grad_flag():
+        return
+    _pynative_executor.end_graph(train_step, Tensor(0.0))
     for _, cell in train_step.cells_and_names():
-        if cell.is_top_cell:
-            _pynative_executor.end_graph(cell, Tensor(0.0))
-            cell.is_top_cell = False
+        cell.is_top_cell = False

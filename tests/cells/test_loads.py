@@ -324,9 +324,22 @@ class Fails(nn.Cell):
         return ((outputs - target) ** 2).mean()
 
 
+def gradients_of(network, *batch):
+    return mindspore.value_and_grad(network, None, network.trainable_params())(*batch)
+
+
+FAILED_PASSES = {
+    "step": lambda step, *batch: step(*batch),
+    "network": lambda step, *batch: step.network(*batch),
+    "gradients": lambda step, *batch: gradients_of(step.network, *batch),
+    "another network": lambda step, *batch: gradients_of(Fails(), *batch),
+}
+
+
 @pytest.mark.parametrize("mode", ["pynative"], indirect=True)
-def test_a_new_training_after_a_failed_step_is_applied(mode):
-    """MindSpore would take the new forward pass for a part of the one that failed."""
+@pytest.mark.parametrize("failed", FAILED_PASSES)
+def test_a_training_after_a_failed_pass_is_applied(mode, failed):
+    """MindSpore would take the next forward pass for a part of the one that failed."""
     batch = Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32))
     networks = Fails(), Fails()
     first, second = (
@@ -339,11 +352,12 @@ def test_a_new_training_after_a_failed_step_is_applied(mode):
     )
     first(*batch)
     with pytest.raises(ValueError, match="another size"):
-        first(batch[0][:2], batch[1][:2])
+        FAILED_PASSES[failed](first, batch[0][:2], batch[1][:2])
     for number in range(1, 4):
-        second(*batch)
-        assert int(second.optimizer.global_step.asnumpy()[0]) == number
-        assert not np.array_equal(networks[1].dense.weight.asnumpy(), np.ones((2, 3)))
+        for step, network, before in ((second, networks[1], 0), (first, networks[0], 1)):
+            step(*batch)
+            assert int(step.optimizer.global_step.asnumpy()[0]) == number + before
+            assert not np.array_equal(network.dense.weight.asnumpy(), np.ones((2, 3)))
 
 
 LOADS = {
