@@ -182,6 +182,24 @@ FORMS = {
 }
 
 
+@functools.cache
+def rule_before():
+    """Return the rule with the fields ``BEFORE``. A rule is tried once, so tests share the rules of equal fields."""
+    return rule_with(BEFORE)
+
+
+@functools.cache
+def rule_of_form(change):
+    return rule_with(FORMS[change])
+
+
+@functools.cache
+def rules_in_two_orders():
+    first = {"bad": 10, "good": 20, "level": 0.5, "window": [7, 8, 9]}
+    reordered = {"window": int32[3], "counts": {"good": int32, "bad": int32}, "level": float32}
+    return rule_with(BEFORE, first=first), rule_with(reordered)
+
+
 def saved(rule, tmp_path, form, steps=5):
     """Take steps and save the state. Return two things: a function that restores it in another cell, and the state."""
     owned = Owned(RuleLossScaleUpdateCell(rule, 2.0**16))
@@ -210,7 +228,7 @@ def saved(rule, tmp_path, form, steps=5):
 @pytest.fixture(scope="module")
 def saved_before(tmp_path_factory):
     """Return a function that returns the same as ``saved`` for the fields ``BEFORE``, and saves once per format."""
-    return functools.cache(lambda form: saved(rule_with(BEFORE), tmp_path_factory.mktemp("saved"), form))
+    return functools.cache(lambda form: saved(rule_before(), tmp_path_factory.mktemp("saved"), form))
 
 
 def restore_and_begin(restore, resumed):
@@ -222,7 +240,7 @@ def restore_and_begin(restore, resumed):
 @pytest.mark.parametrize("change", FORMS)
 def test_a_state_of_another_form_starts_afresh_with_a_warning(change, form, saved_before):
     restore, state = saved_before(form.removesuffix(" after set_train"))
-    rule = rule_with(FORMS[change])
+    rule = rule_of_form(change)
     resumed = Owned(RuleLossScaleUpdateCell(rule, 2.0**10))
     if form.endswith("set_train"):
         resumed.set_train()
@@ -236,10 +254,9 @@ def test_a_state_of_another_form_starts_afresh_with_a_warning(change, form, save
 
 @pytest.mark.parametrize("form", ["ckpt", "ckpt after set_train", "state_dict", "sidecar"])
 def test_order_of_a_saved_state_makes_no_difference(form, tmp_path):
-    first = {"bad": 10, "good": 20, "level": 0.5, "window": [7, 8, 9]}
-    reordered = {"window": int32[3], "counts": {"good": int32, "bad": int32}, "level": float32}
-    restore, state = saved(rule_with(BEFORE, first=first), tmp_path, form.removesuffix(" after set_train"))
-    resumed = Owned(RuleLossScaleUpdateCell(rule_with(reordered), 2.0**10))
+    rule, reordered = rules_in_two_orders()
+    restore, state = saved(rule, tmp_path, form.removesuffix(" after set_train"))
+    resumed = Owned(RuleLossScaleUpdateCell(reordered, 2.0**10))
     if form.endswith("set_train"):
         resumed.set_train()
     restore(resumed)
@@ -263,12 +280,12 @@ def test_no_rule_takes_a_number_of_something_else_for_its_own(name, field):
 
 
 def test_inspect_shows_no_number_under_another_name(tmp_path):
-    saved(rule_with(BEFORE), tmp_path, "ckpt")
-    renamed = type(rule_with(FORMS["a renamed part"]))
+    saved(rule_before(), tmp_path, "ckpt")
+    renamed = type(rule_of_form("a renamed part"))
     [shown] = read_checkpoints(tmp_path, rules=[renamed])
     assert (shown.values["evil"], shown.values["level"]) == (None, 5.0)
     assert any("layout of the rule reshaped" in problem for problem in shown.problems)
-    [shown] = read_checkpoints(tmp_path, rules=[type(rule_with(BEFORE))])
+    [shown] = read_checkpoints(tmp_path, rules=[type(rule_before())])
     assert (shown.values["bad"], shown.problems) == (5, [])
 
 
@@ -280,7 +297,7 @@ def test_a_rule_that_cannot_judge_a_restored_state_is_named(method, answer):
             raise answer
         return answer
 
-    rule_class = type("Judging", (type(rule_with(BEFORE)),), {"name": "judging", method: judge})
+    rule_class = type("Judging", (type(rule_before()),), {"name": "judging", method: judge})
     cell = RuleLossScaleUpdateCell(rule_class(), 2.0**16)
     with pytest.raises(ValueError, match=rf"'judging' (cannot|returns) .*{method}\(\)"):
         cell.load_state_dict(cell.state_dict())
