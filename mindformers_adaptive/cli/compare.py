@@ -111,8 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=read_source,
         metavar="LOG",
-        help="a training log with a line for each step, a record of LossScaleMonitor, the output folder of a run, a "
-        "folder of logs, or a record of GradientRangeMonitor with loss_scales",
+        help="a training log with a line for each step, a record of LossScaleMonitor, the output folder of a run, or "
+        "a record of GradientRangeMonitor with loss_scales",
     )
     parser.add_argument(
         "--ceilings",
@@ -209,17 +209,9 @@ def _rule_maker(text: str, start: float) -> tuple[str, Callable[[], RunningRule]
 
 
 def _read_sources(options: argparse.Namespace) -> list[_Source]:
-    sources = []
-    for word in options.traces:
-        if word.partition(":")[0] == "synthetic":
-            raise UsageError("made-up runs are no longer in the program: give a log or a record of a training")
-        try:
-            sources.append(_read_file(record_in(word), options))
-        except FileNotFoundError:
-            if not Path(word).is_dir():
-                raise
-            sources += _read_folder(Path(word), options)
-    return sources
+    if any(word.startswith("synthetic") and not Path(word).exists() for word in options.traces):
+        raise UsageError("made-up runs are no longer in the program: give a log or a record of a training")
+    return [_read_file(record_in(word), options) for word in options.traces]
 
 
 def _read_file(path: Path, options: argparse.Namespace) -> _Source:
@@ -233,21 +225,6 @@ def _read_file(path: Path, options: argparse.Namespace) -> _Source:
 def _holds_sweeps(path: Path) -> bool:
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
         return "batches" in json_object(lines.readline().strip())
-
-
-def _read_folder(folder: Path, options: argparse.Namespace) -> list[_Source]:
-    sources = []
-    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
-        try:
-            sources.append(_read_file(path, options))
-        except ValueError as error:
-            print_text(f"{path} is left out: {error}", file=sys.stderr)
-    if not sources:
-        raise ValueError(
-            f"The folder {str(folder)!r} must hold at least one log of which each step is known, but holds none. Give "
-            "a folder of training logs or of records of LossScaleMonitor."
-        )
-    return sources
 
 
 def _warn_of_gradients(sources: list[_Source], labels: Iterable[str]) -> None:

@@ -36,7 +36,7 @@ class Advice:
     """One piece of advice: what to change after a run, and why.
 
     Attributes:
-        rule (str): the kind of advice: "start lower", "take guided", "restart" or "short run"; or, if the loss scaling
+        rule (str): the kind of advice: "start lower", "take guided" or "restart"; or, if the loss scaling
             is not the cause, a kind of :class:`~mindformers_adaptive.record.symptom.Finding` or "scale of 1".
         change (str): what to change.
         reason (str): why to change it, with figures.
@@ -127,8 +127,6 @@ def advise(
         return [cause], None
     start = summary.held
     advice = _lower_start(run, ways, start)
-    if not advice and (short := _short_run(run, ways)):
-        return short, None
     if (again := _skips_again(run, start)) is None:
         return advice, None
     scale = advice[0].figures["scale"] if advice else (summary.settled or (start.scale or start.highest or 0.0,))[0]
@@ -166,21 +164,6 @@ def _lost_state(run: RecordedRun) -> Advice | None:
             {"step": step, "scale": float(last[index]), "skipped": skipped},
         )
     return None
-
-
-def _short_run(run: RecordedRun, ways: Ways) -> list[Advice]:
-    """Return advice if the run is shorter than the scale window, so that the loss scale can never rise."""
-    # A rule that follows the largest gradients raises the scale without waiting for a window.
-    steps, windows = int(run.last[-1]), run.columns.get("scale_window")
-    if run.columns.get("largest_gradient") is not None:
-        return []
-    window = math.inf if windows is None else float(np.nanmin(windows))
-    rose = (run.after > run.used).any()
-    if run.first[0] != 1 or not steps < window < math.inf or rose:
-        return []
-    change = f"Find a loss scale to start from: {ways.find}"
-    reason = f"The run ({steps} steps) is shorter than the window ({window:g} steps): the scale can never rise."
-    return [Advice("short run", change, reason, {"steps": steps, "window": int(window)})]
 
 
 def _lower_start(run: RecordedRun, ways: Ways, start_up: Held) -> list[Advice]:

@@ -111,7 +111,6 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         dropped["count"]
         and f"Dropped   {dropped['count']} without an overflow, because of their gradient norm: {_listed(dropped)}",
         f"Scale     {scales_in_words(scale)}",
-        _gradients(analysis["shown_by_gradients"]),
     ]
     return list(filter(None, lines))
 
@@ -126,16 +125,6 @@ def scales_in_words(scale: Mapping[str, Any]) -> str:
         first = f"{low} to {high}"
     end = f"{last} on the last line" if scale["final"] is None else f"{final} at the end"
     return f"{first} at first, {end}; the lines state {smallest} to {largest}"
-
-
-def _gradients(shown: Mapping[str, Any] | None) -> str:
-    if shown is None:
-        return ""
-    at_least = "at least " if shown["by"] == "norms" else ""
-    return (
-        f"Gradients the {shown['by']} of {counted(shown['steps'], 'applied step')} allowed {at_least}"
-        f"{shown['lowest']:.3g} in each, {shown['median']:.3g} in the median"
-    )
 
 
 def _between(numbers: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["Change", "Phase", "as_range", "changes_of", "path_line", "path_lines", "phases"]
+__all__ = ["Phase", "as_range", "changes_of", "path_line", "path_lines", "phases"]
 
 _HEADING = "   steps      what the loss scale did      loss scale"
 
@@ -29,34 +29,15 @@ _NEAR = 1e-3
 _FACTOR = 10.5
 
 
-class Change(NamedTuple):
-    """A change of the loss scale, after one step or somewhere within several steps.
-
-    Attributes:
-        step (int): the number of the step.
-        kind (str): "drop" (after an overflow); "raise" (after an applied step); "applied fall" or "overflow rise" (only
-            some rules make these); "fall" or "rise" (where the log does not state which step did it, or whether that
-            step was skipped); "jump" (no step explains the change: a restart, or a gap in the log).
-        before (tuple[float, int or None]): the scale and the window that the step used; None for an unknown window.
-        after (tuple[float, int or None]): the scale and the window for the next step; None for an unknown window.
-        first_step (int, optional): the first of the steps within which the scale changed, if there are several.
-            Default: None, the scale changed after ``step``.
-    """
-
-    step: int
-    kind: str
-    before: tuple[float, int | None]
-    after: tuple[float, int | None]
-    first_step: int | None = None
-
-
 class Phase(NamedTuple):
     """Consecutive changes of the loss scale that are of one kind, such as raises.
 
     Attributes:
-        kind (str): as in :class:`Change`.
+        kind (str): "drop" (after an overflow); "raise" (after an applied step); "applied fall" or "overflow rise" (only
+            some rules make these); "fall" or "rise" (where the log does not state which step did it, or whether that
+            step was skipped); "jump" (no step explains the change: a restart, or a gap in the log).
         changes (int): the number of changes.
-        first_step (int): the step of the first change.
+        first_step (int): the step of the first change, or the first step within which that change was.
         last_step (int): the step of the last change.
         scale_before (float): the loss scale before the first change.
         scale_after (float): the loss scale after the last change.
@@ -69,35 +50,35 @@ class Phase(NamedTuple):
     last_step: int
     scale_before: float
     scale_after: float
-    windows: tuple[int, ...]
+    windows: tuple[int, ...] = ()
 
 
-def phases(changes: Iterable[Change]) -> list[Phase]:
-    """Group changes of the loss scale into phases: changes of one kind of which each leads on from the last.
+def phases(changes: Iterable[Phase]) -> list[Phase]:
+    """Join single changes of the loss scale that are of one kind and of which each leads on from the last.
 
     Examples:
-        >>> drops = [Change(step, "drop", (2.0**k, 20), (2.0 ** (k - 1), 20)) for step, k in ((1, 18), (2, 17))]
+        >>> drops = [Phase("drop", 1, step, step, 2.0**k, 2.0 ** (k - 1), (20,)) for step, k in ((1, 18), (2, 17))]
         >>> print(path_line(phases(drops)[0]))
            1-2        2 drops                      2^18 -> 2^16      20
     """
-    result = []
-    groups: list[list[Change]] = []
+    result: list[Phase] = []
     for change in changes:
-        last = groups[-1][-1] if groups else None
-        if (
-            last is not None
-            and last.kind == change.kind
-            and math.isclose(last.after[0], change.before[0], rel_tol=_NEAR)
-        ):
-            groups[-1].append(change)
-        else:
-            groups.append([change])
-    for row in groups:
-        windows = [row[0].before[1], *(change.after[1] for change in row)]
-        known = tuple(dict.fromkeys(window for window in windows if window is not None))
-        first = row[0].step if row[0].first_step is None else row[0].first_step
-        result.append(Phase(row[0].kind, len(row), first, row[-1].step, row[0].before[0], row[-1].after[0], known))
+        last = result[-1] if result else change
+        if not result or last.kind != change.kind or not _are_near(last.scale_after, change.scale_before):
+            result.append(change)
+            continue
+        result[-1] = last._replace(
+            changes=last.changes + 1,
+            last_step=change.last_step,
+            scale_after=change.scale_after,
+            windows=tuple(dict.fromkeys(last.windows + change.windows)),
+        )
     return result
+
+
+def _are_near(first: float, second: float) -> bool:
+    # Logs print rounded scales.
+    return math.isclose(first, second, rel_tol=_NEAR)
 
 
 def path_lines(path: Sequence[Phase]) -> list[str]:
@@ -114,13 +95,13 @@ def path_line(phase: Phase) -> str:
     return f"   {steps:<10} {what:<28} {scales:<17} {' -> '.join(map(str, phase.windows))}".rstrip()
 
 
-def changes_of(run: RecordedRun) -> list[Change]:
-    """Return the changes of the loss scale in a recorded run, between the scales that its log states.
+def changes_of(run: RecordedRun) -> list[Phase]:
+    """Return each change of the loss scale in a recorded run, between the scales that its log states.
 
     Examples:
         >>> run = RecordedRun.of_steps(range(1, 5), [4.0, 2.0, 2.0, 4.0], [True, False, False, False])
-        >>> [(change.step, change.kind, change.after) for change in changes_of(run)]
-        [(1, 'drop', (2.0, None)), (3, 'raise', (4.0, None))]
+        >>> [(change.last_step, change.kind, change.scale_after) for change in changes_of(run)]
+        [(1, 'drop', 2.0), (3, 'raise', 4.0)]
     """
     moves = [
         (move.stretch, _change_of_move(run, move))
@@ -133,13 +114,12 @@ def changes_of(run: RecordedRun) -> list[Change]:
     return [change for _, change in sorted([*moves, *between], key=lambda pair: pair[0])]
 
 
-def _change_of_move(run: RecordedRun, move: Move) -> Change:
+def _change_of_move(run: RecordedRun, move: Move) -> Phase:
     kind = ("drop" if move.after < move.before else "overflow rise") if move.is_overflow else "raise"
-    first, last = int(run.first[move.stretch]), int(run.last[move.stretch])
-    return Change(last, kind, (move.before, None), (move.after, None), first if first < last else None)
+    return Phase(kind, 1, int(run.first[move.stretch]), int(run.last[move.stretch]), move.before, move.after)
 
 
-def _between_lines(run: RecordedRun) -> Iterator[tuple[int, Change]]:
+def _between_lines(run: RecordedRun) -> Iterator[tuple[int, Phase]]:
     """Yield each change between two scales that the lines of steps state, and the index of the stretch that ends it."""
     # The stated scales in order: the scale before the run, then for each stretch the scale it used and the scale after.
     scales = np.append(run.start, np.column_stack([np.where(run.lengths == 1, run.used, np.nan), run.after]).ravel())
@@ -147,6 +127,7 @@ def _between_lines(run: RecordedRun) -> Iterator[tuple[int, Change]]:
     # Look only at the few places where the loss scale changes.
     at = np.flatnonzero(scales[known[1:]] != scales[known[:-1]])
     breaks = np.cumsum(np.append(False, ~run.follows[1:]))
+    windows = run.columns.get("scale_window", np.full(len(run.last), np.nan))
     for here, there in zip(known[at].tolist(), known[at + 1].tolist(), strict=True):
         stretch, before, after = (here - 1) // 2, float(scales[here]), float(scales[there])
         # The scale changed within the stretches from ``begin`` to ``end``; between two of them if ``end`` is smaller.
@@ -159,13 +140,9 @@ def _between_lines(run: RecordedRun) -> Iterator[tuple[int, Change]]:
         else:
             kind = _kind_of_steps(before, after, run, begin, end)
         step, first = int(run.last[max(end, 0)]), int(run.first[begin])
-        windows = [_window(run, max(begin - 1, 0)), _window(run, max(end, 0))]
-        yield end, Change(step, kind, (before, windows[0]), (after, windows[1]), first if first < step else None)
-
-
-def _window(run: RecordedRun, index: int) -> int | None:
-    windows = run.columns.get("scale_window")
-    return None if windows is None or np.isnan(windows[index]) else int(windows[index])
+        at_ends = windows[[max(begin - 1, 0), max(end, 0)]]
+        stated = at_ends[~np.isnan(at_ends)].astype(int).tolist()
+        yield end, Phase(kind, 1, min(first, step), step, before, after, tuple(dict.fromkeys(stated)))
 
 
 def _kind_of_step(before: float, after: float, run: RecordedRun, index: int) -> str:

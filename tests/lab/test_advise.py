@@ -319,33 +319,6 @@ def test_sample_logs_start_where_a_scale_held(name, scale, skipped):
     assert values["skipped"]["count"] == skipped
 
 
-def short_run(steps, window, first_step=1, scales=None, **columns):
-    scales = [65536.0] * steps if scales is None else scales
-    windows = None if window is None else np.full(steps, float(window))
-    return run_of(scales, [False] * steps, first_step=first_step, scale_window=windows, **columns)
-
-
-def test_a_run_shorter_than_its_window_needs_a_start():
-    [advice] = analyze(short_run(25, 1000)).advice
-    assert (advice.rule, advice.figures) == ("short run", {"steps": 25, "window": 1000})
-    assert "adaptive-loss-scale find" in advice.change
-    assert re.search(r"\(25 steps\) .*shorter .*window \(1000 steps\)", advice.reason)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        short_run(25, 25),
-        short_run(25, None),
-        short_run(25, 1000, first_step=2),
-        short_run(25, 1000, scales=[65536.0] * 20 + [131072.0] * 5),
-        short_run(25, 1000, largest_gradient=np.full(25, 1.0)),
-    ],
-)
-def test_a_run_that_can_rise_or_rose_is_not_short(run):
-    assert rules(run) == []
-
-
 @pytest.mark.parametrize("command", ["analyze", "compare"])
 def test_the_demo_is_answered_in_18_lines(tmp_path, run_program, command):
     # The launcher leaves the configuration beside the record.
