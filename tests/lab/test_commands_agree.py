@@ -139,5 +139,7 @@ def test_commands_agree_on_samples(commands, log):
 def test_commands_agree_on_random_logs(commands, tmp_path, name):
     random = np.random.default_rng([1, *name.encode()])
     write, arguments = PROGRAMS[name]
-    (tmp_path / "run.log").write_text("".join(write(random, random_run(random, **arguments)).lines), encoding="utf-8")
+    logs = (write(random, random_run(random, **arguments)).lines for _ in range(100))
+    # DeepSpeed prints the loss scale only at an overflow.
+    (tmp_path / "run.log").write_text("".join(next(lines for lines in logs if len(lines) > 20)), encoding="utf-8")
     assert commands.disagreements(tmp_path / "run.log") == []
