@@ -15,7 +15,7 @@ __all__ = ["PASTE", "PASTE_IN_PYTHON", "analysis_text", "scales_in_words", "with
 
 # Show at most this many step ranges, phases and problems, and wrap lines of text at this width in characters.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
-_WIDTH = 118
+_WIDTH = 100
 
 # What comes before settings to paste.
 PASTE = "Paste these settings under runner_wrapper:"

@@ -12,6 +12,8 @@ import pytest
 
 from mindformers_adaptive.cli import output
 from mindformers_adaptive.cli.program import COMMANDS
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.record.logs import read_log
 from tests.cli.quiet_runs import assert_quiet
 from tests.conftest import CONFIG, PROGRAM, ROOT, as_installed
 
@@ -90,6 +92,14 @@ def test_no_line_about_a_log_is_too_long(run_program, monkeypatch, command, log)
     monkeypatch.chdir(ROOT / "tests" / "record" / "samples")
     printed = run_program(*command, log)[1:]
     assert [line for text in printed for line in text.splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("log", ["mindformers_1_9_cpu.log", "megatron_gpt2_n4.log", "deepspeed_overflow.log"])
+def test_an_analysis_is_wrapped_once(monkeypatch, log):
+    """A second wrap at another width leaves lines of a few words."""
+    monkeypatch.setattr(output, "_WIDTH", 100)
+    text = analyze(read_log(ROOT / "tests" / "record" / "samples" / log)).text()
+    assert output.wrapped(text) == text
 
 
 def completions(line, folder):
