@@ -19,7 +19,6 @@ from pathlib import Path
 from scipy import stats
 
 from scripts.benchmarks.paired_timing import compare, ratio, time_above, with_error
-from scripts.benchmarks.scales import measure_scales, scales_table
 from scripts.benchmarks.update_cells import (
     ADAPTIVE,
     CELLS,
@@ -171,7 +170,6 @@ def measure_step(arguments):
         "loss_scale": START,
         "times": times,
         "scalings": compare(scalings, arguments.copies, 3 if arguments.quick else SCALING_ROUNDS),
-        "scales": measure_scales(task, arguments),
     }
 
 
@@ -262,7 +260,6 @@ def step_tables(result):
     parts = {FORWARD: forward, "backward": both - forward, "detection, clipping, optimizer, scaling": 1.0 - both}
     return {
         "extra": [["way of scaling", "extra time, percent"], *([name, extra_cost(result, name)] for name in names)],
-        "scales": scales_table(result["scales"], result["loss_scale"]),
         "parts": [["part", "share"], *([name, f"{share:.0%}"] for name, share in parts.items())],
     }
 
@@ -364,7 +361,6 @@ TABLES = {"update": update_tables, "step": step_tables, "detection": detection_t
 CAPTIONS = {
     "cells": "An update; ratio: time above the empty call, MindFormers' cell = 1, ± its standard error:",
     "extra": f"Extra time of a step at 2^14 against {DYNAMIC} cell, in percent, ± its standard error:",
-    "scales": "The same backward pass by loss scale: time against that at 2^14, and shares of the weights' gradients:",
     "parts": "Where the time of a step goes in graph mode, as a share of the whole step:",
     "passes": f"Overflow detection as a multiple of a plain pass over the same bytes ({PLAIN}), ± its standard error:",
 }
