@@ -105,7 +105,7 @@ def test_results_without_headroom_are_left_out_and_counted():
     assert figure.axes[0].get_xlabel() == "skipped steps; 1 result without headroom not shown"
 
 
-def test_of_many_results_the_legend_names_those_that_skip_fewest():
+def test_of_many_results_those_that_skip_fewest_are_named():
     x = np.arange(40.0)
     figure = draw_skips(x, 40 - x, [f"rule {number}" for number in range(40)], "x")
     named = [text.get_text() for text in figure.legends[0].get_texts()]
