@@ -7,7 +7,6 @@ is 2^11 or 2^14 times as large, in trainings of a small network in FP16 on a CPU
 network never learns from them. Prints Markdown. The same arguments give the same text on the same machine.
 """
 
-import argparse
 import dataclasses
 import itertools
 import sys
@@ -15,9 +14,9 @@ import sys
 import numpy as np
 
 from scripts.studies.reporting import (
-    add_json_option,
     output_to_stderr,
     positive,
+    study_parser,
     table,
     use_one_thread,
     versions,
@@ -30,9 +29,8 @@ START, STEPS = 2.0**16, 900
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__)
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
-    add_json_option(parser)
     arguments = parser.parse_args()
     with output_to_stderr():
         use_one_thread()

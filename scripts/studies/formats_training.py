@@ -10,12 +10,10 @@ methods that --again names, such as the guided rule:
     python -m scripts.studies.formats_training --add --again guided --json docs/figures/formats.json
 """
 
-import argparse
 import functools
 import json
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 
@@ -65,14 +63,12 @@ DIGITS = 5
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = reporting.study_parser(__doc__, PICTURE)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=reporting.positive, help="seeds of each task (default: all that it has)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
     parser.add_argument("--add", action="store_true", help="add the trainings to the file that --json names")
     parser.add_argument("--again", metavar="NAME", help="with --add: train methods again that have this in their names")
-    reporting.add_json_option(parser)
-    parser.add_argument("--picture", type=Path, default=reporting.ROOT / PICTURE, help=f"file (default: {PICTURE})")
     arguments = parser.parse_args()
     if arguments.add and arguments.json is None:
         parser.error("--add also needs --json FILE, the file with the results to add to")

@@ -6,7 +6,6 @@ Prints Markdown: of each rule the skipped steps in 1000, and the share of applie
 16 bits below the ceiling (the largest loss scale without overflow). The same arguments give the same text.
 """
 
-import argparse
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,7 +18,7 @@ from mindformers_adaptive.rules import guided as guided_module
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.examples.log_max import LogMaxRule
 from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
-from scripts.studies.reporting import add_json_option, positive, with_captions, write_json
+from scripts.studies.reporting import positive, study_parser, with_captions, write_json
 from scripts.studies.streams import KINDS, TURNS
 from scripts.studies.synthetic import KINDS as SYNTHETIC_KINDS
 from scripts.studies.synthetic import REGIMES, dynamic, random_of, synthetic_trace, with_gradients
@@ -92,10 +91,9 @@ CAPTIONS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__)
     parser.add_argument("--steps", type=positive, default=1500, help="steps of each trace (default: 1500)")
-    parser.add_argument("--seeds", type=positive, default=10, help="traces of each kind (default: 5)")
-    add_json_option(parser)
+    parser.add_argument("--seeds", type=positive, default=10, help="traces of each kind (default: 10)")
     arguments = parser.parse_args()
     groups = groups_of_traces(arguments.steps, range(FIRST_SEED, FIRST_SEED + arguments.seeds))
     result = {

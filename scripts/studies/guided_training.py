@@ -3,7 +3,6 @@
 python -m scripts.studies.guided_training [--json FILE] [--picture FILE]
 """
 
-import argparse
 import itertools
 import math
 import sys
@@ -25,8 +24,7 @@ EARLY = slice(10, 20)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    reporting.add_json_option(parser)
+    parser = reporting.study_parser(__doc__)
     parser.add_argument("--picture", help="draw both rules' runs of the first seed from 2^32 to this PNG or SVG file")
     arguments = parser.parse_args()
     # Keep the output of MindSpore and MindFormers out of the printed table.

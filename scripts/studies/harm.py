@@ -9,14 +9,12 @@ operators that a CPU lacks. Prints Markdown, and draws docs/images/harm.svg. The
 scikit-learn, which must be installed.
 """
 
-import argparse
 import functools
 import json
 import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
@@ -58,13 +56,11 @@ LOST = "gradient lost at most: by norm; worst Parameter"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = reporting.study_parser(__doc__, PICTURE)
     parser.add_argument("--trainings", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="default: all")
     parser.add_argument(
         "--processes", type=reporting.positive, default=os.cpu_count(), help="default: one for each core"
     )
-    reporting.add_json_option(parser)
-    parser.add_argument("--picture", type=Path, default=reporting.ROOT / PICTURE, help=f"file (default: {PICTURE})")
     arguments = parser.parse_args()
     # Keep the output of MindSpore and MindFormers out of the tables.
     with reporting.output_to_stderr():

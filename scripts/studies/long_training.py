@@ -12,7 +12,6 @@ divided by 256 instead, which gives the same gradients. FP32 needs no division. 
 without scaling and without division.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -28,9 +27,9 @@ from mindformers_adaptive.plots import canvas
 from scripts.studies.harm import LOST, lost_at
 from scripts.studies.reporting import (
     ROOT,
-    add_json_option,
     output_to_stderr,
     positive,
+    study_parser,
     table,
     use_one_thread,
     versions,
@@ -83,7 +82,7 @@ def main():
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__, PICTURE)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"of weights and data (default: {SEEDS})")
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
@@ -91,9 +90,7 @@ def parse_arguments():
     parser.add_argument("--processes", type=positive, default=1, help="that train at the same time (default: 1)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where whole runs are kept")
     parser.add_argument("--unfinished", type=Path, default=UNFINISHED, help="where checkpoints are kept")
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     parser.add_argument("--piece-of", metavar="WAY:SEED", help="only take the steps of one process in this run")
-    add_json_option(parser)
     return parser.parse_args()
 
 

@@ -14,12 +14,10 @@ Gradient accumulation over 256 micro-batches divides the loss by 256. Here the l
 gives the same gradients. The script prints and draws the loss scale as it is in a YAML file.
 """
 
-import argparse
 import json
 import math
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 
@@ -28,9 +26,9 @@ from mindformers_adaptive.plots import canvas
 from scripts.studies import micro_batches
 from scripts.studies.reporting import (
     ROOT,
-    add_json_option,
     output_to_stderr,
     positive,
+    study_parser,
     table,
     use_one_thread,
     versions,
@@ -57,12 +55,10 @@ RUNS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__, PICTURE)
     parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"of weights and data (default: {SEEDS})")
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
     parser.add_argument("--again", metavar="NAME", help="train only by rules that have this in their names")
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
-    add_json_option(parser)
     arguments = parser.parse_args()
     again = arguments.again or ""
     runs = json.loads(DATA.read_text(encoding="utf-8"))["runs"] if again else {}

@@ -8,25 +8,15 @@ the loss scale is divided, which gives the same gradients; FP32 needs no divisio
 docs/images/micro_batches.svg. Runs of the same seed have the same weights and data.
 """
 
-import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 
 from mindformers_adaptive.plots import canvas
 from scripts.studies.harm import percent
-from scripts.studies.reporting import (
-    ROOT,
-    add_json_option,
-    output_to_stderr,
-    table,
-    use_one_thread,
-    versions,
-    write_json,
-)
+from scripts.studies.reporting import ROOT, output_to_stderr, study_parser, table, use_one_thread, versions, write_json
 from scripts.studies.worth_report import interval, mean_and_interval
 
 PICTURE = "docs/images/micro_batches.svg"
@@ -49,11 +39,9 @@ DRAWN = {"none": canvas.WARNING, "dynamic": canvas.SECOND, "adaptive": canvas.MA
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__, PICTURE)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     parser.add_argument("--again", metavar="NAME", help="train only by ways that have this in their names")
-    add_json_option(parser)
     arguments = parser.parse_args()
     with output_to_stderr():
         use_one_thread()

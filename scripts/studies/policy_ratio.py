@@ -10,7 +10,6 @@ its probability in the rollout; without rounding it is 1. The study trains in FP
 with a loss scale. All formats are simulated by rounding float32 numbers. Prints Markdown.
 """
 
-import argparse
 import itertools
 import math
 import sys
@@ -18,7 +17,7 @@ import sys
 import numpy as np
 
 from mindformers_adaptive.lab.running_rule import start_rule
-from scripts.studies.reporting import add_json_option, table, versions, write_json
+from scripts.studies.reporting import study_parser, table, versions, write_json
 
 TOKENS, CONTEXT, HIDDEN, PARTS = 16, 4, 128, 4
 SEQUENCES, LENGTH, UPDATES, SEEDS = 32, 64, 100, 3
@@ -35,9 +34,7 @@ WAYS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_json_option(parser)
-    arguments = parser.parse_args()
+    arguments = study_parser(__doc__).parse_args()
     result = {"ways": {way: [measure(way, seed) for seed in range(SEEDS)] for way in WAYS}}
     print(f"{UPDATES} updates, mean of {SEEDS} seeds")
     for rows in tables(result).values():

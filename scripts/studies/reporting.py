@@ -24,6 +24,20 @@ def positive(text):
     return number
 
 
+def study_parser(description, picture=None):
+    """Return a parser for the options of a study, with ``--json``, and with ``--picture`` if the study draws one.
+
+    Args:
+        description (str): the docstring of the script; its first line is shown.
+        picture (str, optional): where the picture goes by default, from the top folder of the project. Default: None.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    add_json_option(parser)
+    if picture is not None:
+        parser.add_argument("--picture", type=Path, default=ROOT / picture, help=f"file (default: {picture})")
+    return parser
+
+
 def add_json_option(parser):
     """Add the option ``--json``, which accepts only a file that can be written."""
     parser.add_argument("--json", type=_file_to_write, metavar="FILE", help="also write the result to this file")

@@ -8,14 +8,12 @@ gradients show. *Batches in turn* come from several data sets in a fixed order, 
 2^14 times as large. Prints Markdown: the skipped steps in 1,000 by each rule. The same arguments give the same text.
 """
 
-import argparse
-
 import numpy as np
 
 from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.lanes import Lanes
-from scripts.studies.reporting import add_json_option, positive, with_captions, write_json
+from scripts.studies.reporting import positive, study_parser, with_captions, write_json
 from scripts.studies.synthetic import dynamic, random_of
 
 GUIDED, DYNAMIC, ADAPTIVE = "guided", "dynamic 1000", "adaptive"
@@ -45,10 +43,9 @@ CAPTIONS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__)
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each stream (default: {STEPS})")
     parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"streams of each kind (default: {SEEDS})")
-    add_json_option(parser)
     arguments = parser.parse_args()
     result = study(arguments.steps, range(FIRST_SEED, FIRST_SEED + arguments.seeds))
     counts = " and ".join(f"{len(kinds)} kinds: {name}" for name, kinds in GROUPS.items())

@@ -7,9 +7,7 @@ scale without overflow); how the guided rule uses gradients; and the steps that 
 draws docs/images/policy_study.svg. The same arguments give the same text and picture.
 """
 
-import argparse
 import os
-from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +17,7 @@ from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, ne
 from mindformers_adaptive.record.trace import consecutive_runs
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
-from scripts.studies.reporting import ROOT, add_json_option, positive, with_captions, write_json
+from scripts.studies.reporting import positive, study_parser, with_captions, write_json
 from scripts.studies.synthetic import KINDS, REGIMES, dynamic, regime_levels, synthetic_trace, with_gradients
 
 PICTURE = "docs/images/policy_study.svg"
@@ -72,11 +70,9 @@ Regimes without spikes: how many steps are skipped while the ceiling falls, and 
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__, PICTURE)
     parser.add_argument("--steps", type=positive, default=10_000, help="steps of each synthetic trace (default: 10000)")
     parser.add_argument("--seeds", type=positive, default=5, help="synthetic traces of each kind (default: 5)")
-    add_json_option(parser)
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     arguments = parser.parse_args()
     steps, seeds = arguments.steps, arguments.seeds
     traces = traces_by_place(steps, seeds)

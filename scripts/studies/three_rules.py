@@ -12,11 +12,9 @@ ceiling, scripts/studies/low_start.py trainings from a loss scale that is far to
 the time of a step.
 """
 
-import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 
@@ -25,9 +23,9 @@ from scripts.benchmarks import costs
 from scripts.studies import long_training, low_start
 from scripts.studies.reporting import (
     ROOT,
-    add_json_option,
     output_to_stderr,
     positive,
+    study_parser,
     table,
     use_one_thread,
     versions,
@@ -52,12 +50,10 @@ SEEDS, STEPS, LOOK_EVERY = 10, 600, 10
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__, PICTURE)
     parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"of weights and data (default: {SEEDS})")
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
     parser.add_argument("--again", metavar="NAME", help="train only by rules that have this in their names")
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
-    add_json_option(parser)
     arguments = parser.parse_args()
     again = arguments.again or ""
     moves = {} if not again else json.loads(DATA.read_text(encoding="utf-8"))["moves"]

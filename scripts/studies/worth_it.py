@@ -8,23 +8,21 @@ docs/images/quality_by_loss_scale.svg, from trainings of the damped task at fixe
 from scikit-learn, which must be installed.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from mindformers_adaptive.plots.canvas import save
 from scripts.studies.reporting import (
     ROOT,
-    add_json_option,
     output_to_stderr,
     positive,
+    study_parser,
     table,
     use_one_thread,
     versions,
@@ -54,13 +52,11 @@ LLAMA = {"steps": 200, "seq_length": 32}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = study_parser(__doc__, PICTURE)
     parser.add_argument("--tasks", nargs="+", choices=SEEDS, default=list(SEEDS), help="default: all")
     parser.add_argument("--processes", type=positive, default=os.cpu_count(), help="default: one for each core")
     parser.add_argument("--again", metavar="NAME", help="train only methods that have this in their names")
     parser.add_argument("--quick", action="store_true", help="a few methods, steps and one seed: a test of this script")
-    add_json_option(parser)
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     arguments = parser.parse_args()
     # Keep the output of MindSpore and MindFormers out of the report.
     with output_to_stderr():
