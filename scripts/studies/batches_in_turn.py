@@ -13,15 +13,7 @@ import sys
 
 import numpy as np
 
-from scripts.studies.reporting import (
-    output_to_stderr,
-    positive,
-    study_parser,
-    table,
-    use_one_thread,
-    versions,
-    write_json,
-)
+from scripts.studies.reporting import output_to_stderr, positive, report, study_parser, use_one_thread
 
 RULES = {"dynamic": "dynamic, window 1000", "adaptive": "adaptive", "guided": "gradient-guided"}
 DEPTHS, PERIODS = (11, 14), (2, 3, 10, 100)
@@ -35,9 +27,8 @@ def main():
     with output_to_stderr():
         use_one_thread()
         runs = {rule: train(rule, itertools.product(PERIODS, DEPTHS), arguments.steps) for rule in RULES}
-    result = {**versions(), "steps": arguments.steps, "rules": runs}
-    print("\n".join(table(tables(result)["skipped"])))
-    write_json(arguments.json, result)
+    result = {"steps": arguments.steps, "rules": runs}
+    report(arguments, result, tables(result))
 
 
 def train(rule, turns, steps):

@@ -70,11 +70,7 @@ def main():
         with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
             measured = list(pool.map(measure, arguments.trainings))
     result = {"bits": list(BITS), "trainings": dict(zip(arguments.trainings, measured, strict=True))}
-    print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**reporting.versions()))
-    for rows in tables(result).values():
-        print("\n".join(["", *reporting.table(rows)]))
-    print(f"\nDrawn: {os.path.relpath(canvas.save(draw(result), arguments.picture))}")
-    reporting.write_json(arguments.json, {**reporting.versions(), **result})
+    reporting.report(arguments, result, tables(result), canvas.save(draw(result), arguments.picture))
 
 
 def measure(name):

@@ -25,16 +25,7 @@ import numpy as np
 
 from mindformers_adaptive.plots import canvas
 from scripts.studies.harm import LOST, lost_at
-from scripts.studies.reporting import (
-    ROOT,
-    output_to_stderr,
-    positive,
-    study_parser,
-    table,
-    use_one_thread,
-    versions,
-    write_json,
-)
+from scripts.studies.reporting import ROOT, output_to_stderr, positive, report, study_parser, use_one_thread, write_json
 from scripts.studies.worth_report import interval, mean, mean_and_interval, mean_of, over_looks, skipped_at_the_start
 
 RESULTS = ROOT / "docs" / "figures" / "long_training"
@@ -75,10 +66,7 @@ def main():
         list(pool.map(lambda way_and_seed: finish_run(way_and_seed[1], way_and_seed[0], arguments), places))
     runs = whole_runs(arguments.results, arguments.steps)
     result = {"steps": arguments.steps, "ways": {way: list(map(summary, each)) for way, each in runs.items()}}
-    print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
-    print("\n" + "\n".join(table(tables(result)["ways"])))
-    print(f"\nDrawn: {os.path.relpath(canvas.save(draw(runs), arguments.picture))}")
-    write_json(arguments.json, {**versions(), **result})
+    report(arguments, result, tables(result), canvas.save(draw(runs), arguments.picture))
 
 
 def parse_arguments():

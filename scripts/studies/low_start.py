@@ -16,7 +16,6 @@ gives the same gradients. The script prints and draws the loss scale as it is in
 
 import json
 import math
-import os
 import sys
 
 import numpy as np
@@ -24,16 +23,7 @@ import numpy as np
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.plots import canvas
 from scripts.studies import micro_batches
-from scripts.studies.reporting import (
-    ROOT,
-    output_to_stderr,
-    positive,
-    study_parser,
-    table,
-    use_one_thread,
-    versions,
-    write_json,
-)
+from scripts.studies.reporting import ROOT, output_to_stderr, positive, report, study_parser, use_one_thread
 from scripts.studies.worth_report import interval, mean_and_interval
 
 PICTURE = "docs/images/low_start.svg"
@@ -66,10 +56,7 @@ def main():
         use_one_thread()
         new = measure([rule for rule in RULES if again in rule], arguments.seeds, arguments.steps)
     result = {"steps": arguments.steps, "runs": runs | new}
-    print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
-    print("\n" + "\n".join(table(tables(result)["runs"])))
-    print(f"\nDrawn: {os.path.relpath(canvas.save(draw(result), arguments.picture))}")
-    write_json(arguments.json, {**versions(), **result})
+    report(arguments, result, tables(result), canvas.save(draw(result), arguments.picture))
 
 
 def measure(rules, seeds, steps):

@@ -111,6 +111,23 @@ def with_captions(tables, captions):
         yield from ["", captions[name], "", *table(rows)]
 
 
+def report(arguments, result, tables, picture=None):
+    """Print versions and tables of a study on a CPU, and write its result to the file of ``--json``.
+
+    Args:
+        arguments (Namespace): the options, from :func:`study_parser`.
+        result (dict): the result.
+        tables (dict[str, list]): the tables; the first row of each has the names of the columns.
+        picture (Path, optional): the file of the picture. Default: None, there is no picture.
+    """
+    print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
+    for rows in tables.values():
+        print("\n".join(["", *table(rows)]))
+    if picture is not None:
+        print(f"\nDrawn: {os.path.relpath(picture)}")
+    write_json(arguments.json, {**versions(), **result})
+
+
 @contextlib.contextmanager
 def output_to_stderr():
     """Send everything that is written to standard output, also by C++ code, to standard error."""

@@ -13,7 +13,6 @@ the time of a step.
 """
 
 import json
-import os
 import sys
 
 import numpy as np
@@ -21,16 +20,7 @@ import numpy as np
 from mindformers_adaptive.plots import canvas
 from scripts.benchmarks import costs
 from scripts.studies import long_training, low_start
-from scripts.studies.reporting import (
-    ROOT,
-    output_to_stderr,
-    positive,
-    study_parser,
-    table,
-    use_one_thread,
-    versions,
-    write_json,
-)
+from scripts.studies.reporting import ROOT, output_to_stderr, positive, report, study_parser, use_one_thread
 from scripts.studies.worth_report import interval, mean_and_interval
 
 PICTURE = "docs/images/three_rules.svg"
@@ -61,10 +51,8 @@ def main():
         use_one_thread()
         for rule in [rule for rule in RULES if again in rule]:
             moves[rule] = train(rule, arguments.seeds, arguments.steps)
-    result = {**versions(), "moves": moves}
-    print("\n".join(table(tables(result)["rules"])))
-    print(f"\nDrawn: {os.path.relpath(canvas.save(draw(moves), arguments.picture))}")
-    write_json(arguments.json, result)
+    result = {"moves": moves}
+    report(arguments, result, tables(result), canvas.save(draw(moves), arguments.picture))
 
 
 def train(rule, seeds, steps):
