@@ -225,8 +225,7 @@ def _skips_again(run: RecordedRun, start_up: Held) -> Advice | None:
     at_least = "" if is_exact else "at least "
     return Advice(
         "take guided",
-        "Take gradient-guided scaling: it sees from the gradients how high the loss scale may be, and rarely skips a "
-        "step.",
+        "Take gradient-guided scaling: gradients tell it how high the loss scale may be, so it rarely skips.",
         f"After a scale had held, {at_least}{skipped:,} of {steps:,} steps were skipped, in {places:,} places. Without "
         f"a train step of this package, {second}.",
         {"skipped": skipped, "steps": steps, "places": places},
