@@ -153,7 +153,7 @@ def update_tables(result):
 
 
 def measure_step(arguments):
-    """Return the times of a train step, of its parts, of scaling by each cell, and of a backward pass at each scale.
+    """Return the times of a train step, of its parts, and of scaling by each cell.
 
     Two train steps with the same cell may differ by more than two ways of scaling do. So what differs is measured on
     its own: detection, clipping and update, and the callbacks.
