@@ -4,7 +4,7 @@
     python -m scripts.benchmarks.costs step
     python -m scripts.benchmarks.costs detection
 
-All four are measured as paired_timing.py describes: several copies of each way run in turns, in random order. A figure
+All are measured as paired_timing.py describes: several copies of each way run in turns, in random order. A figure
 after ± is the standard error; in the extra time of a step, it is half of the 95 % confidence interval. Machines differ
 and are noisy, so compare the ratios from one run, not the times.
 """
