@@ -28,22 +28,17 @@ class _Section(NamedTuple):
         kind (str): the kind of the class in MindFormers' registry.
         needs (str): an argument that a class must take to be the type of this section; "" for none.
         only (tuple): the types whose keys are checked; with (), all types. MindFormers checks the keys of other types.
-        is_complete (bool): whether the section must have all arguments that its class requires. MindFormers itself adds
-            arguments to other sections.
-        are_values_checked (bool): whether the values of a class of this package are checked.
     """
 
     kind: str
     needs: str = ""
     only: tuple[str, ...] = ()
-    is_complete: bool = False
-    are_values_checked: bool = True
 
 
 # The sections that are checked, by their path. The star stands for the number of an entry in a list.
 _SCHEMA = {
-    _TRAIN_STEP: _Section("wrapper", needs=PER_TOKEN, are_values_checked=False),
-    SCALE_SENSE: _Section("wrapper", needs="loss_scale_value", is_complete=True),
+    _TRAIN_STEP: _Section("wrapper", needs=PER_TOKEN),
+    SCALE_SENSE: _Section("wrapper", needs="loss_scale_value"),
     # MFLossMonitor takes any keyword, and MindFormers adds this callback to every training as the first one.
     "callbacks.*": _Section("callback", only=("LossScaleMonitor", "GradientRangeMonitor", "MFLossMonitor")),
 }
@@ -237,19 +232,24 @@ def _hint_at(name: str, known: list[str]) -> str:
 
 
 def _check_values(section: dict[str, Any], path: str, schema: _Section) -> None:
-    """Check that a section has all arguments that its class requires, and values that the class takes."""
+    """Check the values of a section, and that the section of loss scaling has all arguments that its class requires.
+
+    A train-step cell is not checked, because MindFormers itself adds arguments to its section.
+    """
+    if path == _TRAIN_STEP:
+        return
     cls = _class_of(section.get("type"), path, schema)
     if cls is None or (schema.only and section["type"] not in schema.only):
         return
     positional = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
     required = [each.name for each in positional if each.default is each.empty]
     missing = [name for name in required if name not in section]
-    if schema.is_complete and missing:
+    if path == SCALE_SENSE and missing:
         raise TypeError(
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
             f"{', '.join(missing)}. {_usual_values(section['type'], missing)}"
         )
-    if schema.are_values_checked and cls.__module__.startswith("mindformers_adaptive."):
+    if cls.__module__.startswith("mindformers_adaptive."):
         arguments = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
         try:
             with warnings.catch_warnings():
