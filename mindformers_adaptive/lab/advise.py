@@ -77,7 +77,7 @@ def cause_in(run: RecordedRun, findings: Sequence[Finding], ways: Ways, stayed: 
         # A loss that jumped and fell back does not keep the loss scaling from being the cause.
         if not (finding.kind == "loss jump" and finding.is_over):
             return Advice(finding.kind, f"{finding.remedy} {to_the_layer}", finding.text, finding.figures)
-    if not (run.stated_scales == 1.0).all():
+    if not len(run.stated_scales) or not (run.stated_scales == 1.0).all():
         return None
     skipped = run.skipped_bounds[0]
     if skipped >= STUCK:

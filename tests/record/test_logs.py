@@ -574,3 +574,16 @@ def test_mutilated_logs_raise_only_value_errors(name, data, tmp_path_factory):
         assert run.is_numbered is False or most <= len(run)
         if len(run.stated_scales) or run.is_rounded:
             analyze(run).text(details=True)
+
+
+def test_rounded_scales_that_fit_no_powers_of_two_are_not_called_1(tmp_path):
+    stated = [("0.5", 0), ("0.2", 1), ("0.1", 1), ("0.1", 1), ("0.0", 1), ("0.1", 0), ("0.2", 0)]
+    lines = [
+        f" iteration {step:8d}/ 100 | lm loss: 5.0E+00 | loss scale: {scale} | grad norm: 1.0 | "
+        f"number of skipped iterations: {skipped} | number of nan iterations: 0 |"
+        for step, (scale, skipped) in enumerate(stated, start=1)
+    ]
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    text = analyze(read_log(tmp_path / "train.log")).text()
+    assert "4 of 7 steps were skipped" in text
+    assert "The loss scale was 1" not in text
