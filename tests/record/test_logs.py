@@ -576,7 +576,7 @@ def test_mutilated_logs_raise_only_value_errors(name, data, tmp_path_factory):
             analyze(run).text(details=True)
 
 
-def test_rounded_scales_that_fit_no_powers_of_two_are_not_called_1(tmp_path):
+def test_rounded_scales_of_no_power_of_two_are_not_called_1(tmp_path):
     stated = [("0.5", 0), ("0.2", 1), ("0.1", 1), ("0.1", 1), ("0.0", 1), ("0.1", 0), ("0.2", 0)]
     lines = [
         f" iteration {step:8d}/ 100 | lm loss: 5.0E+00 | loss scale: {scale} | grad norm: 1.0 | "
