@@ -209,7 +209,7 @@ def _rule_maker(text: str, start: float) -> tuple[str, Callable[[], RunningRule]
 
 
 def _read_sources(options: argparse.Namespace) -> list[_Source]:
-    if any(word.startswith("synthetic") and not Path(word).exists() for word in options.traces):
+    if any(word.partition(":")[0] == "synthetic" and not Path(word).exists() for word in options.traces):
         raise UsageError("made-up runs are no longer in the program: give a log or a record of a training")
     return [_read_file(record_in(word), options) for word in options.traces]
 
