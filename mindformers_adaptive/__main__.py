@@ -1,12 +1,8 @@
 """Run the program ``adaptive-loss-scale`` as ``python -m mindformers_adaptive``."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
-
-__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,8 +4,6 @@
 on the device, for a host that does not see every step.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +18,6 @@ from mindformers_adaptive.rules.checks import require_integer, to_float32
 from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Field
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
-
-__all__ = ["CellWithLossScale", "CompiledUpdateCell", "ScaleHistory", "checked_history_size", "tensor_of"]
 
 # This tuple is annotated at module level, because MindSpore cannot compile a function with an annotated variable.
 _NO_TENSORS: tuple[Any, ...] = ()

@@ -1,15 +1,11 @@
 """Overflow detection on a CPU, and measurement of the largest absolute gradient of a training step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
-
-__all__ = ["LargestGradient", "MeasuredClipping", "has_inf_or_nan", "refuse_sparse_gradients"]
 
 _hyper_map = ops.HyperMap()
 _reduce_max = ops.ReduceMax()

@@ -3,8 +3,6 @@
 The step of a user's rule is tried before training: its compiled form is compared with NumPy, where it trains.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable
@@ -29,9 +27,6 @@ from mindformers_adaptive.rules.operations import (
 )
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.step import GRADIENT, NumpyStep, arguments_of_step, handed_on, keeps_bounds
-
-__all__ = ["GraphStep", "can_try", "try_rule"]
-
 
 _reduce_sum = ops.ReduceSum()
 _argmin_of = ops.Argmin(axis=0, output_type=mstype.int32)

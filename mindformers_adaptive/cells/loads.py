@@ -23,8 +23,6 @@ import mindspore
 from mindspore import Tensor
 from mindspore.common.api import _pynative_executor
 
-__all__ = ["GivesMemoryBack", "SeesLoads", "keeps_compiled_graphs", "observe_loads", "write"]
-
 # For type checkers, the base class of the mixins is Any, so that they accept attributes that MindSpore's cell defines.
 _Base: Any = object
 

@@ -1,7 +1,5 @@
 """Loss-scale managers for ``mindspore.train.Model``: one for any rule, and one for each rule of this package."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mindspore import amp
@@ -12,8 +10,6 @@ from mindformers_adaptive.cells.update_cell import StateOfUpdateCell
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
-
-__all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
 
 
 class RuleLossScaleManager(StateOfUpdateCell, amp.LossScaleManager):

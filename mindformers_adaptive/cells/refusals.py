@@ -1,13 +1,9 @@
 """Refusals of arguments that cannot work, and warnings of arguments that are probably mistaken, with a remedy."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
 from mindspore import amp
-
-__all__ = ["refuse_dividing_optimizer", "require_update_cell", "warn_of_large_factor"]
 
 # A growth factor of at least this value is probably a scale window or a loss scale: no useful factor is so large.
 _LIKE_NO_FACTOR = 100

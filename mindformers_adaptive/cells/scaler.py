@@ -1,7 +1,5 @@
 """Loss scalers for functional training: one for any rule, and one for each rule of this package."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mindspore import Parameter, Tensor, amp, jit, nn, ops
@@ -16,8 +14,6 @@ from mindformers_adaptive.cells.update_cell import RuleUpdateCell, StateOfUpdate
 from mindformers_adaptive.rules import Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
-
-__all__ = ["AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler"]
 
 _map = ops.HyperMap()
 

@@ -1,7 +1,5 @@
 """A ``build_train_network`` for any loss-scale manager, on CPU too, and a train-step cell with a fixed loss scale."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -15,8 +13,6 @@ from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, warn_
 from mindformers_adaptive.cells.train_step_cells import TrainOneStepWithLossScaleCell
 from mindformers_adaptive.cells.unscaling import multiply_in_float32
 from mindformers_adaptive.rules.checks import require_positive
-
-__all__ = ["FixedScaleTrainOneStepCell", "build_train_network", "enable_loss_scale_in_model"]
 
 # Keep MindSpore's own function here, because enable_loss_scale_in_model() replaces it in MindSpore's module.
 _stock_build_train_network = amp.build_train_network

@@ -1,7 +1,5 @@
 """The mixin with the behaviour that all train-step cells of this package share."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -25,8 +23,6 @@ from mindformers_adaptive.cells.unscaling import HALF_PRECISION, GradientReducer
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.cells.update_cells import ignore_scaler_state
 from mindformers_adaptive.rules.saved_state import describe_fresh_start
-
-__all__ = ["LossScaleTrainStep", "PerTokenTrainStep"]
 
 # If the largest gradient is still 0 after this many steps, warn that it is not measured: measured values exceed 0.
 _STEPS_BEFORE_CHECK = 5

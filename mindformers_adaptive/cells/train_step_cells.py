@@ -1,15 +1,11 @@
 """The public train-step cells: the cells of MindSpore and MindFormers, with overflow detection on a CPU too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mindformers.wrapper
 from mindspore import nn
 
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep, PerTokenTrainStep
-
-__all__ = ["MFPipelineWithLossScaleCell", "MFTrainOneStepCell", "TrainOneStepWithLossScaleCell"]
 
 # The module from which users import the cells. MindFormers' log names this module.
 _PUBLIC = "mindformers_adaptive.wrapper"

@@ -3,14 +3,10 @@
 In FP16 the reciprocal of a loss scale of 2**25 or more is 0, and below 2**-15 it is inf. In BF16 it has only 8 bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mindspore import dtype as mstype
 from mindspore import nn, ops
-
-__all__ = ["HALF_PRECISION", "GradientReducer", "MapInFloat32", "multiply_in_float32"]
 
 HALF_PRECISION = (mstype.float16, mstype.bfloat16)
 

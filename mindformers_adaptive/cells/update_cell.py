@@ -31,8 +31,6 @@ from mindformers_adaptive.rules.state_dict import (
     to_state_dict,
 )
 
-__all__ = ["RuleUpdateCell", "StateOfUpdateCell"]
-
 # The class and the arguments of each user's rule that was tried in this process.
 _TRIED: set[tuple[type, str]] = set()
 

@@ -1,7 +1,5 @@
 """The public update cells: one for each rule of this package, one for any other rule, and one without loss scaling."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Mapping
@@ -16,9 +14,6 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule, refuses_exchange_rate
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.rules.saved_state import repair_loss_scale
-
-__all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell", "NoLossScaleUpdateCell"]
-__all__ += ["RuleLossScaleUpdateCell", "ignore_scaler_state"]
 
 
 class AdaptiveLossScaleUpdateCell(RuleUpdateCell):

@@ -6,8 +6,6 @@ examples:
   adaptive-loss-scale analyze megatron_day_1.log megatron_day_2.log --plot run.png
 """
 
-from __future__ import annotations
-
 import argparse
 
 from mindformers_adaptive.cli.output import (
@@ -23,8 +21,6 @@ from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.log_formats import FORMATS
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run_folder import record_in
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

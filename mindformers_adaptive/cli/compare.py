@@ -8,8 +8,6 @@ examples:
   adaptive-loss-scale compare run_64 run_512 --rules fixed:loss_scale=1024 torch:init_scale=2^20
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -46,8 +44,6 @@ from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.text.files import json_object, refuse_pipe
 from mindformers_adaptive.text.table import counted
-
-__all__ = ["add_arguments", "run"]
 
 # Rules to compare by default: the adaptive rule, dynamic loss scaling with usual windows, and the loss scaling of
 # Megatron-LM and PyTorch with default values.

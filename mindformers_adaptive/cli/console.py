@@ -1,7 +1,5 @@
 """Keep MindFormers' lines off the terminal: they go to a file, and progress and this package's messages are shown."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging
@@ -14,8 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from mindformers_adaptive.cli.output import print_text, progress_bar, styled, wrapped
-
-__all__ = ["add_verbose", "is_one_of_several", "lines_in_file", "show_training"]
 
 # The folder in which MindFormers writes its logs, below its output folder.
 _FOLDER = "log"

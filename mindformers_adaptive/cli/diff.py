@@ -11,8 +11,6 @@ examples:
   adaptive-loss-scale diff npu.safetensors gpu.safetensors --modules model.layers.0 --worst 10
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math
@@ -30,8 +28,6 @@ from mindformers_adaptive.gradients.difference import (
 )
 from mindformers_adaptive.gradients.selection import group_of_modules
 from mindformers_adaptive.mindformers.checkpoint_reader import Checkpoint
-
-__all__ = ["add_arguments", "run"]
 
 _LEGEND = "Relative error: the norm of the difference, divided by the norm of the reference."
 

@@ -9,8 +9,6 @@ examples:
   adaptive-loss-scale find --config my.yaml --loss-scales 2^16 --gradients npu.safetensors
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,8 +32,6 @@ from mindformers_adaptive.mindformers.launcher import use_register_path
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
 from mindformers_adaptive.rules.formats import FORMATS
-
-__all__ = ["add_arguments", "read_learning_rate", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,6 @@ examples:
   adaptive-loss-scale inspect output/checkpoint --rule log_max.LogMaxRule
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator
@@ -20,9 +18,6 @@ from mindformers_adaptive.cli.output import add_output_arguments, print_result, 
 from mindformers_adaptive.mindformers.checkpoint_reader import newest_state
 from mindformers_adaptive.rules import find_rule
 from mindformers_adaptive.text.table import as_power_of_two, counted
-
-__all__ = ["add_arguments", "run"]
-
 
 # The meanings of the numbers in every state, and of the fields of a rule.
 COUNTERS = {

@@ -7,8 +7,6 @@ example:
   adaptive-loss-scale megatron --fp16 --initial-loss-scale 65536 --loss-scale-window 500
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys
@@ -18,8 +16,6 @@ import yaml
 
 from mindformers_adaptive.cli.output import UsageError, print_text, wrong_usage
 from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,8 +3,6 @@
 The help of the program needs this module, and must start quickly. So NumPy and PyYAML are imported on first use.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -17,18 +15,6 @@ from functools import cache, partial
 from typing import IO, Any
 
 from mindformers_adaptive.text.untrusted import printable, read_power
-
-__all__ = ["UsageError", "add_output_arguments", "integer", "print_result", "print_text", "progress_bar"]
-__all__ += [
-    "read_picture",
-    "read_scale",
-    "read_source",
-    "read_value",
-    "require_file",
-    "styled",
-    "wrapped",
-    "wrong_usage",
-]
 
 # Styles of text on a terminal, as parameters of the ANSI code "select graphic rendition".
 _STYLES = {"answer": "1", "error": "1;31", "warning": "33"}

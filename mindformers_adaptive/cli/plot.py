@@ -44,8 +44,6 @@ from mindformers_adaptive.text.files import json_object, refuse_pipe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["add_arguments", "run", "tell_apart"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``plot``."""

@@ -1,7 +1,5 @@
 """The program ``adaptive-loss-scale``: it runs a subcommand and turns errors into messages and exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib
@@ -16,8 +14,6 @@ from mindformers_adaptive.cli.output import UsageError, print_text, styled, wrap
 from mindformers_adaptive.text.install_hint import install_hint
 from mindformers_adaptive.text.nearest import did_you_mean
 from mindformers_adaptive.text.untrusted import printable
-
-__all__ = ["COMMANDS", "main"]
 
 # The subcommands in the order in which a user needs them, each with a short description. A subcommand is a module of
 # this package with add_arguments(parser), run(options), and a docstring, which is its help and ends with examples. If a

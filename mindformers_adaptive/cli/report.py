@@ -8,8 +8,6 @@ examples:
   adaptive-loss-scale report run_64 run_512 --output both.html
 """
 
-from __future__ import annotations
-
 import argparse
 
 from mindformers_adaptive.cli.output import UsageError, add_pattern_argument, print_text, read_source, require_file
@@ -17,8 +15,6 @@ from mindformers_adaptive.cli.plot import tell_apart
 from mindformers_adaptive.cli.versions import short
 from mindformers_adaptive.plots.report import write_report
 from mindformers_adaptive.record.run_folder import record_in
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

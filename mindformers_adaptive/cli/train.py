@@ -7,8 +7,6 @@ examples:
   adaptive-loss-scale train --config my.yaml --options runner_wrapper.scale_sense.margin=8
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -24,9 +22,6 @@ from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.text.untrusted import read_yaml
-
-__all__ = ["OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options", "read_overrides", "run"]
-__all__ += ["value_of_key"]
 
 # The tasks whose results MindFormers prints.
 _WITH_RESULT = ("eval", "predict")

@@ -1,15 +1,11 @@
 """What a bug report needs: versions, the platform, and whether the pair of MindSpore and MindFormers was tested."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mindformers_adaptive
-
-__all__ = ["TESTED_PAIRS", "all_versions", "short"]
 
 # The tested pairs of MindSpore and MindFormers, as in README.md.
 TESTED_PAIRS = (

@@ -14,8 +14,6 @@ examples:
   adaptive-loss-scale why --config my.yaml --checkpoint my.ckpt --loss-scale 2^16 --plot layers.png
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
@@ -35,8 +33,6 @@ from mindformers_adaptive.mindformers.run_configuration import read_program_run,
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.layers import draw_layers
 from mindformers_adaptive.record.run_folder import BATCH_FILE, file_in
-
-__all__ = ["add_arguments", "run"]
 
 # Options for inputs that `why --run` reads from the training's output folder if the options are left out.
 _OF_RUN = ("checkpoint", "train_dataset_dir", "loss_scale", "batch", "register_path")

@@ -1,15 +1,11 @@
 """Runs the backward pass of a train-step cell at any loss scale, without changing the weights or the training."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
-
-__all__ = ["backward_pass", "counts_for", "to_numpy"]
 
 
 def backward_pass(network: Any) -> Any:

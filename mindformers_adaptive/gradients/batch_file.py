@@ -1,7 +1,5 @@
 """Save and read a batch as a file, so that an overflow in a training can be examined later."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Sequence
@@ -11,8 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.text.files import atomic_write, refuse_pipe
-
-__all__ = ["read_batch", "save_batch"]
 
 # The largest batch file that is read, in bytes. A batch of text takes a few megabytes, but a damaged or hostile file
 # may claim any size.

@@ -1,7 +1,5 @@
 """Compares, for each Parameter, the arrays of two checkpoints or the gradients of two devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,9 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.text.table import align
-
-__all__ = ["DRIFT", "ArrayDifference", "compare_arrays", "difference_table", "drift_step", "median_error"]
-__all__ += ["step_table"]
 
 # Two trainings drift apart at the first step whose error is this many times the median error of the steps before.
 DRIFT = 10.0

@@ -1,11 +1,7 @@
 """Groups the Parameters of a network by their names, such as attention and embedding."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
-
-__all__ = ["MOST_GROUPS", "group_parameters", "parameter_group"]
 
 # The largest number of groups of Parameters. A picture has a row of histograms for each group, and more rows than this
 # are too many to compare.

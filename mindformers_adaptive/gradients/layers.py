@@ -1,7 +1,5 @@
 """Finds the layers of a network by name, and measures their outputs and the gradients of these outputs."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import itertools
@@ -18,8 +16,6 @@ from mindformers_adaptive.gradients.statistics import ArrayStatistics, array_sta
 from mindformers_adaptive.gradients.temporary_changes import without_recomputation
 from mindformers_adaptive.rules.checks import require_names
 from mindformers_adaptive.text.nearest import nearest_names
-
-__all__ = ["LayerOutputs", "LayerOutputsError", "named_cells"]
 
 
 class LayerOutputsError(RuntimeError):

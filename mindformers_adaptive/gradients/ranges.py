@@ -1,7 +1,5 @@
 """Runs the backward pass of a network at several loss scales, without changing the network."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
@@ -27,9 +25,6 @@ from mindformers_adaptive.gradients.temporary_changes import unchanged
 from mindformers_adaptive.rules.checks import require_integer, require_names, require_positive
 from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.rule import Rule
-
-__all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
-__all__ += ["gradient_ranges", "learning_rate_of"]
 
 # The default loss scales of a sweep: every fourth power of two from 2^0 to 2^32.
 DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]

@@ -1,7 +1,5 @@
 """Summarizes the magnitudes in one tensor: the largest and smallest, and the number of inf and NaN."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, is_dataclass
@@ -11,8 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
-
-__all__ = ["Reading", "WeightsBeyond", "as_plain", "largest_of", "read_values"]
 
 # The largest finite number of each dtype. Tensors hold values in 8-bit formats as wider dtypes, so 8-bit formats are
 # not listed.

@@ -1,7 +1,5 @@
 """Judges whether a training needs loss scaling, and recommends an initial scale, some powers of two below overflow."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -16,9 +14,6 @@ from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.pasting import arguments_of_rule, cell_call
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import align, as_power_of_two, counted
-
-__all__ = ["DEFAULT_MARGIN", "EVERY_POWER", "HARMLESS_SHARE", "LossScaleRecommendation", "LostUpdates", "Verdict"]
-__all__ += ["check_margin", "default_margin", "judge", "lost_updates", "recommend_loss_scale", "table_of_groups"]
 
 # The loss scales that a search tries: every power of two from 1 (no scaling) to 2^32, where the published FP16
 # trainings of large models start.

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
-from mindformers_adaptive.gradients.statistics import ArrayStatistics, array_statistics, merge_statistics
+from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.files import make_folder_of, write_json
 from mindformers_adaptive.text.table import align, as_power_of_two
-
-__all__ = ["NEW_WEIGHTS", "ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics", "loss_division"]
-__all__ += ["merge_statistics"]
 
 # The value of GradientRanges.measured if no checkpoint was loaded, so that the network has new weights.
 NEW_WEIGHTS = "new weights"

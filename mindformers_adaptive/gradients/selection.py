@@ -1,7 +1,5 @@
 """Selects which values of a sweep to show (gradients of weights or activations, weights, outputs) and which modules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,8 +8,6 @@ from fnmatch import fnmatchcase
 from mindformers_adaptive.gradients.groups import MOST_GROUPS
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.text.nearest import nearest_names
-
-__all__ = ["KINDS", "SCALED", "group_of_modules", "select"]
 
 KINDS = ("gradients", "weights", "outputs", "activation_gradients")
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["SignedHistogram", "merge_signed", "read_signed", "signed_histogram"]
-
 # The number of bins of a histogram: enough for a picture, and few enough for a line of a record file.
 _BINS = 64
 

@@ -14,8 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from mindformers_adaptive.gradients.signed import SignedHistogram, merge_signed, read_signed, signed_histogram
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 
-__all__ = ["ArrayStatistics", "array_statistics", "merge_statistics"]
-
 _Floats = NDArray[np.float64]
 
 # Arrays are measured in chunks of this many elements, so that the float64 copies stay small.

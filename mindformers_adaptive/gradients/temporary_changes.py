@@ -1,7 +1,5 @@
 """Changes of a network for the length of a ``with`` block, such as computing in float32 or training without dropout."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +12,6 @@ from mindspore import dtype as mstype
 from mindspore.nn.cell import _pynative_executor
 
 from mindformers_adaptive.gradients.backward import to_numpy
-
-__all__ = ["in_float32", "replaced_in", "unchanged", "without_recomputation"]
 
 # If the name of a cell's attribute contains one of these words, a dtype in this attribute is the dtype of weights, not
 # of the computation.

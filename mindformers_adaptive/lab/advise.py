@@ -3,8 +3,6 @@
 Each piece of advice rests on what the log states, and nothing is replayed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,8 +18,6 @@ from mindformers_adaptive.record.scale_summary import Held, ScaleSummary, summar
 from mindformers_adaptive.record.symptom import Finding
 from mindformers_adaptive.record.thresholds import HELD, STUCK, TOLERABLE
 from mindformers_adaptive.text.table import as_power_of_two, counted
-
-__all__ = ["Advice", "advise", "cause_in", "findings_of", "other_cause", "signs_of"]
 
 # Steps are skipped again and again if after the start more than this share of them was skipped, in at least so many
 # places. Dynamic scaling with a window of 1000 skips about 1 of 1000 steps wherever the ceiling stays where it is.

@@ -1,7 +1,5 @@
 """Analyze a recorded run: what happened, as far as its log shows it, and what to change."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,8 +19,6 @@ from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.pasting import arguments_of_rule, cell_call, python_value
 from mindformers_adaptive.text.files import json_object
 from mindformers_adaptive.text.untrusted import printable
-
-__all__ = ["Analysis", "analyze", "explanation_of", "last_error"]
 
 _COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_superseded")
 

@@ -1,7 +1,5 @@
 """Write the analysis of a run as text for a terminal: the verdict, what to change, and optional details."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +8,6 @@ from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
 from mindformers_adaptive.record.run_folder import find_command
 from mindformers_adaptive.record.thresholds import HELD
 from mindformers_adaptive.text.table import as_power_of_two, counted
-
-__all__ = ["PASTE", "PASTE_IN_PYTHON", "analysis_text", "scales_in_words", "without_advice"]
 
 # Show at most this many step ranges, phases and problems, and wrap lines of text at this width in characters.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10

@@ -1,7 +1,5 @@
 """Traces of ceilings (largest loss scales without overflow), from a recorded run or from sweeps over loss scales."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -17,8 +15,6 @@ from mindformers_adaptive.record.thresholds import DECIDED_FROM
 from mindformers_adaptive.record.trace import Trace, consecutive_runs, implied_ceilings, just_below
 from mindformers_adaptive.rules.formats import FLOAT16, find_format
 from mindformers_adaptive.text.untrusted import printable
-
-__all__ = ["ASSUMPTIONS", "from_gradient_ranges", "trace_of"]
 
 
 def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:

@@ -1,7 +1,5 @@
 """Facts about a recorded run, as far as its log shows them: skipped steps, start-up, loss scales, room to rise."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -13,8 +11,6 @@ from mindformers_adaptive.record.scale_summary import ScaleSummary
 from mindformers_adaptive.record.step import LARGEST_STEP
 from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
-
-__all__ = ["facts_of", "shown_by_gradients", "verdict"]
 
 # The loss scale could have been higher if the gradients allow at least this many times the scale. The number is 2^3: a
 # factor of 2^2 is the margin that the command 'find' leaves, and a factor of 2 is left on top.

@@ -1,7 +1,5 @@
 """The measures of a replayed rule: skipped steps, steps that were too low, and bits below the ceiling."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -11,9 +9,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
-
-__all__ = ["FREE_BITS", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "Measures"]
-__all__ += ["measure", "overflow_flags", "overflows", "require_steps"]
 
 # The smallest and the largest normal float32 number. A step with a ceiling above the largest number never overflows; a
 # step with a ceiling below the smallest number always overflows.

@@ -1,7 +1,5 @@
 """Replay loss-scaling rules on traces, and compare the results."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +24,6 @@ from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import as_power_of_two, text_table
-
-__all__ = ["Comparison", "Replay", "compare", "replay"]
 
 
 @dataclass(frozen=True, eq=False)

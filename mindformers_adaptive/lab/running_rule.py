@@ -19,9 +19,6 @@ from mindformers_adaptive.rules.description import DEFAULT_LOSS_SCALE, all_argum
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import did_you_mean
 
-__all__ = ["PRESETS", "REMOVED_PRESETS", "RULE_NAMES", "Parameter", "Preset", "RunningRule", "rule_and_state"]
-__all__ += ["start_argument", "start_rule"]
-
 
 class Arithmetic(NamedTuple):
     """How another system rounds: functions that round to the dtypes of the system's loss scale and of its factors.

@@ -1,7 +1,5 @@
 """The changes of the loss scale in a run, and phases: consecutive changes of one kind, such as raises."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -10,8 +8,6 @@ import numpy as np
 
 from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.text.table import as_power_of_two
-
-__all__ = ["Phase", "as_range", "changes_of", "path_line", "path_lines", "phases"]
 
 _HEADING = "   steps      what the loss scale did      loss scale"
 

@@ -1,7 +1,5 @@
 """MindFormers' callbacks for loss scaling: checkpoints have its state, and a skipped step is no anomaly."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -19,9 +17,6 @@ from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.mindformers.checkpoint_formats import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.monitor.step_reader import read_loss, read_overflow
 from mindformers_adaptive.rules.state_dict import FORM, RUN, to_integer
-
-__all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "TrainingStateMonitor"]
-__all__ += ["restores_sidecar"]
 
 # MindFormers before 1.7 does not know the YAML section `checkpoint:`, and has no class CommonInfo.
 _CommonInfo = getattr(stock, "CommonInfo", object)

@@ -1,7 +1,5 @@
 """Read the floating-point arrays of a checkpoint, and write such arrays to a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.mindformers.checkpoint_reader import Checkpoint, read_checkpoints
 from mindformers_adaptive.text.files import atomic_write
 from mindformers_adaptive.text.install_hint import install_hint
-
-__all__ = ["find_checkpoints", "load_newest", "read_arrays", "save_arrays"]
 
 
 def read_arrays(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -5,8 +5,6 @@ A state is in a ``.ckpt`` or ``.safetensors`` file among the weights, and in Min
 ``.ckpt`` file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +13,6 @@ from typing import Any
 from mindformers_adaptive.rules.fields import Field
 from mindformers_adaptive.text.files import NOT_FINITE, write_json
 from mindformers_adaptive.text.install_hint import install_hint
-
-__all__ = ["FILE_NAME", "SMALL_FILES", "SUFFIXES", "Fields", "Values", "last_part", "read_file", "read_sidecar"]
-__all__ += ["write_sidecar"]
 
 # The sidecar: a file beside common.json that holds the loss-scaling state. MindFormers' `checkpoint:` format itself
 # leaves this state out if the optimizer is not saved.

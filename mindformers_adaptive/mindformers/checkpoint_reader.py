@@ -1,7 +1,5 @@
 """Find the checkpoints in a folder, and read the loss-scaling state of each of them."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +24,6 @@ from mindformers_adaptive.rules.saved_state import all_fields
 from mindformers_adaptive.rules.state_dict import FORM
 from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.table import counted
-
-__all__ = ["Checkpoint", "newest_state", "read_checkpoints"]
 
 # Checkpoint fields that exist whichever loss-scaling rule is used. MindFormers can also save the loss scale as a number
 # named loss_scale. The Parameter scale_sense comes last and takes precedence.

@@ -1,7 +1,5 @@
 """Check a configuration, before anything is built, for mistakes that MindFormers ignores or reports late."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import warnings
@@ -15,8 +13,6 @@ from mindformers_adaptive.rules.checks import number_remedy
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import describe_wrong, did_you_mean, letters_apart
 from mindformers_adaptive.text.untrusted import with_powers
-
-__all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
 _TRAIN_STEP = "runner_wrapper"
 

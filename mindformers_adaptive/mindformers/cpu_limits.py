@@ -1,13 +1,9 @@
 """Check a configuration for features that MindSpore or MindFormers lacks on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindformers_adaptive.mindformers.keys import COMPILED_PARALLELISM, model_values, value_at
-
-__all__ = ["check_cpu"]
 
 # For some keys of the model's configuration, the value that a CPU needs and the reason.
 _CPU_MODEL: dict[str, tuple[bool, str]] = {

@@ -1,13 +1,8 @@
 """Look up the values of a configuration by key."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any
-
-__all__ = ["ACCUMULATION", "COMPILED_PARALLELISM", "FORMER_KEYS", "NO_SECTION", "PER_TOKEN", "SCALE_SENSE"]
-__all__ += ["WEIGHTS_DTYPE", "given_to_train_step", "micro_batches_of", "model_values", "value_at"]
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
 # What to write in place of a loss-scaling section that is a text, a list or nothing.

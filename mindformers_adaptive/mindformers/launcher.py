@@ -1,7 +1,5 @@
 """Start MindFormers' trainer with adaptive loss scaling from a YAML file, whose keys can be overridden."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback
@@ -16,9 +14,6 @@ from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.record.run_folder import CONFIG_FILE, file_in
 from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.untrusted import read_yaml
-
-__all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
-__all__ += ["use_register_path"]
 
 NUM_SAMPLES = "train_dataset.data_loader.num_samples"
 EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"

@@ -1,7 +1,5 @@
 """Warnings of loss-scaling settings and number formats with which a training loses weight updates or precision."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -11,8 +9,6 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.rule import Rule
-
-__all__ = ["FIXED_SCALES", "warn_of_scaling"]
 
 # Update cells that never change the loss scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")

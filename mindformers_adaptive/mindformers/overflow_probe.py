@@ -1,7 +1,5 @@
 """Find out why a training overflows that a MindFormers YAML file or a function of a Python program describes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -22,8 +20,6 @@ from mindformers_adaptive.overflow.explain import explain_overflow
 from mindformers_adaptive.overflow.explanation import Explanation
 from mindformers_adaptive.record.symptom import Finding
 from mindformers_adaptive.rules.checks import imported, require_integer
-
-__all__ = ["DEFAULT_BATCHES", "Measurement", "measurement_of_file", "measurement_of_program"]
 
 # Each batch costs up to three passes in PyNative mode, and a model that overflows does so with almost any batch. So two
 # batches are enough.

@@ -1,7 +1,5 @@
 """Registration with MindFormers, so that class names in its YAML files mean the classes of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +17,6 @@ from mindformers_adaptive.mindformers.configuration_check import OWN_AUTO_REGIST
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-
-__all__ = ["register"]
 
 # Further names of this package's wrapper classes: short names, which MindFormers lacks, and MindFormers' own short
 # names.

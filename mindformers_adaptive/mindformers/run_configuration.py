@@ -1,7 +1,5 @@
 """Write the configuration of a training into its output folder, and read for ``why`` what a training has left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping
@@ -18,8 +16,6 @@ from mindformers_adaptive.record.symptom import Seen
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
 from mindformers_adaptive.text.untrusted import read_yaml
-
-__all__ = ["as_text", "read_program_run", "read_run", "save_configuration"]
 
 # The saved configuration names the folder of the user's classes in a line above the YAML, because MindFormers has no
 # key for this folder.

@@ -1,7 +1,5 @@
 """MindFormers' ``Trainer`` with adaptive loss scaling registered, and with an argument for a train-step cell."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings
@@ -24,8 +22,6 @@ from mindformers_adaptive.mindformers.registration import register
 from mindformers_adaptive.mindformers.run_configuration import as_text, save_configuration
 from mindformers_adaptive.mindformers.workarounds import apply_workarounds
 from mindformers_adaptive.rules import rule_of_cell
-
-__all__ = ["LaunchedTrainer", "MeanOverMicroBatches", "Trainer", "accumulate", "take_accumulation_steps"]
 
 
 class Trainer(mindformers.Trainer):

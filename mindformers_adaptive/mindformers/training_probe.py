@@ -22,8 +22,6 @@ from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.rules.checks import require_integer
 from mindformers_adaptive.text.files import refuse_pipe
 
-__all__ = ["Training", "TrainingSource", "load_weights", "probe"]
-
 # Each loss is a mean over many tokens, so batches differ little, and a few of them represent the data.
 DEFAULT_BATCHES = 4
 

@@ -1,7 +1,5 @@
 """Changes that MindFormers 1.9.0 needs to train on a CPU, and to resume in a single process or after a kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,8 +8,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-__all__ = ["apply_workarounds", "is_whole"]
 
 # If a folder has a file of this name, MindFormers reads a complete checkpoint from this file, not the part of one
 # process.

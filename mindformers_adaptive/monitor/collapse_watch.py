@@ -1,7 +1,5 @@
 """``CollapseWatch``: warns of a training whose steps are all skipped, if it has no ``LossScaleMonitor``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mindformers.tools.logger import logger
@@ -13,8 +11,6 @@ from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.record.diagnosis import Diagnosis
 from mindformers_adaptive.record.symptom import Seen
-
-__all__ = ["CollapseWatch"]
 
 # Update cells of this package count overflows on the device, so the host need not wait for every step, only for every
 # tenth step.

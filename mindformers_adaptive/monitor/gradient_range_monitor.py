@@ -1,7 +1,5 @@
 """``GradientRangeMonitor``: the ranges of gradients and weights during training, as JSON lines and for TensorBoard."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -19,8 +17,6 @@ from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_sc
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.rules.checks import require_integer, require_names
 from mindformers_adaptive.rules.formats import Format, find_format
-
-__all__ = ["GradientRangeMonitor"]
 
 
 class GradientRangeMonitor(RecordingCallback):

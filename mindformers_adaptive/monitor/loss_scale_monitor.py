@@ -1,7 +1,5 @@
 """``LossScaleMonitor``: records what loss scaling did in every step, in a file, in TensorBoard and in the log."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -19,8 +17,6 @@ from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
 from mindformers_adaptive.record.symptom import Seen, Sign
 from mindformers_adaptive.rules.checks import imported, require_choice, require_flag, require_integer
-
-__all__ = ["LossScaleMonitor"]
 
 
 class LossScaleMonitor(RecordingCallback):

@@ -1,7 +1,5 @@
 """The base class of callbacks that write a record of a run, and scalars and histograms for TensorBoard."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os
@@ -19,8 +17,6 @@ from tensorboardX import SummaryWriter
 from mindformers_adaptive.monitor.step_reader import last_step_before
 from mindformers_adaptive.record.writer import RunRecord, new_run
 from mindformers_adaptive.rules.checks import require_choice, require_flag, with_type
-
-__all__ = ["RecordingCallback"]
 
 _FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
 _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")

@@ -1,7 +1,5 @@
 """Messages in the log of a training: how to find the cause of its overflows, and warnings at its begin and its end."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +17,6 @@ from mindformers_adaptive.record.run_folder import BATCH_FILE, EXPLANATION_FILE,
 from mindformers_adaptive.record.symptom import Finding, Sign
 from mindformers_adaptive.text.files import write_json
 from mindformers_adaptive.text.table import counted
-
-__all__ = ["explain_collapse", "message_of", "none_applied", "of_weights", "too_short_for_window", "way_to_the_cause"]
 
 # Check the weights of models with at most this many elements, half a gigabyte in float32.
 _MOST_ELEMENTS = 2**27

@@ -1,7 +1,5 @@
 """Read from a train-step cell what loss scaling did in the last steps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,8 +10,6 @@ from mindspore import Parameter, Tensor, nn
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.fields import STEP_FIELDS, Field
 from mindformers_adaptive.rules.saved_state import all_fields
-
-__all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
 _OF_WINDOW = ("scale_window", "window_index")
 # Recorded fields that some update cells lack. The value of a missing field is None.

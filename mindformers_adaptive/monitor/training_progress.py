@@ -1,7 +1,5 @@
 """``TrainingProgress``: shows step, loss, loss scale and skipped steps of a training in a progress bar."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +8,6 @@ from mindspore.train import Callback
 
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, last_step_before, read_loss
 from mindformers_adaptive.text.table import as_power_of_two
-
-__all__ = ["TrainingProgress"]
 
 
 class TrainingProgress(Callback):

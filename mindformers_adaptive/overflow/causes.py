@@ -1,7 +1,5 @@
 """Finds what stands out in passes and weights: a layer where values or gradients grow, large weights, a low scale."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +10,6 @@ from mindformers_adaptive.overflow.headroom import constants_and_masks
 from mindformers_adaptive.overflow.origin import largest_weight
 from mindformers_adaptive.overflow.passes import Call, Pass
 from mindformers_adaptive.text.table import as_power_of_two, counted
-
-__all__ = ["Cause", "growing_layers", "large_weights", "low_scale"]
 
 # A layer or Parameter stands out if it is at least this many times as large as others of its kind, and above a size
 # that others of its kind rarely have: a growth of 8 in a layer, or a weight of 8.

@@ -1,7 +1,5 @@
 """``explain_overflow`` watches passes of a train step, then repeats these passes with changes that could help."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -30,8 +28,6 @@ from mindformers_adaptive.overflow.scale_search import HIGHEST, PassesAtScales, 
 from mindformers_adaptive.overflow.watch import Watch, read_tensor
 from mindformers_adaptive.rules.checks import require_flag, require_positive
 from mindformers_adaptive.text.table import as_power_of_two
-
-__all__ = ["PyNativeError", "explain_overflow", "watched_passes"]
 
 # A pattern for error messages of operators about an index, such as a label or a token, that is out of range.
 _OUT_OF_RANGE = r"out[ -]of[ -](range|bound)|does not index into|smaller than the value of shape"

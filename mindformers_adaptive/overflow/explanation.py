@@ -13,8 +13,6 @@ from mindformers_adaptive.overflow.origin import Origin
 from mindformers_adaptive.record.symptom import Finding
 from mindformers_adaptive.text.table import align, as_power_of_two
 
-__all__ = ["Explanation", "Tried"]
-
 # How many layers and how many tried settings a text shows at most, so that the text fits on a screen.
 _MOST_LAYERS, _MOST_LISTED = 5, 9
 # Begin the explanation with this many findings on the steps of the training.

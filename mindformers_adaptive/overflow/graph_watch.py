@@ -1,7 +1,5 @@
 """Measures the cells of a network in graph mode. The measurements are returned as gradients of extra Parameters."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +15,6 @@ from mindformers_adaptive.gradients.reading import Reading
 from mindformers_adaptive.gradients.temporary_changes import replaced_in
 from mindformers_adaptive.overflow.passes import BATCH, Call, Gradient, Operand
 from mindformers_adaptive.overflow.watch import read_tensor
-
-__all__ = ["GraphWatch"]
 
 _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
 # The quantities measured at each input and output of a cell: three of the value and of its gradient, in turns, and then

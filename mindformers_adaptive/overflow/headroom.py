@@ -1,15 +1,11 @@
 """Measures how many bits each layer is away from overflow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindformers_adaptive.gradients.reading import Reading
 from mindformers_adaptive.overflow.masks import Masks
 from mindformers_adaptive.overflow.passes import CASTS, Pass
-
-__all__ = ["LayerRange", "constants_and_masks", "layer_ranges"]
 
 # Prefixes of the names of operators that add or subtract.
 _ADDS = ("Add", "Sub", "Radd", "Rsub")

@@ -1,12 +1,8 @@
 """Distinguishes the -inf of masks from overflows. A mask hides values by -inf, which softmax turns into 0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mindformers_adaptive.overflow.passes import CASTS, Call, Operand, Pass
-
-__all__ = ["MULTIPLIES", "Masks"]
 
 # Operators that replace elements of a tensor by given values.
 _FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike", "MaskedScatter"}

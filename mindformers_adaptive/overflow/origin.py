@@ -1,7 +1,5 @@
 """Finds the layer, and if possible the operator, in which the first inf or NaN of a pass through a network appeared."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
@@ -10,8 +8,6 @@ from dataclasses import dataclass
 from mindformers_adaptive.gradients.reading import Reading, largest_of
 from mindformers_adaptive.overflow.masks import MULTIPLIES, Masks, fills, has_bad_output, multiplies
 from mindformers_adaptive.overflow.passes import BATCH, CASTS, Call, Gradient, Operand, Pass
-
-__all__ = ["Origin", "find_origin", "largest_weight", "operator_of"]
 
 # Prefixes of the names of operators that overflow at small inputs.
 _NEAR_ZERO = "Div RealDiv Truediv Rtruediv Itruediv Xdivy Log Rsqrt Sqrt Pow Reciprocal Inv"

@@ -1,13 +1,9 @@
 """The record of a pass through a network: the values at each cell and operator, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mindformers_adaptive.gradients.reading import Reading
-
-__all__ = ["BATCH", "CASTS", "Call", "Gradient", "Operand", "Pass"]
 
 # The names of operators that only change the dtype of a tensor.
 CASTS = {"Cast", "Astype", "To", "Type", "TypeAs"}

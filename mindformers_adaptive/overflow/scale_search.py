@@ -1,15 +1,11 @@
 """Runs the passes of a network at several loss scales, to find the lowest one that overflows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
 
 from mindformers_adaptive.overflow.origin import Origin, find_origin
 from mindformers_adaptive.overflow.passes import Gradient, Pass
-
-__all__ = ["HIGHEST", "PassesAtScales", "Run", "run_at_scales"]
 
 # A function that runs batches at a loss scale.
 Run = Callable[[list[Any], float], list[Pass]]

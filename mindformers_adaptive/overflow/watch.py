@@ -1,7 +1,5 @@
 """Records the values at every cell and operator of a network that runs in PyNative mode, forward and backward."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -22,8 +20,6 @@ from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.reading import Reading, read_values
 from mindformers_adaptive.gradients.temporary_changes import replaced_in, without_recomputation
 from mindformers_adaptive.overflow.passes import BATCH, Call, Gradient, Operand
-
-__all__ = ["Watch", "read_tensor"]
 
 # Methods of Tensors that are implemented in C++, including Python's operators. Other methods of Tensors are Python
 # functions that call these methods. Names with a leading underscore are internal to MindSpore.

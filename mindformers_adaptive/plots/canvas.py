@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["ALARMING", "CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
-__all__ += ["as_text", "draw_ceiling", "draw_steps", "gather", "headline", "legend_above", "legend_below"]
-__all__ += ["mark_above", "narrower", "new_figure", "one_per_column", "percent", "point_marker", "power_of_two"]
-__all__ += ["require_picture", "save", "say_instead", "style_axes", "thinned", "use_percent_axis"]
-__all__ += ["use_power_of_two_axis", "use_step_axis", "write_svg"]
-
 Floats = NDArray[np.float64]
 
 # The number of columns into which a panel is divided: about twice the panel's width in pixels, in a picture 1200 pixels

@@ -19,8 +19,6 @@ from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.gradients import group_for, require_signed, wrapped
 from mindformers_adaptive.rules.formats import Format
 
-__all__ = ["GradientSeries", "GroupSeries", "draw_gradient_records", "is_gradient_record", "series_of_gradients"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

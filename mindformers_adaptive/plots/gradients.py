@@ -18,8 +18,6 @@ from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.rules.formats import Format
 
-__all__ = ["AXES", "draw_histograms", "draw_sweeps", "draw_underflow", "group_for", "require_signed", "wrapped"]
-
 AXES = ("log2", "linear")
 
 if TYPE_CHECKING:

@@ -16,8 +16,6 @@ from mindformers_adaptive.plots.canvas import Floats, one_per_column
 from mindformers_adaptive.record.trace import Trace, implied_ceilings
 from mindformers_adaptive.text.table import counted
 
-__all__ = ["draw_comparison", "draw_replays", "draw_skips"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

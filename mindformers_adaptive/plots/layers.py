@@ -13,8 +13,6 @@ from mindformers_adaptive.overflow.headroom import LayerRange
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.rules.formats import FLOAT16
 
-__all__ = ["draw_layers"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

@@ -29,8 +29,6 @@ from mindformers_adaptive.text.untrusted import printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["GRADIENTS", "RunTold", "gradients_beside", "picture", "render", "without_pictures", "write_report"]
-
 
 # Pictures for narrow screens have this share of the usual width. Their letters keep the usual size, to stay readable.
 _NARROW = 0.48

@@ -1,7 +1,5 @@
 """The recorded steps of a run as arrays to draw, and a sentence that sums them up."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,8 +12,6 @@ from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.scale_summary import bounds_in_words, summary_of
 from mindformers_adaptive.record.trace import implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
-
-__all__ = ["RunSeries", "series_of"]
 
 # A gap is a series of missing steps in a record, and breaks a drawn line. A record with more gaps per recorded step
 # than this has only scattered steps, so gaps would leave nothing of the line: ignore the gaps of such a record.

@@ -15,8 +15,6 @@ from mindformers_adaptive.plots.gradient_records import GradientSeries, series_o
 from mindformers_adaptive.plots.run_series import RunSeries, series_of
 from mindformers_adaptive.record.run import RecordedRun
 
-__all__ = ["draw_runs"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

@@ -5,8 +5,6 @@ text of its remedy, stand here and nowhere else. The numbers that other modules 
 :mod:`mindformers_adaptive.record.thresholds`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
@@ -17,8 +15,6 @@ from typing import Any
 from mindformers_adaptive.record.symptom import Finding, Seen, Sign, Symptom
 from mindformers_adaptive.record.thresholds import COLLAPSE, HELD, LOW_SCALE, STUCK
 from mindformers_adaptive.text.table import as_power_of_two, counted
-
-__all__ = ["BadGradients", "BadLoss", "Collapse", "Diagnosis", "LateStreak", "LossJump", "LowScale", "diagnose"]
 
 # A loss has jumped if it is at least this many times as large as every loss before, or for some steps in a row at least
 # _RISE times as large; and if it is at least this large.

@@ -1,7 +1,5 @@
 """Parsers for the lines of training logs. To add a format, add a class here and put it into ``FORMATS``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
@@ -13,8 +11,6 @@ import numpy as np
 
 from mindformers_adaptive.record.step import LARGEST_STEP, LogLine, Step, step_of
 from mindformers_adaptive.text.files import json_object
-
-__all__ = ["FORMATS", "NAMED", "LogFormat", "Record", "missing_steps"]
 
 _RECORD_DECODER = msgspec.json.Decoder(Step, strict=False)
 

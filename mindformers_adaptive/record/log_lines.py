@@ -1,7 +1,5 @@
 """The data of the lines of a training log, stored in one array per field, because a log may have a million lines."""
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -16,8 +14,6 @@ from numpy.typing import NDArray
 from mindformers_adaptive.record.log_formats import NAMED
 from mindformers_adaptive.record.step import COLUMNS, RARE_FIELDS, LogLine, Step
 from mindformers_adaptive.text.table import counted
-
-__all__ = ["LogLines"]
 
 # Log lines of several ranks may be out of order by up to this many lines. If the step numbers go back further, the run
 # was restarted.

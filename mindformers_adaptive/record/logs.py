@@ -1,7 +1,5 @@
 """Read training logs: :func:`read_log` finds the format of a log and returns the data of the logged steps in order."""
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import os
@@ -26,8 +24,6 @@ from mindformers_adaptive.rules.checks import require_choice, with_type
 from mindformers_adaptive.text.files import refuse_pipe
 from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
-
-__all__ = ["read_log", "run_of_record"]
 
 LogPath = str | os.PathLike[str]
 

@@ -1,7 +1,5 @@
 """Count overflows that have log lines of their own: several ranks and source files may print the same overflow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -9,8 +7,6 @@ from itertools import pairwise
 
 from mindformers_adaptive.record.step import LogLine
 from mindformers_adaptive.text.table import counted
-
-__all__ = ["merge_ranks", "steps_between"]
 
 # Ranks print the same overflow within this many seconds, including the difference between their clocks, and within this
 # many rows of steps. Equal lines further apart are about different overflows.

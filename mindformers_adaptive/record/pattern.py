@@ -1,7 +1,5 @@
 """Read any log by a regular expression whose named groups say what a line states about a step, or suggest one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -10,8 +8,6 @@ from typing import Any
 from mindformers_adaptive.record.log_formats import LogFormat
 from mindformers_adaptive.record.step import LARGEST_STEP, LogLine, Step
 from mindformers_adaptive.rules.checks import with_type
-
-__all__ = ["GROUPS", "Pattern", "suggest_pattern"]
 
 GROUPS = ("step", "loss_scale", "overflow", "skipped", "total_skipped", "loss", "gradient_norm")
 

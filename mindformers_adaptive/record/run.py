@@ -17,8 +17,6 @@ from mindformers_adaptive.record.symptom import Seen
 from mindformers_adaptive.record.trace import implied_ceilings, require_one_length
 from mindformers_adaptive.rules.formats import FLOAT16, find_format
 
-__all__ = ["Move", "RecordedRun"]
-
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -1,7 +1,5 @@
 """The output folder of a training: the names of the files in it, and how commands find them."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Sequence
@@ -9,10 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mindformers_adaptive.text.untrusted import read_yaml
-
-__all__ = ["BATCH_FILE", "CONFIG_FILE", "EXPLANATION_FILE", "RECORD", "Ways", "checkpoint_folders", "file_in"]
-__all__ += ["find_command"]
-__all__ += ["is_from_program", "record_in", "run_folder_of", "ways_of", "why_command"]
 
 # Files in the output folder of a training: the configuration of the training, the first batch at which the loss was inf
 # or NaN or the loss scale collapsed, and what LossScaleMonitor(explain=True) has found there.

@@ -1,7 +1,5 @@
 """Where the loss scale of a run went, as far as its log shows: whether it held, settled, collapsed, rose or fell."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,8 +9,6 @@ from numpy.typing import NDArray
 from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.record.thresholds import HELD, STUCK
 from mindformers_adaptive.text.table import as_power_of_two
-
-__all__ = ["Held", "ScaleSummary", "bounds_in_words", "summary_of"]
 
 # The loss scale of a run with at least 40 steps has settled if some scale held and two conditions hold in the second
 # half of the run: 95 % of the loss scales lie within a factor of 4, and the loss scale either both rises and falls or

@@ -3,8 +3,6 @@
 To add a field, add a line here and a line where the field is measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -13,19 +11,6 @@ import numpy as np
 
 from mindformers_adaptive.rules.checks import with_type
 from mindformers_adaptive.text.files import json_text
-
-__all__ = [
-    "COLUMNS",
-    "FIELDS",
-    "LARGEST_STEP",
-    "MARKS",
-    "RARE_FIELDS",
-    "LogLine",
-    "Step",
-    "entry_of",
-    "field_descriptions",
-    "step_of",
-]
 
 # The largest valid step number. Above 2^53, float64 does not represent every integer, and no training takes so many
 # steps, so a larger number comes from a damaged log line.

@@ -13,8 +13,6 @@ A printed scale stands for all scales that are printed alike: 0.1 is anything fr
 the steps of a line that cannot be read.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,8 +31,6 @@ from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.record.step import COLUMNS, LARGEST_STEP, LogLine
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.table import counted
-
-__all__ = ["run_of_lines"]
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

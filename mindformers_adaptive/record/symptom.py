@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-__all__ = ["Finding", "Seen", "Sign", "Symptom"]
-
 
 class Seen(NamedTuple):
     """What is stated of a step of a training, or of a few steps with one outcome. A value that is not stated is None.

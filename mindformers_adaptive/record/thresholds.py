@@ -1,10 +1,6 @@
 """The numbers behind "held", "collapsed", "unusually low" and "decided", for every command that uses these words."""
 
-from __future__ import annotations
-
 from mindformers_adaptive.rules.ladder import DEFAULT_MIN_SCALE_WINDOW
-
-__all__ = ["COLLAPSE", "DECIDED_FROM", "HELD", "LOW_SCALE", "STUCK", "TOLERABLE"]
 
 # A loss scale has held if this many consecutive steps with this scale did not overflow. The number is the smallest
 # scale window that MindFormers uses by default.

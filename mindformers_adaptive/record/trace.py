@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 
-__all__ = ["Trace", "consecutive_runs", "implied_ceilings", "just_below", "require_one_length"]
-
 
 @dataclass(frozen=True, eq=False)
 class Trace:

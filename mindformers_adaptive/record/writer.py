@@ -1,7 +1,5 @@
 """Write and read the record of a run: a file with one JSON line per step, which survives kills and resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -15,8 +13,6 @@ from filelock import FileLock, Timeout
 
 from mindformers_adaptive.record.step import MARKS, entry_of
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text, refuse_pipe
-
-__all__ = ["RunRecord", "new_run", "read_record"]
 
 _COPIED_AT_ONCE = 2**20
 

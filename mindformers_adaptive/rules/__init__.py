@@ -1,7 +1,5 @@
 """Find loss-scaling rules by name, or write your own rule with :class:`Rule`."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

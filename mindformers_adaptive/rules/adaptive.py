@@ -1,7 +1,5 @@
 """The adaptive rule raises and drops the loss scale, and changes the scale window after three raises or three drops."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -18,8 +16,6 @@ from mindformers_adaptive.rules.fields import int32, kept_fields
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import keep_within
-
-__all__ = ["COUNTER_LIMIT", "HIDDEN_INDEX", "HIDDEN_WINDOW", "AdaptiveRule", "LossScaleState"]
 
 # The scale window changes after this many raises or drops of the loss scale, as in MindFormers' documentation: "every
 # three raises the window moves up", "three drops in a row lead to window 1".

@@ -11,10 +11,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-__all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "imported", "number_remedy", "require_choice"]
-__all__ += ["require_flag", "require_integer", "require_names", "require_number", "require_positive", "to_float32"]
-__all__ += ["warn_of_rounding", "with_type"]
-
 # The largest int32 number. Step counters are int32 on a device.
 LARGEST_INT32 = 2**31 - 1
 # The smallest and the largest normal number of float32.

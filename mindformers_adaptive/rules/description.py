@@ -1,7 +1,5 @@
 """Check the class and attributes of a loss-scaling rule when the rule is created. Errors address the rule's author."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import keyword
@@ -13,9 +11,6 @@ from typing import Any
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
 from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, is_of_this_package
-
-__all__ = ["DEFAULT_LOSS_SCALE", "OF_EVERY_RULE", "RESERVED", "all_arguments", "arguments_of", "check_description"]
-__all__ += ["checked_value", "is_of_this_package"]
 
 # The default of the initial loss scale in MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16

@@ -6,9 +6,6 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["LARGEST_GRADIENT", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of", "form_of", "is_of_this_package"]
-__all__ += ["kept_fields"]
-
 # The largest step count in a saved state, about 34 years at one step per second. No process runs for another 34 years,
 # so the int32 counters never overflow, and the graph of the update cell need not limit the counters.
 STEP_LIMIT = 2**30

@@ -9,8 +9,6 @@ from typing import Any
 
 from mindformers_adaptive.rules.checks import require_choice, require_integer, require_number, with_type
 
-__all__ = ["FLOAT16", "FORMATS", "Format", "find_format"]
-
 _OVERFLOWS = ("inf", "nan", "saturate")
 _ROUNDINGS = ("even", "away")
 

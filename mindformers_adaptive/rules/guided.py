@@ -1,7 +1,5 @@
 """Gradient-guided loss scaling: the loss scale stays a margin below the lowest ceiling that recent gradients show."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -11,8 +9,6 @@ from mindformers_adaptive.rules.checks import require_integer, require_number
 from mindformers_adaptive.rules.fields import STEP_LIMIT, Field, int32
 from mindformers_adaptive.rules.formats import Format
 from mindformers_adaptive.rules.rule import Rule
-
-__all__ = ["GuidedRule", "refuses_exchange_rate"]
 
 # An overflow lowers log2 of the loss scale by DROP bits, until the next applied step. That may be too much, but it is
 # harmless: the applied step shows how high the loss scale can be. At the start, the margin is at most DROP bits larger

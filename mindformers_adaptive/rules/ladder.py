@@ -4,8 +4,6 @@ import warnings
 
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "window_ladder"]
-
 # MindFormers' documentation of adaptive loss scaling gives scale windows of 20 to 1000 steps.
 DEFAULT_MAX_SCALE_WINDOW = 1000
 DEFAULT_MIN_SCALE_WINDOW = 20

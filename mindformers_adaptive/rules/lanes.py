@@ -1,7 +1,5 @@
 """Run a loss-scaling rule in NumPy, thousands of runs side by side. Each run is a *lane*: an index of the last axis."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +9,6 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
 from mindformers_adaptive.rules.step import NumpyStep
-
-__all__ = ["Lanes", "arrays_of"]
 
 _ONE = np.int32(1)
 

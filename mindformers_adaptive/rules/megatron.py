@@ -15,8 +15,6 @@ from mindformers_adaptive.rules.checks import (
 )
 from mindformers_adaptive.text.nearest import did_you_mean
 
-__all__ = ["scale_sense_from_megatron"]
-
 # An unknown argument counts as a misspelling if it is at least this similar to a loss-scaling argument of Megatron-LM.
 # Megatron-LM's other arguments are less similar to the loss-scaling arguments.
 _MISSPELLED = 0.85

@@ -3,8 +3,6 @@
 ``cells/graph_form.py`` has the same operations for MindSpore. A step gets one of the two as its namespace ``xp``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,9 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
-
-__all__ = ["NUMPY", "OPERATIONS", "UNSHOWN", "Namespace", "constants", "filled_table", "lookup"]
-__all__ += ["exponents_of", "possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
 

@@ -1,7 +1,5 @@
 """Settings as Python text to paste: the call of an update cell's class, with the arguments that the class takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -10,8 +8,6 @@ from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.description import all_arguments, arguments_of
 from mindformers_adaptive.rules.formats import Format
 from mindformers_adaptive.rules.rule import Rule
-
-__all__ = ["arguments_of_rule", "cell_call", "python_value"]
 
 
 def cell_call(rule_class: type[Rule], values: Mapping[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """``Rule``: the base class of all loss-scaling rules, from which users derive their rules too."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -20,8 +18,6 @@ from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.operations import NUMPY
 from mindformers_adaptive.rules.step import arguments_of_step
 from mindformers_adaptive.rules.step_check import check_step, told
-
-__all__ = ["Rule"]
 
 
 class _CheckedOnCreation(type):

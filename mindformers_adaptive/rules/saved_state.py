@@ -1,7 +1,5 @@
 """Convert the state of a loss-scaling rule to and from the values in update cells and checkpoints."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Collection, Mapping
@@ -18,9 +16,6 @@ from mindformers_adaptive.rules.fields import (
     kept_fields,
 )
 from mindformers_adaptive.rules.step_check import told
-
-__all__ = ["all_fields", "describe_fresh_start", "from_values", "keep_within", "restored_fields"]
-__all__ += ["own_keys", "repair", "repair_loss_scale", "to_values"]
 
 
 def all_fields(rule: Any) -> tuple[Field, ...]:

@@ -1,16 +1,11 @@
 """Convert a loss-scaling state to and from a dict of numbers, for ``state_dict()``, other cells and Megatron-LM."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from mindformers_adaptive.rules.fields import STEP_FIELDS, Field, form_of, kept_fields
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys
-
-__all__ = ["FORM", "FORMER_NAMES", "RUN", "RestoredState", "counters_of_megatron", "grad_scaler_in", "read_state"]
-__all__ += ["to_integer", "to_state_dict"]
 
 # The names of two entries of a checkpoint and of a state_dict(): the number of the run, and a checksum of the rule's
 # name and of the fields of its state. The checksum shows whether the saved state fits a rule.

@@ -1,7 +1,5 @@
 """The NumPy form of a rule's step, for many lanes (runs) side by side."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.operations import NUMPY, UNSHOWN, exponents_of
-
-__all__ = ["GRADIENT", "NumpyStep", "arguments_of_step", "handed_on", "keeps_bounds", "results_of_step"]
 
 # What a step of a rule that needs gradients may take.
 GRADIENT = ("largest_gradient", "gradient_known", "max_safe_exponent")

@@ -3,8 +3,6 @@
 An error names the line of the rule. Each value is an array of two lanes (runs), so Python cannot decide by it.
 """
 
-from __future__ import annotations
-
 import functools
 import sysconfig
 import traceback
@@ -16,8 +14,6 @@ import numpy as np
 
 from mindformers_adaptive.rules.operations import NUMPY, OPERATIONS, UNSHOWN, Namespace, lookup
 from mindformers_adaptive.rules.step import GRADIENT, arguments_of_step, results_of_step
-
-__all__ = ["check_step", "told"]
 
 _LANES = 2
 _INT32, _FLOAT32, _FLAGS = (frozenset({name}) for name in ("int32", "float32", "bool"))

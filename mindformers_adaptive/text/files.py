@@ -1,7 +1,5 @@
 """Write files as a whole or not at all, and write JSON that any parser can read."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -12,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
-
-__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text", "make_folder_of", "refuse_pipe", "write_json"]
 
 
 @contextmanager

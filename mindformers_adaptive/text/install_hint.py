@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["install_hint"]
-
 _MINDFORMERS = (
     "On Ascend, install the MindSpore that fits the installed CANN, and the MindFormers that fits this MindSpore; on a "
     "CPU: pip install '.[mindformers]' in the clone of this package"

@@ -1,11 +1,7 @@
 """Find known names that are similar to a misspelled name."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Sequence
-
-__all__ = ["describe_wrong", "did_you_mean", "letters_apart", "nearest_names"]
 
 
 def nearest_names(word: str, known: Collection[str]) -> str:

@@ -1,12 +1,8 @@
 """Plain-text tables, aligned for a terminal, and loss scales in a readable form, such as 2^16."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-
-__all__ = ["align", "as_power_of_two", "counted", "text_table"]
 
 
 def text_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -12,8 +12,6 @@ from mindformers_adaptive.text.files import refuse_pipe
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["parse_yaml", "printable", "read_power", "read_yaml", "with_powers"]
-
 # Limits for the nesting and the number of values of YAML text. The YAML file of a training has some hundred values, at
 # most a dozen levels deep. PyYAML takes minutes for thousands of levels, and a few aliases of aliases can stand for
 # billions of values.

@@ -6,8 +6,6 @@ A case names a function of steps.py, so this module needs no MindSpore.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["ALONE", "CASES", "CONTROLS", "WAYS", "Case", "World"]
-
 
 @dataclass(frozen=True)
 class World:

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from scripts.ascend.cases import CASES, CHIPS
 
-__all__ = ["GRAPHS", "collectives_in", "kernels_in"]
-
 # The folder where MindSpore saves the graphs of this process, and the file names of the finished graphs.
 GRAPHS, LAST_GRAPHS = "graphs", "graph_build*.ir"
 _COLLECTIVE = (

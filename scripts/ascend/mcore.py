@@ -5,8 +5,6 @@ from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
 from mindformers.wrapper.wrapper import DataOrderWrapperCell
 
-__all__ = ["BATCH", "SEQ_LENGTH", "VOCABULARY", "build_deepseek", "build_qwen3"]
-
 # The shape of a batch of tokens, and the number of different tokens.
 BATCH, SEQ_LENGTH, VOCABULARY = 2, 16, 64
 INPUTS = ["input_ids", "labels", "loss_mask"]

@@ -3,8 +3,6 @@
 from mindformers.core import optim
 from mindspore import nn
 
-__all__ = ["DECAY_STEPS", "averaging", "grouped", "schedule"]
-
 # A learning rate reaches its minimum after this many steps.
 DECAY_STEPS = 30
 

@@ -2,8 +2,6 @@
 
 import contextlib
 
-__all__ = ["LEARNING_RATES", "LOSSES", "forget_printed"]
-
 # The losses that MindFormers prints with print_separate_loss.
 LOSSES = ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss")
 # Where MindFormers' train-step cell keeps the learning rates that the callback prints.

@@ -17,8 +17,6 @@ from scripts.ascend.compiler import GRAPHS
 from scripts.ascend.stand_ins import CALLED, folder_of_stand_ins, missing
 from scripts.studies.reporting import add_json_option, table, versions, write_json
 
-__all__ = ["compile_cases", "main", "problem"]
-
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "output" / "ascend_dry_run"
 # The time limit for compiling a case, in seconds.

@@ -17,8 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["CALLED", "folder_of_stand_ins", "missing"]
-
 # The files in MindSpore that support Ascend devices. They can be loaded only with the libraries of CANN.
 PLUGIN = (
     "lib/plugin/libmindspore_ascend.so.2",

@@ -8,8 +8,6 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.train.mind_ir_pb2 import ModelProto
 
-__all__ = ["WithLossScale", "count_kernels"]
-
 # The nodes of a graph that order or group values. Each other node is a kernel.
 NO_KERNELS = {"Constant", "Load", "MakeTuple", "TupleGetItem", "UpdateState", "Depend"}
 

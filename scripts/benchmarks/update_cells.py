@@ -2,9 +2,6 @@
 
 from functools import partial
 
-__all__ = ["ADAPTIVE", "CELLS", "DYNAMIC", "EMPTY", "GUIDED", "GUIDED_HISTORY", "HISTORY", "HYSTERESIS", "MINDFORMERS"]
-__all__ += ["START", "make_update_cell"]
-
 # A loss scale at which no step of the demo overflows, not even the first. The demo's loss scale settles at this value.
 START = 2.0**14
 # The scale window for measuring whole steps. No measurement fills this window, so the loss scale never changes.

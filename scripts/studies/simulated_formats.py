@@ -12,8 +12,6 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.formats import FORMATS, find_format
 
-__all__ = ["RoundToFormat", "simulate_formats"]
-
 # These operators multiply their first two inputs. Further inputs, such as a bias, are not multiplied.
 _PRODUCTS = ("MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt", "Dense")
 _PRODUCTS += ("Conv2D", "Conv3D", "Conv2DTranspose", "Conv3DTranspose", "Conv2DBackpropInput")

@@ -32,8 +32,6 @@ regime lasts 30 to 400 steps, evenly distributed. log2 of the ceiling is :math:`
 Each kind of regime also exists with ``with spikes`` behind its name. Then 6 * b_t is subtracted as in ``spikes``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,9 +42,6 @@ from numpy.typing import NDArray
 from mindformers_adaptive.lab.running_rule import RunningRule, start_rule
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.formats import FLOAT16, Format
-
-__all__ = ["KINDS", "REGIMES", "dynamic", "random_of", "regime_levels", "synthetic_trace", "synthetic_traces"]
-__all__ += ["with_gradients"]
 
 # Default log2 of the ceilings: the dynamic loss scale of a small Llama in FP16 on CPU stayed between 2^16 and 2^20.
 _LEVEL = 18.0

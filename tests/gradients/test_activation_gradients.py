@@ -8,8 +8,9 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.layers import LayerOutputs, LayerOutputsError
 from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
-from mindformers_adaptive.gradients.report import GradientRanges, array_statistics
+from mindformers_adaptive.gradients.report import GradientRanges
 from mindformers_adaptive.gradients.selection import select
+from mindformers_adaptive.gradients.statistics import array_statistics
 from tests.shared.networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
 
 X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)

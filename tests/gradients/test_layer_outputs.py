@@ -7,7 +7,8 @@ from mindspore import Tensor, nn
 
 from mindformers_adaptive.gradients.layers import LayerOutputs, LayerOutputsError
 from mindformers_adaptive.gradients.ranges import gradient_ranges
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 from tests.shared.networks import GraphOnly, Twice
 
 X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)

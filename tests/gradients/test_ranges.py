@@ -13,7 +13,8 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
-from mindformers_adaptive.gradients.report import GradientRanges, array_statistics
+from mindformers_adaptive.gradients.report import GradientRanges
+from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.wrapper import MFTrainOneStepCell
 from tests.shared.networks import (
     Dense,

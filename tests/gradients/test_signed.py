@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.gradients.report import ArrayStatistics, array_statistics, merge_statistics
 from mindformers_adaptive.gradients.signed import merge_signed, signed_histogram
+from mindformers_adaptive.gradients.statistics import ArrayStatistics, array_statistics, merge_statistics
 
 VALUES = st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=40)
 

@@ -10,7 +10,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cli.find import read_learning_rate
 from mindformers_adaptive.gradients.ranges import find_loss_scale, learning_rate_of
 from mindformers_adaptive.gradients.recommendation import lost_updates
-from mindformers_adaptive.gradients.report import array_statistics
+from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 from tests.conftest import CONFIG
 from tests.shared.networks import HalfPrecisionSum

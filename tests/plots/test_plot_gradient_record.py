@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, series_of_gradients
 from tests.plots.drawn import artist, artists, points, title
 from tests.shared.records import NAMES, REFERENCE, gradient_line, in_fp16

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_sweeps, draw_underflow
 from tests.plots.drawn import artist, artists, legend, points, title

@@ -12,8 +12,6 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.train.mind_ir_pb2 import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-__all__ = ["BOOKKEEPING", "ExportedGraph", "LossScaleHolder", "export_graph", "export_update_cell"]
-
 # Nodes that order or group values. Every other node is a kernel that the device has to launch.
 BOOKKEEPING = frozenset({"Constant", "Load", "MakeTuple", "TupleGetItem", "UpdateState", "Depend"})
 

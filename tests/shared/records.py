@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.step import COLUMNS, FIELDS
 

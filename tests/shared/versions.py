@@ -5,8 +5,6 @@ import importlib.util
 
 import pytest
 
-__all__ = ["BEFORE_1_7", "BEFORE_2", "NEEDS_LOSS_PER_TOKEN", "NEEDS_SECTION"]
-
 # Look for a module instead of comparing version numbers as text, in which "1.10" is smaller than "1.7".
 BEFORE_1_7 = importlib.util.find_spec("mindformers.checkpoint") is None
 BEFORE_2 = importlib.metadata.version("mindformers").startswith("1.")
