@@ -1,5 +1,7 @@
 """Runs the backward pass of a network at several loss scales, without changing the network."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import os

@@ -1,5 +1,7 @@
 """MindFormers' ``Trainer`` with adaptive loss scaling registered, and with an argument for a train-step cell."""
 
+from __future__ import annotations
+
 import copy
 import inspect
 import warnings

@@ -1,5 +1,7 @@
 """Read from a train-step cell what loss scaling did in the last steps."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Measures the cells of a network in graph mode. The measurements are returned as gradients of extra Parameters."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
