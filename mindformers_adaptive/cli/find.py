@@ -24,7 +24,7 @@ from mindformers_adaptive.cli.output import (
     progress_bar,
     read_scale,
 )
-from mindformers_adaptive.cli.train import add_yaml_arguments, read_options, value_of_key
+from mindformers_adaptive.cli.train import add_yaml_arguments, value_of_key
 from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.report import loss_division
 from mindformers_adaptive.gradients.selection import select
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _sweep(options: argparse.Namespace, loss_scales: Iterable[float], observe: Any) -> Any:
     """Run the backward passes with a progress bar, and return the gradient ranges."""
-    overrides, loss_scales = read_options(options.options), list(loss_scales)
+    loss_scales = list(loss_scales)
     use_register_path(options.register_path)
     with lines_in_file("find", verbose=options.verbose) as terminal:
         from mindformers_adaptive.mindformers.training_probe import TrainingSource, probe
@@ -132,7 +132,7 @@ def _sweep(options: argparse.Namespace, loss_scales: Iterable[float], observe: A
         passes = options.batches * len(loss_scales) * (2 if options.layers else 1)
         with progress_bar(passes, "backward passes", terminal, lines=True) as progress:
             return probe(
-                TrainingSource(options.config, options.checkpoint, options.train_dataset_dir, overrides),
+                TrainingSource(options.config, options.checkpoint, options.train_dataset_dir, options.overrides),
                 loss_scales,
                 options.batches,
                 layers=options.layers,
@@ -172,7 +172,7 @@ def _tables(options: argparse.Namespace, ranges: Any) -> Iterator[str]:
 
 def _moving_scale(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the section ``scale_sense`` with the values of ``--options``, or None for a fixed scale or no scale."""
-    key, overrides = "runner_wrapper.scale_sense", read_options(options.options)
+    key, overrides = "runner_wrapper.scale_sense", options.overrides
     section = value_of_key(options, overrides, key)
     if not isinstance(section, Mapping) or section.get("type") == "FixedLossScaleUpdateCell":
         return None
@@ -184,7 +184,6 @@ def _moving_scale(options: argparse.Namespace) -> dict[str, Any] | None:
 
 def read_learning_rate(options: argparse.Namespace) -> float | None:
     """Return the learning rate, before any schedule, from ``--options`` or the YAML file; None if neither gives it."""
-    overrides = read_options(options.options)
     keys = ("lr_schedule.learning_rate", "optimizer.learning_rate")
-    rates = [value_of_key(options, overrides, key) for key in keys]
+    rates = [value_of_key(options, options.overrides, key) for key in keys]
     return next((float(rate) for rate in rates if isinstance(rate, int | float) and rate > 0), None)

@@ -71,7 +71,7 @@ def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
     overrides = {key: getattr(options, key) for key in OPTION_KEYS if getattr(options, key) is not None}
     if launcher.NUM_SAMPLES in overrides:
         overrides[launcher.EVAL_NUM_SAMPLES] = overrides[launcher.NUM_SAMPLES]
-    return overrides | read_options(options.options)
+    return {**overrides, **options.overrides}
 
 
 def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> None:
@@ -84,8 +84,10 @@ def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> N
     parser.add_argument(
         "--options",
         nargs="+",
-        action="extend",
-        default=[],
+        action=_Overrides,
+        dest="overrides",
+        type=read_option,
+        default={},
         metavar="KEY.SUB=VALUE",
         help="set any key of the YAML file, after all other arguments",
     )
@@ -93,24 +95,28 @@ def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> N
     parser.set_defaults(similar={f"--{name.replace('_', '-')}": f"--options {key}=" for name, key in keys.items()})
 
 
-def read_options(pairs: list[str]) -> dict[str, Any]:
-    """Return the values after ``--options``, which override the YAML file, by dotted key.
+def read_option(text: str) -> tuple[str, Any]:
+    """Return the dotted key and the value of a word after ``--options``.
 
     Raises:
-        UsageError: if a word is not of the form ``key.sub=value``.
+        UsageError: if the word is not of the form ``key.sub=value``.
 
     Examples:
-        >>> read_options(["optimizer.eps=1e-8", "runner_wrapper.scale_sense.loss_scale_value=2^16"])
-        {'optimizer.eps': 1e-08, 'runner_wrapper.scale_sense.loss_scale_value': 65536.0}
+        >>> read_option("runner_wrapper.scale_sense.loss_scale_value=2^16")
+        ('runner_wrapper.scale_sense.loss_scale_value', 65536.0)
     """
-    overrides = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not all(key.split(".")):
-            raise UsageError(f"argument --options: {pair!r} must have the form key.sub=value, as in optimizer.eps=1e-8")
-        with wrong_usage(f"argument --options: {pair!r}: "):
-            overrides[key] = read_value(value)
-    return overrides
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise UsageError(f"{text!r} must have the form key.sub=value, as in optimizer.eps=1e-8")
+    with wrong_usage(f"{text!r}: "):
+        return key, read_value(value)
+
+
+class _Overrides(argparse.Action):
+    """Keeps the words after ``--options`` as values that override the YAML file, by dotted key."""
+
+    def __call__(self, _: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.overrides = namespace.overrides | dict(values)
 
 
 def _yaml_file(text: str) -> str:

@@ -15,7 +15,7 @@ examples:
 """
 
 import argparse
-from typing import Any
+import dataclasses
 
 from mindformers_adaptive.cli.console import add_verbose, lines_in_file
 from mindformers_adaptive.cli.output import (
@@ -27,15 +27,12 @@ from mindformers_adaptive.cli.output import (
     read_scale,
     read_source,
 )
-from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
+from mindformers_adaptive.cli.train import add_yaml_arguments
 from mindformers_adaptive.mindformers.launcher import use_register_path
-from mindformers_adaptive.mindformers.run_configuration import read_program_run, read_run
+from mindformers_adaptive.mindformers.run_configuration import OverflowCase, read_program_run, read_run
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.layers import draw_layers
 from mindformers_adaptive.record.run_folder import BATCH_FILE, file_in
-
-# Options for inputs that `why --run` reads from the training's output folder if the options are left out.
-_OF_RUN = ("checkpoint", "train_dataset_dir", "loss_scale", "batch", "register_path")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss-scale", type=read_scale, metavar="SCALE", help="loss scale of the training; default: its initial one"
     )
-    parser.add_argument("--batches", type=integer(1), default=2, help="number of training batches; default: 2")
+    parser.add_argument("--batches", type=integer(1), help="number of training batches; default: 2")
     parser.add_argument(
         "--batch",
+        type=_batch_file,
         metavar="FILE",
         help="a batch that LossScaleMonitor saved, overflow_batch.npz or its folder, instead of the data",
     )
@@ -80,12 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run forward and backward passes, and print which layer overflows and which change helps."""
-    arguments = _arguments(options)
-    use_register_path(arguments.pop("register_path", None))
+    case = _case(options)
+    use_register_path(case.register_path)
     with lines_in_file("why", verbose=options.verbose) as terminal:
-        measurement = _measurement(options, arguments)
+        from mindformers_adaptive.mindformers.overflow_probe import explain_case
+
         with progress_bar(None, "backward passes", terminal, lines=True) as progress:
-            explanation = measurement.explain(options.graph, progress)
+            explanation = explain_case(case, progress)
     more = explanation.details()
     text = f"{explanation}\n{more if options.details or not more else 'More: --details'}"
     print_result(options, explanation.to_dict, lambda: text)
@@ -93,39 +92,26 @@ def run(options: argparse.Namespace) -> None:
         save(draw_layers(explanation), options.plot)
 
 
-def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+def _case(options: argparse.Namespace) -> OverflowCase:
     """Return what the command line gives and what a training has left; the command line comes first."""
     if options.network is None and options.record is not None:
         raise UsageError("'--record' is for '--network'. With a YAML file give --run FOLDER.")
-    if options.network is not None and (options.options or options.train_dataset_dir):
+    if options.network is not None and (options.overrides or options.train_dataset_dir):
         raise UsageError("'--options' and '--train-dataset-dir' are for '--config'. '--network' needs none of them.")
-    arguments: dict[str, Any] = {}
+    left = {}
     if options.run is not None:
-        arguments = read_run(options.run)
+        left = read_run(options.run)
     elif options.record is not None:
-        arguments = read_program_run(options.record)
-    named = {name: getattr(options, name) for name in _OF_RUN}
-    arguments |= {name: value for name, value in named.items() if value is not None}
-    if "batch" in arguments:
-        arguments["batch"] = file_in(arguments["batch"], BATCH_FILE)
-    elif options.network is not None:
+        left = read_program_run(options.record)
+    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(OverflowCase)}
+    case = OverflowCase(**left | {name: value for name, value in given.items() if value is not None})
+    if case.network is not None and case.batch is None:
         raise UsageError(
             f"'--network' needs a batch: there is no {BATCH_FILE} beside the record. Give --batch FILE; "
             "LossScaleMonitor with explain=True saves the batch of an overflow."
         )
-    return arguments
+    return case
 
 
-def _measurement(options: argparse.Namespace, arguments: dict[str, Any]) -> Any:
-    from mindformers_adaptive.mindformers.overflow_probe import measurement_of_file, measurement_of_program
-    from mindformers_adaptive.mindformers.training_probe import TrainingSource
-
-    if options.network is not None:
-        return measurement_of_program(options.network, **arguments)
-    source = TrainingSource(
-        arguments.pop("config_path", options.config),
-        arguments.pop("checkpoint", None),
-        arguments.pop("train_dataset_dir", None),
-        read_options(options.options),
-    )
-    return measurement_of_file(source, batches=options.batches, **arguments)
+def _batch_file(text: str) -> str:
+    return file_in(text, BATCH_FILE)

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -15,15 +15,11 @@ from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.batch_file import read_batch
 from mindformers_adaptive.gradients.report import loss_division
 from mindformers_adaptive.mindformers.keys import value_at
+from mindformers_adaptive.mindformers.run_configuration import OverflowCase
 from mindformers_adaptive.mindformers.training_probe import TrainingSource, load_weights
 from mindformers_adaptive.overflow.explain import explain_overflow
 from mindformers_adaptive.overflow.explanation import Explanation
-from mindformers_adaptive.record.symptom import Finding
-from mindformers_adaptive.rules.checks import imported, require_integer
-
-# Each batch costs up to three passes in PyNative mode, and a model that overflows does so with almost any batch. So two
-# batches are enough.
-DEFAULT_BATCHES = 2
+from mindformers_adaptive.rules.checks import imported
 
 _SECTION = "model.model_config"
 
@@ -37,91 +33,66 @@ _SWITCHES = ["fp32_residual_connection"]
 _NARROW = ("float16", "fp16", "bfloat16", "bf16")
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
+class Training(NamedTuple):
     """What it takes to explain an overflow: a network with the weights to measure, and batches of its training.
 
     Attributes:
         network (Cell): the train-step cell, or a network that returns its loss.
         batches (list): the batches, or micro-batches if a step of the training adds up several.
-        loss_scale (float, optional): the loss scale of the training; None for the one of the train-step cell.
+        measured (str): the weights and batches, in words.
         micro_batches (int): see :func:`~mindformers_adaptive.mindformers.keys.micro_batches_of`. Default: 1.
         settings (Mapping[str, Callable]): changes to try, as in
             :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: none.
-        measured (str): the weights and batches, in words. Default: "".
-        findings (Sequence[Finding]): what the steps of the training show. Default: nothing.
     """
 
     network: Any
     batches: list[Any]
-    loss_scale: float | None = None
+    measured: str
     micro_batches: int = 1
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    measured: str = ""
-    findings: Sequence[Finding] = ()
-
-    def explain(self, graph: bool = False, progress: Callable[[int], object] | None = None) -> Explanation:
-        """Say in which layer the training overflows, and which change helps.
-
-        Args:
-            graph (bool), progress (Callable, optional): as in
-                :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False, None.
-
-        Returns:
-            Explanation.
-
-        Raises:
-            ValueError: if the loss scale is not above 0.
-            PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
-        """
-        explanation = explain_overflow(
-            self.network,
-            self.batches,
-            self.loss_scale,
-            settings=self.settings,
-            graph=graph,
-            progress=progress,
-            micro_batches=self.micro_batches,
-        )
-        return dataclasses.replace(explanation.after(self.findings), measured=self.measured)
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
-def measurement_of_file(
-    source: TrainingSource,
-    loss_scale: float | None = None,
-    batches: int = DEFAULT_BATCHES,
-    batch: str | Path | None = None,
-    findings: Sequence[Finding] = (),
-) -> Measurement:
-    """Build the training that a YAML file describes, and return what an explanation of its overflows needs.
+def explain_case(case: OverflowCase, progress: Callable[[int], object] | None = None) -> Explanation:
+    """Say in which layer a training overflows, and which change helps.
 
     The passes are made by the train-step cell that a training would use, with the weights that it would start from. If
-    they overflow, each setting of the file's ``model_config`` that makes a part of the model compute in half precision
-    is tried in float32.
+    they overflow, each setting of the YAML file's ``model_config`` that makes a part of the model compute in half
+    precision is tried in float32.
 
     Args:
-        source (TrainingSource): the YAML file, the checkpoint and the data.
-        loss_scale (float, optional): the loss scale of the training. Default: None, its initial loss scale.
-        batches (int): how many batches of the training data. Default: 2.
-        batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, to be used instead
-            of the training data. Default: None.
-        findings (Sequence[Finding]): as in :class:`Measurement`. Default: nothing.
+        case (OverflowCase): the training.
+        progress (Callable, optional): called with the number of backward passes done. Default: None.
 
     Returns:
-        Measurement.
+        Explanation.
 
     Raises:
-        TypeError: if ``batches`` is not an integer.
-        ValueError: if ``batches`` is below 1, the checkpoint has none of the network's weights, or the file has no
-            data.
+        ValueError: if the checkpoint has none of the network's weights, the YAML file has no data, the loss scale is
+            not above 0, there is no such function, it does not return a Cell, or the batch file is damaged.
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
+        PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
     """
-    require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
-    saved = None if batch is None else read_batch(batch)
-    training = source.build_at_start()
-    dataset, network = training.dataset, training.train_step.network
+    training = _of_program(case) if case.network else training_of_file(case)
+    explanation = explain_overflow(
+        training.network,
+        training.batches,
+        case.loss_scale,
+        settings=training.settings,
+        graph=case.graph,
+        progress=progress,
+        micro_batches=training.micro_batches,
+    )
+    return dataclasses.replace(explanation.after(case.findings), measured=training.measured)
+
+
+def training_of_file(case: OverflowCase) -> Training:
+    """Build the training that the YAML file of a case describes."""
+    saved = None if case.batch is None else read_batch(case.batch)
+    source = TrainingSource(str(case.config), case.checkpoint, case.train_dataset_dir, case.overrides)
+    built = source.build_at_start()
+    dataset, network = built.dataset, built.train_step.network
     rows = saved and list(_micro_batches(saved, dataset.get_batch_size()))
-    rows = rows or list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches))
+    rows = rows or list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), case.batches))
     if not rows:
         raise ValueError("The training data must have at least one batch, but has none. Make the batches smaller.")
     settings = {
@@ -130,46 +101,15 @@ def measurement_of_file(
         )
         for key, value in _worth_trying(network, value_at(source.read_file(), _SECTION) or {})
     }
-    division = loss_division(training.micro_batches)
-    measured = [training.weights, f"batch {batch}" if batch else "", f"each batch {division}" if division else ""]
-    return Measurement(
-        training.train_step,
-        rows,
-        loss_scale,
-        training.micro_batches,
-        settings,
-        ", ".join(filter(None, measured)),
-        findings,
-    )
+    division = loss_division(built.micro_batches)
+    measured = [built.weights, f"batch {case.batch}" if saved else "", f"each batch {division}" if division else ""]
+    return Training(built.train_step, rows, ", ".join(filter(None, measured)), built.micro_batches, settings)
 
 
-def measurement_of_program(
-    function: str,
-    batch: str | Path,
-    checkpoint: str | Path | None = None,
-    loss_scale: float | None = None,
-    findings: Sequence[Finding] = (),
-) -> Measurement:
-    """Build the network of a Python program, and return what an explanation of its overflows needs.
-
-    Args:
-        function (str): ``module.function``; the function takes no arguments and returns the train-step cell, or a
-            network that returns its loss.
-        batch (str): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it.
-        checkpoint (str, optional): as in :class:`~mindformers_adaptive.mindformers.training_probe.TrainingSource`.
-            Default: None, the weights that the function gives to the network.
-        loss_scale (float, optional): the loss scale of the training. Default: None, the one of the train-step cell.
-        findings (Sequence[Finding]): as in :class:`Measurement`. Default: nothing.
-
-    Returns:
-        Measurement.
-
-    Raises:
-        ValueError: if there is no such function, it does not return a Cell, the batch file is damaged, or the
-            checkpoint has none of the network's weights.
-        FileNotFoundError: if there is no such file.
-    """
-    rows = [tuple(map(Tensor, read_batch(batch)))]
+def _of_program(case: OverflowCase) -> Training:
+    """Build the network of a Python program."""
+    function = str(case.network)
+    rows = [tuple(map(Tensor, read_batch(str(case.batch))))]
     # A colon between module and function is common too.
     build = imported(function.replace(":", "."), "'network' must be 'module.function', whose function returns it, but")
     try:
@@ -183,10 +123,10 @@ def measurement_of_program(
             f"{function} returned {network!r} of type {type(network).__name__}. Return the Cell."
         )
     weights = f"weights that {function} gives"
-    if checkpoint is not None:
+    if case.checkpoint is not None:
         inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
-        weights = f"weights of {load_weights(inner, checkpoint)} (--checkpoint)"
-    return Measurement(network, rows, loss_scale, measured=f"{weights}, batch {batch}", findings=findings)
+        weights = f"weights of {load_weights(inner, case.checkpoint)} (--checkpoint)"
+    return Training(network, rows, f"{weights}, batch {case.batch}")
 
 
 def _micro_batches(batch: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
 from mindformers_adaptive.mindformers.workarounds import is_whole
 from mindformers_adaptive.record.diagnosis import diagnose
 from mindformers_adaptive.record.run_folder import BATCH_FILE, CONFIG_FILE, record_in
-from mindformers_adaptive.record.symptom import Seen
+from mindformers_adaptive.record.symptom import Finding, Seen
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
 from mindformers_adaptive.text.untrusted import read_yaml
@@ -67,15 +68,50 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+@dataclass(frozen=True, kw_only=True)
+class OverflowCase:
+    """What ``why`` explains: a training that a YAML file describes, or the network of a Python program.
+
+    Attributes:
+        config (str, optional): the YAML file.
+        network (str, optional): instead of the YAML file, ``module.function``; the function takes no arguments and
+            returns the train-step cell, or a network that returns its loss.
+        register_path (str, optional): the folder of the user's classes.
+        overrides (Mapping): values by dotted key that replace values of the YAML file.
+        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder, whose newest checkpoint is taken.
+            None for the weights that the YAML file says to load, or that the function gives to the network.
+        train_dataset_dir (str, optional): the training data, instead of those that the YAML file names.
+        batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, instead of the
+            data. A Python program needs it.
+        batches (int): how many batches of the data. Each costs up to three passes in PyNative mode, and a model that
+            overflows does so with almost any batch, so two are enough.
+        loss_scale (float, optional): the loss scale of the training; None for the one of the train-step cell.
+        graph (bool): whether the passes are run in graph mode.
+        findings (Sequence[Finding]): what the steps of the training show.
+    """
+
+    config: str | None = None
+    network: str | None = None
+    register_path: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    train_dataset_dir: str | None = None
+    batch: str | None = None
+    batches: int = 2
+    loss_scale: float | None = None
+    graph: bool = False
+    findings: Sequence[Finding] = ()
+
+
 def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the arguments of ``why``, by name, that the output folder of a training provides.
+    """Return what the output folder of a training says about a case, by the names of :class:`OverflowCase`.
 
     Args:
         folder (str): the output folder.
 
     Returns:
-        dict with ``config_path`` and, if the folder has them, ``register_path``, ``checkpoint`` (the newest complete
-        one), ``batch``, ``loss_scale`` and ``findings`` on the steps of the training.
+        dict with ``config`` and, if the folder has them, ``register_path``, ``checkpoint`` (the newest complete one),
+        ``batch``, ``loss_scale`` and ``findings``.
 
     Raises:
         FileNotFoundError: if the folder has no configuration.
@@ -93,7 +129,7 @@ def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     callbacks = [each for each in config.get("callbacks") or [] if isinstance(each, dict)]
     record = next((Path(each["record_path"]) for each in callbacks if each.get("record_path")), None)
     record = record or Path(folder, "loss_scale_record.jsonl")
-    arguments: dict[str, Any] = {"config_path": str(file), "register_path": register_path}
+    arguments: dict[str, Any] = {"config": str(file), "register_path": register_path}
     # Files older than the saved configuration are from an earlier training in the same folder.
     batch = record.parent / BATCH_FILE
     arguments["batch"] = str(batch) if batch.is_file() and batch.stat().st_mtime >= began else None
@@ -107,7 +143,7 @@ def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_program_run(record: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the arguments of ``why``, by name, that the record of a Python program provides.
+    """Return what the record of a Python program says about a case, by the names of :class:`OverflowCase`.
 
     Args:
         record (str): the record of ``LossScaleMonitor``, or its folder.

@@ -75,12 +75,12 @@ def test_the_learning_rate_is_read_from_the_optimizer(graph_mode, rate):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("overrides", "expected"),
     [
-        ([], 3e-3),
-        (["lr_schedule.learning_rate=1e-5"], 1e-5),
-        (["lr_schedule.learning_rate=high", "optimizer.learning_rate=0.1"], 0.1),
+        ({}, 3e-3),
+        ({"lr_schedule.learning_rate": 1e-5}, 1e-5),
+        ({"lr_schedule.learning_rate": "high", "optimizer.learning_rate": 0.1}, 0.1),
     ],
 )
-def test_program_takes_the_learning_rate_of_file_or_options(options, expected):
-    assert read_learning_rate(argparse.Namespace(config=str(CONFIG), options=options)) == expected
+def test_program_takes_the_learning_rate_of_file_or_options(overrides, expected):
+    assert read_learning_rate(argparse.Namespace(config=str(CONFIG), overrides=overrides)) == expected

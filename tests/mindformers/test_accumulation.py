@@ -12,7 +12,8 @@ from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.gradients.batch_file import save_batch
 from mindformers_adaptive.mindformers.keys import ACCUMULATION, micro_batches_of
 from mindformers_adaptive.mindformers.launcher import launch, load_config, set_key
-from mindformers_adaptive.mindformers.overflow_probe import measurement_of_file
+from mindformers_adaptive.mindformers.overflow_probe import training_of_file
+from mindformers_adaptive.mindformers.run_configuration import OverflowCase
 from mindformers_adaptive.mindformers.trainer import (
     Trainer,
     accumulate,
@@ -157,14 +158,16 @@ def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
     assert "type: GradientGuidedLossScale\n" in printed
     assert "window" not in printed
     assert len([line for line in printed.splitlines() if not line.startswith(" ")]) <= 9
-    assert re.search(said, measurement_of_file(TrainingSource(CONFIG, None, corpus, changes), batches=1).measured)
+    case = OverflowCase(config=CONFIG, train_dataset_dir=corpus, overrides=changes, batches=1)
+    assert re.search(said, training_of_file(case).measured)
 
 
 def test_a_saved_batch_is_cut_into_its_micro_batches(corpus):
     rows = [np.arange(BATCH * 33, dtype=np.int32).reshape(BATCH, 33) % 256]
     save_batch("batch.npz", rows)
-    measurement = measurement_of_file(TrainingSource(CONFIG, overrides=options(corpus, 2)), batch="batch.npz")
-    np.testing.assert_array_equal([columns[0].asnumpy() for columns in measurement.batches], np.split(rows[0], 2))
+    case = OverflowCase(config=CONFIG, overrides=options(corpus, 2), batch="batch.npz")
+    batches = training_of_file(case).batches
+    np.testing.assert_array_equal([columns[0].asnumpy() for columns in batches], np.split(rows[0], 2))
 
 
 def test_the_model_and_evaluation_see_micro_batches(corpus):

@@ -13,8 +13,8 @@ import yaml
 from mindspore import Tensor
 
 from mindformers_adaptive.gradients.batch_file import save_batch
-from mindformers_adaptive.mindformers.overflow_probe import measurement_of_file
-from mindformers_adaptive.mindformers.run_configuration import read_run, save_configuration
+from mindformers_adaptive.mindformers.overflow_probe import training_of_file
+from mindformers_adaptive.mindformers.run_configuration import OverflowCase, read_run, save_configuration
 from mindformers_adaptive.mindformers.training_probe import TrainingSource, probe
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
 from tests.mindformers.training_runs import SMALL_MODEL, as_options
@@ -108,11 +108,11 @@ def test_what_cannot_be_measured_is_refused_without_a_traceback(corpus, tmp_path
             assert (code, printed) == (1, "")
             assert errors.splitlines()[-1].startswith(f"adaptive-loss-scale {command}: error: ")
             assert re.search(message, errors)
-    with pytest.raises(ValueError, match="'batches' must be at least 1"):
-        measurement_of_file(TrainingSource(CONFIG), batches=0)
     mindspore.save_checkpoint([{"name": "other", "data": Tensor([1.0])}], "other.ckpt")
     with pytest.raises(ValueError, match="must hold the network's weights"):
-        measurement_of_file(TrainingSource(CONFIG, "other.ckpt", corpus, SMALL_MODEL))
+        training_of_file(
+            OverflowCase(config=CONFIG, checkpoint="other.ckpt", train_dataset_dir=corpus, overrides=SMALL_MODEL)
+        )
 
 
 def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoint):
@@ -127,7 +127,7 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
     assert save_configuration(config, {"parallel_config": "parallel_config: {data_parallel: 1}\n"}) == str(run)
     written = run / "loss_scale_config.yaml"
     assert "parallel_config: {data_parallel: 1}" in written.read_text()
-    assert read_run(run) == {"config_path": str(written)}
+    assert read_run(run) == {"config": str(written)}
     for step in (1, 2, 3):
         shutil.copy(checkpoint, saved / f"model-1_{step}.ckpt")
     with (saved / "model-1_3.ckpt").open("r+b") as torn:
@@ -137,11 +137,11 @@ def test_a_run_gives_its_own_newest_whole_files(tmp_path, run_program, checkpoin
     (other / "overflow_batch.npz").touch()
     inputs = read_run(run)
     assert [(finding.kind, finding.step) for finding in inputs.pop("findings")] == [("bad loss", 2)]
-    expected = {"checkpoint": saved / "model-1_2.ckpt", "batch": other / "overflow_batch.npz", "config_path": written}
+    expected = {"checkpoint": saved / "model-1_2.ckpt", "batch": other / "overflow_batch.npz", "config": written}
     assert inputs == {**{name: str(path) for name, path in expected.items()}, "loss_scale": 4.0}
     # Files that are older than the written YAML file belong to an earlier training in the same folder.
     os.utime(written, (later := written.stat().st_mtime + 60, later))
-    assert read_run(run) == {"config_path": str(written)}
+    assert read_run(run) == {"config": str(written)}
 
 
 PROGRAM_OF_A_USER = """
