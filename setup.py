@@ -14,8 +14,6 @@ EXTRAS = {
     "mindformers": ["mindspore>=2.7,<2.11", "mindformers>=1.6,<1.10", "numpy<2"],
     "plot": ["matplotlib>=3.8"],
     "tensorboard": ["tensorboardX>=2.5"],
-    # Completion of the command line in a shell.
-    "completion": ["argcomplete>=3"],
     # The site of scripts/site/build_site.py.
     "docs": ["Sphinx>=8.1", "myst-parser>=4", "furo>=2024.8", "sphinx-copybutton>=0.5", "ipython_pygments_lexers"],
 }

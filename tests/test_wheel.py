@@ -164,7 +164,7 @@ def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
             required.setdefault(extra.strip('" '), set()).add(re.sub(r"[ ()]", "", requirement))
     assert required[""] == {"numpy>=1.21", "pyyaml>=6", "filelock>=3.30", "tqdm>=4.60", "msgspec>=0.18"}
     assert required["mindformers"] == {"mindspore<2.11,>=2.7", "mindformers<1.10,>=1.6", "numpy<2"}
-    assert required.keys() == {"", "mindformers", "plot", "tensorboard", "completion", "docs", "dev"}
+    assert required.keys() == {"", "mindformers", "plot", "tensorboard", "docs", "dev"}
     assert required["mindformers"] | required["plot"] | required["tensorboard"] < required["dev"]
 
 

@@ -85,20 +85,6 @@ class _Source:
         counts = {name: getattr(run, name) for name in ("lines_read", "lines_used", "lines_ignored", "problems")}
         return {**known, "format": run.log_format, **counts, "known_share": run.known_share}
 
-    def text(self) -> str:
-        """Return the facts of :meth:`describe` as lines for a terminal."""
-        facts = self.describe()
-        start, share = f"{facts['trace']}: {counted(facts['steps'], 'step')}", facts["gradients_known"]
-        shown = f"; largest gradients known at {share:.1%} of the steps" if share else ""
-        if self.run is None:
-            return f"{start}, ceilings known between the scales of a sweep{shown}"
-        lines = [
-            f"{start} from {counted(facts['lines_read'], 'line')} ({facts['format']}): {facts['lines_used']} used, "
-            f"{facts['lines_ignored']} ignored",
-            f"  scale and outcome stated for {facts['known_share']:.1%} of the steps{shown}",
-        ]
-        return "\n".join([*lines, *(f"  {problem}" for problem in self.run.problems)])
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``compare``."""
@@ -118,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "neighbouring skips",
     )
     add_pattern_argument(parser)
-    parser.add_argument("--details", action="store_true", help="print more measures, and what was read of each log")
+    parser.add_argument("--details", action="store_true", help="print more measures")
     parser.add_argument(
         "--rules",
         "--policies",
@@ -245,23 +231,17 @@ def _warn_of_gradients(sources: list[_Source], labels: Iterable[str]) -> None:
 
 
 def _print(options: argparse.Namespace, sources: list[_Source], content: dict[str, Any], text: str) -> None:
-    """Print the comparison and, with ``--details``, where the traces came from."""
-    causes = [line for source in sources for line in _cause_lines(source.run)]
-    lines = [*causes, text, *(["", *(source.text() for source in sources)] if options.details else [])]
-    for source in sources:
-        problems = 0 if source.run is None else len(source.run.problems)
-        if problems and not options.details:
-            lines.append(f"{counted(problems, 'line')} of {source.trace.name} could not be read: --details")
+    """Print the comparison, after causes outside loss scaling and before what could not be read."""
+    runs = [source.run for source in sources if source.run is not None]
+    causes, unread = [], []
+    for run in runs:
+        analysis = f"adaptive-loss-scale analyze {run.files[0]}"
+        if (cause := other_cause(run)) is not None:
+            causes.append(f"{run.name}: {cause.reason}\nWhat to do: {analysis}\n")
+        if run.problems:
+            unread.append(f"{counted(len(run.problems), 'line')} of {run.name} could not be read: {analysis} --details")
     print_result(
         options,
         lambda: {"sources": [source.describe() for source in sources], **content},
-        lambda: "\n".join(lines),
+        lambda: "\n".join([*causes, text, *unread]),
     )
-
-
-def _cause_lines(run: RecordedRun | None) -> list[str]:
-    """Return lines that say which cause outside loss scaling the log of a run shows; an empty list if it shows none."""
-    cause = None if run is None else other_cause(run)
-    if run is None or cause is None:
-        return []
-    return [f"{run.name}: {cause.reason}", f"What to do: adaptive-loss-scale analyze {run.files[0]}", ""]

@@ -20,6 +20,7 @@ from mindformers_adaptive.cli.output import (
     UsageError,
     add_output_arguments,
     integer,
+    print_answer,
     print_result,
     progress_bar,
     read_scale,
@@ -112,12 +113,7 @@ def run(options: argparse.Namespace) -> None:
         return
     start = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
     start = replace(start, scale_sense=_moving_scale(options))
-
-    def text() -> str:
-        more = start.details()
-        return f"{start}\n{more if options.details or not more else 'More: --details'}"
-
-    print_result(options, start.to_dict, text)
+    print_answer(options, start)
     if start.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")
 

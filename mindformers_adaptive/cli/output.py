@@ -143,6 +143,16 @@ def print_result(options: argparse.Namespace, content: Callable[[], Any], text: 
         print_text(lines)
 
 
+def print_answer(options: argparse.Namespace, answer: Any) -> None:
+    """Print an answer that has ``details()``, which are printed too with ``--details``."""
+
+    def text() -> str:
+        details = answer.details()
+        return f"{answer}\n{details if options.details or not details else 'More: --details'}"
+
+    print_result(options, answer.to_dict, text)
+
+
 def print_text(text: str, file: IO[str] | None = None, style: str = "", wraps: bool = True) -> None:
     """Print a text that may have any characters, such as file names. Characters that cannot be shown are escaped.
 

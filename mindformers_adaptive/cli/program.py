@@ -84,9 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # With this variable, a shell asks for the completions of an unfinished command line.
-    if "_ARGCOMPLETE" in os.environ:
-        _complete()
     if words and words[0] in COMMANDS:
         return _run(importlib.import_module(f"mindformers_adaptive.cli.{words[0]}"), words)
     # No subcommand is given, so print the help, the version or a usage error without importing all subcommands.
@@ -110,23 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.parse_args(words)
     parser.print_help()
     return 2
-
-
-def _complete() -> None:
-    """Print the completions that a shell asks for, and end the process; do nothing if argcomplete is not installed."""
-    try:
-        import argcomplete
-    except ImportError:
-        return
-    parser = argparse.ArgumentParser("adaptive-loss-scale")
-    commands = parser.add_subparsers()
-    # Import the module of one subcommand only: completion must not wait for the others.
-    typed = os.environ.get("COMP_LINE", "").split()
-    for name, purpose in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose)
-        if name in typed[1:2]:
-            importlib.import_module(f"mindformers_adaptive.cli.{name}").add_arguments(command)
-    argcomplete.autocomplete(parser)
 
 
 def _command_list() -> str:

@@ -22,7 +22,7 @@ from mindformers_adaptive.cli.output import (
     UsageError,
     add_output_arguments,
     integer,
-    print_result,
+    print_answer,
     progress_bar,
     read_scale,
     read_source,
@@ -85,9 +85,7 @@ def run(options: argparse.Namespace) -> None:
 
         with progress_bar(None, "backward passes", terminal, lines=True) as progress:
             explanation = explain_case(case, progress)
-    more = explanation.details()
-    text = f"{explanation}\n{more if options.details or not more else 'More: --details'}"
-    print_result(options, explanation.to_dict, lambda: text)
+    print_answer(options, explanation)
     if options.plot:
         save(draw_layers(explanation), options.plot)
 

@@ -1,4 +1,4 @@
-"""What makes the program pleasant: a quick start, completion, folders, default names, colour, and a quiet terminal."""
+"""What makes the program pleasant: a quick start, folders, default names, colour, and a quiet terminal."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def run_folder(tmp_path):
     return tmp_path / "output"
 
 
-HEAVY = {"numpy", "yaml", "mindspore", "mindformers", "matplotlib", "msgspec", "tqdm", "argcomplete", "filelock"}
+HEAVY = {"numpy", "yaml", "mindspore", "mindformers", "matplotlib", "msgspec", "tqdm", "filelock"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], [], ["-h"], ["anlyze"]])
@@ -100,31 +100,6 @@ def test_an_analysis_is_wrapped_once(monkeypatch, log):
     monkeypatch.setattr(output, "_WIDTH", 100)
     text = analyze(read_log(ROOT / "tests" / "record" / "samples" / log)).text()
     assert output.wrapped(text) == text
-
-
-def completions(line, folder):
-    """Return what a shell would offer after an unfinished command line."""
-    answer = folder / "completions"
-    # With bash, argcomplete reads these variables, and writes its answer to this file.
-    environment = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
-    environment |= {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    command = [sys.executable, "-m", "mindformers_adaptive"]
-    subprocess.run(command, cwd=folder, env=as_installed(environment), check=True, capture_output=True)
-    return {word.strip() for word in answer.read_text().split("\n")}
-
-
-def test_a_shell_can_complete_commands_options_and_choices(tmp_path):
-    pytest.importorskip("argcomplete")
-    assert completions("adaptive-loss-scale ", tmp_path) >= COMMANDS.keys()
-    assert completions("adaptive-loss-scale me", tmp_path) == {"megatron"}
-    assert "--train-dataset-dir" in completions("adaptive-loss-scale find --train", tmp_path)
-    assert {"gradients", "weights"} <= completions("adaptive-loss-scale plot --of ", tmp_path)
-
-
-def test_without_argcomplete_nothing_changes(run_program, monkeypatch):
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    monkeypatch.setenv("_ARGCOMPLETE", "1")
-    assert run_program("megatron", "--fp16")[0] == 0
 
 
 @pytest.mark.parametrize("command", ["analyze", "compare"])

@@ -102,8 +102,6 @@ def test_results_on_a_log_say_what_was_read_and_what_is_known(run_program):
     assert (described["lines_read"], described["lines_used"], described["lines_ignored"]) == (32, 32, 0)
     # The log states each overflow, but not the loss scale before the first one.
     assert described["known_share"] == 31 / 32
-    text = run_program("compare", MINDFORMERS_LOG, "--details")[1]
-    assert "32 lines (mindformers): 32 used, 0 ignored" in text
 
 
 def test_compare_of_a_folder_has_a_row_for_each_rule_and_log(run_program, tmp_path):
@@ -163,8 +161,6 @@ def test_record_with_gradients_is_compared_with_the_guided_rule(run_program, gui
     assert rows["guided"]["skipped"] < rows["dynamic:scale_window=20"]["skipped"]
     assert comparison["sources"][0]["gradients_known"] == 0.98
     assert (tmp_path / "rules.png").stat().st_size > 10_000
-    text = run_program("compare", "--details", guided_record)[1]
-    assert "; largest gradients known at 98.0% of the steps" in text
     # The other assumption about the ceilings changes the result.
     interpolated = json.loads(run_program("compare", "--json", "--ceilings", "interpolated", guided_record)[1])["rows"]
     assert interpolated[0]["headroom_lost"] < comparison["rows"][0]["headroom_lost"]
