@@ -1,7 +1,7 @@
 """Repeat the measurements for the tables of the docs, and write the tables into the pages.
 
     python -m scripts.studies.figures                       # measure all: takes hours, and installs other versions
-    python -m scripts.studies.figures guided_training step  # measure these two
+    python -m scripts.studies.figures low_start step          # measure these two
     python -m scripts.studies.figures worth --again guided  # train only what has this in its name
     python -m scripts.studies.figures --render              # measure nothing: only write the tables into the pages
 
@@ -53,8 +53,7 @@ FIND = "adaptive-loss-scale find --config configs/tiny_llama_cpu_fp16.yaml --tra
 COSTS, STUDY = "scripts.benchmarks.costs", "scripts.studies.study"
 LONG = "scripts.studies.long_training"
 MICRO_BATCHES = "scripts.studies.micro_batches"
-POLICY_RATIO = "scripts.studies.policy_ratio"
-GUIDED, FORMATS = "scripts.studies.guided_training", "scripts.studies.formats_training"
+FORMATS = "scripts.studies.formats_training"
 FIGURES = {
     "study": Figure(f"python -m {STUDY}", STUDY),
     "guided_rule": Figure("python -m scripts.studies.guided_rule", "scripts.studies.guided_rule"),
@@ -65,8 +64,6 @@ FIGURES = {
     "batches_in_turn": Figure("python -m scripts.studies.batches_in_turn", "scripts.studies.batches_in_turn"),
     "streams": Figure("python -m scripts.studies.streams", "scripts.studies.streams"),
     "harm": Figure("python -m scripts.studies.harm", "scripts.studies.harm"),
-    "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
-    "policy_ratio": Figure(f"python -m {POLICY_RATIO}", POLICY_RATIO),
     # This command does not repeat a run that docs/figures/long_training/ already holds.
     "long_training": Figure(f"python -m {LONG}", LONG),
     "formats": Figure(f"python -m {FORMATS}", FORMATS),

@@ -10,6 +10,7 @@ gradients show. *Batches in turn* come from several data sets in a fixed order, 
 
 import numpy as np
 
+from mindformers_adaptive.lab.measures import FREE_BITS, overflow_flags
 from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.lanes import Lanes
@@ -28,8 +29,6 @@ STEPS, SEEDS, FIRST_SEED = 4000, 5, 20_000
 LEVEL, INF = 18.0, -120.0
 # A kind is listed as worse if the guided rule skips more steps in 1,000 than dynamic 1000 by this number.
 MORE = 1.5
-# A loss scale more than this number of bits below the ceiling can lose gradients.
-FAR = 16
 DEPTHS, PERIODS = (3, 6, 9, 11, 14, 17, 20), (2, 3, 5, 10, 30, 100, 150, 200, 400)
 EVERY, RANDOM = "every {} steps", "in 1 of {} steps at random"
 # The number of steps in a row, by the name of the kind.
@@ -206,7 +205,7 @@ def study(steps, seeds):
 
     Returns:
         dict by rule, group and kind, with means over the seeds: ``skipped``, the skipped steps in 1,000; ``far``, the
-        share of applied steps more than ``FAR`` bits below the ceiling; in "batches in turn", also ``untrained``, the
+        share of applied steps more than ``FREE_BITS`` below the ceiling; in "batches in turn", also ``untrained``, the
         share of the lower batches that is skipped in the second half.
     """
     kinds = [(group, name) for group, of_group in GROUPS.items() for name in of_group]
@@ -215,7 +214,8 @@ def study(steps, seeds):
     gradients = FLOAT16.largest / np.exp2(np.stack([shown for _, shown in streams], 1))
     results = {rule: {group: {} for group in GROUPS} for rule in RULES}
     for rule, running in RULES.items():
-        overflows, far = replay(running, ceilings, gradients)
+        scales, overflows = replay(running, ceilings, gradients)
+        far = too_low(scales, overflows, ceilings)
         for position, (group, name) in enumerate(kinds):
             lanes = slice(position * len(seeds), (position + 1) * len(seeds))
             row = {"skipped": 1000 * float(overflows[:, lanes].mean()), "far": float(far[:, lanes].mean())}
@@ -228,14 +228,18 @@ def study(steps, seeds):
 
 
 def replay(running, ceilings, gradients):
-    """Return, by step and stream, whether a rule skips the step, and whether it is too far below the ceiling."""
+    """Return a rule's loss scales, and whether they overflow: arrays of shape (steps, streams), as the arguments."""
     lanes = Lanes(running.rule, [running.current] * ceilings.shape[1])
-    overflows, far = (np.zeros(ceilings.shape, bool) for _ in range(2))
-    for step, (ceiling, gradient) in enumerate(zip(ceilings, gradients, strict=True)):
-        overflows[step] = lanes.loss_scale > ceiling
-        far[step] = ~overflows[step] & (lanes.loss_scale * 2.0**FAR < ceiling)
-        lanes.step(overflows[step], gradient)
-    return overflows, far
+    scales = np.empty(ceilings.shape)
+    for step, gradient in enumerate(gradients):
+        scales[step] = lanes.loss_scale
+        lanes.step(overflow_flags(scales[step], ceilings[step]), gradient)
+    return scales, overflow_flags(scales, ceilings)
+
+
+def too_low(scales, overflows, ceilings):
+    """Return which applied steps are so far below the ceiling that FP16 can lose gradients that matter."""
+    return ~overflows & (scales * 2.0**FREE_BITS < ceilings)
 
 
 def tables(result):

@@ -3,22 +3,20 @@
     python -m scripts.studies.study
 
 Prints Markdown: the steps that each policy skips, and how far its loss scale is below the ceiling (the largest loss
-scale without overflow); how the guided rule uses gradients; and the steps that lasting falls of the ceiling cost. Also
-draws docs/images/policy_study.svg. The same arguments give the same text and picture.
+scale without overflow); and the steps that lasting falls of the ceiling cost each rule. Also draws
+docs/images/policy_study.svg. The same arguments give the same text and picture.
 """
 
 import os
 
 import numpy as np
 
-from mindformers_adaptive.lab.measures import FREE_BITS, overflow_flags
 from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 from mindformers_adaptive.record.trace import consecutive_runs
-from mindformers_adaptive.rules.lanes import Lanes
-from scripts.studies.own_ceilings import INDEPENDENT_CEILINGS, independent_ceiling
 from scripts.studies.reporting import positive, study_parser, with_captions, write_json
-from scripts.studies.synthetic import KINDS, REGIMES, dynamic, regime_levels, synthetic_trace, with_gradients
+from scripts.studies.streams import replay
+from scripts.studies.synthetic import KINDS, dynamic, regime_levels, synthetic_trace
 
 PICTURE = "docs/images/policy_study.svg"
 WINDOWS = (20, 100, 1000, 2000)
@@ -36,21 +34,7 @@ POLICIES = {
     "Megatron": dynamic(1000, hysteresis=2),
     "PyTorch": dynamic(2000),
 }
-GUIDED, DYNAMIC = "guided", "dynamic 1000"
-GUIDED_AND_FIXED = {GUIDED: start_rule("guided"), **ADAPTIVE_AND_FIXED}
-
-# Groups of traces. Each group has its kinds of traces, and the error of the ceilings that the gradients imply: by how
-# many bits these ceilings are too high, as mean and standard deviation.
-EXACT = "show the ceiling"
-GROUPS = {
-    EXACT: (KINDS, 0.0, 0.0),
-    "hidden by 3 bits": (KINDS, 3.0, 0.4),
-    "hidden by 8 bits": (KINDS, 8.0, 0.4),
-    "2 bits too little": (KINDS, -2.0, 0.0),
-    "regimes": (REGIMES, 0.0, 0.0),
-    "regimes, hidden by 3 bits": (REGIMES, 3.0, 0.4),
-}
-OWN = "a ceiling of its own"
+GUIDED_AND_FIXED = {"guided": start_rule("guided"), **ADAPTIVE_AND_FIXED}
 
 # How the ceiling changes between regimes: at once or slowly, with the kinds of traces of each group. Kinds with spikes
 # are left out, because the ceiling after a spike is the same as before the spike.
@@ -59,11 +43,6 @@ CHANGES = {"at once": AT_ONCE, "over 20 steps": SLOWLY, "either way": AT_ONCE + 
 
 CAPTIONS = {
     "policies": "All from the initial scale 2^16 (the ceilings are about 2^18 in the middle):",
-    "guided": f"""\
-Gradient-guided scaling, and dynamic scaling with a window of 1000, where the gradients show the ceiling and where
-they do not: skipped steps in 1000, bits below the ceiling in the mean, and the share of applied steps that are
-more than {FREE_BITS} bits below it:""",
-    "worse": "Kinds of traces on which it skips more steps than the window of 1000:",
     "regimes": """\
 Regimes without spikes: how many steps are skipped while the ceiling falls, and in the 20 steps after:""",
 }
@@ -75,13 +54,11 @@ def main():
     parser.add_argument("--seeds", type=positive, default=5, help="synthetic traces of each kind (default: 5)")
     arguments = parser.parse_args()
     steps, seeds = arguments.steps, arguments.seeds
-    traces = traces_by_place(steps, seeds)
-    exact = {key: of_kind for key, of_kind in traces.items() if key[0] == EXACT}
+    traces = {kind: [synthetic_trace(kind, steps, seed) for seed in range(seeds)] for kind in KINDS}
     result = {
         "steps": steps,
         "seeds": seeds,
-        "same": study(POLICIES, exact)[EXACT],
-        "guided": study(GUIDED_AND_FIXED, traces),
+        "same": study(POLICIES, traces),
         "regimes": regime_study(steps, seeds),
     }
     print("\n".join(report(result)))
@@ -89,53 +66,31 @@ def main():
     write_json(arguments.json, result)
 
 
-def traces_by_place(steps, seeds):
-    """Return the synthetic traces of all seeds, by group and kind."""
-    traces = {}
-    for group, (kinds, offset, spread) in GROUPS.items():
-        for kind in kinds:
-            each = [synthetic_trace(kind, steps, seed) for seed in range(seeds)]
-            traces[group, kind] = [with_gradients(trace, offset, spread, seed) for seed, trace in enumerate(each)]
-    for numbers in INDEPENDENT_CEILINGS:
-        name = f"{numbers[1]:g} bits above, memory {numbers[3]:g}"
-        traces[OWN, name] = [independent_ceiling(steps, seed, *numbers) for seed in range(seeds)]
-    return traces
-
-
 def study(policies, traces):
     """Replay policies on traces.
 
     Args:
-        policies (dict[str, Configuration]): the policies, by name.
-        traces (dict[tuple[str, str], list[Trace]]): the traces of all seeds, by group and kind.
+        policies (dict[str, RunningRule]): the policies, by name.
+        traces (dict[str, list[Trace]]): the traces of all seeds, by kind.
 
     Returns:
-        dict, by group, policy and kind of trace, with the mean over the kinds last. Each value has the ``skipped``
-        steps in 1000, the bits below the ceiling ``headroom_lost``, and the share ``far_below`` of applied steps that
-        are more than ``FREE_BITS`` below it, as means over the seeds.
+        dict, by policy and kind of trace, with the mean over the kinds last. Each value has the ``skipped`` steps in
+        1000 and the bits below the ceiling ``headroom_lost``, as means over the seeds.
     """
-    flat = [trace for of_place in traces.values() for trace in of_place]
+    flat = [trace for of_kind in traces.values() for trace in of_kind]
     results = {}
     for policy, running in policies.items():
         # Replay all traces side by side: a step of many traces takes hardly longer than a step of one trace.
         each = map(figures_of, flat, *scales_on(running, flat))
-        for (group, kind), of_place in traces.items():
-            rows = [next(each) for _ in of_place]
-            results.setdefault(group, {}).setdefault(policy, {})[kind] = means_of(rows)
-    for by_policy in results.values():
-        for on_kinds in by_policy.values():
-            on_kinds[MEAN] = means_of(on_kinds.values())
+        on_kinds = {kind: means_of([next(each) for _ in of_kind]) for kind, of_kind in traces.items()}
+        results[policy] = on_kinds | {MEAN: means_of(on_kinds.values())}
     return results
 
 
 def figures_of(trace, scales, overflows):
     """Return the results of a policy on a trace, from its loss scales and overflow flags, as :func:`study` does."""
     below = np.log2(trace.ceiling / scales)[~overflows]
-    return {
-        "skipped": 1000 * float(overflows.mean()),
-        "headroom_lost": float(below.mean()),
-        "far_below": float((below > FREE_BITS).mean()),
-    }
+    return {"skipped": 1000 * float(overflows.mean()), "headroom_lost": float(below.mean())}
 
 
 def means_of(rows):
@@ -174,16 +129,11 @@ def entry_skips(levels, overflow):
 
 def scales_on(running, traces):
     """Replay a rule on traces; return loss scales and overflow flags, arrays of shape (traces, steps)."""
-    count = len(traces)
-    lanes = Lanes(running.rule, [running.current] * count)
     ceilings, gradients = (
-        np.stack([getattr(trace, name) for trace in traces]) for name in ("ceiling", "largest_gradient")
+        np.stack([getattr(trace, name) for trace in traces], 1) for name in ("ceiling", "largest_gradient")
     )
-    scales = np.empty(ceilings.shape)
-    for step in range(ceilings.shape[1]):
-        scales[:, step] = lanes.loss_scale
-        lanes.step(overflow_flags(scales[:, step], ceilings[:, step]), gradients[:, step])
-    return scales, overflow_flags(scales, ceilings)
+    scales, overflows = replay(running, ceilings, gradients)
+    return scales.T, overflows.T
 
 
 def report(result):
@@ -201,8 +151,6 @@ def tables(result):
     """Return the tables of the page by name, as lists of rows; the first row has the names of the columns."""
     return {
         "policies": figures_table(result["same"]),
-        "guided": guided_table(result["guided"]),
-        "worse": worse_table(result["guided"]),
         "regimes": regime_table(result["regimes"]),
     }
 
@@ -210,28 +158,6 @@ def tables(result):
 def figures_table(results):
     rows = [[kind, *(point(row[kind]) for row in results.values())] for kind in results[ADAPTIVE]]
     return [["trace", *results], *rows]
-
-
-def guided_table(results):
-    """Return a table of the means over all kinds of traces, for the guided rule and for a window of 1000."""
-    rows = [["gradients", "rule", "skipped in 1000", "bits below the ceiling", f"over {FREE_BITS} bits below"]]
-    for group, by_policy in results.items():
-        for policy in (GUIDED, DYNAMIC):
-            mean = by_policy[policy][MEAN]
-            figures = [f"{mean['skipped']:.2f}", f"{mean['headroom_lost']:.1f}", f"{100 * mean['far_below']:.1f} %"]
-            rows.append([group, policy, *figures])
-    return rows
-
-
-def worse_table(results):
-    """Return a table of the kinds of traces on which the guided rule skips more steps than a window of 1000."""
-    rows = [["gradients", "trace", f"{GUIDED}, skipped", f"{DYNAMIC}, skipped"]]
-    for group, by_policy in results.items():
-        for kind in by_policy[GUIDED]:
-            guided, dynamic = (by_policy[policy][kind]["skipped"] for policy in (GUIDED, DYNAMIC))
-            if kind != MEAN and guided > dynamic:
-                rows.append([group, kind, f"{guided:.2f}", f"{dynamic:.2f}"])
-    return rows
 
 
 def point(row):

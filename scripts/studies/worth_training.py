@@ -17,10 +17,8 @@ from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,
     NoLossScaleUpdateCell,
 )
-from scripts.demo.prepare_corpus import cut_into_samples, read_standard_library
 from scripts.studies.simulated_formats import simulate_formats
 from scripts.studies.worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
-from scripts.studies.worth_tasks import Llama
 
 # A method with this ``start`` begins at the loss scale that find_loss_scale() recommends for the training's seed.
 FOUND = "found"
@@ -153,30 +151,6 @@ class CompiledTraining:
     def loss_scale(self):
         """Return the loss scale of the next step."""
         return float(self.train_step.scale_sense.asnumpy())
-
-
-class LlamaTraining:
-    """The demo's training with a loss-scaling rule, compiled once and reset before each run.
-
-    Args:
-        rule (str): "adaptive" or "guided".
-        steps (int): the number of steps for which the learning rate is planned.
-        **changes: values of the model's section in the YAML file.
-    """
-
-    def __init__(self, rule, steps, **changes):
-        task = Llama(steps, **changes)
-        self.new_network = lambda seed: task.network(mstype.float16, seed)
-        self.steps, self.batch_size = steps, task.model["batch_size"]
-        self.samples = cut_into_samples(read_standard_library(), task.model["seq_length"] + 1)
-        update_cell = {"adaptive": adaptive, "guided": GradientGuidedLossScaleUpdateCell}[rule]
-        self.compiled = CompiledTraining(self.new_network(0), task.train_step, update_cell)
-
-    def run(self, start, seed, stop=None):
-        """Return the record of a run, or of its first ``stop`` steps, as ``LossScaleMonitor`` writes it."""
-        order = np.random.default_rng(seed).permutation(len(self.samples))[: self.steps * self.batch_size]
-        batches = ((Tensor(self.samples[places]),) for places in order.reshape(self.steps, -1)[:stop])
-        return self.compiled.run(start, weights_of(self.new_network(seed)), batches)
 
 
 class Trainings:

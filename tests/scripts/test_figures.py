@@ -1,7 +1,7 @@
 """The numbers in the documentation equal the files in docs/figures, and agree with the present code.
 
 Measurements of trainings and compiled graphs are compared where the trainings and graphs run: in
-tests/scripts/test_guided_training.py, tests/gradients/test_finder.py, and tests/scripts.
+tests/gradients/test_finder.py and tests/scripts.
 """
 
 import json
@@ -9,12 +9,10 @@ import re
 
 import pytest
 
-from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.formats import FLOAT16
 from scripts.benchmarks import costs as benchmark
 from scripts.demo import demo
-from scripts.studies import figures, guided_training
+from scripts.studies import figures
 from scripts.studies.figures import DATA, FIGURES, PAGES, Figure
 from tests.conftest import ROOT
 from tests.shared.pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
@@ -30,8 +28,7 @@ def test_page_shows_what_the_data_say(page):
     assert figures.rendered(text, page) == text, "run: python -m scripts.studies.figures --render"
     assert text.splitlines().count("<!-- end of figures -->") == len(shown_on(page))
     for name, _ in shown_on(page):
-        arguments = FIGURES[name].command.partition(" ")[2]
-        assert arguments.partition(" --picture")[0] in text
+        assert FIGURES[name].command.partition(" ")[2] in text
 
 
 def test_every_table_is_on_a_page_of_each_language():
@@ -124,25 +121,6 @@ def test_rows_of_what_was_timed_are_those_of_the_script():
     ways = [benchmark.EMPTY, benchmark.PLAIN, benchmark.ALL_FINITE, *benchmark.DETECTIONS, benchmark.NUMPY]
     assert [list(times) for times in detection["times"].values()] == [ways] * len(benchmark.TENSORS)
     assert (list(detection["times"]), detection["elements"]) == (list(map(str, benchmark.TENSORS)), benchmark.ELEMENTS)
-
-
-def test_trainings_are_those_of_the_script():
-    trainings = figure("guided_training")["trainings"]
-    combinations = [(start, rule) for start in guided_training.STARTS for rule in guided_training.RULES]
-    assert [(training["from"], training["rule"]) for training in trainings] == combinations
-    for training in trainings:
-        for run in training["runs"]:
-            assert_rule_gives_the_scales(RULES[training["rule"]](), float(training["from"]), run["scales"].split())
-
-
-def assert_rule_gives_the_scales(rule, start, scales):
-    state = rule.start(start)
-    for scale in scales:
-        exponent, _, allowed = scale.rstrip("!").partition("/")
-        assert state.loss_scale == 2.0 ** int(exponent)
-        # The largest gradient for which ``allowed`` is the highest exponent of the loss scale without overflow.
-        gradient = FLOAT16.largest / 2.0 ** int(allowed) if allowed else None
-        state = rule.step(state, scale.endswith("!"), gradient)
 
 
 def test_report_on_the_page_has_the_lines_of_the_demo(tmp_path):

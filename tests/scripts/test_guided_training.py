@@ -10,10 +10,8 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
-from scripts.studies.guided_training import summary, tables
-from scripts.studies.worth_training import CompiledTraining, LlamaTraining, weights_of
+from scripts.studies.worth_training import CompiledTraining, weights_of
 from tests.conftest import mindspore_mode
-from tests.shared.pages import figure
 from tests.shared.records import assert_follows
 
 # Run these tests in one process, because they share compiled train steps.
@@ -182,43 +180,3 @@ def test_adapters_of_frozen_layers_skip_hardly_more_steps():
     assert late
     for step in late:
         assert 65504 / guided[step - 1]["largest_gradient"] > dynamic[step - 1]["loss_scale"]
-
-
-def test_the_script_prints_what_its_records_hold():
-    def record(marks, loss):
-        rows = [{"step": step, "overflow": mark == "!", "loss": loss} for step, mark in enumerate(marks, start=1)]
-        return [row | {"loss_scale": 2.0, "largest_gradient": 0.5} for row in rows]
-
-    runs = [record("!!.!." + 40 * ".", 2.0), record(45 * ".", 3.0)]
-    saved = summary(runs[0])
-    assert saved.pop("scales").split()[:5] == ["1!", "1!", "1/16", "1!", "1/16"]
-    assert saved == {"before": 2, "after": 1, "loss": 2.0, "early": 2.0}
-    training = {"from": 2**32, "rule": "guided", "runs": list(map(summary, runs))}
-    [[_, row]] = tables({"trainings": [training]}).values()
-    assert row == ["2^32", "guided", "2, 0", "1, 0", "2.000, 3.000"]
-
-
-@pytest.mark.slow
-def test_the_figures_of_the_page_begin_as_a_training_does_now():
-    """Repeat the first 20 steps of a documented training, from the same initial loss scale, which is far too high."""
-    held = figure("guided_training")
-    training = held["trainings"][0]
-    assert (training["rule"], training["from"]) == ("guided", 2**32)
-    record = LlamaTraining("guided", held["steps"]).run(2**32, seed=0, stop=20)
-    assert_follows_the_rule(record)
-    now, [known, *_] = summary(record), training["runs"]
-    assert now["before"] == pytest.approx(known["before"], abs=1)
-    assert now["early"] == pytest.approx(known["early"], abs=0.05)
-
-
-def test_in_the_figures_only_the_search_loses_steps():
-    by_start = {}
-    for training in figure("guided_training")["trainings"]:
-        by_start.setdefault(training["from"], {})[training["rule"]] = training["runs"]
-    assert set(by_start) == {2**32, 2**10}
-    for start, runs in by_start.items():
-        for guided, adaptive in zip(runs["guided"], runs["adaptive"], strict=True):
-            assert guided["before"] <= (6 if start == 2**32 else 0)
-            assert guided["after"] <= 1
-            assert adaptive["before"] >= 2 * guided["before"]
-            assert guided["loss"] <= adaptive["loss"] + 0.05

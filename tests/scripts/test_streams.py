@@ -40,5 +40,5 @@ def test_streams_are_replayed_as_step_by_step(kind):
         skipped += [step] if overflow else []
         running.step(overflow, None if np.isnan(largest) else largest)
     gradients = FLOAT16.largest / np.exp2(shown[:, None])
-    overflows, _ = streams.replay(streams.RULES[streams.GUIDED], np.exp2(ceiling[:, None]), gradients)
+    _, overflows = streams.replay(streams.RULES[streams.GUIDED], np.exp2(ceiling[:, None]), gradients)
     assert np.flatnonzero(overflows).tolist() == skipped
