@@ -4,7 +4,6 @@ import codecs
 import gzip
 import os
 import re
-import shlex
 import textwrap
 import zlib
 from bisect import bisect_right
@@ -16,7 +15,7 @@ from typing import Any
 
 from mindformers_adaptive.record.log_formats import FORMATS, LogFormat, Record, missing_steps
 from mindformers_adaptive.record.log_lines import LogLines
-from mindformers_adaptive.record.pattern import Pattern, suggest_pattern
+from mindformers_adaptive.record.pattern import Pattern
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.step import Step, step_of
 from mindformers_adaptive.record.stretches import run_of_lines
@@ -31,8 +30,6 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # The first bytes of a file that gzip has compressed.
 _GZIP = b"\x1f\x8b"
 _LAST_WORD = re.compile(r"[^\s,|]*$")
-# Look for a pattern to suggest in at most this many lines.
-_MOST_LINES = 20_000
 # Read this many lines of a record at once.
 _BLOCK = 4096
 # Show at most this many characters of a line that cannot be read.
@@ -127,7 +124,7 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
     paths = _require_paths(path)
     if pattern is not None and format is not None:
         raise ValueError(f"'format' and 'pattern' exclude each other, but got {format!r} and {pattern!r}. Give one.")
-    log_format: LogFormat
+    log_format: LogFormat | None
     if pattern is not None:
         log_format = Pattern(pattern)
     elif format is not None:
@@ -135,7 +132,8 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
         log_format = FORMATS[require_choice("format", format, FORMATS, remedy)]
     else:
         log_format = _find_format(paths)
-    formats = [log_format, *(FORMATS[name] for name in log_format.printed_with)]
+    # If no line fits a format, read the log in all formats, to name the first line that nearly fits one.
+    formats = [log_format, *(FORMATS[name] for name in log_format.printed_with)] if log_format else [*FORMATS.values()]
     texts, lines, used, problems, nearest = _TextLines(paths), LogLines(), 0, list[str](), ("", "")
     for number, block in _blocks(texts, _BLOCK if isinstance(log_format, Record) else 1):
         if isinstance(log_format, Record) and (steps := log_format.parse_all(block)) and lines.add_all(steps, number):
@@ -146,14 +144,14 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None, patte
             for line in _statements(text, formats):
                 if isinstance(line, str):
                     problems.append(f"{texts.name_of(where)}: looks like a step's line, but {line}")
-                    nearest = nearest if nearest[0] else (problems[0], text)
+                    nearest = nearest if nearest[0] else (f"{texts.name_of(where)}: {line}", text)
                     lines.after_damage.add(len(lines))
                 else:
                     lines.add(line, where, texts.name_of)
                     is_used = True
             used += is_used
     lines.finish()
-    if not lines.has_step():
+    if log_format is None or not lines.has_step():
         raise ValueError(_nothing_found(paths, formats, texts.number, nearest))
     run = run_of_lines(lines, log_format, texts.name_of)
     # The record of a training without loss scaling can still be drawn.
@@ -237,22 +235,20 @@ def _statements(text: str, formats: Iterable[LogFormat]) -> Iterator[Step | str]
                     yield line
 
 
-def _find_format(paths: tuple[Path, ...]) -> LogFormat:
-    """Return a log's format. DeepSpeed is tried last, because DeepSpeed's lines also appear in other programs' logs."""
-    texts, nearest = _TextLines(paths), ("", "")
-    *first_choice, last_choice = FORMATS.values()
-    result = None
-    for text in texts:
-        for log_format in first_choice if result else FORMATS.values():
-            for line in _statements(text, [log_format]):
-                if isinstance(line, str):
-                    nearest = nearest if nearest[0] else (f"{texts.name_of(texts.number)}: {line}", text)
-                elif log_format is not last_choice and line.step >= 0:
-                    return log_format
-                elif log_format is last_choice:
-                    result = log_format
-    if result is None:
-        raise ValueError(_nothing_found(paths, FORMATS.values(), texts.number, nearest))
+def _find_format(paths: tuple[Path, ...]) -> LogFormat | None:
+    """Return the first format that a line of a log fits, or None.
+
+    DeepSpeed is taken only if no line fits another format, because its lines also appear in the logs of other programs.
+    """
+    *others, deepspeed = FORMATS.values()
+    result, tried = None, [*others, deepspeed]
+    for text in _TextLines(paths):
+        for log_format in tried:
+            lines = [line for line in _statements(text, [log_format]) if not isinstance(line, str)]
+            if lines and log_format is deepspeed:
+                result, tried = deepspeed, others
+            elif any(line.step >= 0 for line in lines):
+                return log_format
     return result
 
 
@@ -262,22 +258,12 @@ def _nothing_found(paths: tuple[Path, ...], formats: Iterable[LogFormat], count:
     where, text = map(printable, nearest)
     if where:
         lines += _wrapped(f"The first line that nearly fits is {where}:")
-        lines += _wrapped(f"  {text.strip()[:_SHOWN]}", "  ")
-        lines += ["The line may have been cut or wrapped. Give the log as the training printed it."]
-        return "\n".join(lines)
-    lines += _suggested(paths)
-    lines.append("Looked for:")
-    for log_format in formats:
-        lines += _wrapped(f"  {log_format.name}: {log_format.example}", "    ")
-    return "\n".join([*lines, "Give the log of a training, or describe its lines with --pattern."])
-
-
-def _suggested(paths: tuple[Path, ...]) -> list[str]:
-    """Return lines of a message with a pattern that reads the log, if there is one."""
-    pattern = suggest_pattern(list(islice(_TextLines(paths), _MOST_LINES)))
-    if pattern is None:
-        return []
-    return ["This pattern reads its lines:", f"  --pattern {shlex.quote(printable(pattern))}"]
+        lines += [*_wrapped(f"  {text.strip()[:_SHOWN]}", "  "), "The line may have been cut or wrapped."]
+    else:
+        lines.append("Looked for:")
+        lines += [line for each in formats for line in _wrapped(f"  {each.name}: {each.example}", "    ")]
+    lines.append("Give the log as the training printed it, or describe its lines with --pattern.")
+    return "\n".join(lines)
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

@@ -135,7 +135,7 @@ def test_commands_agree_on_samples(commands, log):
     assert commands.disagreements(log) == []
 
 
-@pytest.mark.parametrize("name", sorted({*PROGRAMS} - {"by_pattern", "two_engines", "unknown_layout"}))
+@pytest.mark.parametrize("name", sorted({*PROGRAMS} - {"by_pattern", "two_engines"}))
 def test_commands_agree_on_random_logs(commands, tmp_path, name):
     random = np.random.default_rng([1, *name.encode()])
     write, arguments = PROGRAMS[name]

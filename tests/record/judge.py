@@ -5,7 +5,6 @@ A sentence is right only if the true run makes it true. A sentence that is not l
 
 import itertools
 import re
-import shlex
 import sys
 import tempfile
 from functools import partial
@@ -534,18 +533,15 @@ def judge_log(run, log, file):
     try:
         recorded = read_log(file, **log.options)
     except ValueError as error:
-        pattern = re.search(r"--pattern (.+)", str(error))
-        if pattern is None or log.options:
-            # A log may be refused if it states no scale of a step that counts, or in words if two engines wrote it.
-            may_refuse = run.restarts or len(log.lines) == 1 or (log.mixed and re.search("two|several", str(error)))
-            if not may_refuse and any(re.search(r"scale\D*\d", line) for line in log.lines):
-                yield f"refused: {error}"
-            return
-        recorded = read_log(file, pattern=shlex.split(pattern[1])[0])
+        # A log may be refused if it states no scale of a step that counts, or in words if two engines wrote it.
+        may_refuse = run.restarts or len(log.lines) == 1 or (log.mixed and re.search("two|several", str(error)))
+        if not may_refuse and any(re.search(r"scale\D*\d", line) for line in log.lines):
+            yield f"refused: {error}"
+        return
     analysis = analyze(recorded)
     said = analysis.to_dict()
     truth = Truth(run, log, said["steps"]["first"], said["steps"]["last"], recorded.is_numbered)
-    if log.is_known and not log.is_damaged and not log.mixed:
+    if not log.is_damaged and not log.mixed:
         yield from judge_fields(truth, said)
     sentences = [*said["verdict"], *(advice["reason"] for advice in said["advice"])]
     sentences += [advice["change"].split("\n")[0].replace("value=", "value: ") for advice in said["advice"]]

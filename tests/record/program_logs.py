@@ -23,7 +23,6 @@ class Log:
         mixed (Run, optional): the run of a second engine whose lines are in the log too.
         rounds (bool): whether the log rounds loss scales to one decimal place.
         is_damaged (bool): whether lines were lost.
-        is_known (bool): whether the package reads the log without a pattern.
         first_step (int): the number that the log gives the first step.
     """
 
@@ -34,7 +33,6 @@ class Log:
     mixed: Run | None = None
     rounds: bool = False
     is_damaged: bool = False
-    is_known: bool = True
     first_step: int = 1
 
 
@@ -230,17 +228,19 @@ def by_pattern(random, run):
                 lines.append(f"NOTE: overflow detected, setting loss scale to: {scale}\n")
             if step % every == 0:
                 values = {"step": step, "scale": scale, "loss": loss, "flag": flag, "norm": norm, "skipped": skipped}
-                lines.append(text.format(**values) + "\n")
+                lines.append(text.format(**values, index=step - 1) + "\n")
                 skipped = 0
-    return Log(lines, {"pattern": pattern}, counts=kind in COUNTING and (every == 1 or kind == "since"))
+    counts = kind in COUNTING and (every == 1 or kind == "since")
+    return Log(lines, {"pattern": pattern}, counts=counts, first_step=int(kind != "from_zero"))
 
 
 PATTERNS = {
     "own": (r"step (?P<step>\d+) scale (?P<loss_scale>\S+)", "step {step} scale {scale}"),
     "flagged": (
         r"it=(?P<step>\d+) loss=(?P<loss>\S+) overflow: (?P<overflow>\S+) scale=(?P<loss_scale>\S+)",
-        "it={step:06d} loss={loss:.4f} overflow: {flag:d} scale={scale}",
+        "it={step:06d} loss={loss:.4f} overflow: {flag:f} scale={scale}",
     ),
+    "from_zero": (r"step=(?P<step>\d+),loss_scale=(?P<loss_scale>[^,]+)", "step={index},loss_scale={scale},lr=9e-05"),
     "tqdm": (
         r"\| (?P<step>\d+)/\d+ .*loss=(?P<loss>[^,]+), scale=(?P<loss_scale>[^,\]]+)",
         "  1%|# | {step}/9999 [00:10<01:30,  9.9it/s, loss={loss:.3f}, scale={scale}]",
@@ -260,31 +260,6 @@ PATTERNS = {
     ),
 }
 COUNTING = ("flagged", "csv", "since")
-
-
-# Lines of programs that the package does not know: for these, the message names a pattern to try.
-LAYOUTS = (
-    "tflops=54.3,step={index},loss={loss},tgs (tokens/gpu/second)=491.55,lr=9.7e-05,loss_scale={scale},grad_norm=7.8",
-    "2022-11-10 11:00:57,009 INFO rank_id:0, step: {index}, avg loss: {loss:.5f}, iter_time: 438.814, "
-    "overflow: {flag:f}, scaling_sens: {scale:f}, lr: 0.000313",
-    "[2024-09-14 22:45:08][INFO][training:1251] -  iteration={step:8d}/  317892 | consumed_samples=         256 | "
-    "lm loss={loss:f} | loss_scale={scale:.1f} | actual_seqlen= 4096 | TFLOPs=144.87 |",
-    "  1%|# | {step}/9999 [00:10<01:30,  9.9it/s, loss={loss:.3f}, scale={scale}]",
-    "it={step:06d} loss={loss:.4f} scale={scale}",
-    "Epoch 1/10, step {step}/100000, loss: {loss:.4f}, cond: {flag}, scaling_sens: {scale}, cur_lr: 0.0010",
-    "batch {step}, lr: 2.73e-02, grad_scale: {scale}",
-    "Speed 2178.40 samples/sec   Loss {loss:.4f}   Epoch: 0   Global Step: {step}   Fp16 Grad Scale: {scale:5.0f}   ",
-)
-
-
-def unknown_layout(random, run):
-    """A program whose lines the package does not know. The message about the log has a pattern that reads it."""
-    layout, lines = str(random.choice(LAYOUTS)), []
-    for part in run.parts:
-        for step in _steps(part, run.every):
-            flag, scale, loss, _ = _at(part, step)
-            lines.append(layout.format(step=step, index=step - 1, scale=scale, loss=loss, flag=flag) + "\n")
-    return Log(lines, is_known=False, first_step=0 if "{index}" in layout else 1)
 
 
 def record(random, run):
@@ -318,7 +293,6 @@ PROGRAMS = {
     "hugging_face": (hugging_face, DYNAMIC | {"smallest": 1.0, "restarts": False}),
     "two_engines": (two_engines, DYNAMIC | {"steps": 100, "smallest": 1.0, "restarts": False}),
     "by_pattern": (by_pattern, DYNAMIC),
-    "unknown_layout": (unknown_layout, {"smallest": 1.0}),
     "record": (record, {}),
 }
 

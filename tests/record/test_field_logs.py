@@ -8,7 +8,6 @@ import pytest
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.pattern import suggest_pattern
 
 LOGS = Path(__file__).parent / "samples" / "field_logs.zip"
 
@@ -69,20 +68,13 @@ TRUTH = {
     "espnet.log": ((0, 10), ["65540"], ["Start at", "Paste"]),
 }
 
-# The logs of other programs: the pattern of lab.md, or that which the refusal suggests (None).
+# Patterns for the logs of other programs.
 PATTERNS = {
     "apex_every_step.log": r"\] +(?P<step>\d+) \|\||Gradient (?P<overflow>overflow).* (?P<loss_scale>\S+)$",
-    "scale_zero.log": None,
-    "far_fall.log": None,
+    "scale_zero.log": r"Global Step: (?P<step>\d+) +Fp16 Grad Scale: +(?P<loss_scale>\d+)",
+    "far_fall.log": r"batch (?P<step>\d+),.*grad_scale: (?P<loss_scale>\S+)",
     "espnet.log": r"train:\d+-(?P<step>\d+)batch.* loss=(?P<loss>\S+),.*loss_scale=(?P<loss_scale>[^,]+)",
 }
-
-
-def read(file):
-    """Read a log with the pattern of its program."""
-    if file.name in PATTERNS:
-        return read_log(file, pattern=PATTERNS[file.name] or suggest_pattern(file.read_text().splitlines()))
-    return read_log(file)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +87,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", TRUTH)
 def test_what_is_true_of_a_log_is_said(folder, name):
     bounds, says, never = TRUTH[name]
-    run = read(folder / name)
+    run = read_log(folder / name, pattern=PATTERNS.get(name))
     fewest, most = run.skipped_bounds
     assert (fewest, most if run.is_numbered else None) == bounds
     # The details replay other rules, which takes long for a run of many steps.

@@ -1,5 +1,6 @@
 """The reader of training logs understands the lines of each format, and copes with damaged, mixed and foreign lines."""
 
+import gzip
 import json
 import os
 import re
@@ -304,6 +305,13 @@ def test_a_log_with_a_byte_order_mark_is_read(tmp_path, encoding):
     text = "".join(SAMPLES["mindformers"]).replace("\n", "\r\n")
     run = read(tmp_path, (b"\xfe\xff" if encoding == "utf-16-be" else b"") + text.encode(encoding))
     assert_same(run, read(tmp_path, *SAMPLES["mindformers"]))
+
+
+def test_a_compressed_log_is_read(tmp_path):
+    content = gzip.compress("".join(SAMPLES["mindformers"]).encode())
+    assert_same(read(tmp_path, content), read(tmp_path, *SAMPLES["mindformers"]))
+    with pytest.raises(OSError, match=r"can be read.*run\.log"):
+        read(tmp_path, content[:60])
 
 
 def test_a_torn_line_leaves_a_step_of_which_nothing_is_known(tmp_path):
