@@ -104,7 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "neighbouring skips",
     )
     add_pattern_argument(parser)
-    parser.add_argument("--details", action="store_true", help="print more measures")
     parser.add_argument(
         "--rules",
         "--policies",
@@ -138,7 +137,7 @@ def run(options: argparse.Namespace) -> None:
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
     content = {"rows": comparison.rows()}
-    _print(options, sources, content, comparison.text(options.each_trace, options.details))
+    _print(options, sources, content, comparison.text(options.each_trace))
     if options.plot and len(traces) == 1:
         replays = {label: replay(make(), traces[0]) for label, make in makers.items()}
         save(draw_replays(traces[0], replays), options.plot)

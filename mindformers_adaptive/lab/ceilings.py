@@ -106,7 +106,7 @@ def trace_of(run: RecordedRun, assume: str | None = None) -> Trace:
         assume (str, optional): one of ``ASSUMPTIONS``. Default: None, "gradients" where any are known.
 
     Returns:
-        Trace, with the run's name, times, and the gradients of its applied steps.
+        Trace, with the run's name and the gradients of its applied steps.
 
     Raises:
         ValueError: if ``assume`` is another word, or the log states too little.
@@ -130,17 +130,14 @@ def trace_of(run: RecordedRun, assume: str | None = None) -> Trace:
     # contradict every ceiling: replace 0 by a tiny positive scale.
     scale = np.maximum(np.where(skipped, high, np.where(applied, low, 0.0)), np.finfo(np.float64).tiny)
     lower, below = np.where(applied, scale, 0.0), np.where(skipped, scale, np.inf)
-    gradients, seconds = run.applied_gradients(), run.column("seconds")
-    if gradients is not None:
+    if (gradients := run.applied_gradients()) is not None:
         gradients = _at_ends(gradients, lengths)
     if assume != "interpolated" and gradients is not None:
         ceiling = _by_gradients(scale, skipped, implied_ceilings(gradients, run.gradient_format))
     else:
         ceiling = _interpolated(scale, skipped, applied)
     ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
-    if seconds is not None:
-        seconds = np.repeat(seconds, lengths)
-    return Trace(run.name, ceiling, lower, below, seconds, gradients, run.gradient_format)
+    return Trace(run.name, ceiling, lower, below, gradients, run.gradient_format)
 
 
 def _at_ends(values: Floats, lengths: NDArray[np.int64]) -> Floats:

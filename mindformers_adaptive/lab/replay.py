@@ -9,20 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.measures import (
-    FREE_BITS,
-    LARGEST_LOSS_SCALE,
-    Measures,
-    measure,
-    overflow_flags,
-    overflows,
-    require_steps,
-)
+from mindformers_adaptive.lab.measures import FREE_BITS, Measures, measure, overflows
 from mindformers_adaptive.lab.running_rule import RunningRule
 from mindformers_adaptive.record.thresholds import DECIDED_FROM
 from mindformers_adaptive.record.trace import Trace
-from mindformers_adaptive.rules.lanes import Lanes
-from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 
@@ -36,14 +26,12 @@ class Replay:
         scale_window (NDArray, optional): int64 of shape (steps,), the window in each step; None for a rule without a
             window.
         measures (Measures): all measures of the replay.
-        final_state (dict): the rule's state after the last step, with ``loss_scale`` and ``scale_window``.
     """
 
     loss_scale: NDArray[np.float64]
     overflow: NDArray[np.bool_]
     scale_window: NDArray[np.int64] | None
     measures: Measures
-    final_state: dict[str, Any]
 
 
 def replay(running: RunningRule, trace: Trace) -> Replay:
@@ -56,7 +44,7 @@ def replay(running: RunningRule, trace: Trace) -> Replay:
         trace (Trace): at least one step.
 
     Returns:
-        Replay, with the loss scale, window and overflow flag of each step, the measures and the last state.
+        Replay, with the loss scale, overflow flag and window of each step, and the measures.
 
     Raises:
         ValueError: if the trace has no steps.
@@ -67,48 +55,17 @@ def replay(running: RunningRule, trace: Trace) -> Replay:
         >>> replay(start_rule("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
         3.0
     """
-    if isinstance(getattr(running, "rule", None), Rule):
-        scales, windows = _replay_lane(running, trace)
-    else:
-        scales, windows = _replay_step_by_step(running, trace)
-    return Replay(
-        scales[:-1],
-        overflow_flags(scales[:-1], trace.ceiling),
-        None if windows is None else windows[:-1],
-        measure(trace, scales, windows),
-        {"loss_scale": running.loss_scale, "scale_window": running.scale_window, **running.state()},
-    )
-
-
-def _replay_lane(running: RunningRule, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
-    """Return the loss scales and the windows of each step and after the last step, from a replay in a lane."""
-    require_steps(trace)
-    lanes, steps = Lanes(running.rule, [running.current]), len(trace)
-    limits = np.minimum(trace.ceiling, LARGEST_LOSS_SCALE)
-    gradients = np.full(steps, math.nan) if trace.largest_gradient is None else trace.largest_gradient
-    scales = np.empty((steps + 1, 1))
-    windows = None if lanes.scale_window is None else np.empty((steps + 1, 1), np.int64)
-    with lanes.watching():
-        for step in range(steps + 1):
-            if step:
-                # Find overflows as overflow_flags() does. No check for a scale of 0 is needed, because a rule keeps the
-                # scale above 0.
-                lanes.advance(~(scales[step - 1] <= limits[step - 1]), gradients[step - 1 : step])
-            scales[step] = lanes.loss_scale
-            if windows is not None:
-                windows[step] = lanes.scale_window
-    [running.current] = lanes.states()
-    return scales[:, 0], None if windows is None else windows[:, 0]
-
-
-def _replay_step_by_step(running: RunningRule, trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
-    scales, windows = [float(running.loss_scale)], [running.scale_window]
+    scales, flags, windows = [], [], []
     gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
     for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
-        overflow = overflows(scales[-1], ceiling)
-        scales.append(float(running.step(overflow, None if overflow or math.isnan(gradient) else gradient)))
+        scales.append(running.loss_scale)
+        flags.append(overflows(running.loss_scale, ceiling))
         windows.append(running.scale_window)
-    return np.array(scales), None if windows[0] is None else np.array(windows, np.int64)
+        running.step(flags[-1], None if flags[-1] or math.isnan(gradient) else gradient)
+    has_window = running.scale_window is not None
+    return Replay(
+        np.array(scales), np.array(flags), np.array(windows, np.int64) if has_window else None, measure(trace, scales)
+    )
 
 
 @dataclass(frozen=True)
@@ -130,8 +87,8 @@ class Comparison:
         means: dict[str, dict[str, float | None]] = {}
         for rule, on_traces in self.measures.items():
             rows: list[dict[str, Any]] = [measures.as_dict() for measures in on_traces]
-            there = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
-            means[rule] = {name: sum(values) / len(values) if values else None for name, values in there.items()}
+            known = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
+            means[rule] = {name: sum(values) / len(values) if values else None for name, values in known.items()}
         return means
 
     def rows(self) -> list[dict[str, Any]]:
@@ -150,12 +107,11 @@ class Comparison:
                 rows.append({**head, "trace": None, **means[rule]})
         return rows
 
-    def text(self, each_trace: bool = False, details: bool = False) -> str:
+    def text(self, each_trace: bool = False) -> str:
         """Return a text table of skipped steps, steps too low and more for each rule, sorted by the sum of both.
 
         Args:
             each_trace (bool): whether to add a row for each trace; with several traces, rows of means are always shown.
-            details (bool): whether to add a second table with the measures that the first table leaves out.
         """
         rows = [
             {
@@ -168,7 +124,9 @@ class Comparison:
             if each_trace or len(self.traces) == 1 or row["trace"] is None
         ]
         rows.sort(key=lambda row: (row["skipped"] + row["too_low"], row["skipped"], row["headroom_lost"] or 0.0))
-        tables = [_table(_COLUMNS, rows), *([_table(_MORE_COLUMNS, rows)] if details else [])]
+        # A column whose values are all equal is left out, but for the measures by which rules are compared.
+        shown = {key for key in _COLUMNS if len({row[key] for row in rows}) > 1} | _ALWAYS
+        table = text_table({key: header for key, header in _COLUMNS.items() if key in shown}, rows)
         low = f" or over {FREE_BITS} bits too low" * any(row["too_low"] for row in rows)
         lines = [self._winners(low, list(dict.fromkeys(row["rule"] for row in rows)))]
         if len(set(self.starts.values())) == 1:
@@ -176,7 +134,7 @@ class Comparison:
         notes = f"Sorted by the steps that are skipped{low}. Ceiling: the largest loss scale without overflow.\n"
         notes += f"Bits below: below the ceiling, on average; down to {FREE_BITS}, FP16 loses next to nothing. "
         notes += "Too low: more."
-        return "\n\n".join(["\n".join(lines), *tables, notes])
+        return "\n\n".join(["\n".join(lines), table, notes])
 
     def _winners(self, low: str, order: Sequence[str]) -> str:
         """Return a sentence that names the rules with the fewest bad steps, if the logs show enough of each rule."""
@@ -204,23 +162,9 @@ _COLUMNS = {
     "steps_to_first_applied": "of them at the start",
     "too_low": "too low",
     "headroom_lost": "bits below",
-}
-_MORE_COLUMNS = {
-    "rule": "rule",
-    "trace": "trace",
-    "longest_skip_run": "most skips in a row",
-    "seconds_lost": "time lost (s)",
-    "scale_changes": "scale changes",
-    "window_changes": "window changes",
     "known": "decided (%)",
 }
-
-
-def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text table without columns whose values are all equal. The columns in ``always`` are never left out."""
-    always = {"rule", "skipped", "too_low", "headroom_lost", "known"}
-    differing = {key for key in columns if len({row[key] for row in rows}) > 1}
-    return text_table({key: columns[key] for key in columns if key in always | differing}, rows)
+_ALWAYS = {"rule", "skipped", "too_low", "headroom_lost"}
 
 
 def compare(

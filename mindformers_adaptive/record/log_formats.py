@@ -105,8 +105,6 @@ class _MindFormers(LogFormat):
     scale = re.compile(r"loss_scale:\s*\[?\s*([-+\w]*[.e][-+.\w]*|inf)\s*\]?\s*(?:,|$)")
     loss = re.compile(r"\bloss:\s*\[?\s*([-+.\w]+)")
     norm = re.compile(r"(?:global|grad)_norm:\s*\[?\s*([-+.\w]+)\s*\]?\s*(?:,|$)")
-    # Until MindFormers 0.7, per_step_time is the time of a whole call, which runs several steps in sink mode.
-    seconds = re.compile(r"per_step_time:\s*([\d.]+)\s*ms")
     dropped = re.compile(r"is_skip:\s*\[?\s*True")
     # The PyNative trainer of MindFormers 2.0 numbers steps over all epochs, and prints neither overflow nor scale.
     without_scale = re.compile(r"\{ step:\[\s*(\d{1,16})/\s*\d+\],.*\}$")
@@ -114,12 +112,7 @@ class _MindFormers(LogFormat):
     def parse(self, line: str) -> Step | None:
         if "step:[" not in line:
             return LogLine(dropped_by_norm=True) if self.dropped.search(line) else None
-        loss, norm, seconds = (_number(pattern, line) for pattern in (self.loss, self.norm, self.seconds))
-        values: dict[str, Any] = {
-            "loss": loss,
-            "gradient_norm": norm,
-            "seconds": None if seconds is None else seconds / 1000,
-        }
+        values: dict[str, Any] = {"loss": _number(self.loss, line), "gradient_norm": _number(self.norm, line)}
         match = self.step.search(line)
         if match is None:
             match = self.without_scale.search(line)
@@ -169,18 +162,16 @@ class _Megatron(LogFormat):
     # GPT-NeoX prints lm_loss instead of "lm loss".
     loss = re.compile(r"lm[ _]loss:?\s*([-+.\w]+)\s*\|")
     norm = re.compile(r"grad[ _]norm:?\s*([-+.\w]+)\s*\|")
-    time = re.compile(r"elapsed time per iteration \((ms|s)\):?\s*([\d.]+)\s*\|")
 
     def parse(self, line: str) -> Step | None:
         match = self.step.search(line)
         if match is None:
             return None
-        scale, skipped, time = self.scale.search(line), self.skipped.search(line), self.time.search(line)
+        scale, skipped = self.scale.search(line), self.skipped.search(line)
         value = None if scale is None else _as_number(scale[1])
         count = None if skipped is None else int(skipped[1])
         if value is None and count is None:
             raise ValueError("the line shows no readable loss scale and no readable number of skipped iterations")
-        seconds = None if time is None else _as_number(time[2])
         return LogLine(
             step=_step(match[1]),
             next_loss_scale=value,
@@ -188,7 +179,6 @@ class _Megatron(LogFormat):
             skipped_since=None if count == 0 and _COUNT_STAYS_ZERO.search(line) else count,
             loss=_number(self.loss, line),
             gradient_norm=_number(self.norm, line),
-            seconds=seconds and time and seconds / (1000 if time[1] == "ms" else 1),
         )
 
 

@@ -46,10 +46,6 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
     gradient_format: Annotated[
         Any, _field("the format of the gradients; only for rules that follow the largest gradient")
     ] = msgspec.UNSET
-    seconds: Annotated[
-        float | msgspec.UnsetType | None,
-        _field("how long the step took, in seconds; not measured here"),
-    ] = msgspec.UNSET
     resumed: Annotated[
         bool | msgspec.UnsetType | None,
         _field("true in the first step after the training was resumed; only there"),

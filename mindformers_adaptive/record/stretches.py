@@ -536,9 +536,8 @@ def _split(run: RecordedRun, is_flagged: Flags, overflowed: Flags) -> RecordedRu
 def _columns(rows: _Rows, after: Floats) -> dict[str, Floats]:
     """Return the columns of the run: the values that each line states, at the last step of the line."""
     stated = {name: rows.columns[name] for name in COLUMNS}
-    window, seconds = stated["scale_window"], stated["seconds"]
+    window = stated["scale_window"]
     stated["scale_window"] = np.where((window >= 1) & (window < math.inf), window, np.nan)
-    stated["seconds"] = np.where((seconds >= 0) & (seconds < math.inf), seconds, np.nan)
     stated["next_loss_scale"] = after
     # A record marks the first step after a resume. In other logs, the step number goes back there.
     stated["resumed"] = np.where(rows.restarted, 1, stated["resumed"])

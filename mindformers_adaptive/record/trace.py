@@ -28,7 +28,6 @@ class Trace:
             nothing is known.
         upper_bound (NDArray): float64 of shape (steps,), the smallest loss scale that is known to overflow; inf where
             nothing is known.
-        seconds (NDArray, optional): float64 of shape (steps,), how long each step of the recorded run took.
         largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute value of the step's
             gradients, unscaled; nan where it is not known. A rule is given it for the steps that are applied.
         gradient_format (Format): the format of the gradients. Default: float16.
@@ -47,12 +46,11 @@ class Trace:
     ceiling: NDArray[np.float64]
     lower_bound: NDArray[np.float64]
     upper_bound: NDArray[np.float64]
-    seconds: NDArray[np.float64] | None = None
     largest_gradient: NDArray[np.float64] | None = None
     gradient_format: Format = FLOAT16
 
     def __post_init__(self) -> None:
-        arrays = [self.ceiling, self.lower_bound, self.upper_bound, self.seconds, self.largest_gradient]
+        arrays = [self.ceiling, self.lower_bound, self.upper_bound, self.largest_gradient]
         require_one_length(f"trace {self.name!r}", *arrays)
         outside = ~((self.lower_bound <= self.ceiling) & ((self.ceiling < self.upper_bound) | np.isinf(self.ceiling)))
         if outside.any():

@@ -22,8 +22,9 @@ LOGS = ROOT / "tests" / "record" / "samples"
 
 def recorded(ceilings, name="dynamic", **params):
     """Return the run of a rule on a trace with given ceilings, the largest loss scales without overflow."""
-    result = replay(start_rule(name, **params), Trace.exact("made", ceilings))
-    return run_of(result.loss_scale, result.overflow, final_loss_scale=result.final_state["loss_scale"])
+    running = start_rule(name, **params)
+    result = replay(running, Trace.exact("made", ceilings))
+    return run_of(result.loss_scale, result.overflow, final_loss_scale=running.loss_scale)
 
 
 def rules(run):

@@ -68,13 +68,6 @@ def test_a_run_of_which_too_little_is_known_is_refused():
         trace_of(run)
 
 
-def test_the_trace_carries_what_the_run_recorded():
-    seconds = np.array([0.5, np.nan])
-    trace = trace_of(run_of([8, 4], "!.", seconds=seconds))
-    assert trace.name == "run"
-    np.testing.assert_array_equal(trace.seconds, seconds)
-
-
 @given(
     st.lists(
         st.tuples(st.integers(0, 40), st.booleans(), st.floats(0, 1e9) | st.just(np.nan)),
