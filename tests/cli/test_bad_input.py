@@ -268,7 +268,7 @@ def test_control_characters_in_file_names_are_escaped(run_program, tmp_path):
     for name in names:
         shutil.copy(LOG, tmp_path / name)
     for command in (
-        ["compare", "--each-trace", "--details"],
+        ["compare", "--each-trace"],
         ["compare", "--json"],
     ):
         code, printed, errors = run_program(*command, *(tmp_path / name for name in names))

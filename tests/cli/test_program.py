@@ -219,7 +219,7 @@ def test_find_and_probe_print_json_alone_and_agree(run_forked, corpus, tmp_path)
 
 
 def test_a_reader_that_stops_early_is_no_error(tmp_path):
-    command = [sys.executable, "-m", "mindformers_adaptive", "compare", MINDFORMERS_LOG, "--details"]
+    command = [sys.executable, "-m", "mindformers_adaptive", "compare", MINDFORMERS_LOG]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment

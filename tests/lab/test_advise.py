@@ -332,8 +332,7 @@ def test_the_demo_is_answered_in_18_lines(tmp_path, run_program, command):
         assert re.match(r"23 of 400 steps .*skipped \(5\.8%\): 16 .*start, .* 2\^32 .* 7 ", printed)
         assert "Start at 2^16 (loss_scale_value: 65536) instead of 2^32." in printed
         assert "type: GradientGuidedLossScale" in printed
-    details = run_program(command, tmp_path / "demo.jsonl", "--details")[1]
-    assert len(details.splitlines()) > 18
-    headers = [line for line in details.splitlines() if line.startswith("rule  ")]
-    assert headers or command == "analyze"
-    assert all(2 <= len(header.split("  ")) - header.split("  ").count("") <= 6 for header in headers)
+        assert len(run_program(command, tmp_path / "demo.jsonl", "--details")[1].splitlines()) > 18
+    else:
+        [header] = [line for line in printed.splitlines() if line.startswith("rule  ")]
+        assert 2 <= len([name for name in header.split("  ") if name]) <= 6
