@@ -11,7 +11,7 @@ examples:
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,11 @@ from mindformers_adaptive.cli.output import (
     progress_bar,
     read_scale,
 )
-from mindformers_adaptive.cli.train import add_yaml_arguments, value_of_key
+from mindformers_adaptive.cli.train import add_yaml_arguments
 from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.report import loss_division
 from mindformers_adaptive.gradients.selection import select
+from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.launcher import use_register_path
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
@@ -106,29 +107,29 @@ def run(options: argparse.Namespace) -> None:
         for name, gradient in gradients.items():
             sums[name] = sums.get(name, 0) + gradient
 
-    ranges = _sweep(options, scales, add_up if options.gradients else None)
+    ranges, config = _sweep(options, list(scales), add_up if options.gradients else None)
     _write_files(options, ranges, sums)
     if shows_ranges:
         print_result(options, ranges.to_dict, lambda: "\n\n".join(_tables(options, ranges)))
         return
-    start = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
-    start = replace(start, scale_sense=_moving_scale(options))
+    start = recommendation.recommend_loss_scale(ranges, options.margin, learning_rate_in(config))
+    start = replace(start, scale_sense=_moving_scale(config))
     print_answer(options, start)
     if start.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")
 
 
-def _sweep(options: argparse.Namespace, loss_scales: Iterable[float], observe: Any) -> Any:
-    """Run the backward passes with a progress bar, and return the gradient ranges."""
-    loss_scales = list(loss_scales)
+def _sweep(options: argparse.Namespace, loss_scales: list[float], observe: Any) -> tuple[Any, Any]:
+    """Run the backward passes with a progress bar. Return the gradient ranges and the configuration."""
     use_register_path(options.register_path)
     with lines_in_file("find", verbose=options.verbose) as terminal:
         from mindformers_adaptive.mindformers.training_probe import TrainingSource, probe
 
         passes = options.batches * len(loss_scales) * (2 if options.layers else 1)
         with progress_bar(passes, "backward passes", terminal, lines=True) as progress:
-            return probe(
-                TrainingSource(options.config, options.checkpoint, options.train_dataset_dir, options.overrides),
+            source = TrainingSource(options.config, options.checkpoint, options.train_dataset_dir, options.overrides)
+            ranges = probe(
+                source,
                 loss_scales,
                 options.batches,
                 layers=options.layers,
@@ -136,6 +137,7 @@ def _sweep(options: argparse.Namespace, loss_scales: Iterable[float], observe: A
                 observe=observe,
                 gradient_format=options.gradient_format,
             )
+        return ranges, source.read_file()
 
 
 def _write_files(options: argparse.Namespace, ranges: Any, sums: Mapping[str, Any]) -> None:
@@ -166,20 +168,14 @@ def _tables(options: argparse.Namespace, ranges: Any) -> Iterator[str]:
         yield f"gradients of these outputs\n{select(ranges, 'activation_gradients').table(scale)}"
 
 
-def _moving_scale(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the section ``scale_sense`` with the values of ``--options``, or None for a fixed scale or no scale."""
-    key, overrides = "runner_wrapper.scale_sense", options.overrides
-    section = value_of_key(options, overrides, key)
-    if not isinstance(section, Mapping) or section.get("type") == "FixedLossScaleUpdateCell":
-        return None
-    return {
-        **section,
-        **{name.removeprefix(f"{key}."): value for name, value in overrides.items() if name.startswith(f"{key}.")},
-    }
+def _moving_scale(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the section ``scale_sense`` of a configuration, or None for a fixed scale or no scale."""
+    section = value_at(config, "runner_wrapper.scale_sense")
+    is_moving = isinstance(section, Mapping) and section.get("type") != "FixedLossScaleUpdateCell"
+    return dict(section) if is_moving else None
 
 
-def read_learning_rate(options: argparse.Namespace) -> float | None:
-    """Return the learning rate, before any schedule, from ``--options`` or the YAML file; None if neither gives it."""
-    keys = ("lr_schedule.learning_rate", "optimizer.learning_rate")
-    rates = [value_of_key(options, options.overrides, key) for key in keys]
+def learning_rate_in(config: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of a configuration before any schedule, or None if it gives none."""
+    rates = [value_at(config, key) for key in ("lr_schedule.learning_rate", "optimizer.learning_rate")]
     return next((float(rate) for rate in rates if isinstance(rate, int | float) and rate > 0), None)

@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the task of the YAML file. An error that stops a training is printed with its traceback."""
     overrides = read_overrides(options)
-    folder = value_of_key(options, overrides, "output_dir") or "output"
+    folder = _value_of(options, overrides, "output_dir") or "output"
     # Each of several processes has a log file already, and a result of an evaluation or a prediction is for the user.
-    shows_all = options.verbose or is_one_of_several() or value_of_key(options, overrides, "run_mode") in _WITH_RESULT
+    shows_all = options.verbose or is_one_of_several() or _value_of(options, overrides, "run_mode") in _WITH_RESULT
     try:
         with contextlib.ExitStack() as stack:
             callbacks: list[Any] = []
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def value_of_key(options: argparse.Namespace, overrides: Mapping[str, Any], key: str) -> Any:
+def _value_of(options: argparse.Namespace, overrides: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key from the command line or the YAML file, before MindFormers loads the file."""
     with contextlib.suppress(ValueError):
         return overrides.get(key, value_at(read_yaml(options.config), key))

@@ -1,18 +1,15 @@
 """The share of weight updates lost to float16 rounding equals NumPy's count, and the loss-scale finder reports it."""
 
-import argparse
-
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cli.find import read_learning_rate
+from mindformers_adaptive.cli.find import learning_rate_in
 from mindformers_adaptive.gradients.ranges import find_loss_scale, learning_rate_of
 from mindformers_adaptive.gradients.recommendation import lost_updates
 from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
-from tests.conftest import CONFIG
 from tests.shared.networks import HalfPrecisionSum
 
 NUMBERS = np.random.default_rng(0)
@@ -75,12 +72,12 @@ def test_the_learning_rate_is_read_from_the_optimizer(graph_mode, rate):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("config", "expected"),
     [
-        ({}, 3e-3),
-        ({"lr_schedule.learning_rate": 1e-5}, 1e-5),
-        ({"lr_schedule.learning_rate": "high", "optimizer.learning_rate": 0.1}, 0.1),
+        ({}, None),
+        ({"lr_schedule": {"learning_rate": 1e-5}, "optimizer": {"learning_rate": 0.1}}, 1e-5),
+        ({"lr_schedule": {"learning_rate": "high"}, "optimizer": {"learning_rate": 0.1}}, 0.1),
     ],
 )
-def test_program_takes_the_learning_rate_of_file_or_options(overrides, expected):
-    assert read_learning_rate(argparse.Namespace(config=str(CONFIG), overrides=overrides)) == expected
+def test_program_takes_the_learning_rate_of_the_configuration(config, expected):
+    assert learning_rate_in(config) == expected

@@ -7,6 +7,7 @@ from pathlib import Path
 import mindspore
 import numpy as np
 import pytest
+import yaml
 
 from mindformers_adaptive.mindformers.training_probe import TrainingSource, load_weights, probe
 from tests.conftest import CONFIG, PROGRAM, mindspore_mode
@@ -96,10 +97,10 @@ def test_bad_input_is_refused(named, batches, error, message):
 
 UPDATE_CELL = """
 from mindformers.tools.register import MindFormerRegister
-from mindspore import nn
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell
 
 @MindFormerRegister.register("wrapper")
-class CellOfAUser(nn.DynamicLossScaleUpdateCell):
+class CellOfAUser(AdaptiveLossScaleUpdateCell):
     pass
 """
 
@@ -108,13 +109,17 @@ def test_find_takes_classes_of_a_users_folder(corpus, run_program, tmp_path, mon
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("REGISTER_PATH", "")
     (tmp_path / "cells_of_a_user.py").write_text(UPDATE_CELL)
-    section = "{type: CellOfAUser, auto_register: cells_of_a_user.CellOfAUser, loss_scale_value: 8, scale_factor: 2, "
-    options = as_options({**SMALL_MODEL, "runner_wrapper.scale_sense": f"{section}scale_window: 20}}"})
-    command = ["find", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--details", *options]
+    section = {"type": "CellOfAUser", "auto_register": "cells_of_a_user.CellOfAUser", "loss_scale_value": 8}
+    config = {"base_config": str(CONFIG), "runner_wrapper": {"scale_sense": section}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    command = ["find", "--config", tmp_path / "run.yaml", "--train-dataset-dir", corpus, "--batches", 1, "--details"]
+    command += as_options(SMALL_MODEL)
     assert "in the folder that --register-path names" in run_program(*command)[2]
     code, printed, errors = run_program(*command, "--register-path", tmp_path)
     assert code == 0, errors
     assert "lost at 2^0" in printed
+    # What the file takes from its base_config is in the section too.
+    assert all(line in printed for line in ("    type: CellOfAUser\n", "    max_scale_window: 1000\n"))
 
 
 def test_scale_found_for_a_loss_per_token_trains(run_forked, corpus, tmp_path):
