@@ -192,7 +192,7 @@ def _path_in_words(run: RecordedRun, within: tuple[float, float] | None, named: 
     # A scale that no overflow moves is a fixed scale: it has not collapsed.
     if lowest == highest:
         if run.is_rounded:
-            return f"The log states a loss scale of {named(last)}"
+            return f"The log states a loss scale of {named(last)}; it rounds others"
         stayed = "stayed at {}" if is_shown else "was {} on each line of the log"
         return f"The loss scale {stayed.format(named(last))}{at_end * is_shown}"
     if at_end and (np.repeat(high, run.lengths)[-STUCK:] == lowest).all():
@@ -210,8 +210,8 @@ def _path_in_words(run: RecordedRun, within: tuple[float, float] | None, named: 
             return f"The loss scale {'rose' if final > first[0] else 'fell'} from {named(first[0])} to {named(final)}"
     if is_shown and not np.isnan(final):
         return f"The loss scale moved between {named(lowest)} and {named(highest)}"
-    end = "" if run.is_rounded else f"; the last is {named(last)}"
-    return f"The log states loss scales between {named(lowest)} and {named(highest)}{end}"
+    end = "it rounds others" if run.is_rounded else f"the last is {named(last)}"
+    return f"The log states loss scales between {named(lowest)} and {named(highest)}; {end}"
 
 
 def bounds_in_words(fewest: int, most: int | None) -> str:

@@ -315,34 +315,14 @@ def _scales(rows: _Rows, spans: _Spans, log_format: LogFormat) -> _Scales:
     is_known = np.isfinite(low) & np.isfinite(high)
     low, high = np.where(is_known, low, np.nan), np.where(is_known, high, np.nan)
     is_wide = high - low > _WIDE_BITS
-    if is_wide.any():
-        low, high = _narrowed(spans, low, high, is_wide)
-        is_one = high - low <= _WIDE_BITS
-        after = np.where(is_wide, np.where(is_one, 2.0**high, np.nan), after)
+    exact = (low + high)[is_known & ~is_wide] / 2
+    if is_wide.any() and (np.abs(exact - np.round(exact)) < _NEAR_BITS).all():
+        # Where all exact scales are powers of two, the rounded ones are too. Often only one power of two is printed so.
+        lowest, highest = np.ceil(low - _NEAR_BITS), np.floor(high + _NEAR_BITS)
+        fits = lowest <= highest
+        low, high = np.where(fits, lowest, low), np.where(fits, highest, high)
+    after = np.where(is_wide, np.where(low == high, 2.0**high, np.nan), after)
     return _Scales(after, low, high)
-
-
-def _narrowed(spans: _Spans, low: Floats, high: Floats, is_wide: Flags) -> tuple[Floats, Floats]:
-    """Narrow the bounds on loss scales that the log prints rounded, by the loss scales in the lines around them."""
-    exact, stated = (low + high)[~is_wide & ~np.isnan(low)] / 2, (low, high)
-    if (np.abs(exact - np.round(exact)) < _NEAR_BITS).all():
-        whole_low, whole_high = np.ceil(low - _NEAR_BITS), np.floor(high + _NEAR_BITS)
-        fits = whole_low <= whole_high
-        low, high = np.where(fits, whole_low, low), np.where(fits, whole_high, high)
-    down = np.where(spans.stated >= 0, spans.stated, spans.steps)
-    up = spans.steps - np.where(spans.stated >= 0, spans.stated, 0)
-    rows = np.flatnonzero(spans.follows)[int(spans.follows[0]) :].tolist()
-    for order, back in ((rows, False), (rows[::-1], True)):
-        for row in order:
-            here, there = (row - 1, row) if back else (row, row - 1)
-            fall, rise = (up[row], down[row]) if back else (down[row], up[row])
-            lowest = max(low[here], low[there] - fall)
-            highest = min(high[here], high[there] + rise)
-            if lowest > highest:
-                # No rule that moves the scale by factors of two prints these numbers.
-                return stated
-            low[here], high[here] = lowest, highest
-    return low, high
 
 
 def _halvings(spans: _Spans, scales: _Scales, moves: Sequence[Move]) -> float:

@@ -220,8 +220,8 @@ SENTENCES = [
     ("The loss scale fell from {begin:s} to {end:s}.", Truth.moved),
     ("The loss scale moved between {low:s} and {high:s}.", Truth.spans),
     ("The log states loss scales between {a:s} and {b:s}; the last is {c:s}.", lambda t, a, b, c: t.occurs(a, b, c)),
-    ("The log states a loss scale of {scale:s}.", lambda t, scale: t.occurs(scale)),
-    ("The log states loss scales between {a:s} and {b:s}.", lambda t, a, b: t.occurs(a, b)),
+    ("The log states a loss scale of {scale:s}; it rounds others.", lambda t, scale: t.occurs(scale)),
+    ("The log states loss scales between {a:s} and {b:s}; it rounds others.", lambda t, a, b: t.occurs(a, b)),
     ("The only loss scale that the log states is {scale:s}.", lambda t, scale: t.occurs(scale)),
     ("Its falls add up to at least {n} halvings.", lambda t, n: n <= t.run.halvings() + 1e-3),
     (
@@ -247,7 +247,7 @@ SENTENCES = [
     (
         "{count} of these lines are about steps that were not skipped and changed the weights: go back to a checkpoint "
         "before step {step}.",
-        lambda t, count, step: count <= (t.bad & ~t.flags).sum() and not t.bad[: t.at(step)].any(),
+        lambda t, count, step: count <= (bad := t.bad & ~t.flags).sum() and not bad[: t.at(step)].any(),
     ),
     ("The loss rose to {loss:f} in step {step}, {times:f} times the largest loss before.", Truth.loss_rose),
     (

@@ -580,14 +580,23 @@ def test_mutilated_logs_raise_only_value_errors(name, data, tmp_path_factory):
             analyze(run).text(details=True)
 
 
-def test_rounded_scales_of_no_power_of_two_are_not_called_1(tmp_path):
-    stated = [("0.5", 0), ("0.2", 1), ("0.1", 1), ("0.1", 1), ("0.0", 1), ("0.1", 0), ("0.2", 0)]
-    lines = [
-        f" iteration {step:8d}/ 100 | lm loss: 5.0E+00 | loss scale: {scale} | grad norm: 1.0 | "
-        f"number of skipped iterations: {skipped} | number of nan iterations: 0 |"
-        for step, (scale, skipped) in enumerate(stated, start=1)
+def test_a_rounded_scale_is_known_where_one_power_of_two_is_printed_so(tmp_path):
+    stated = [(0.5, 0), (0.25, 1), (0.125, 1), (0.0625, 1), (0.03125, 1), (0.0625, 0), (0.25, 0)]
+    lines = [megatron_line(step, scale, skipped) for step, (scale, skipped) in enumerate(stated, start=1)]
+    assert [line.partition("loss scale: ")[2][:3] for line in lines] == [
+        "0.5",
+        "0.2",
+        "0.1",
+        "0.1",
+        "0.0",
+        "0.1",
+        "0.2",
     ]
-    (tmp_path / "train.log").write_text("\n".join(lines))
-    text = analyze(read_log(tmp_path / "train.log")).text()
-    assert "4 of 7 steps were skipped" in text
-    assert "The loss scale was 1" not in text
+    run = read(tmp_path, *lines)
+    np.testing.assert_array_equal(run.after, [0.5, 0.25, np.nan, np.nan, np.nan, np.nan, 0.25])
+    # From 0.5 to 0.25, from there to at most 0.125, and from at least 0.0625 to less than 0.05.
+    assert (run.skipped_bounds, run.halvings) == ((4, 4), 3.0)
+    # Without a power of two as an exact scale, no rounded scale is known.
+    run = read(tmp_path, megatron_line(1, 1000.0), megatron_line(2, 0.25, 1), megatron_line(3, 9.5))
+    np.testing.assert_array_equal(run.after, [1000.0, np.nan, np.nan])
+    assert "1000; it rounds others." in analyze(run).text()
