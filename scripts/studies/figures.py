@@ -53,6 +53,7 @@ FIND = "adaptive-loss-scale find --config configs/tiny_llama_cpu_fp16.yaml --tra
 COSTS, STUDY = "scripts.benchmarks.costs", "scripts.studies.study"
 LONG = "scripts.studies.long_training"
 MICRO_BATCHES = "scripts.studies.micro_batches"
+POLICY_RATIO = "scripts.studies.policy_ratio"
 FORMATS = "scripts.studies.formats_training"
 FIGURES = {
     "study": Figure(f"python -m {STUDY}", STUDY),
@@ -64,6 +65,7 @@ FIGURES = {
     "batches_in_turn": Figure("python -m scripts.studies.batches_in_turn", "scripts.studies.batches_in_turn"),
     "streams": Figure("python -m scripts.studies.streams", "scripts.studies.streams"),
     "harm": Figure("python -m scripts.studies.harm", "scripts.studies.harm"),
+    "policy_ratio": Figure(f"python -m {POLICY_RATIO}", POLICY_RATIO),
     # This command does not repeat a run that docs/figures/long_training/ already holds.
     "long_training": Figure(f"python -m {LONG}", LONG),
     "formats": Figure(f"python -m {FORMATS}", FORMATS),
