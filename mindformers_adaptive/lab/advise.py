@@ -45,18 +45,13 @@ class Advice:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-def findings_of(run: RecordedRun) -> list[Finding]:
-    """Return what is wrong in the steps of a run, the likeliest cause first."""
-    return diagnose(run.seen_steps)
-
-
 def other_cause(run: RecordedRun) -> Advice | None:
     """Return the advice for a run whose problem is not its loss scaling; None if the loss scaling may be the cause.
 
     Args:
         run (RecordedRun): a run with at least one step.
     """
-    return cause_in(run, findings_of(run), ways_of(run.files, in_python=False), summary_of(run).stayed)
+    return cause_in(run, diagnose(run.seen_steps), ways_of(run.files, in_python=False), summary_of(run).stayed)
 
 
 def cause_in(run: RecordedRun, findings: Sequence[Finding], ways: Ways, stayed: bool | None) -> Advice | None:
@@ -64,7 +59,7 @@ def cause_in(run: RecordedRun, findings: Sequence[Finding], ways: Ways, stayed: 
 
     Args:
         run (RecordedRun): a run with at least one step.
-        findings (Sequence[Finding]): what :func:`findings_of` returned for the run.
+        findings (Sequence[Finding]): what is wrong in the steps of the run, the likeliest cause first.
         ways (Ways): the next steps.
         stayed (bool, optional): whether the loss scale was the same in every step, None if that is not shown.
     """
@@ -94,7 +89,7 @@ def signs_of(findings: Sequence[Finding]) -> list[str]:
     """Return the sentences on what else was found in a run, beside the likeliest cause, which is an advice.
 
     Args:
-        findings (Sequence[Finding]): what :func:`findings_of` returned.
+        findings (Sequence[Finding]): as for :func:`cause_in`.
     """
     # The facts of a run have the number of bad losses already, and the collapse.
     later = (each for each in findings[1:] if each.kind not in ("bad loss", "collapse"))

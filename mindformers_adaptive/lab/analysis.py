@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.advise import Advice, advise, cause_in, findings_of, signs_of
+from mindformers_adaptive.lab.advise import Advice, advise, cause_in, signs_of
 from mindformers_adaptive.lab.analysis_text import analysis_text
 from mindformers_adaptive.lab.facts import facts_of, verdict
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
+from mindformers_adaptive.record.diagnosis import diagnose
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import EXPLANATION_FILE, ways_of
 from mindformers_adaptive.record.scale_summary import summary_of
@@ -145,14 +146,14 @@ def analyze(run: RecordedRun, *, in_python: bool | None = None) -> Analysis:
         )
     if in_python is None:
         in_python = run.is_from_program
+    explanation, error = explanation_of(run), last_error(run.files)
     summary, ways = summary_of(run), ways_of(run.files, in_python)
-    findings = findings_of(run)
-    cause, explanation = cause_in(run, findings, ways, summary.stayed), explanation_of(run)
+    findings = diagnose(run.seen_steps)
     facts = facts_of(run, summary)
     said = (*explanation, *verdict(run, facts, summary), *signs_of(findings))
-    advice, guided_start = advise(run, summary, cause, ways)
+    advice, guided_start = advise(run, summary, cause_in(run, findings, ways, summary.stayed), ways)
     path = tuple(phases(changes_of(run)))
-    return Analysis(run, said, path, tuple(advice), guided_start, last_error(run.files), in_python, facts)
+    return Analysis(run, said, path, tuple(advice), guided_start, error, in_python, facts)
 
 
 def last_error(files: Sequence[str]) -> str | None:

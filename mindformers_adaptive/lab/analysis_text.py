@@ -6,6 +6,7 @@ from typing import Any
 
 from mindformers_adaptive.lab.scale_path import Phase, as_range, path_lines
 from mindformers_adaptive.record.run_folder import find_command
+from mindformers_adaptive.record.scale_summary import bounds_in_words
 from mindformers_adaptive.record.thresholds import HELD
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
@@ -102,7 +103,7 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         f"Steps     {steps['first']} to {steps['last']}"
         if skipped["at_most"] is not None
         else f"Steps     at least {steps['count']}",
-        f"Skipped   {_between(skipped)}",
+        f"Skipped   {bounds_in_words(skipped['at_least'], skipped['at_most'])}",
         *_wrapped(f"          the log names {_listed(skipped)}", " " * 10),
         dropped["count"]
         and f"Dropped   {dropped['count']} without an overflow, because of their gradient norm: {_listed(dropped)}",
@@ -121,15 +122,6 @@ def scales_in_words(scale: Mapping[str, Any]) -> str:
         first = f"{low} to {high}"
     end = f"{last} on the last line" if scale["final"] is None else f"{final} at the end"
     return f"{first} at first, {end}; the lines state {smallest} to {largest}"
-
-
-def _between(numbers: Mapping[str, Any]) -> str:
-    fewest, most = numbers["at_least"], numbers["at_most"]
-    if most is None:
-        return f"at least {fewest}"
-    if fewest == most:
-        return str(fewest)
-    return f"at least {fewest} and at most {most}" if fewest else f"at most {most}"
 
 
 def _listed(steps: Mapping[str, Any]) -> str:

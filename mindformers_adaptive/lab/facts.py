@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.scale_summary import ScaleSummary
 from mindformers_adaptive.record.step import LARGEST_STEP
-from mindformers_adaptive.record.trace import consecutive_runs, implied_ceilings
+from mindformers_adaptive.record.trace import implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two, counted
 
 # The loss scale could have been higher if the gradients allow at least this many times the scale. The number is 2^3: a
@@ -19,22 +19,28 @@ _ROOM = 2.0**3
 
 def facts_of(run: RecordedRun, summary: ScaleSummary) -> dict[str, Any]:
     """Return the facts about a run, ready for JSON; see :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict`."""
-    start, dropped, loss = summary.held, _dropped(run), run.columns.get("loss")
-    loss = np.empty(0) if loss is None else loss
+    start, unknown = summary.held, np.full(len(run.first), np.nan)
+    loss, dropped = run.columns.get("loss", unknown), run.columns.get("dropped_by_norm", unknown) == 1
     finite, bad = loss[np.isfinite(loss)], np.flatnonzero(np.isinf(loss))
+    (fewest, most), (least, greatest) = run.skipped_bounds, start.skipped_before
     return {
         "steps": {"count": len(run), "first": int(run.first[0]), "last": int(run.last[-1])},
-        "skipped": _skipped(run),
-        "dropped_by_norm": {
-            "count": len(dropped),
-            "ranges": [(first, last) for first, last in consecutive_runs(dropped).tolist()],
+        "skipped": {
+            "count": fewest if fewest == most else None,
+            "at_least": fewest,
+            "at_most": most if run.is_numbered else None,
+            "ranges": _ranges(run.skipped, run, run.first),
         },
+        "dropped_by_norm": {"count": int(dropped.sum()), "ranges": _ranges(dropped, run, run.last)},
         "start_up": {
             "a_scale_held": start.answer,
             "held_scale": _for_json(start.scale),
             "held_from_step": start.from_step,
             "highest_held": _for_json(start.highest),
-            **_bounded("before_scale_held", *start.skipped_before),
+            "before_scale_held": least if least == greatest else None,
+            "before_scale_held_at_least": least,
+            # Where steps of the log have no number, there is no greatest number.
+            "before_scale_held_at_most": greatest if greatest < LARGEST_STEP else None,
         },
         "loss": {
             "first": float(finite[0]) if len(finite) else None,
@@ -46,11 +52,6 @@ def facts_of(run: RecordedRun, summary: ScaleSummary) -> dict[str, Any]:
         "loss_scale": _scales(run, summary),
         "shown_by_gradients": shown_by_gradients(run),
     }
-
-
-def _dropped(run: RecordedRun) -> NDArray[np.int64]:
-    flags = run.columns.get("dropped_by_norm")
-    return run.last[:0] if flags is None else run.last[flags == 1]
 
 
 def verdict(run: RecordedRun, facts: dict[str, Any], summary: ScaleSummary) -> list[str]:
@@ -146,24 +147,11 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
     return None
 
 
-def _skipped(run: RecordedRun) -> dict[str, Any]:
-    fewest, most = run.skipped_bounds
-    # Stretches of skipped steps that follow each other are one range.
-    goes_on = np.append(run.follows[1:] & run.skipped[:-1] & run.skipped[1:], False)
-    first, last = run.skipped & ~np.append(False, goes_on[:-1]), run.skipped & ~goes_on
-    ranges = list(zip(run.first[first].tolist(), run.last[last].tolist(), strict=True))
-    return {
-        "count": fewest if fewest == most else None,
-        "at_least": fewest,
-        "at_most": most if run.is_numbered else None,
-        "ranges": ranges,
-    }
-
-
-def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
-    # Where steps of the log have no number, there is no greatest number.
-    at_most = most if most < LARGEST_STEP else None
-    return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": at_most}
+def _ranges(flags: NDArray[np.bool_], run: RecordedRun, first: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the first and the last step of each series of flagged stretches, which begin at the steps ``first``."""
+    goes_on = np.append(run.follows[1:] & flags[:-1] & flags[1:], False)
+    begins, ends = flags & ~np.append(False, goes_on[:-1]), flags & ~goes_on
+    return list(zip(first[begins].tolist(), run.last[ends].tolist(), strict=True))
 
 
 def _scales(run: RecordedRun, summary: ScaleSummary) -> dict[str, Any]:

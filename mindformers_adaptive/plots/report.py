@@ -21,6 +21,7 @@ from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log
+from mindformers_adaptive.record.scale_summary import bounds_in_words
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
 from mindformers_adaptive.text.table import counted
@@ -134,13 +135,11 @@ def _card(run: RunTold) -> str:
     """Return the HTML card of a run: what to change, the settings to paste, the skipped steps, facts and details."""
     analysis = run.analysis
     steps, skipped, scale = analysis["steps"], analysis["skipped"], analysis["loss_scale"]
-    bounds = dict.fromkeys((skipped["at_least"], skipped["at_most"]))
-    counts = " to ".join(f"{count:,}" for count in bounds if count is not None)
-    shares = " to ".join(f"{count / steps['count']:.2%}" for count in bounds if count is not None)
-    at_least = "at least " if skipped["at_most"] is None else ""
+    bounds = skipped["at_least"], skipped["at_most"]
+    shares = [f"{count / steps['count']:.2%}" for count in dict.fromkeys(bounds)] if bounds[1] is not None else []
     facts = {
         "steps": f"{steps['count']:,} ({steps['first']:,} to {steps['last']:,})",
-        "skipped": f"{at_least}{counts}" + f", {shares}" * (not at_least),
+        "skipped": ", ".join(filter(None, [bounds_in_words(*bounds), " to ".join(shares)])),
         "loss": _losses(analysis["loss"]),
         "loss scale": scales_in_words(scale),
     }

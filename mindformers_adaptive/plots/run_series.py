@@ -1,17 +1,18 @@
 """The recorded steps of a run as arrays to draw, and a sentence that sums them up."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.plots.canvas import Floats, power_of_two
+from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.scale_summary import bounds_in_words, summary_of
 from mindformers_adaptive.record.trace import implied_ceilings
-from mindformers_adaptive.text.table import as_power_of_two, counted
+from mindformers_adaptive.text.table import counted
 
 # A gap is a series of missing steps in a record, and breaks a drawn line. A record with more gaps per recorded step
 # than this has only scattered steps, so gaps would leave nothing of the line: ignore the gaps of such a record.
@@ -38,7 +39,8 @@ class RunSeries(NamedTuple):
         counted (int): the number of steps of the run that the log lists or counts.
         bounds (tuple[int, int or None]): the fewest and the most of them that were skipped; None if the log does not
             number all of its steps.
-        path (str): a sentence that says where the loss scale went; "" if the log states no loss scale.
+        path (str): a sentence that says where the loss scale went, with powers of two as formulas; "" if
+            the log states no loss scale.
         ceiling (NDArray, optional): float64, the ceiling that the largest gradient of each step implies; nan where it
             is not known, None if it is never known.
         gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where the norm is unknown
@@ -129,12 +131,6 @@ def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
     return f"{abs(middle):.1f} bits {'below' if middle > 0 else 'above'} the ceiling"
 
 
-def _named(loss_scale: float) -> str:
-    """Return a loss scale as the texts of commands have it, with a power of two as a formula."""
-    name = as_power_of_two(loss_scale)
-    return power_of_two(loss_scale) if name.startswith("2^") else name
-
-
 def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     """Return the recorded steps of a run as arrays to draw.
 
@@ -170,7 +166,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         step=run.last[at].astype(np.float64),
         loss=loss[at],
         scales=scales,
-        path=summary_of(run, _named).path,
+        path=re.sub(r"2\^(-?\d+)", r"$2^{\1}$", summary_of(run).path),
         overflow=run.skipped[at],
         scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > 1 else None,
         first_step=int(run.first[0]),

@@ -1,6 +1,5 @@
 """Where the loss scale of a run went, as far as its log shows: whether it held, settled, collapsed, rose or fell."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -57,12 +56,8 @@ class ScaleSummary(NamedTuple):
     path: str
 
 
-def summary_of(run: RecordedRun, named: Callable[[float], str] = as_power_of_two) -> ScaleSummary:
+def summary_of(run: RecordedRun) -> ScaleSummary:
     """Return where the loss scale of a run went.
-
-    Args:
-        run (RecordedRun): the run.
-        named (Callable): returns a loss scale as text. Default: ``as_power_of_two``.
 
     Examples:
         >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
@@ -71,7 +66,7 @@ def summary_of(run: RecordedRun, named: Callable[[float], str] = as_power_of_two
     """
     start = _held(run)
     within = _settled(run) if start.answer else None
-    return ScaleSummary(start, within, _stayed(run), _path_in_words(run, within, named))
+    return ScaleSummary(start, within, _stayed(run), _path_in_words(run, within))
 
 
 def _held(run: RecordedRun) -> Held:
@@ -179,9 +174,9 @@ def _skipped_at_end(run: RecordedRun) -> int:
     return int(run.lengths[start if run.skipped[start] else start + 1 :].sum())
 
 
-def _path_in_words(run: RecordedRun, within: tuple[float, float] | None, named: Callable[[float], str]) -> str:
+def _path_in_words(run: RecordedRun, within: tuple[float, float] | None) -> str:
     """Return a sentence without its end that says where the loss scale went; ``within`` is where it settled."""
-    scales = run.stated_scales
+    scales, named = run.stated_scales, as_power_of_two
     if not len(scales):
         return ""
     lowest, highest, last = float(scales.min()), float(scales.max()), float(scales[-1])

@@ -190,7 +190,7 @@ def test_a_log_that_shows_no_skipped_steps_gets_no_bounds(tmp_path):
     (tmp_path / "train.log").write_text("".join(map(line.format, range(1, 21))))
     analysis = analyze(read_log(tmp_path / "train.log"))
     assert re.search(r" not show .*\b20 steps .*skipped", analysis.to_dict()["verdict"][0])
-    assert "Skipped   at most 20\n" in analysis.text(details=True)
+    assert "Skipped   0 to 20\n" in analysis.text(details=True)
 
 
 def test_a_run_without_steps_or_scales_is_refused():
