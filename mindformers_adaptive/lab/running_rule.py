@@ -20,24 +20,6 @@ from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.nearest import did_you_mean
 
 
-class Arithmetic(NamedTuple):
-    """How another system rounds: functions that round to the dtypes of the system's loss scale and of its factors.
-
-    Products and quotients of float32 numbers, computed in float64 and then rounded to float32, equal float32
-    arithmetic. A loss scale beyond the largest number of the dtype becomes inf.
-    """
-
-    scale: Callable[[float], float]
-    factor: Callable[[float], float]
-
-
-# In the original loss scalers, the loss scale and the factors are both float32 tensors (FLOAT32), a float32 tensor and
-# C++ doubles (FLOAT32_FLOAT64_FACTORS), or both Python floats (FLOAT64).
-FLOAT32 = Arithmetic(to_float32, to_float32)
-FLOAT32_FLOAT64_FACTORS = Arithmetic(to_float32, float)
-FLOAT64 = Arithmetic(float, float)
-
-
 class DynamicState(NamedTuple):
     """Everything that :class:`DynamicRule` remembers between two steps.
 
@@ -73,7 +55,10 @@ class DynamicRule:
     By default only a raise resets ``overflows``. Until a raise, each overflow from number ``tolerance`` on is a drop.
 
     Attributes:
-        arithmetic (Arithmetic): how the scale and the factors are rounded.
+        scale_dtype (Callable): rounds the scale to the dtype that it has in the original system: ``to_float32`` for a
+            tensor, ``float`` for a Python float. A scale beyond the largest float32 becomes inf there. Products and
+            quotients of float32 numbers, computed in float64 and then rounded, equal float32 arithmetic.
+        factor_dtype (Callable): rounds the factors likewise.
         growth_factor (float): what a raise multiplies the scale by.
         backoff_factor (float, optional): what a drop multiplies the scale by. None: a drop divides the scale by
             ``growth_factor``, which rounds differently.
@@ -86,7 +71,8 @@ class DynamicRule:
         stops_at_floor (bool): whether the original system ends the training when a scale at the floor would drop.
     """
 
-    arithmetic: Arithmetic
+    scale_dtype: Callable[[float], float]
+    factor_dtype: Callable[[float], float]
     growth_factor: float = 2.0
     backoff_factor: float | None = None
     reciprocal: bool = False
@@ -98,7 +84,7 @@ class DynamicRule:
 
     def start(self, loss_scale: float, scale_window: int | None = None) -> DynamicState:
         """Return the state before the first step."""
-        return DynamicState(self.arithmetic.scale(loss_scale), scale_window)
+        return DynamicState(self.scale_dtype(loss_scale), scale_window)
 
     def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
@@ -112,20 +98,20 @@ class DynamicRule:
             return DynamicState(
                 loss_scale, window, clean_steps + 1, 0 if self.clean_step_forgives else overflows, stopped
             )
-        raised = self.arithmetic.scale(loss_scale * self.arithmetic.factor(self.growth_factor))
+        raised = self.scale_dtype(loss_scale * self.factor_dtype(self.growth_factor))
         if not self.stays_finite or math.isfinite(to_float32(raised)):
             loss_scale = raised
         return DynamicState(loss_scale, window, 0, 0, stopped)
 
     def _drop(self, loss_scale: float) -> float:
-        numbers = self.arithmetic
+        growth = self.factor_dtype(self.growth_factor)
         if self.backoff_factor is not None:
-            dropped = loss_scale * numbers.factor(self.backoff_factor)
+            dropped = loss_scale * self.factor_dtype(self.backoff_factor)
         elif self.reciprocal:
-            dropped = loss_scale * numbers.factor(1.0 / numbers.factor(self.growth_factor))
+            dropped = loss_scale * self.factor_dtype(1.0 / growth)
         else:
-            dropped = loss_scale / numbers.factor(self.growth_factor)
-        return max(numbers.scale(dropped), numbers.scale(self.floor))
+            dropped = loss_scale / growth
+        return max(self.scale_dtype(dropped), self.scale_dtype(self.floor))
 
 
 # A function that takes the name and the value of a parameter, and returns the value in the right type or raises an
@@ -176,20 +162,23 @@ _factor = Parameter("growth_factor", 2.0, _factor_above_one)
 _backoff = Parameter("backoff_factor", 0.5, _ratio_below_one)
 _tolerance = partial(Parameter, "tolerance", check=_steps)
 
+_FLOAT32 = {"scale_dtype": to_float32, "factor_dtype": to_float32}
+_FLOAT64 = {"scale_dtype": float, "factor_dtype": float}
+
 PRESETS: dict[str, Preset] = {
     # This preset reproduces MindSpore's amp.FixedLossScaleManager.
     "fixed": Preset(
         {"loss_scale": _scale(128.0)},
-        {"arithmetic": FLOAT64, "growth_factor": 1.0, "backoff_factor": 1.0},
+        {**_FLOAT64, "growth_factor": 1.0, "backoff_factor": 1.0},
     ),
     # This preset reproduces MindSpore's nn.DynamicLossScaleUpdateCell. The defaults and the parameter name
     # 'init_loss_scale' are from DynamicLossScaleManager.
     "dynamic": Preset(
         {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
-        {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
+        {**_FLOAT32, "reciprocal": True, "floor": 1.0},
     ),
     # This preset reproduces PyTorch's torch.amp.GradScaler, with the arithmetic of the kernel _amp_update_scale_, which
-    # updates the loss scale.
+    # updates the loss scale, a float32 tensor, by C++ doubles.
     "torch": Preset(
         {
             "init_scale": _scale(2.0**16),
@@ -197,7 +186,7 @@ PRESETS: dict[str, Preset] = {
             "backoff_factor": _backoff,
             "growth_interval": _window(2000),
         },
-        {"arithmetic": FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
+        {"scale_dtype": to_float32, "factor_dtype": float, "stays_finite": True},
     ),
     # This preset reproduces DynamicGradScaler of Megatron-LM core. This class has no defaults, so use the defaults of
     # OptimizerConfig and the factors that get_megatron_optimizer passes.
@@ -210,7 +199,7 @@ PRESETS: dict[str, Preset] = {
             "growth_interval": _window(1000),
             "hysteresis": _tolerance(2),
         },
-        {"arithmetic": FLOAT32},
+        _FLOAT32,
     ),
     # This preset reproduces DeepSpeed's runtime.fp16.loss_scaler.DynamicLossScaler, which the ZeRO optimizers use.
     "deepspeed": Preset(
@@ -223,7 +212,7 @@ PRESETS: dict[str, Preset] = {
             "consecutive_hysteresis": Parameter("clean_step_forgives", False, require_flag),
             "raise_error_at_min_scale": Parameter("stops_at_floor", True, require_flag),
         },
-        {"arithmetic": FLOAT64},
+        _FLOAT64,
     ),
 }
 
@@ -273,36 +262,27 @@ def start_rule(name: str | type[Rule], **params: Any) -> RunningRule:
         20
     """
     if isinstance(name, type) or is_rule_name(name):
-        own_rule, state = rule_and_state(name, params)
-        return RunningRule(name if isinstance(name, str) else own_rule.name, own_rule, state)
+        rule_class = find_rule(name)
+        _refuse_unknown(name, params, all_arguments(rule_class))
+        of_start = [key for key in ("loss_scale_value", *rule_class.start_arguments) if key in params]
+        start = {"loss_scale_value": DEFAULT_LOSS_SCALE, **{key: params.pop(key) for key in of_start}}
+        own_rule = rule_class(**params)
+        return RunningRule(name if isinstance(name, str) else own_rule.name, own_rule, own_rule.start(**start))
     if name in REMOVED_PRESETS:
         raise ValueError(f"The rule {name!r} was removed. Use the most similar rule, {REMOVED_PRESETS[name]}.")
     if name not in RULE_NAMES:
         message = f"'name' must be one of {', '.join(RULE_NAMES)}, but got {name!r}. "
         raise ValueError((message + did_you_mean(name, RULE_NAMES)).rstrip())
-    preset = PRESETS[name]
-    values = _values_of(name, preset, params)
-    settings = {parameter.sets: values[name] for name, parameter in preset.parameters.items()}
-    _check_limits(preset, values)
+    preset, values = PRESETS[name], _values_of(name, params)
+    settings = {parameter.sets: values[key] for key, parameter in preset.parameters.items()}
+    if settings["loss_scale"] < settings.get("floor", 0.0):
+        raise ValueError(
+            f"'{start_argument(name)}' must be at least 'min_scale' ({settings['floor']}), but got "
+            f"{settings['loss_scale']}. Raise '{start_argument(name)}' or lower 'min_scale'."
+        )
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
     rule = DynamicRule(**preset.constants, **settings)
     return RunningRule(name, rule, rule.start(**start))
-
-
-def rule_and_state(name: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
-    """Return a loss-scaling rule and the state of the rule before the first step.
-
-    Args:
-        name (Union[str, type]): the name or the class of the rule.
-        arguments (Mapping): the arguments of the rule and of its start, by name. Arguments left out have defaults.
-    """
-    rule_class = find_rule(name)
-    _refuse_unknown(name, arguments, all_arguments(rule_class))
-    of_start = {"loss_scale_value", *rule_class.start_arguments}
-    of_rule = {name: value for name, value in arguments.items() if name not in of_start}
-    rule = rule_class(**of_rule)
-    start_values = {name: value for name, value in arguments.items() if name in of_start}
-    return rule, rule.start(**{"loss_scale_value": DEFAULT_LOSS_SCALE, **start_values})
 
 
 def start_argument(name: str) -> str:
@@ -314,8 +294,9 @@ def start_argument(name: str) -> str:
     return next((key for key, parameter in parameters.items() if parameter.sets == "loss_scale"), "loss_scale_value")
 
 
-def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
+def _values_of(name: str, params: dict[str, Any]) -> dict[str, Any]:
     """Return the checked values of all parameters of a preset, by their names in the original system."""
+    preset = PRESETS[name]
     _refuse_unknown(name, params, [*preset.parameters, "loss_scale_value"])
     values: dict[str, Any] = {}
     for key, value in params.items():
@@ -336,16 +317,6 @@ def _refuse_unknown(rule: str | type[Rule], params: Iterable[str], known: Collec
                 f"The rule {name!r} has no parameter {key!r}. {did_you_mean(key, known)}"
                 f"Its parameters are {', '.join(known)}."
             )
-
-
-def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
-    named = {parameter.sets: name for name, parameter in preset.parameters.items()}
-    floor = values[named["floor"]] if "floor" in named else None
-    if floor is not None and "loss_scale" in named and values[named["loss_scale"]] < floor:
-        raise ValueError(
-            f"'{named['loss_scale']}' must be at least '{named['floor']}' ({floor}), but got "
-            f"{values[named['loss_scale']]}. Raise '{named['loss_scale']}' or lower '{named['floor']}'."
-        )
 
 
 class RunningRule:
