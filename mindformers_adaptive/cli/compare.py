@@ -31,7 +31,7 @@ from mindformers_adaptive.cli.output import (
     wrong_usage,
 )
 from mindformers_adaptive.lab.advise import other_cause
-from mindformers_adaptive.lab.ceilings import ASSUMPTIONS, from_gradient_ranges, trace_of
+from mindformers_adaptive.lab.ceilings import from_gradient_ranges, trace_of
 from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.lab.running_rule import RULE_NAMES, RunningRule, start_argument, start_rule
 from mindformers_adaptive.plots.canvas import save
@@ -95,13 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LOG",
         help="a training log with a line for each step, a record of LossScaleMonitor, the output folder of a run, or "
         "a record of GradientRangeMonitor with loss_scales",
-    )
-    parser.add_argument(
-        "--ceilings",
-        choices=ASSUMPTIONS,
-        help="the ceiling of a step is the largest loss scale that does not overflow. What to assume where a log does "
-        "not show it: what the gradients show (the default where the log has gradients), or interpolated between "
-        "neighbouring skips",
     )
     add_pattern_argument(parser)
     parser.add_argument(
@@ -200,7 +193,7 @@ def _read_file(path: Path, options: argparse.Namespace) -> _Source:
     if path.suffix == ".jsonl" and _holds_sweeps(path):
         return _Source(from_gradient_ranges(path))
     run = read_log(path, pattern=options.pattern)
-    return _Source(trace_of(run, options.ceilings), run)
+    return _Source(trace_of(run), run)
 
 
 def _holds_sweeps(path: Path) -> bool:

@@ -81,20 +81,17 @@ def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, flo
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-ASSUMPTIONS = ("gradients", "interpolated")
-
-
-def trace_of(run: RecordedRun, assume: str | None = None) -> Trace:
+def trace_of(run: RecordedRun) -> Trace:
     r"""Return the trace of ceilings (largest loss scales without overflow) that follows from a recorded run.
 
     A step that was applied at scale s has a ceiling of at least s, one that was skipped has one below s. Of a step
     whose scale or outcome the log does not state, nothing is known. Within these bounds the ceiling is assumed:
 
-    - ``"gradients"``: an applied step has the c that its largest gradient g shows, in FP16 65504 / g; between two
+    - By gradients, where any are known: an applied step has the c that its largest gradient g shows, in FP16 65504 / g; between two
       of them :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half
       of the series of skipped steps the gradients show more than the scale that was skipped, then something else
       overflows first, and all c are lowered by the median of the excess.
-    - ``"interpolated"``: at each series of consecutive skipped steps, with s the smallest scale that was skipped and a
+    - Else interpolated: at each series of consecutive skipped steps, with s the smallest scale that was skipped and a
       the scale of the next applied step, or s / 2 if that is smaller or there is none,
       :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two of them :math:`\log_2 c` is linear in the place of
       the step, before the first and after the last it is constant. An applied step has at least the largest scale that
@@ -103,20 +100,17 @@ def trace_of(run: RecordedRun, assume: str | None = None) -> Trace:
 
     Args:
         run (RecordedRun): a run whose log states the scale and the outcome of at least 90 % of its steps.
-        assume (str, optional): one of ``ASSUMPTIONS``. Default: None, "gradients" where any are known.
 
     Returns:
         Trace, with the run's name and the gradients of its applied steps.
 
     Raises:
-        ValueError: if ``assume`` is another word, or the log states too little.
+        ValueError: if the log states too little.
 
     Examples:
         >>> trace_of(RecordedRun.of_steps([1, 2, 3], [4.0, 2.0, 2.0], [True, False, False])).ceiling.round(2).tolist()
         [2.83, 2.83, 2.83]
     """
-    if assume not in (None, *ASSUMPTIONS):
-        raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Choose one, or leave it out.")
     if (share := run.known_share) < DECIDED_FROM:
         raise ValueError(
             f"{run.name} states for {share:.0%} of its steps which loss scale they used and whether they were skipped, "
@@ -130,21 +124,16 @@ def trace_of(run: RecordedRun, assume: str | None = None) -> Trace:
     # contradict every ceiling: replace 0 by a tiny positive scale.
     scale = np.maximum(np.where(skipped, high, np.where(applied, low, 0.0)), np.finfo(np.float64).tiny)
     lower, below = np.where(applied, scale, 0.0), np.where(skipped, scale, np.inf)
-    if (gradients := run.applied_gradients()) is not None:
-        gradients = _at_ends(gradients, lengths)
-    if assume != "interpolated" and gradients is not None:
-        ceiling = _by_gradients(scale, skipped, implied_ceilings(gradients, run.gradient_format))
-    else:
+    if (gradients := run.applied_gradients()) is None:
         ceiling = _interpolated(scale, skipped, applied)
+    else:
+        # The gradients are of the last steps of the stretches.
+        of_steps = np.full(len(scale), np.nan)
+        of_steps[np.cumsum(lengths) - 1] = gradients
+        gradients = of_steps
+        ceiling = _by_gradients(scale, skipped, implied_ceilings(gradients, run.gradient_format))
     ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
     return Trace(run.name, ceiling, lower, below, gradients, run.gradient_format)
-
-
-def _at_ends(values: Floats, lengths: NDArray[np.int64]) -> Floats:
-    """Return an array with a number for each step: the values at the last steps of the stretches, else nan."""
-    of_steps = np.full(int(lengths.sum()), np.nan)
-    of_steps[np.cumsum(lengths) - 1] = values
-    return of_steps
 
 
 def _skipped_series(scale: Floats, skipped: Flags) -> tuple[NDArray[np.int64], Floats]:

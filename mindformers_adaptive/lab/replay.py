@@ -146,7 +146,7 @@ class Comparison:
         if share < DECIDED_FROM:
             return (
                 f"No rule is named best: of the steps of {name}, the log shows for {share:.0%} whether they overflow, "
-                f"and {DECIDED_FROM:.0%} are needed. The table assumes the rest (--ceilings)."
+                f"and {DECIDED_FROM:.0%} are needed. The table assumes the rest."
             )
         bad = {name: (mean["skipped"] or 0) + (mean["too_low"] or 0) for name, mean in self.means().items()}
         fewest = [name for name in order if bad[name] == min(bad.values())]

@@ -522,13 +522,6 @@ class Diagnosis:
         """
         return [sign for symptom in self._symptoms if (sign := symptom.feed(seen)) is not None]
 
-    def feed_all(self, steps: Iterable[Seen]) -> None:
-        """Feed many steps, without what the symptoms say after each of them."""
-        feeds = [symptom.feed for symptom in self._symptoms]
-        for seen in steps:
-            for feed in feeds:
-                feed(seen)
-
     def findings(self) -> list[Finding]:
         """Return what was found in all steps so far, the likeliest cause first.
 
@@ -545,5 +538,6 @@ def diagnose(steps: Iterable[Seen]) -> list[Finding]:
         steps (Iterable[Seen]): the steps that are known, in their order.
     """
     diagnosis = Diagnosis()
-    diagnosis.feed_all(steps)
+    for seen in steps:
+        diagnosis.feed(seen)
     return diagnosis.findings()

@@ -1,9 +1,8 @@
 """Count overflows that have log lines of their own: several ranks and source files may print the same overflow."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
-from itertools import pairwise
 
 from mindformers_adaptive.record.step import LogLine
 from mindformers_adaptive.text.table import counted
@@ -11,8 +10,6 @@ from mindformers_adaptive.text.table import counted
 # Ranks print the same overflow within this many seconds, including the difference between their clocks, and within this
 # many rows of steps. Equal lines further apart are about different overflows.
 _SECONDS_APART, _ROWS_APART = 10.0, 8
-
-_NEAR_BITS = 1e-4
 
 
 def merge_ranks(overflows: Iterable[tuple[int, LogLine]], notes: list[str]) -> dict[int, list[LogLine]]:
@@ -37,17 +34,6 @@ def merge_ranks(overflows: Iterable[tuple[int, LogLine]], notes: list[str]) -> d
     for row, line in chosen:
         grouped.setdefault(row, []).append(line)
     return grouped
-
-
-def steps_between(overflows: Sequence[LogLine]) -> int:
-    """Return the least number of steps between moves of the loss scale, each by up to a factor of two."""
-    total = 0
-    for first, second in pairwise(overflows):
-        high, start, end = (_bits_of(scale) for scale in (first.loss_scale, second.loss_scale, first.next_loss_scale))
-        low, high = (high - 1, high) if math.isnan(end) else (end, end)
-        if not math.isnan(low + start):
-            total += max(math.ceil(max(start - high, low - start) - _NEAR_BITS), 0)
-    return total
 
 
 def _without_repeats(lines: Iterable[tuple[int, LogLine]]) -> list[tuple[int, LogLine]]:
@@ -79,7 +65,3 @@ def _seconds(moment: str) -> float:
         return datetime.fromisoformat(moment.replace(",", ".")).timestamp()
     except ValueError:
         return math.nan
-
-
-def _bits_of(scale: float | None) -> float:
-    return math.log2(scale) if scale is not None and 0 < scale < math.inf else math.nan

@@ -81,7 +81,7 @@ class RecordedRun:
         problems (tuple[str, ...]): lines that seem to be about a step but cannot be read, each as ``file:line: why``.
         gradient_format (Format): the format of the gradients, also by its name or numbers. Default: float16.
         is_numbered (bool): whether the log numbers all of its steps. Where overflows at its end have no number, the run
-            has at least the steps that their scales need, and nothing bounds how many were skipped.
+            has at least as many steps as there are overflows, and nothing bounds how many were skipped.
         is_rounded (bool): whether the log rounds some scales so coarsely that they are left out here.
 
     Raises:

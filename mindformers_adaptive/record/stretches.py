@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.record.log_formats import LogFormat
 from mindformers_adaptive.record.log_lines import LogLines
-from mindformers_adaptive.record.overflow_lines import merge_ranks, steps_between
+from mindformers_adaptive.record.overflow_lines import merge_ranks
 from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.record.step import COLUMNS, LARGEST_STEP, LogLine
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
@@ -188,8 +188,8 @@ def _rows(lines: LogLines, log_format: LogFormat, name_of: Callable[[int], str])
     printed = Counter(max(row - first, 0) for row, line in lines.overflows if line.overflow)
     if has_tail := len(columns["step"]) in listed:
         tail = listed[len(columns["step"])]
-        steps = sum(bool(line.overflow) for line in tail)
-        steps += max(steps_between(tail), sum(line.steps or 1 for line in tail if not line.overflow) * (not len(lines)))
+        # Between two raises, or overflows at one scale, there are more steps, but nothing says how many.
+        steps = sum(bool(line.overflow) or (line.steps or 1) * (not len(lines)) for line in tail)
         last = int(columns["step"][-1]) if len(columns["step"]) else 0
         if steps:
             unknown = {name: np.append(column, _UNKNOWN[column.dtype.kind]) for name, column in columns.items()}

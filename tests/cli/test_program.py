@@ -161,9 +161,6 @@ def test_record_with_gradients_is_compared_with_the_guided_rule(run_program, gui
     assert rows["guided"]["skipped"] < rows["dynamic:scale_window=20"]["skipped"]
     assert comparison["sources"][0]["gradients_known"] == 0.98
     assert (tmp_path / "rules.png").stat().st_size > 10_000
-    # The other assumption about the ceilings changes the result.
-    interpolated = json.loads(run_program("compare", "--json", "--ceilings", "interpolated", guided_record)[1])["rows"]
-    assert interpolated[0]["headroom_lost"] < comparison["rows"][0]["headroom_lost"]
 
 
 @pytest.mark.parametrize("guided_record", FORMATS[1:], indirect=True, ids=["float8"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.ceilings import ASSUMPTIONS, trace_of
+from mindformers_adaptive.lab.ceilings import trace_of
 from mindformers_adaptive.record.run import RecordedRun
 from tests.shared import records
 
@@ -47,9 +47,8 @@ def test_largest_applied_scale_is_assumed_without_skips():
     assert exponents(trace_of(run).ceiling) == [3, 3, 3]
 
 
-@pytest.mark.parametrize("assume", ASSUMPTIONS)
-def test_scale_of_zero_has_a_ceiling_below_every_float32(assume):
-    trace = trace_of(run_of([2.0**-148, 2.0**-149, 0, 0], "!!!!"), assume)
+def test_scale_of_zero_has_a_ceiling_below_every_float32():
+    trace = trace_of(run_of([2.0**-148, 2.0**-149, 0, 0], "!!!!"))
     assert (trace.ceiling[2:] < 2.0**-149).all()
 
 
@@ -78,10 +77,10 @@ def test_a_run_of_which_too_little_is_known_is_refused():
 def test_every_assumption_agrees_with_every_step(steps):
     exponent, overflow, gradients = zip(*steps, strict=True)
     flags = "".join("!" if over else "." for over in overflow)
-    run = run_of([2.0**k for k in exponent], flags, largest_gradient=np.array(gradients))
-    for ceiling in (trace_of(run, assume).ceiling for assume in ASSUMPTIONS):
+    for largest in (np.array(gradients), None):
+        run = run_of([2.0**k for k in exponent], flags, largest_gradient=largest)
         # A replay at the recorded loss scales must overflow at exactly the steps that the run skipped.
-        assert ((run.used > ceiling) == run.skipped).all()
+        assert ((run.used > trace_of(run).ceiling) == run.skipped).all()
 
 
 def test_a_stretch_of_several_steps_bounds_each_of_them():
@@ -110,11 +109,6 @@ def test_a_run_that_contradicts_itself_is_refused(changes, message):
         dataclasses.replace(run_of([8, 4], "!."), **changes)
 
 
-def test_an_unknown_assumption_is_refused():
-    with pytest.raises(ValueError, match=r"'assume' must be one of \('gradients', .*, but got 'hopeful'"):
-        trace_of(run_of([8], "."), "hopeful")
-
-
 def shown(exponents):
     """Return, for each ceiling (as log2), the largest gradient that FP16 can hold at this loss scale; NaN for None."""
     return np.array([np.nan if exponent is None else 65504.0 / 2.0**exponent for exponent in exponents])
@@ -126,7 +120,6 @@ def test_known_gradients_show_the_ceilings():
     # 5 and 3, and index 3 the mean of 3 and 4. The gradients of the last step imply a log2 ceiling of 1, but this step
     # was applied at a loss scale of 2^2, so its log2 ceiling is at least 2.
     assert exponents(trace_of(run).ceiling) == [5, 4, 3, 3.5, 4, 2]
-    assert exponents(trace_of(run, "interpolated").ceiling) == [3] * 6
 
 
 def test_gradients_above_an_overflow_are_lowered():
@@ -152,5 +145,5 @@ def test_the_trace_has_the_gradients_of_applied_steps_only():
 @pytest.mark.parametrize("gradients", [None, np.full(2, np.nan), np.zeros(2), np.array([np.inf, 1e-300])])
 def test_without_gradients_that_show_anything_all_is_as_before(gradients):
     run = run_of([8, 4], "!.", largest_gradient=gradients)
-    assert trace_of(run, "gradients").ceiling.tolist() == trace_of(run).ceiling.tolist()
+    assert trace_of(run).ceiling.tolist() == trace_of(run_of([8, 4], "!.")).ceiling.tolist()
     assert trace_of(run).largest_gradient is None
