@@ -81,16 +81,17 @@ def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, flo
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
+
 def trace_of(run: RecordedRun) -> Trace:
     r"""Return the trace of ceilings (largest loss scales without overflow) that follows from a recorded run.
 
     A step that was applied at scale s has a ceiling of at least s, one that was skipped has one below s. Of a step
     whose scale or outcome the log does not state, nothing is known. Within these bounds the ceiling is assumed:
 
-    - By gradients, where any are known: an applied step has the c that its largest gradient g shows, in FP16 65504 / g; between two
-      of them :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half
-      of the series of skipped steps the gradients show more than the scale that was skipped, then something else
-      overflows first, and all c are lowered by the median of the excess.
+    - By gradients, where any are known: an applied step has the c that its largest gradient g shows, in FP16
+      65504 / g; between two of them :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If
+      after more than half of the series of skipped steps the gradients show more than the scale that was skipped, then
+      something else overflows first, and all c are lowered by the median of the excess.
     - Else interpolated: at each series of consecutive skipped steps, with s the smallest scale that was skipped and a
       the scale of the next applied step, or s / 2 if that is smaller or there is none,
       :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two of them :math:`\log_2 c` is linear in the place of
