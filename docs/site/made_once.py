@@ -1,8 +1,9 @@
-"""What takes long and is the same on several pages or in both languages is made once: code and navigation."""
+"""What takes long and is the same on several pages or in both languages is made once: code, navigation, stems."""
 
 import functools
 
 from sphinx.highlighting import PygmentsBridge
+from sphinx.search.en import SearchEnglish
 
 _highlighted = {}
 
@@ -43,5 +44,6 @@ def share_navigation():
 def setup(app):
     if not hasattr(PygmentsBridge.highlight_block, "__wrapped__"):
         PygmentsBridge.highlight_block = remember_highlighted(PygmentsBridge.highlight_block)
+        SearchEnglish.stem = functools.cache(SearchEnglish.stem)
     # Before the theme.
     app.connect("html-page-context", share_navigation(), priority=400)

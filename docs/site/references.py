@@ -33,8 +33,8 @@ def resolve(app, env, node, content):
         if len(pages) == 1:
             [(page, full)] = pages.items()
             return make_refnode(app.builder, node["refdoc"], page, objects[full].node_id, [content], full)
-    # What a docstring's Args and Raises call a type is not a role.
-    return None if isinstance(content, nodes.literal) else content
+    # What a docstring's Args and Raises call a type is not a role. Only the English reference has pages of all modules.
+    return None if isinstance(content, nodes.literal) and app.config.language == "en" else content
 
 
 @functools.lru_cache(maxsize=1)

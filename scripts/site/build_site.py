@@ -185,7 +185,7 @@ def page_of(file):
 
 
 def reference(language, folder):
-    """Write a page for each public name and each subpackage, and return a page that lists all of them."""
+    """Write a page for each public name and, in English, each subpackage; return a page that lists all of them."""
     words = WORDS[language]
     lines = title(words["reference"])
     for english, names in PUBLIC.items():
@@ -201,6 +201,9 @@ def reference(language, folder):
         for name in full:
             write(folder / f"{short_name(name)}.rst", "\n".join([*title_of_name(short_name(name)), *described(name)]))
     lines += title(words["modules"], "-")
+    if language == "zh":
+        # The docstrings of these pages are in English only, so the Chinese reference leads to the English pages.
+        return "\n".join([*lines, "`mindformers_adaptive <../../en/reference/index.html#all-modules>`_"])
     for room in sorted([PACKAGE / "wrapper.py", *(path.parent for path in PACKAGE.glob("*/__init__.py"))]):
         if room.name != "register_path":
             write(folder / "modules" / f"{room.stem}.rst", room_page(room))
