@@ -76,7 +76,8 @@ def train(way, steps_of_an_epoch=-1):
     mindspore.set_seed(0)
     recorder = StepRecorder()
     model = way(LeNet5(), nn.SoftmaxCrossEntropyWithLogits(reduction="mean"))
-    model.train(EPOCHS, create_dataset().take(steps_of_an_epoch), callbacks=[recorder], dataset_sink_mode=False)
+    batches = create_dataset(samples=512, batch_size=16).take(steps_of_an_epoch)
+    model.train(EPOCHS, batches, callbacks=[recorder], dataset_sink_mode=False)
     return recorder
 
 

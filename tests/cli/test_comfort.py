@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from mindformers_adaptive.cli import output
-from mindformers_adaptive.cli.program import COMMANDS
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.record.logs import read_log
 from tests.cli.quiet_runs import assert_quiet
@@ -46,15 +45,6 @@ def test_help_imports_no_package(run_python, arguments):
     assert run_python("-c", code, *arguments).stderr.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("anlyze", "analyze"), ("finde", "find"), ("Train", "train"), ("inspekt", "inspect")]
-)
-def test_a_misspelled_command_gets_the_nearest(run_program, typed, meant):
-    code, printed, error = run_program(typed, "x")
-    assert (code, printed) == (2, "")
-    assert f"'{typed}'. Did you mean '{meant}'" in error
-
-
 PROSE = "The overflow began in the first step that had a batch of zeros, and nothing else was found to change. "
 
 
@@ -76,13 +66,6 @@ def test_prose_is_wrapped_and_a_command_stays_whole(monkeypatch, line, lines):
     if lines > 1:
         assert max(map(len, shown)) <= 100
         assert {len(each) - len(each.lstrip()) for each in shown} == {len(line) - len(line.lstrip())}
-
-
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_no_line_of_help_is_too_long(run_program, monkeypatch, command):
-    monkeypatch.setattr(output, "_WIDTH", 100)
-    printed = run_program(*command, "--help")[1]
-    assert [line for line in printed.splitlines() if len(line) > 100] == []
 
 
 @pytest.mark.parametrize("command", [["analyze"], ["analyze", "--details"], ["compare"]])

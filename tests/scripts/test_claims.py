@@ -301,11 +301,25 @@ def test_platforms_of_public_names_are_proved():
     assert "not run" in gpu
 
 
-def test_import_makes_only_the_folder_that_the_page_names(run_python, tmp_path):
-    code = "import os; os.environ.pop('LOG_MF_PATH', None); import mindformers_adaptive; print('FOUND', os.listdir()); "
-    code += "import mindformers_adaptive.wrapper; print('FOUND', os.listdir())"
-    outputs = re.findall("FOUND (.*)", run_python("-c", code).stdout)
-    assert outputs == ["[]", "['output']"]
+IMPORTS = """
+import os
+import sys
+
+os.environ.pop("LOG_MF_PATH", None)
+import mindformers_adaptive
+
+print("FOUND", os.listdir(), "mindspore" in sys.modules)
+mindformers_adaptive.AdaptiveLossScaleUpdateCell
+print("FOUND", os.listdir(), "mindspore" in sys.modules)
+import mindformers_adaptive.wrapper
+
+print("FOUND", os.listdir(), "mindformers" in sys.modules)
+"""
+
+
+def test_import_loads_what_is_used_and_makes_only_one_folder(run_python, tmp_path):
+    outputs = re.findall("FOUND (.*)", run_python("-c", IMPORTS).stdout)
+    assert outputs == ["[] False", "[] True", "['output'] True"]
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["log"]
     said = r"`output/log`.{,30} MindFormers .{,30} current folder .{,60} `mindformers_adaptive\.wrapper`"
     assert re.search(said, text(page_of("en", "faq")))

@@ -62,13 +62,13 @@ def test_a_block_is_replaced_and_translated(tmp_path, monkeypatch):
 
 
 def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
-    file = tmp_path / "detection.json"
-    command = "python -m scripts.benchmarks.costs detection"
-    figures.measure(Figure(f"{command} --quick", "benchmark"), file)
-    assert json.loads(file.read_text())["command"] == f"{command} --quick"
+    file = tmp_path / "streams.json"
+    command = "python -m scripts.studies.streams --seeds 1 --steps"
+    figures.measure(Figure(f"{command} 2", "streams"), file)
+    assert json.loads(file.read_text())["command"] == f"{command} 2"
     before = file.read_bytes()
     with pytest.raises(figures.subprocess.CalledProcessError):
-        figures.measure(Figure(f"{command} --rounds 0", "benchmark"), file)
+        figures.measure(Figure(f"{command} 0", "streams"), file)
     assert file.read_bytes() == before
 
 
