@@ -11,7 +11,7 @@ from mindspore.train import Callback
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HoldAfter(Callback):
-    """Pauses a training after ``steps`` steps until the test stops it, however fast or busy the machine is.
+    """Pauses a training after ``steps`` steps until the test kills it, or makes a file ``go_on`` in its current folder.
 
     Args:
         steps (int): the number of steps before the pause.
@@ -26,8 +26,8 @@ class HoldAfter(Callback):
         print(f"In the run: mode {get_context('mode')}, graphs in {os.getenv('MS_DEV_SAVE_GRAPHS_PATH')}", flush=True)
 
     def on_train_step_begin(self, _):
-        """After ``steps`` steps, wait for the signal that ends the run."""
-        while self._left == 0:
+        """After ``steps`` steps, wait for the file or for the signal that ends the run."""
+        while self._left == 0 and not os.path.exists("go_on"):
             time.sleep(0.1)
         self._left -= 1
 

@@ -19,7 +19,8 @@ STOCK = {
 SCALE_SENSE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
 
 
-# This code runs in a separate process, in which MindFormers is imported and no class has been registered yet.
+# This code runs in a separate process, in which MindFormers and this package may be imported, and register() was not
+# called yet.
 WATCH_THE_REGISTRY = """
 import json
 import mindformers
@@ -49,7 +50,9 @@ def test_register_alone_replaces_each_stock_class(run_forked, tmp_path):
     output = run_forked(tmp_path / "watch.py").stdout
     stock, imported, once = json.loads(output.partition("SNAPSHOTS")[2])
     ours = {full_name(cell): full_name(getattr(wrapper, name)) for name, cell in STOCK.items()}
+    # Importing this package registers nothing.
     assert imported == stock
+    assert not any(cell.startswith("mindformers_adaptive") for cell in stock.values())
     replaced = {name: ours.get(cell, cell) for name, cell in stock.items()}
     # Some classes of this package replace no class of MindFormers, so register() adds their names.
     added = {name: full_name(getattr(wrapper, name)) for name in wrapper.__all__}

@@ -1,203 +1,254 @@
 """Launched runs that are saved, killed and resumed take the same steps as a run that never stopped."""
 
 import functools
+import os
 import random
 import re
+import shlex
 import shutil
 import time
+from typing import NamedTuple
 
 import pytest
+from log_max import LogMaxRule
 
-from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
-from mindformers_adaptive.rules.saved_state import all_fields
+from mindformers_adaptive.cli import program
+from mindformers_adaptive.record.writer import read_record
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.saved_state import own_keys, to_values
+from tests.conftest import ROOT
 from tests.mindformers.training_runs import (
     CheckpointSection,
     LegacyFormat,
     TrainingRun,
+    as_parameters,
     assert_ends_with_the_parameters_of,
     assert_one_record_has_every_step_once,
 )
+from tests.shared.pages import ENGLISH_DOCS, blocks
 from tests.shared.versions import NEEDS_SECTION
 
-pytestmark = pytest.mark.slow
+# Run tests that share uninterrupted runs in one pytest worker.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resume")]
 
-# Run tests that share reference runs in one pytest worker.
-ONE_WORKER = pytest.mark.xdist_group("resume")
+# Each rule, with its arguments in a YAML file. With hysteresis, the state of the adaptive rule has one more field.
+RULES = {
+    "adaptive": (
+        AdaptiveRule(max_scale_window=4, min_scale_window=1, hysteresis=2),
+        "type: AdaptiveLossScale, scale_factor: 2, scale_window: 1, max_scale_window: 4, min_scale_window: 1, "
+        "hysteresis: 2",
+    ),
+    "guided": (GuidedRule(margin=0), "type: GradientGuidedLossScale, margin: 0"),
+    "user's": (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
+}
+# The folders in which Python finds this package and the user's rule.
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "examples")])}
+RECORD = "loss_scale_record.jsonl"
+# An uninterrupted run saves after every SAVED_AT steps. After COPIED_AT steps, it is held and its output is copied: the
+# copy has the same files as if the run had been killed.
+SAVED_AT, COPIED_AT = 8, 12
+# At most this many further steps until a run is killed.
+UNTIL_KILLED = 8
 
-# At step SAVED_AT, the window index, all counters and the overflows in a row are above 0, so a counter lost in the
-# checkpoint is noticed.
-SAVED_AT, LAST = 14, 40
-# A run that will be killed during a save is paused this many steps before its last step.
-UNTAKEN = 2
 
-# The names of the update cell's Parameters in a checkpoint, the loss scale included.
-PARAMETER_OF = {"loss_scale": "scale_sense", **{field.name: field.parameter for field in all_fields(AdaptiveRule)}}
-CARRIED = {*PARAMETER_OF.values()} - {"hysteresis_budget"}
+class Training(NamedTuple):
+    """Settings of a training. Runs with equal settings take the same steps."""
+
+    rule: str
+    weights: str = "float16"
+    optimizer_state: bool = True
+    processes: int = 1
+
+    @property
+    def form(self):
+        """The checkpoint format of the uninterrupted run."""
+        if not self.optimizer_state:
+            return CheckpointSection(optimizer_state=False)
+        return LegacyFormat("ckpt" if self.processes == 1 else "safetensors")
+
+    def last_step(self, kills):
+        # An adaptive run is killed in up to four formats, one after the other.
+        return (40 if self.rule == "adaptive" else 24) + 24 * (kills - 1)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(long_corpus, compiled, tmp_path_factory):
-    """Return a cached function that trains without interruption; it returns the run, output folder and save format."""
+def kills(request):
+    """Return how often a run is killed in each format."""
+    return request.config.getoption("--kills")
+
+
+@pytest.fixture(scope="module")
+def start(long_corpus, compiled, kills):
+    """Return a function that starts a run of a training."""
+
+    def start(training, form, output, every, resume, hold_after=None):
+        scale_sense = f"{{{RULES[training.rule][1]}, loss_scale_value: 1048576}}"
+        options = {"runner_wrapper.scale_sense": scale_sense, "model.model_config.param_init_type": training.weights}
+        options |= form.save_options(output, every, keep=3) | resume
+        graph = {"compiled": compiled(training), "environment": ENVIRONMENT, "hold_after": hold_after}
+        return TrainingRun(output, long_corpus, options, training.last_step(kills), training.processes, **graph)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(start, tmp_path_factory):
+    """Return a cached function that trains without interruption; it returns the run, its output, and the copy."""
 
     @functools.cache
-    def run(steps, optimizer_state):
-        form = LegacyFormat("ckpt") if optimizer_state else CheckpointSection(optimizer_state=False)
+    def train(training):
         output = tmp_path_factory.mktemp("uninterrupted") / "output"
-        every = SAVED_AT if steps == LAST else steps
-        options = form.save_options(output, every=every, keep=5)
-        graph = compiled(steps, optimizer_state)
-        finished = TrainingRun(output, long_corpus, options, steps, compiled=graph).wait()
-        return finished, output, form
+        with start(training, training.form, output, SAVED_AT, {}, hold_after=COPIED_AT) as run:
+            ranks = range(training.processes)
+            run.wait_until(lambda: all(len(run.steps(rank)) == COPIED_AT for rank in ranks))
+            copied = shutil.copytree(output, output.with_name("copied"))
+            run.go_on()
+            return run.wait(), output, copied
 
-    return run
+    return train
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(LegacyFormat("ckpt"), id="ckpt", marks=ONE_WORKER),
-        pytest.param(LegacyFormat("ckpt", async_save=True), id="ckpt, async", marks=ONE_WORKER),
-        pytest.param(LegacyFormat("safetensors"), id="safetensors", marks=ONE_WORKER),
-        pytest.param(LegacyFormat("safetensors", async_save=True), id="safetensors, async", marks=ONE_WORKER),
-        pytest.param(CheckpointSection(), id="checkpoint section", marks=[NEEDS_SECTION, ONE_WORKER]),
-        pytest.param(
-            CheckpointSection(async_save=True), id="checkpoint section, async", marks=[NEEDS_SECTION, ONE_WORKER]
-        ),
-        pytest.param(
-            CheckpointSection(optimizer_state=False),
-            id="checkpoint section without optimizer state",
-            marks=NEEDS_SECTION,
-        ),
-    ],
-)
-def test_killed_and_resumed_run_takes_the_same_steps(uninterrupted, long_corpus, compiled, tmp_path, form, request):
-    in_a_save = not form.async_save and form.optimizer_state
-    kills = request.config.getoption("--kills") if in_a_save else 1
-    last = LAST + 25 * (kills - 1)
-    reference, reference_output, reference_form = uninterrupted(last, form.optimizer_state)
-    output, resumed_from, complete = tmp_path / "output", 0, set()
-    expected = reference.steps()
+def replay(rule, record):
+    """Return what the update cell holds before the first step and after each step, by a replay of the rule."""
+    states = [rule.start(2.0**20)]
+    for line in record:
+        states.append(rule.step(states[-1], line["overflow"], line.get("largest_gradient")))
+    held = [{"loss_scale": state.loss_scale} | to_values(rule, state, steps) for steps, state in enumerate(states)]
+    # A rule that does not count clean steps does not know the step of the last overflow or raise.
+    left_out = set() if rule.counts_clean_steps else {"last_overflow_iter"}
+    return [{name: value for name, value in values.items() if name not in left_out} for values in held]
+
+
+ADAPTIVE, GUIDED, USERS = Training("adaptive"), Training("guided"), Training("user's")
+LEGACY = [LegacyFormat(extension, is_async) for extension in ("ckpt", "safetensors") for is_async in (False, True)]
+SECTION = CheckpointSection()
+# Trainings, and the formats in which a run saves until it is killed, one after the other. Without such formats, a run
+# resumes from the copy of the uninterrupted run.
+CASES = {
+    "ckpt and safetensors": (ADAPTIVE, LEGACY),
+    "checkpoint section": (ADAPTIVE, [SECTION, CheckpointSection(async_save=True)]),
+    "checkpoint section without optimizer state": (Training("adaptive", "float32", optimizer_state=False), []),
+    "guided": (GUIDED, []),
+    "guided, checkpoint section": (GUIDED, [SECTION]),
+    "guided, two processes": (Training("guided", "float32", processes=2), []),
+    "user's rule": (USERS, []),
+}
+
+
+def case(name):
+    marks = [NEEDS_SECTION] if "section" in name else []
+    if "processes" in name:
+        marks.append(pytest.mark.xdist_group("several processes"))
+    return pytest.param(*CASES[name], id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("training", "forms"), [case(name) for name in CASES])
+def test_killed_and_resumed_run_takes_the_same_steps(start, uninterrupted, kills, tmp_path, training, forms):
+    reference, reference_output, copied = uninterrupted(training)
+    expected, last, ranks = reference.steps(), training.last_step(kills), range(training.processes)
     assert list(expected) == list(range(1, last + 1))
-    # The log does not show the windows and counters of the rule, so compute them by a replay.
-    states = replay([step.overflow for step in expected.values()])
-    assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in expected.values()]
+    # The log does not show the whole state of the rule. So compute it by a replay.
+    rule, _ = RULES[training.rule]
+    values = replay(rule, read_record(reference_output / RECORD))
+    assert [held["loss_scale"] for held in values[1:]] == [step.loss_scale for step in expected.values()]
 
-    options = form.save_options(output, every=1 if in_a_save else SAVED_AT, keep=3)
-    graph = compiled(last, form.optimizer_state)
-    for kill in range(kills + 1):
-        resume = form.resume_options(output) if kill else {}
-        # Pause the run before its last step, so that it does not end before the test kills it.
-        held = last - UNTAKEN if in_a_save else SAVED_AT + 4
-        hold_after = None if kill == kills else held - resumed_from
-        with TrainingRun(output, long_corpus, options | resume, last, hold_after=hold_after, compiled=graph) as run:
-            if kill == kills:
-                run.wait()
-            elif in_a_save:
-                after = max(resumed_from + 1, SAVED_AT)
-                kill_while_saving(run, form, output, after, held, random.Random(kill))
-            else:
-                run.wait_until_saved(form, output)
-        if kill:
-            resumed_from = run.restored_state()["cur_iter"] - 1
+    def assert_goes_on(run, complete):
+        """Assert that a run goes on from a step in ``complete``, and takes the expected steps; return the last."""
+        for rank in ranks:
+            resumed_from = 0
+            if complete != {0}:
+                restored = run.restored_state(rank)
+                resumed_from = restored["cur_iter"] - 1
+                assert restored.items() >= values[resumed_from].items()
             assert resumed_from in complete
-            assert run.restored_state() == states[resumed_from]
-        steps = run.steps()
-        assert steps == {step: expected[step] for step in range(resumed_from + 1, max(steps) + 1)}
+            steps, of_reference = run.steps(rank), reference.steps(rank)
+            assert steps == {step: of_reference[step] for step in range(resumed_from + 1, max(steps) + 1)}
+        return max(steps)
+
+    output, form, resume, complete = tmp_path / "output", training.form, {}, {0}
+    if not forms:
+        shutil.copytree(copied, output)
+        resume, complete = form.resume_options(output), {SAVED_AT}
+    saved_in = [killed for killed in forms for _ in range(1 if killed.async_save else kills)]
+    for number, form in enumerate(saved_in):
+        before_kill = 4 if resume else SAVED_AT
+        every = before_kill if form.async_save else 1
+        with start(training, form, output, every, resume, hold_after=before_kill + UNTIL_KILLED) as run:
+            if form.async_save:
+                run.wait_until_saved(form, output)
+                run.kill()
+            else:
+                kill_while_saving(run, form, output, before_kill, random.Random(number))
+        last_taken = assert_goes_on(run, complete)
         # MindFormers rewrites the file that names the last complete checkpoint after each save. If the run was killed
         # while this file was empty, the checkpoint of the last step is already complete.
-        complete = {form.newest_complete(output) or max(steps)}
-        if in_a_save:
-            assert complete <= {max(steps) - 1, max(steps)}
-            print(f"run {kill + 1} ended at step {max(steps)}; complete: {complete}; unfinished: {unfinished(output)}")
-        if in_a_save and form == CheckpointSection() and kill < kills:
+        complete = {form.newest_complete(output) or last_taken}
+        if not form.async_save:
+            assert complete <= {last_taken - 1, last_taken}
+        if form == SECTION:
             # Empty the file that names the last complete checkpoint, as if the kill always came just after MindFormers
             # emptied it.
             form.note(output).write_text("")
-            complete.add(max(steps))
-    assert max(steps) == last
-    saved = form.last_saved(output)
-    assert_ends_with_the_parameters_of(saved, reference_form.last_saved(reference_output), CARRIED)
-    assert {name: saved[PARAMETER_OF[name]] for name in states[last]} == states[last]
-    for name in ("scale_window", "window_index", "growth_num", "down_num", "consecutive_overflows"):
-        assert len({state[name] for state in states[2 * SAVED_AT :]}) > 1, f"the state's {name} never changes"
+            complete.add(last_taken)
+        resume = form.resume_options(output)
+    run = start(training, form, output, last, resume).wait()
+    assert assert_goes_on(run, complete) == last
+
+    for rank in ranks:
+        saved = form.last_saved(output, rank)
+        assert_ends_with_the_parameters_of(saved, training.form.last_saved(reference_output, rank))
+        assert saved.items() >= as_parameters(values[last]).items()
+    if training.weights == "float16":
+        # The state of MindFormers' AdamW is float32, so it takes twice as many bytes as the FP16 weight.
+        assert 2 * len(saved["lm_head.weight"]) == len(saved["adam_m.lm_head.weight"])
     assert_one_record_has_every_step_once(output, expected)
+    assert read_record(output / RECORD) == read_record(reference_output / RECORD)
+    # Runs of two processes overflow only at the start.
+    first = 1 if training.processes == 2 else SAVED_AT + 1
+    assert {expected[step].overflow for step in range(first, last + 1)} == {True, False}
+    # A part of the state that is lost in a checkpoint is noticed, because it moves.
+    names = own_keys(rule)
+    assert len({tuple(held[name] for name in names) for held in values[SAVED_AT:]}) > 5
+    for name in values[0] if training.rule == "adaptive" else []:
+        assert len({held[name] for held in values[SAVED_AT:]}) > 1, f"the state's {name} never changes"
 
 
-@ONE_WORKER
-def test_a_run_goes_on_at_the_fixed_scale_of_its_file(uninterrupted, long_corpus, tmp_path):
-    _, reference_output, form = uninterrupted(LAST, True)
-    newest = f"tiny_llama_rank_0-1_{2 * SAVED_AT}.ckpt"
-    options = {"runner_wrapper.scale_sense": "{type: NoLossScaleUpdateCell}"}
-    options |= form.resume_options(reference_output, newest)
-    resumed = TrainingRun(tmp_path / "output", long_corpus, options, LAST).wait()
-    assert list(resumed.steps()) == list(range(2 * SAVED_AT + 1, LAST + 1))
-    assert {step.loss_scale for step in resumed.steps().values()} == {1.0}
-    assert re.search(r"Loss scaling by NoLossScaleUpdateCell\b.*: loss_scale 1\.0", resumed.text())
-
-
-def replay(overflows, restored=None, **windows):
-    """Replay the rule; return the state before the first step (initial or restored) and the state after each step."""
-    windows = {"max_scale_window": 4, "min_scale_window": 1} | windows
-    rule = AdaptiveRule(**windows)
-    state, cur_iter = rule.start(2.0**20, scale_window=1), 1
-    if restored:
-        cur_iter = restored["cur_iter"]
-        known = {name: value for name, value in restored.items() if name in LossScaleState._fields}
-        state = state._replace(**known, clean_steps=cur_iter - 1 - restored["last_overflow_iter"])
-    states = [as_restored(state, cur_iter)]
-    for overflow in overflows:
-        state, cur_iter = rule.step(state, overflow), cur_iter + 1
-        states.append(as_restored(state, cur_iter))
-    return states
-
-
-def as_restored(state, cur_iter):
-    counted = {"cur_iter": cur_iter, "last_overflow_iter": cur_iter - 1 - state.clean_steps}
-    left_out = ("clean_steps", "hysteresis_budget")
-    return {name: value for name, value in state._asdict().items() if name not in left_out} | counted
-
-
-def kill_while_saving(run, form, output, after, held, delays):
-    """Kill a run during its first save seen after step ``after``; if none is seen, kill the run at step ``held``."""
-    run.wait_until(lambda: max(run.steps(), default=0) >= after)
+def kill_while_saving(run, form, output, after, delays):
+    """Kill a run during its first save seen after ``after`` of its steps; if none is seen, kill it when it is held."""
+    run.wait_until(lambda: len(run.steps()) >= after)
     time.sleep(delays.uniform(0, 0.1))
     names = form.names(output)
-    run.wait_until(lambda: form.names(output) - names or max(run.steps()) == held)
+    run.wait_until(lambda: form.names(output) - names or len(run.steps()) == after + UNTIL_KILLED)
     # Most saves take only a few milliseconds, so most of these random waits are short.
     time.sleep(0.03 * delays.random() ** 4)
     run.kill()
 
 
-def unfinished(output):
-    """Return the names of the files that kills have left unfinished."""
-    return sorted(file.name for file in output.rglob("*") if re.search(r"\.tmp$|^tmp|^\.loss", file.name))
-
-
-@ONE_WORKER
-def test_run_past_a_torn_checkpoint_takes_the_nearest_window(uninterrupted, long_corpus, tmp_path):
-    reference, reference_output, form = uninterrupted(LAST, True)
-    saved_at = 2 * SAVED_AT
-    before = replay([step.overflow for step in reference.steps().values()])[saved_at]
-    window, index = before["scale_window"] - 1, before["window_index"] - 1
-    assert index > 0
-
-    torn, whole = (f"tiny_llama_rank_0-1_{step}.ckpt" for step in (LAST, saved_at))
-    copied = shutil.copytree(reference_output, tmp_path / "copied")
-    newest = copied / "checkpoint" / "rank_0" / torn
+def test_a_fixed_scale_goes_on_past_a_torn_checkpoint(uninterrupted, long_corpus, tmp_path):
+    copied = shutil.copytree(uninterrupted(ADAPTIVE)[1], tmp_path / "copied")
+    newest, whole = sorted((copied / "checkpoint" / "rank_0").glob("*.ckpt"), key=os.path.getmtime)[:-3:-1]
     newest.write_bytes(newest.read_bytes()[:-9])
-    options = form.resume_options(copied)
-    options["runner_wrapper.scale_sense.max_scale_window"] = window
-    resumed = TrainingRun(tmp_path / "output", long_corpus, options).wait()
+    # In PyNative mode, these few steps need no graph.
+    options = {"runner_wrapper.scale_sense": "{type: NoLossScaleUpdateCell}", "context.mode": 1}
+    options |= {"model.model_config.param_init_type": ADAPTIVE.weights} | ADAPTIVE.form.resume_options(copied)
+    step = int(whole.stem.rpartition("_")[2])
+    resumed = TrainingRun(tmp_path / "output", long_corpus, options, step + 2).wait()
+    assert re.search(rf"{newest.name!r}, .* not a complete file: .* {re.escape(whole.name)}", resumed.text())
+    assert {step: taken.loss_scale for step, taken in resumed.steps().items()} == {step + 1: 1.0, step + 2: 1.0}
+    assert re.search(r"Loss scaling by NoLossScaleUpdateCell\b.*: loss_scale 1\.0", resumed.text())
 
-    ladder = tuple(range(1, window + 1))
-    warning = (
-        f"The checkpoint has 'scale_window' {window + 1} with 'list_index' {index + 1}, but the ladder is {ladder}: "
-        f"training goes on at the nearest window, {window} (index {index})."
-    )
-    assert resumed.text().count(warning) == 1
-    assert re.search(rf"{torn!r}, .* not a complete file: .* {re.escape(str(whole))}", resumed.text())
-    restored, steps = resumed.restored_state(), resumed.steps()
-    assert restored == before | {"scale_window": window, "window_index": index}
-    assert list(steps) == list(range(saved_at + 1, LAST + 1))
-    states = replay([step.overflow for step in steps.values()], restored, max_scale_window=window)
-    assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in steps.values()]
+
+def test_commands_of_the_page_on_own_rules_read_the_run_of_one(uninterrupted, tmp_path, monkeypatch, capsys):
+    _, output, _ = uninterrupted(USERS)
+    (tmp_path / "output").symlink_to(output)
+    monkeypatch.chdir(tmp_path)
+    [block] = [text for language, text in blocks(ENGLISH_DOCS / "own_rule.md") if language == "bash"]
+    printed = {}
+    for line in block.splitlines():
+        _, command, *arguments = shlex.split(line)
+        assert program.main([command, *arguments]) == 0
+        printed[command] = capsys.readouterr().out
+    mean = replay(RULES["user's"][0], read_record(output / RECORD))[-1]["mean"]
+    assert f"{mean:.4g}" in printed["inspect"]
+    assert re.search(r"^log_max.LogMaxRule:margin=2 ", printed["compare"], re.MULTILINE)

@@ -147,7 +147,7 @@ class CheckpointSection:
         for file in folder.glob("*.safetensors"):
             saved |= _load(file)
         loss_scale, state = read_sidecar(folder)
-        sidecar = {"scale_sense": loss_scale} | _as_parameters(state)
+        sidecar = as_parameters({"loss_scale": loss_scale, **state})
         for name in saved.keys() & sidecar.keys():
             assert saved[name] == sidecar[name], name
         assert json.loads((folder / "common.json").read_text())["loss_scale"] == loss_scale
@@ -167,10 +167,10 @@ def _load(file):
     return {name: array.item() if getattr(array, "size", 0) == 1 else array.tobytes() for name, array in arrays.items()}
 
 
-def _as_parameters(state):
-    """Return a state from ``loss_scale.json`` in the form of the Parameters that :func:`_load` returns."""
+def as_parameters(state):
+    """Return a loss scale and the state of a rule in the form of the Parameters that :func:`_load` returns."""
     rule = max(RULES, key=lambda rule: len(state.keys() & set(own_keys(rule))))
-    parameters = {}
+    parameters = {"scale_sense": state["loss_scale"]}
     for field in all_fields(rule):
         if field.keys[0] in state:
             value = [state[part] for part in field.parts] if field.parts else state[field.name]
@@ -178,9 +178,8 @@ def _as_parameters(state):
     return parameters
 
 
-def assert_ends_with_the_parameters_of(saved, reference, carried):
-    """Assert that ``saved`` has the Parameters ``carried``, and equals ``reference`` in all common Parameters."""
-    assert saved.keys() >= carried
+def assert_ends_with_the_parameters_of(saved, reference):
+    """Assert that ``saved`` and ``reference`` have equal values of the Parameters that both have."""
     both = saved.keys() & reference.keys() - {"global_batch_size", RUN}
     assert len(both) > 15
     assert {name for name in both if saved[name] != reference[name]} == set()
@@ -222,7 +221,8 @@ class TrainingRun:
         machine (Machine, optional): the machine on which that script starts its one process.
         arguments (Sequence[str]): further options of the launcher.
         environment (dict, optional): further environment variables.
-        hold_after (int, optional): the number of steps after which the last callback holds the run until it is stopped.
+        hold_after (int, optional): the number of steps after which the last callback holds the run, until the run is
+            killed or :meth:`go_on` is called.
         compiled (Path, optional): the folder in which MindSpore caches the compiled graph; only runs with equal graphs
             may share it.
     """
@@ -324,6 +324,10 @@ class TrainingRun:
         )
         if form.async_save:
             self.wait_until(lambda: None not in [form.newest_complete(output, rank) for rank in range(processes)])
+
+    def go_on(self):
+        """Let all processes of a run that is held go on."""
+        (self._console.parent / "go_on").touch()
 
     def kill(self):
         """Kill all processes of the run with SIGKILL, so that they cannot clean up."""

@@ -1,4 +1,4 @@
-"""Imports MindFormers once for all processes of :class:`tests.shared.launched.ForkedRun`, which are forked afterwards.
+"""Imports MindFormers and this package once; the processes of :class:`tests.shared.launched.ForkedRun` are forked then.
 
 Run as a script, this module is the scheduler through which the processes of a ``ForkedCluster`` find each other.
 """
@@ -13,6 +13,7 @@ sys.argv = [str(Path(__file__).resolve().parents[2] / "scripts" / "launch" / "ru
 
 import mindformers  # noqa: E402, F401
 
+import mindformers_adaptive.mindformers.trainer  # noqa: E402, F401
 from tests.shared.source_memo import remember_source_lines  # noqa: E402
 
 remember_source_lines()
