@@ -6,7 +6,6 @@ import re
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mindformers_adaptive.cli import analyze as analyze_command
@@ -19,8 +18,6 @@ from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.scale_summary import bounds_in_words, summary_of
 from mindformers_adaptive.record.thresholds import HELD
-from tests.record.program_logs import PROGRAMS
-from tests.record.true_runs import random_run
 from tests.shared.records import run_of
 
 pytestmark = pytest.mark.slow
@@ -28,26 +25,8 @@ pytestmark = pytest.mark.slow
 SAMPLES = Path(__file__).parents[1] / "record" / "samples"
 RUNS = Path(__file__).parents[1] / "plots" / "runs"
 RECORDS = [RUNS / name / "loss_scale_record.jsonl" for name in ("devices_1", "scale_512")]
-with zipfile.ZipFile(SAMPLES / "field_logs.zip") as field_logs:
-    # One log has no line that states a step. Another one has a gap of 50,000 steps, which take long to replay; a log
-    # with gaps is among the random ones too.
-    # Four logs need a pattern.
-    with_pattern = {"apex_every_step.log", "scale_zero.log", "far_fall.log", "espnet.log"}
-    FIELD = sorted({*field_logs.namelist()} - {"L17_wrapped.log", "missing_steps.jsonl", *with_pattern})
-
-
-# Each second step overflows and the scale goes up and down within a factor of 2, so that no scale can hold.
-RESTLESS = run_of([65536.0, 32768.0] * 40, [True, False] * 40)
-CALM = run_of([2.0**k for k in (16, 15, 14, 13)] + [4096.0] * 76, [True] * 4 + [False] * 76)
-
-
-@pytest.mark.parametrize("run", [RESTLESS, CALM], ids=["restless", "calm"])
-def test_text_and_picture_agree_on_settled_and_on_the_bounds(run):
-    analysis, series = analyze(run).to_dict(), series_of(run)
-    said = " ".join(analysis["verdict"])
-    assert ("settled" in said) == ("settled" in series.finding()) == bool(summary_of(run).held.answer)
-    skipped = analysis["skipped"]
-    assert series.bounds == (skipped["at_least"], skipped["at_most"])
+# A NaN loss, a rounded scale, a start that was too high, unknown steps, no upper bound, and a cause in the steps.
+FIELD = ["nan_collapse", "L10_rounded_scale", "lora_two_drops", "sink2_held", "M2_hf_no_steps", "late_streak"]
 
 
 @pytest.mark.parametrize("clean", [HELD - 1, HELD])
@@ -127,19 +106,9 @@ def commands(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", FIELD)
 def test_commands_agree_on_logs_of_others(commands, tmp_path, name):
     with zipfile.ZipFile(SAMPLES / "field_logs.zip") as logs:
-        assert commands.disagreements(logs.extract(name, tmp_path)) == []
+        assert commands.disagreements(logs.extract(f"{name}.log", tmp_path)) == []
 
 
 @pytest.mark.parametrize("log", [*SAMPLES.glob("*.log"), *RECORDS], ids=str)
 def test_commands_agree_on_samples(commands, log):
     assert commands.disagreements(log) == []
-
-
-@pytest.mark.parametrize("name", sorted({*PROGRAMS} - {"by_pattern", "two_engines"}))
-def test_commands_agree_on_random_logs(commands, tmp_path, name):
-    random = np.random.default_rng([1, *name.encode()])
-    write, arguments = PROGRAMS[name]
-    logs = (write(random, random_run(random, **arguments)).lines for _ in range(100))
-    # DeepSpeed prints the loss scale only at an overflow.
-    (tmp_path / "run.log").write_text("".join(next(lines for lines in logs if len(lines) > 20)), encoding="utf-8")
-    assert commands.disagreements(tmp_path / "run.log") == []
