@@ -11,7 +11,6 @@ import pytest
 from mindformers_adaptive.cli import analyze as analyze_command
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.lab.advise import other_cause
-from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.analysis_text import scales_in_words
 from mindformers_adaptive.plots import report
 from mindformers_adaptive.plots.run_series import series_of

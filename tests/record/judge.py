@@ -545,6 +545,10 @@ def judge_log(run, log, file):
         yield from judge_fields(truth, said)
     sentences = [*said["verdict"], *(advice["reason"] for advice in said["advice"])]
     sentences += [advice["change"].split("\n")[0].replace("value=", "value: ") for advice in said["advice"]]
+    for start in (advice.figures for advice in analysis.advice if advice.rule == "start lower"):
+        is_low = recorded.skipped & (recorded.used <= start["scale"]) & (recorded.last < start["reached_at"])
+        if is_low.any():
+            yield f"start at {start}, where steps {recorded.last[is_low]} have overflowed"
     if not said["advice"]:
         # The last lines name other commands.
         paragraph = analysis.text().split("\n\n")[1]

@@ -258,6 +258,8 @@ def test_the_likeliest_cause_comes_first():
     broken = [*healthy, {"loss": 400.0, "overflow": False, "loss_scale": 1024.0}, *[nan] * 60]
     for steps, kinds in (
         (healthy, []),
+        (falling(49), []),
+        (falling(50), ["collapse"]),
         ([*healthy[:9], nan, *healthy], ["bad loss"]),
         # One bad batch is over; the collapse lasts.
         ([*healthy[:9], nan, *healthy, *stuck], ["collapse", "bad loss"]),
