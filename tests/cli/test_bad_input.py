@@ -211,17 +211,6 @@ def test_a_log_that_is_nowhere_is_named(run_program, in_a_folder_of_its_own, com
     assert has(said, "There is no file or folder 'nowhere.log'")
 
 
-@pytest.mark.parametrize("command", READERS)
-def test_a_pipe_is_no_log(run_program, in_a_folder_of_its_own, command):
-    reading, writing = os.pipe()
-    os.write(writing, line(1, 8.0).encode())
-    os.close(writing)
-    code, said = answer(run_program, command, f"/dev/fd/{reading}", *READERS[command])
-    os.close(reading)
-    assert code == 1
-    assert has(said, "it is a pipe ... Save its content")
-
-
 @pytest.mark.parametrize("command", ["analyze", "plot"])
 def test_wrong_format_of_gradients_is_refused_with_its_line(run_program, tmp_path, command):
     (tmp_path / "run.jsonl").write_text(line(1, 8.0, gradient_format="float17"))

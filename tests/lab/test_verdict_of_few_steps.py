@@ -20,18 +20,6 @@ def test_few_steps_are_not_judged(steps):
     assert ("1 of 1 step was skipped" in text) == (steps == 1)
 
 
-@pytest.mark.parametrize(("after", "is_late_streak"), [(1.0, False), (3.0, True)])
-def test_late_streak_with_a_worse_loss_leads_to_the_cause(after, is_late_streak):
-    flags = [False] * 40 + [True] * 8 + [False] * 12
-    scales = [512.0] * 40 + [2.0**k for k in range(8, 0, -1)] + [2.0] * 12
-    loss = np.array([1.0] * 40 + [np.nan] * 8 + [after] * 12)
-    analysis = analyze(run_of(scales, flags, loss=loss))
-    rules = [advice.rule for advice in analysis.advice]
-    assert rules == ["late streak"] if is_late_streak else "late streak" not in rules
-    for text in ("from step 41 to 48", "adaptive-loss-scale why"):
-        assert (text in analysis.text()) is is_late_streak
-
-
 def test_fixed_scale_stays():
     verdict = analyze(run_of([1024.0] * 30, [True] * 30)).to_dict()["verdict"]
     assert "stayed at 2^10: the last 30 steps" in " ".join(verdict)

@@ -139,7 +139,7 @@ def test_pipes_and_devices_are_refused_at_once(run_program, tmp_path):
         for arguments in commands:
             code, _, error = run_program(*arguments)
             assert code != 0
-            assert ("pipe or a device" in error, file in error) == (True, True)
+            assert ("pipe or a device" in error, "Save its content" in error, file in error) == (True, True, True)
         for reader in (read_batch, read_record, read_yaml):
             with pytest.raises((OSError, ValueError), match="pipe or a device"):
                 reader(file)
