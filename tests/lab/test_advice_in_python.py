@@ -108,7 +108,7 @@ def test_commands_for_a_program_need_no_yaml_file(case, tmp_path, run_program, m
     assert "--config" not in text
 
 
-@pytest.mark.parametrize("overflows", [[*[True] * 20, False], [step % 25 == 0 for step in range(400)]], ids=["collapse", "skips"])
+@pytest.mark.parametrize("overflows", [[*[True] * 20, False], [step % 25 == 0 for step in range(400)]])
 def test_advice_for_the_guided_rule_has_no_windows(overflows, tmp_path):
     record = write_record(tmp_path, [(2.0**16, overflow) for overflow in overflows])
     lines = [json.loads(line) for line in record.read_text().splitlines()]
