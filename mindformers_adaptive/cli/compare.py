@@ -41,7 +41,8 @@ from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import record_in
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
-from mindformers_adaptive.rules.formats import FLOAT16
+from mindformers_adaptive.rules.description import all_arguments
+from mindformers_adaptive.rules.formats import FLOAT16, Format
 from mindformers_adaptive.text.files import json_object, refuse_pipe
 from mindformers_adaptive.text.table import counted
 
@@ -57,8 +58,7 @@ _DEFAULT_RULES = [
     "torch",
 ]
 
-# Loss-scaling rules that follow the largest gradients. By default, compare these rules only if all traces have largest
-# gradients.
+# By default, rules that follow the largest gradients are compared only if all traces have them.
 _WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
 
 # Where no run says where it started, all rules start here, the default of MindFormers and of PyTorch.
@@ -74,16 +74,13 @@ class _Source:
 
     def describe(self) -> dict[str, Any]:
         """Return, for JSON, the source of the trace, and how much is known of its ceilings and gradients."""
-        run, gradients = self.run, self.trace.largest_gradient
-        known = {
+        gradients = self.trace.largest_gradient
+        return {
             "trace": self.trace.name,
             "steps": len(self.trace),
+            "known_share": 1.0 if self.run is None else self.run.known_share,
             "gradients_known": 0.0 if gradients is None else float((~np.isnan(gradients)).mean()),
         }
-        if run is None:
-            return known
-        counts = {name: getattr(run, name) for name in ("lines_read", "lines_used", "lines_ignored", "problems")}
-        return {**known, "format": run.log_format, **counts, "known_share": run.known_share}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"NAME or NAME:PARAMETER=VALUE,...; default: {' '.join(_DEFAULT_RULES)}, and "
         f"{', '.join(_WITH_GRADIENTS)} where all traces have largest gradients, all from one loss scale; all names: "
         f"{', '.join(RULE_NAMES)}, or module.Class, a rule of your own. A rule without a start in its parameters "
-        "starts where the run did",
+        "starts where the run did, and takes the format of the run's gradients",
     )
     parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
     add_output_arguments(parser, "draw ceiling, scales and skips, or skips and bits below the ceiling, to a file")
@@ -116,17 +113,17 @@ def run(options: argparse.Namespace) -> None:
     """Replay the rules on the traces, and print the table that compares them."""
     for text in options.rules or ():
         # Refuse a wrong rule before the logs are read, which takes some time.
-        _rule_maker(text, _START)
+        _rule_maker(text, _START, FLOAT16)
     sources = _read_sources(options)
-    start = _start_of(sources)
-    makers = dict(_rule_maker(text, start) for text in options.rules or _DEFAULT_RULES)
-    _warn_of_gradients(sources, makers)
-    if not options.rules and all(source.trace.largest_gradient is not None for source in sources):
-        formats = {source.trace.gradient_format for source in sources}
-        if len(formats) == 1:
-            settings = {"gradient_format": formats.pop(), "loss_scale_value": 2.0 ** math.floor(math.log2(start))}
-            makers |= {name: partial(start_rule, name, **settings) for name in _WITH_GRADIENTS}
     traces = [source.trace for source in sources]
+    measured = [trace for trace in traces if trace.largest_gradient is not None]
+    formats = {trace.gradient_format.name: trace.gradient_format for trace in measured}
+    if len(formats) > 1:
+        raise UsageError(f"the gradients of these runs are in {' and '.join(formats)}: compare each format by itself")
+    rules = options.rules or _DEFAULT_RULES + _WITH_GRADIENTS * (len(measured) == len(traces))
+    of_runs = _start_of(sources), next(iter(formats.values()), FLOAT16)
+    makers = dict(_rule_maker(text, *of_runs) for text in rules)
+    _warn_of_gradients(traces, rules)
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
     content = {"rows": comparison.rows()}
@@ -149,16 +146,17 @@ def _start_of(sources: list[_Source]) -> float:
     return float(usable[0]) if len(usable) else _START
 
 
-def _rule_maker(text: str, start: float) -> tuple[str, Callable[[], RunningRule]]:
+def _rule_maker(text: str, start: float, gradient_format: Format) -> tuple[str, Callable[[], RunningRule]]:
     """Return a rule's label and a function that makes it, from ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
 
-    A rule of which the text does not give the start begins at the scale ``start``.
+    A rule of which the text does not give the start begins at the scale ``start``, and one that takes the format of
+    the gradients takes ``gradient_format``.
 
     Raises:
         UsageError: if there is no such rule, or it cannot take these parameters.
 
     Examples:
-        >>> label, make = _rule_maker("dynamic:scale_window=20,init_loss_scale=2^16", 8.0)
+        >>> label, make = _rule_maker("dynamic:scale_window=20,init_loss_scale=2^16", 8.0, FLOAT16)
         >>> label, make().loss_scale
         ('dynamic:scale_window=20,init_loss_scale=2^16', 65536.0)
     """
@@ -178,6 +176,8 @@ def _rule_maker(text: str, start: float) -> tuple[str, Callable[[], RunningRule]
         if name != "fixed" and not {argument, "loss_scale_value"} & parameters.keys():
             power = 2.0 ** math.floor(math.log2(start))
             parameters[argument] = power if is_rule_name(name) and name != "adaptive" else start
+        if is_rule_name(name) and "gradient_format" in all_arguments(find_rule(name)):
+            parameters.setdefault("gradient_format", gradient_format)
         start_rule(name, **parameters)
     return text, partial(start_rule, name, **parameters)
 
@@ -201,23 +201,15 @@ def _holds_sweeps(path: Path) -> bool:
         return "batches" in json_object(lines.readline().strip())
 
 
-def _warn_of_gradients(sources: list[_Source], labels: Iterable[str]) -> None:
-    """Warn on stderr if a rule lacks the gradients it needs, or takes them for another format."""
-    texts = {label.partition(":")[0]: label for label in labels}
-    for name in filter(is_rule_name, texts):
+def _warn_of_gradients(traces: list[Trace], labels: Iterable[str]) -> None:
+    """Warn on stderr if a rule lacks the gradients it needs."""
+    for name in filter(is_rule_name, {label.partition(":")[0]: label for label in labels}):
         rule = find_rule(name)
-        for source in sources if rule.needs_gradients else ():
-            gradient_format = source.trace.gradient_format
-            if gradient_format != FLOAT16 and "gradient_format" not in texts[name]:
-                print(
-                    f"The gradients of {source.trace.name} are in {gradient_format.name}, but rule {name!r} assumes "
-                    f"float16. Give the rule the parameter gradient_format={gradient_format.name}.",
-                    file=sys.stderr,
-                )
-            if source.trace.largest_gradient is None:
+        for trace in traces if rule.needs_gradients else ():
+            if trace.largest_gradient is None:
                 print_text(
-                    f"{source.trace.name} has no largest gradients, so rule {name!r} sees only overflows. A "
-                    f"record of a training with {rule.cell} has them.",
+                    f"{trace.name} has no largest gradients, so rule {name!r} sees only overflows. A record of a "
+                    f"training with {rule.cell} has them.",
                     file=sys.stderr,
                 )
 

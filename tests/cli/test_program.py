@@ -78,8 +78,7 @@ def test_options_may_have_underscores_or_hyphens(run_program):
 
 def test_results_on_a_log_say_what_was_read_and_what_is_known(run_program):
     described = json.loads(run_program("compare", "--json", MINDFORMERS_LOG)[1])["sources"][0]
-    assert described["format"] == "mindformers"
-    assert (described["lines_read"], described["lines_used"], described["lines_ignored"]) == (32, 32, 0)
+    assert (described["trace"], described["steps"]) == ("mindformers_1_9_cpu.log", 32)
     # The log states each overflow, but not the loss scale before the first one.
     assert described["known_share"] == 31 / 32
 
@@ -144,12 +143,15 @@ def test_record_with_gradients_is_compared_with_the_guided_rule(run_program, gui
 
 
 @pytest.mark.parametrize("guided_record", FORMATS[1:], indirect=True, ids=["float8"])
-def test_rule_for_another_gradient_format_warns(run_program, guided_record):
-    right = "gradient_format=float8_e4m3fn"
-    code, _, error = run_program("compare", guided_record, "--rules", "guided")
-    assert code == 0
-    assert re.search(f"record.jsonl are in float8_e4m3fn.*'guided'.* Give .*{right}", error)
-    assert run_program("compare", guided_record, "--rules", f"guided:{right}")[::2] == (0, "")
+def test_a_rule_takes_the_format_of_the_gradients(run_program, guided_record):
+    other = Path(guided_record).with_name("float16.jsonl")
+    other.write_text(Path(guided_record).read_text().replace("float8_e4m3fn", "float16"))
+    named = [f"guided:gradient_format={name}" for name in ("float8_e4m3fn", "float16")]
+    rows = json.loads(run_program("compare", "--json", guided_record, "--rules", "guided", *named)[1])["rows"]
+    asked, right, wrong = ({**row, "rule": ""} for row in rows)
+    assert asked == right != wrong
+    code, _, error = run_program("compare", guided_record, other)
+    assert (code, "in float8_e4m3fn and float16: compare each format by itself" in error) == (2, True)
 
 
 def test_the_guided_rule_without_gradients_is_a_warning(run_program):
