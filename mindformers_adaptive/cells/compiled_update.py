@@ -203,7 +203,7 @@ class CellWithLossScale(SeesLoads, CompiledUpdateCell):
         Raises:
             RuntimeError: as of :meth:`known_loss_scale`.
         """
-        return self.present_loss_scale if self.loaded else self.known_loss_scale()
+        return self.loss_scale_value if self.loaded else self.known_loss_scale()
 
     def known_loss_scale(self) -> float:
         """Return the loss scale for the next step.
@@ -219,7 +219,7 @@ class CellWithLossScale(SeesLoads, CompiledUpdateCell):
                 "The update cell does not know its loss scale, because its train-step cell is not from "
                 "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
             )
-        return self.present_loss_scale
+        return self.loss_scale_value
 
     @property
     def _knows_loss_scale(self) -> bool:
@@ -227,19 +227,14 @@ class CellWithLossScale(SeesLoads, CompiledUpdateCell):
 
     @property
     def loss_scale_value(self) -> float:
-        """float: the loss scale for the next step, as far as this cell knows it."""
-        return self.present_loss_scale
-
-    @loss_scale_value.setter
-    def loss_scale_value(self, loss_scale: float) -> None:
-        object.__setattr__(self, "_own_loss_scale", loss_scale)
-
-    @property
-    def present_loss_scale(self) -> float:
         """float: the loss scale of the next step, or the initial one until a train-step cell is bound."""
         if self.bound_loss_scale is None:
             return float(self._own_loss_scale)
         return float(self.bound_loss_scale.asnumpy())
+
+    @loss_scale_value.setter
+    def loss_scale_value(self, loss_scale: float) -> None:
+        object.__setattr__(self, "_own_loss_scale", loss_scale)
 
     @property
     def inv_scale(self) -> float:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.fields import STEP_LIMIT, is_of_this_package
-from mindformers_adaptive.rules.lanes import arrays_of
+from mindformers_adaptive.rules.lanes import GRADIENT, NumpyStep, arguments_of_step, arrays_of, keeps_bounds
 from mindformers_adaptive.rules.operations import (
     LARGEST_AS_INT32,
     OPERATIONS,
@@ -26,7 +26,6 @@ from mindformers_adaptive.rules.operations import (
     possible_exponents,
 )
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.rules.step import GRADIENT, NumpyStep, arguments_of_step, handed_on, keeps_bounds
 
 _reduce_sum = ops.ReduceSum()
 _argmin_of = ops.Argmin(axis=0, output_type=mstype.int32)
@@ -143,7 +142,7 @@ class GraphStep:
         exponent_of, power_of = _powers(rule) if moves_by_bits else (_identity, _identity)
         limit_of = _limits(rule.gradient_format.largest)
         unshown = Tensor(UNSHOWN, mstype.int32)
-        copied = () if is_of_this_package(type(rule)) else tuple(handed_on(rule))
+        copied = () if is_of_this_package(type(rule)) else _handed_on(rule)
 
         def function(*tensors: Any) -> Any:
             values = {"loss_scale": tensors[0]}
@@ -253,12 +252,10 @@ def try_rule(rule: Rule) -> None:
     Warns:
         UserWarning: if a float of the state differs by its rounding.
     """
-    graph, before = GraphStep(rule), _random_steps(rule)
+    graph, (before, after) = GraphStep(rule), _random_steps(rule)
     # In these modes MindSpore would distribute the inputs of a compiled function. So run its operators one by one.
     is_distributed = context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel")
     compiled = graph.function if is_distributed else jit(graph.function)
-    with np.errstate(all="ignore"):
-        after = NumpyStep(rule)(dict(before))
     is_rounded = False
     for step in range(_STEPS):
         inputs = [Tensor(_value(rule, name, before, step)) for name in graph.inputs]
@@ -284,8 +281,24 @@ def try_rule(rule: Rule) -> None:
         )
 
 
-def _random_steps(rule: Rule) -> dict[str, NDArray[Any]]:
-    """Return the values before random steps: of a run of the rule, and in every second step some extreme ones."""
+def _handed_on(rule: Rule) -> tuple[str, ...]:
+    """Return the results of a rule's step that are another value from before the step, unchanged.
+
+    They are found by their values in random steps: x * 1 is x, too.
+    """
+    before, after = _random_steps(rule)
+    return tuple(
+        name
+        for name, result in after.items()
+        if any(name != other and np.array_equal(result, value, equal_nan=True) for other, value in before.items())
+    )
+
+
+def _random_steps(rule: Rule) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    """Return the values before and after random steps of a rule in NumPy.
+
+    The values before are those of a run of the rule, and in every second step some extreme ones.
+    """
     random = np.random.default_rng(0)
     overflow = random.random(_STEPS) < 0.3
     gradients = np.exp2(random.uniform(-30, 10, _STEPS))
@@ -303,7 +316,9 @@ def _random_steps(rule: Rule) -> dict[str, NDArray[Any]]:
         else:
             extremes = _FLOATS if values.dtype == np.float32 else [0, 1, STEP_LIMIT] if name in _COUNTS else _INTS
         before[name] = np.where(is_extreme, random.choice(extremes, values.shape), values).astype(values.dtype)
-    return {**before, "overflow": overflow, "largest_gradient": gradients.astype(np.float32)}
+    before |= {"overflow": overflow, "largest_gradient": gradients.astype(np.float32)}
+    with np.errstate(all="ignore"):
+        return before, NumpyStep(rule)(dict(before))
 
 
 def _value(rule: Rule, name: str, values: dict[str, NDArray[Any]], step: int) -> NDArray[Any]:

@@ -64,7 +64,7 @@ class RuleLossScaleManager(StateOfUpdateCell, amp.LossScaleManager):
         Returns:
             float.
         """
-        return float(self._present_cell.present_loss_scale)
+        return float(self._present_cell.loss_scale_value)
 
     def get_drop_overflow_update(self) -> bool:
         """Return True, because a training step that overflows does not update the weights.

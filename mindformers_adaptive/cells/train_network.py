@@ -61,8 +61,7 @@ def build_train_network(
     default = amp.DynamicLossScaleManager() if level == "O2" else None
     manager = kwargs.get("loss_scale_manager", default)
     _refuse_cell_as_manager(manager)
-    get_update_cell = getattr(manager, "get_update_cell", lambda: None)
-    update_cell = get_update_cell()
+    update_cell = manager.get_update_cell() if isinstance(manager, amp.LossScaleManager) else None
     if isinstance(manager, amp.DynamicLossScaleManager):
         loss_scale = manager.get_loss_scale()
         warn_of_large_factor(type(manager).__name__, manager.scale_factor, loss_scale, "init_loss_scale")
@@ -112,16 +111,10 @@ def enable_loss_scale_in_model() -> None:
 
 
 def _refuse_cell_as_manager(manager: object) -> None:
-    if isinstance(manager, nn.Cell):
+    if isinstance(manager, (nn.Cell, amp.LossScaler)):
         raise TypeError(
-            f"'loss_scale_manager' must be a loss-scale manager, but got the update cell {type(manager).__name__}. "
-            f"Give {_manager_like(manager)} with the same arguments, or give the cell to "
-            "TrainOneStepWithLossScaleCell(..., scale_sense=cell) and give the train-step cell to Model."
-        )
-    if isinstance(manager, amp.LossScaler):
-        raise TypeError(
-            f"'loss_scale_manager' must be a loss-scale manager, but got the loss scaler {type(manager).__name__}, "
-            f"which is for functional training. Give {_manager_like(manager)} with the same arguments."
+            f"'loss_scale_manager' must be a loss-scale manager, but got the update cell or loss scaler "
+            f"{type(manager).__name__}. Give {_manager_like(manager)} with the same arguments."
         )
 
 
@@ -210,11 +203,6 @@ class FixedScaleTrainOneStepCell(GivesMemoryBack, nn.TrainOneStepCell):
     """
 
     def __init__(self, network: Any, optimizer: Any, loss_scale: float = 128.0) -> None:
-        if isinstance(loss_scale, amp.LossScaleManager):
-            raise TypeError(
-                f"'loss_scale' must be a number, but got the loss-scale manager {type(loss_scale).__name__}. Give "
-                "manager.get_loss_scale()."
-            )
         loss_scale = require_positive("loss_scale", loss_scale)
         refuse_dividing_optimizer(optimizer)
         super().__init__(network, optimizer, loss_scale)

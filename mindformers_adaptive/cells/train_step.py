@@ -21,7 +21,7 @@ from mindformers_adaptive.cells.loads import GivesMemoryBack, write
 from mindformers_adaptive.cells.refusals import refuse_dividing_optimizer, require_update_cell
 from mindformers_adaptive.cells.unscaling import HALF_PRECISION, GradientReducer, MapInFloat32
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
-from mindformers_adaptive.cells.update_cells import ignore_scaler_state
+from mindformers_adaptive.cells.update_cells import NoLossScaleUpdateCell
 from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 # If the largest gradient is still 0 after this many steps, warn that it is not measured: measured values exceed 0.
@@ -113,7 +113,6 @@ class LossScaleTrainStep(GivesMemoryBack):
         """Set what the checks at the start of training, after a load and in the first steps need."""
         self._is_running, self._reported_start = False, None
         self._steps_before_check = _STEPS_BEFORE_CHECK if hasattr(self, "measure_largest_gradient") else 0
-        ignore_scaler_state(self.loss_scaling_manager)
         self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
 
     def _bind_update_cell(self) -> None:
@@ -229,8 +228,9 @@ class LossScaleTrainStep(GivesMemoryBack):
 
     def _was_loaded(self) -> bool:
         """Return whether a loss scale or a state of loss scaling was loaded since the last check."""
-        loaded = self.loss_scaling_manager.loaded if _follows_a_rule(self) else self.loaded
-        return bool(loaded) and (_follows_a_rule(self) or self.scale_sense.name in loaded)
+        if _follows_a_rule(self):
+            return bool(self.loss_scaling_manager.loaded)
+        return self.scale_sense.name in self.loaded
 
     def set_sense_scale(self, sens: Any) -> None:
         """Set a new fixed loss scale, as MindSpore's own train-step cell does.
@@ -325,10 +325,9 @@ def _follows_a_rule(train_step: Any) -> bool:
 
 
 def _has_fixed_scale(train_step: Any) -> bool:
-    update_cell = train_step.loss_scaling_manager
-    # A user's subclass of FixedLossScaleUpdateCell may change the loss scale, so accept only the class itself.
-    is_stock = type(update_cell) is nn.FixedLossScaleUpdateCell
-    return update_cell is None or is_stock or getattr(update_cell, "has_fixed_scale", False)
+    # A user's subclass of these cells may change the loss scale, so accept only the classes themselves.
+    fixed = (type(None), nn.FixedLossScaleUpdateCell, NoLossScaleUpdateCell)
+    return type(train_step.loss_scaling_manager) in fixed
 
 
 def _check_and_report(train_step: Any) -> None:

@@ -42,7 +42,7 @@ class RuleUpdateCell(CellWithLossScale):
         rule, start, history_size: as of :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
     """
 
-    # The only rule class that this update cell accepts, or None if it accepts any rule.
+    # The class of this update cell's rule, or None if the cell takes any rule.
     rule_class: type[Rule] | None = None
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
@@ -79,41 +79,9 @@ class RuleUpdateCell(CellWithLossScale):
         )
 
     @classmethod
-    def from_rule(cls, rule: Rule, state: Any, steps: int = 0) -> RuleUpdateCell:
-        """Return an update cell that applies the given rule, starting from the given state.
-
-        Args:
-            rule (Rule): the rule.
-            state (NamedTuple): a state of the rule.
-            steps (int): how many steps led to it. Default: 0, it is the start.
-
-        Returns:
-            Cell of this class with the loss scale and the values of ``state``.
-
-        Raises:
-            TypeError: if ``rule`` is not exactly of the rule of this class; a subclass of it may take other steps.
-
-        Examples:
-            >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell, AdaptiveRule
-            >>> rule = AdaptiveRule(hysteresis=2)
-            >>> state = rule.step(rule.start(2.0**16), overflow=True)
-            >>> AdaptiveLossScaleUpdateCell.from_rule(rule, state, steps=1).state()["hysteresis_budget"]
-            1
-        """
-        if cls.rule_class not in (None, type(rule)):
-            raise TypeError(
-                f"'rule' of {cls.__name__} must be exactly a {cls.rule_class.__name__}, but got a "
-                f"{type(rule).__name__}. Use RuleLossScaleUpdateCell.from_rule(), which takes any rule."
-            )
-        cell = cls._for_rule(rule, state)
-        if steps > 0:
-            cell.write_rule_state(state, steps)
-        return cell
-
-    @classmethod
-    def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:
+    def _for_rule(cls, rule: Rule, state: Any) -> RuleUpdateCell:
         """Return an update cell of this class that follows the rule and starts at the loss scale of ``state``."""
-        return cls(state.loss_scale, **rule.arguments, **options)
+        return cls(state.loss_scale, **rule.arguments)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loss scaling. Reading the state waits for the device.
@@ -123,7 +91,7 @@ class RuleUpdateCell(CellWithLossScale):
             ``loss_scale``, the scale of the next step, unless a train-step cell of another package keeps it.
         """
         values = self._values()
-        return {"loss_scale": self.present_loss_scale, **values} if self._knows_loss_scale else values
+        return {"loss_scale": self.loss_scale_value, **values} if self._knows_loss_scale else values
 
     def _values(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -238,7 +206,7 @@ class RuleUpdateCell(CellWithLossScale):
         """
         restored = read_state(self.rule, state)
         self._warn_of_late_load()
-        loss_scale = self.present_loss_scale
+        loss_scale = self.loss_scale_value
         if restored.loss_scale is not None:
             loss_scale = repair_loss_scale(self.rule, restored.loss_scale, restored.scale_name)
         values, problems = repair(self.rule, {**self._values(), **restored.values}, loss_scale, restored.restored)
@@ -286,7 +254,7 @@ class RuleUpdateCell(CellWithLossScale):
         values.update(former)
         form = int(self.loss_scaling_form.asnumpy())
         restored = restored_fields(self.rule, form, self.loaded | former.keys(), values)
-        loss_scale = repair_loss_scale(self.rule, self.present_loss_scale, "scale_sense")
+        loss_scale = repair_loss_scale(self.rule, self.loss_scale_value, "scale_sense")
         values, problems = repair(self.rule, values, loss_scale, restored)
         self._write(loss_scale if self._knows_loss_scale else None, values)
         _warned(problems)
@@ -348,7 +316,7 @@ class RuleUpdateCell(CellWithLossScale):
     def _write(self, loss_scale: float | None, values: dict[str, Any]) -> None:
         """Store the rule's state and the next loss scale in Parameters; a ``loss_scale`` of None keeps the scale."""
         if loss_scale is not None:
-            if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
+            if self.bound_loss_scale is not None and loss_scale != self.loss_scale_value:
                 write(self.bound_loss_scale, Tensor(loss_scale, mstype.float32))
             self.loss_scale_value, self._known_step = loss_scale, values["cur_iter"]
         present = self._values()

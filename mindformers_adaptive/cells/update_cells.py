@@ -1,6 +1,5 @@
 """The public update cells: one for each rule of this package, one for any other rule, and one without loss scaling."""
 
-import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -102,23 +101,16 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
             shrink_from_min_window=shrink_from_min_window,
             backoff_factor=backoff_factor,
         )
-        if scale_window is None:
-            # A key ``scale_window`` without a value in a YAML file gives None.
-            warnings.warn(
-                f"'scale_window' must be a window of the ladder {rule.ladder}, but is empty: training starts at the "
-                f"smallest window, {rule.ladder[0]}.",
-                stacklevel=2,
-            )
         warn_of_large_factor(type(self).__name__, rule.scale_factor, loss_scale_value, "loss_scale_value")
         super().__init__(rule, rule.start(_restored_scale(rule, loss_scale_value), scale_window), history_size)
 
     @classmethod
-    def _for_rule(cls, rule: Any, state: Any, **options: Any) -> RuleUpdateCell:
+    def _for_rule(cls, rule: Any, state: Any) -> RuleUpdateCell:
         with warnings.catch_warnings():
             # The user gave these arguments to another class, which has warned already.
             warnings.filterwarnings("ignore", message="'scale_factor' of")
             window = rule.ladder[max(state.window_index, 0)]
-            return cls(state.loss_scale, scale_window=window, **rule.arguments, **options)
+            return cls(state.loss_scale, scale_window=window, **rule.arguments)
 
 
 class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
@@ -235,8 +227,8 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
         super().__init__(rule, start, history_size)
 
     @classmethod
-    def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:
-        return cls(rule, state.loss_scale, **options)
+    def _for_rule(cls, rule: Rule, state: Any) -> RuleUpdateCell:
+        return cls(rule, state.loss_scale)
 
 
 def _restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
@@ -252,39 +244,6 @@ def _restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
             "number, or a Tensor of shape () or (1,)."
         )
     return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")
-
-
-def _load_into_constant_scale(cell: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Warn and ignore the state of a gradient scaler; leave any other ``state_dict`` to ``nn.Cell``.
-
-    Args:
-        cell (Cell): an update cell with a constant loss scale.
-        state_dict (dict): the state of a scaler or of the optimizer around it, as ``load_state_dict`` of
-            ``AdaptiveLossScaleUpdateCell`` takes it; or the Parameters of the cell.
-        *args (Any): as of ``nn.Cell.load_state_dict``.
-        **kwargs (Any): as ``args``.
-
-    Returns:
-        None, or what ``nn.Cell`` returns.
-    """
-    keys = {"grad_scaler", "optimizer", "scale", "loss_scale"}
-    if not isinstance(state_dict, dict) or keys.isdisjoint(state_dict):
-        return nn.Cell.load_state_dict(cell, state_dict, *args, **kwargs)
-    if state_dict.get("grad_scaler") is not None or not {"scale", "loss_scale"}.isdisjoint(state_dict):
-        warnings.warn(
-            f"The checkpoint has the state of a gradient scaler, but {type(cell).__name__} keeps the loss scale at "
-            f"{cell.get_loss_scale():g}, so it ignores this state. To continue with the saved loss scale, use "
-            "AdaptiveLossScaleUpdateCell.",
-            stacklevel=3,
-        )
-    return None
-
-
-def ignore_scaler_state(update_cell: Any) -> None:
-    """Let MindSpore's own cell for a fixed loss scale ignore the state of a gradient scaler."""
-    if type(update_cell) is nn.FixedLossScaleUpdateCell:
-        # MindSpore's class stays as it is: only this cell, which a train step of this package holds, gets the method.
-        object.__setattr__(update_cell, "load_state_dict", functools.partial(_load_into_constant_scale, update_cell))
 
 
 class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
@@ -316,7 +275,6 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
 
     # The module from which users import the cell.
     __module__ = "mindformers_adaptive.wrapper"
-    has_fixed_scale = True
 
     def __init__(self, loss_scale_value: float = 1.0) -> None:
         super().__init__(1.0)
@@ -342,4 +300,14 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         Returns:
             None, or what ``nn.Cell`` returns.
         """
-        return _load_into_constant_scale(self, state_dict, *args, **kwargs)
+        keys = {"grad_scaler", "optimizer", "scale", "loss_scale"}
+        if not isinstance(state_dict, dict) or keys.isdisjoint(state_dict):
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        if state_dict.get("grad_scaler") is not None or not {"scale", "loss_scale"}.isdisjoint(state_dict):
+            warnings.warn(
+                f"The checkpoint has the state of a gradient scaler, but {type(self).__name__} does not scale "
+                "the loss, so it ignores this state. To continue with the saved loss scale, use "
+                "AdaptiveLossScaleUpdateCell.",
+                stacklevel=2,
+            )
+        return None

@@ -16,8 +16,8 @@ __all__ = ["RULES", "Format", "Rule", "find_format", "find_rule", "is_rule_name"
 __all__ += ["rule_of_cell"]
 __all__ += ["float32", "int32"]
 
-# Functions that rules imported before the namespace ``xp`` had them.
-_IN_NAMESPACE = ("argmin", "count", "floor", "maximum", "minimum", "stack", "tabulate", "take", "where")
+# Names that this package had: former forms of a rule and of its state, and functions that are now in ``xp``.
+_FORMER = ("TextRule", "Field", "argmin", "count", "floor", "maximum", "minimum", "stack", "tabulate", "take", "where")
 
 # The rules of this package, by name.
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, GuidedRule)}
@@ -111,14 +111,9 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("TextRule", "Field"):
+    if name in _FORMER:
         raise ImportError(
-            f"mindformers_adaptive.rules has no {name} any more: a rule is now a subclass of Rule, with a dict as "
-            "its state and a method make_step. See docs/en/own_rule.md."
-        )
-    if name in _IN_NAMESPACE:
-        raise ImportError(
-            f"mindformers_adaptive.rules has no {name} any more: a rule now has a method make_step(self, xp), and the "
-            f"function is xp.{name}. See docs/en/own_rule.md."
+            f"mindformers_adaptive.rules has no {name} any more. A rule is now a subclass of Rule, with a dict as its "
+            "state and a method make_step(self, xp), which gets functions such as xp.where. See docs/en/own_rule.md."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

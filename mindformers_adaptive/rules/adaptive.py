@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from mindformers_adaptive.rules.checks import (
@@ -198,7 +198,7 @@ class AdaptiveRule(Rule):
         raised, dropped = xp.floats(self.scale_factor, self.drop_factor)
         lowest, highest = xp.floats(self.min_loss_scale, self.max_loss_scale)
         counters = xp.tabulate(
-            _counters_after(self.ladder, self.shrink_from_min_window),
+            self._counters_after,
             (NOTHING, TOLERATE),
             (HIDDEN_INDEX, len(self.ladder) - 1),
             (0, COUNTER_LIMIT),
@@ -237,6 +237,19 @@ class AdaptiveRule(Rule):
 
         return step
 
+    def _counters_after(self, event: int, window_index: int, growth_num: int, down_num: int) -> tuple[int, ...]:
+        """Return the scale window, its index and the raise and drop counters after a step. The step tabulates this."""
+        if event == DROP:
+            down_num = min(down_num + 1, COUNTER_LIMIT)
+            lowest_to_shrink_from = 0 if self.shrink_from_min_window else 1
+            if down_num == COUNTER_LIMIT and window_index >= lowest_to_shrink_from:
+                window_index, growth_num, down_num = HIDDEN_INDEX, 0, 0
+        elif event == RAISE:
+            growth_num, down_num = min(growth_num + 1, COUNTER_LIMIT), 0
+            if growth_num == COUNTER_LIMIT and window_index < len(self.ladder) - 1:
+                window_index, growth_num = window_index + 1, 0
+        return self.window_at(window_index), window_index, growth_num, down_num
+
     def window_at(self, window_index: int) -> int:
         """Return the scale window at an index of the ladder; -1 is the hidden window (1 step), not on the ladder.
 
@@ -246,7 +259,7 @@ class AdaptiveRule(Rule):
         Returns:
             int, in steps.
         """
-        return _window_at(self.ladder, window_index)
+        return HIDDEN_WINDOW if window_index == HIDDEN_INDEX else self.ladder[window_index]
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
         # Replace a restored scale window that is not on the ladder of windows by the nearest window of the ladder, and
@@ -309,28 +322,6 @@ class AdaptiveRule(Rule):
             return index, f"{restored}, and a window is at least 1: training goes on at the window of this index."
         smallest = f"training goes on at the smallest window, {ladder[0]} (index 0)."
         return 0, f"{restored}, and neither can be used: {smallest}"
-
-
-def _window_at(ladder: tuple[int, ...], window_index: int) -> int:
-    return HIDDEN_WINDOW if window_index == HIDDEN_INDEX else ladder[window_index]
-
-
-def _counters_after(ladder: tuple[int, ...], shrink_from_min_window: bool) -> Callable[..., tuple[int, ...]]:
-    """Return a function for tabulate() that computes the scale window and the raise and drop counters after a step."""
-
-    def counters_after(event: int, window_index: int, growth_num: int, down_num: int) -> tuple[int, ...]:
-        if event == DROP:
-            down_num = min(down_num + 1, COUNTER_LIMIT)
-            lowest_to_shrink_from = 0 if shrink_from_min_window else 1
-            if down_num == COUNTER_LIMIT and window_index >= lowest_to_shrink_from:
-                window_index, growth_num, down_num = HIDDEN_INDEX, 0, 0
-        elif event == RAISE:
-            growth_num, down_num = min(growth_num + 1, COUNTER_LIMIT), 0
-            if growth_num == COUNTER_LIMIT and window_index < len(ladder) - 1:
-                window_index, growth_num = window_index + 1, 0
-        return _window_at(ladder, window_index), window_index, growth_num, down_num
-
-    return counters_after
 
 
 def _checked_backoff(backoff_factor: float) -> float:

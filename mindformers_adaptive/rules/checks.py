@@ -27,6 +27,17 @@ def to_float32(value: SupportsFloat) -> float:
         return math.inf
 
 
+def fits(number: Any, dtype: str) -> bool:
+    """Return whether a number is one that every device has in the dtype "int32" or "float32"; bool is no number."""
+    kind: Any = Integral if dtype == "int32" else Real
+    if isinstance(number, bool) or not isinstance(number, kind):
+        return False
+    if dtype == "int32":
+        return bool(-LARGEST_INT32 - 1 <= number <= LARGEST_INT32)
+    is_subnormal, is_infinite = 0 < abs(number) < SMALLEST_FLOAT32, abs(number) == math.inf
+    return not is_subnormal and math.isinf(to_float32(number)) == is_infinite
+
+
 def require_integer(
     name: str, value: object, least: int | None, remedy: str, *, most: int = LARGEST_INT32, unit: str = ""
 ) -> int:

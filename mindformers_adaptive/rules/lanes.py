@@ -1,16 +1,88 @@
-"""Run a loss-scaling rule in NumPy, thousands of runs side by side. Each run is a *lane*: an index of the last axis."""
+"""Run the steps of a loss-scaling rule in NumPy, thousands of runs side by side.
 
+Each run is a *lane*: an index of the last axis of all arrays.
+"""
+
+import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
-from mindformers_adaptive.rules.step import NumpyStep
+from mindformers_adaptive.rules.operations import NUMPY, UNSHOWN, safe_exponents
 
 _ONE = np.int32(1)
+# What a step of a rule that needs gradients may take.
+GRADIENT = ("largest_gradient", "gradient_known", "max_safe_exponent")
+
+
+def arguments_of_step(step: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the values that a rule's step takes."""
+    return tuple(inspect.signature(step).parameters)
+
+
+def results_of_step(rule: Any) -> tuple[str, ...]:
+    """Return the names of the values that the step of a rule returns."""
+    keys = [key for field in rule.fields for key in field.keys]
+    clean = ["clean_steps"] if rule.counts_clean_steps else []
+    return ("exponent" if rule.moves_by_bits else "loss_scale", *keys, *clean)
+
+
+def keeps_bounds(rule: Any) -> bool:
+    """Return whether the rule's own step keeps the loss scale within its bounds.
+
+    This is ``keeps_bounds`` of the class that defines make_step(), because it describes that method.
+    """
+    owner = next(owner for owner in (rule, *type(rule).__mro__) if "make_step" in vars(owner))
+    return bool(vars(owner).get("keeps_bounds", False))
+
+
+class NumpyStep:
+    """The step of a rule in NumPy. Arrays have an index for each lane (run) as the last axis."""
+
+    def __init__(self, rule: Any) -> None:
+        self._step = rule.make_step(NUMPY)
+        self._arguments = arguments_of_step(self._step)
+        self._is_by_bits, self._is_clipped = rule.moves_by_bits, not keeps_bounds(rule)
+        self.shows_gradients = not {*GRADIENT}.isdisjoint(self._arguments)
+        self._largest = np.frexp(np.float64(rule.gradient_format.largest))
+        names = ("min_exponent", "max_exponent") if self._is_by_bits else ("min_loss_scale", "max_loss_scale")
+        dtype = np.int32 if self._is_by_bits else np.float32
+        self._bounds = [dtype(getattr(rule, name)) for name in names]
+
+    def __call__(self, values: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the loss scale and the state after a step.
+
+        Args:
+            values (dict): the state, overflow and largest gradient by name, arrays of shape (..., lanes). Values that
+                the step takes besides are added to the dict.
+        """
+        if self._is_by_bits:
+            values["exponent"] = np.frexp(values["loss_scale"])[1].astype(np.int32) - np.int32(1)
+        if self.shows_gradients:
+            known, exponents = safe_exponents(values["largest_gradient"], *self._largest)
+            values["gradient_known"] = known = known & ~values["overflow"]
+            values["max_safe_exponent"] = np.where(known, exponents, np.int32(UNSHOWN))
+            if "largest_gradient" in self._arguments:
+                values["largest_gradient"] = np.where(known, values["largest_gradient"], np.float32(0))
+        after: dict[str, NDArray[Any]] = self._step(*map(values.__getitem__, self._arguments))
+        if self._is_clipped:
+            scale = "exponent" if self._is_by_bits else "loss_scale"
+            after = {name: _in_all_lanes(value, values["overflow"]) for name, value in after.items()}
+            wanted, (lowest, highest) = after[scale], self._bounds
+            bounded = np.minimum(np.maximum(wanted, lowest), highest)
+            after[scale] = np.where(wanted == wanted, bounded, values[scale])
+        if self._is_by_bits:
+            after["loss_scale"] = np.ldexp(np.float32(1), after["exponent"])
+        return after
+
+
+def _in_all_lanes(value: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
+    """Repeat a result that is a constant, and so lacks an element for each lane."""
+    return np.broadcast_to(value, (*value.shape[:-1], *like.shape)) if value.shape[-1:] != like.shape else value
 
 
 class Lanes:
@@ -33,12 +105,9 @@ class Lanes:
     """
 
     def __init__(self, rule: Any, states: Sequence[Any]) -> None:
-        # Each call of Rule.step() creates a new Lanes object. So store the step on the rule and reuse it.
-        if "_numpy_step" not in vars(rule):
-            vars(rule)["_numpy_step"] = NumpyStep(rule)
-        self._rule, self._step = rule, vars(rule)["_numpy_step"]
+        self._rule, self._step = rule, rule._numpy_step
         self._values = arrays_of(rule, states)
-        self._told: set[str] = set()
+        self._has_warned = False
 
     @property
     def loss_scale(self) -> NDArray[np.float32]:
@@ -85,13 +154,13 @@ class Lanes:
         for key in self._rule.State._fields:
             array = self._values[key]
             if array.dtype == np.float32 and (np.abs(array[array != 0]) < SMALLEST_FLOAT32).any():
-                self._notice("underflow", 0)
+                self._notice()
             columns.append(array.tolist() if array.ndim == 1 else map(tuple, array.T.tolist()))
         return [self._rule.State(*lane) for lane in zip(*columns, strict=True)]
 
-    def _notice(self, kind: str, _: int) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _notice(self, *_: Any) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"The rule {self._rule.name!r} computed a subnormal number (below 2^-126). Some devices flush such "
                 "numbers to 0, so the rule could behave differently there. Clamp the value from below, for example by "

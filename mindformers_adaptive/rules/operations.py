@@ -6,13 +6,12 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, fits
 
 Array = NDArray[Any]
 
@@ -39,13 +38,7 @@ def constants(dtype: str, numbers: Sequence[Any]) -> list[Array]:
         ValueError: if a number does not fit the dtype.
     """
     for number in itertools.chain.from_iterable(np.ravel(np.array(each, object)) for each in numbers):
-        is_number = isinstance(number, Integral if dtype == "int32" else Real) and not isinstance(number, bool)
-        if dtype == "int32":
-            fits = is_number and -LARGEST_INT32 - 1 <= number <= LARGEST_INT32
-        else:
-            fits = is_number and (abs(number) == math.inf or not math.isinf(to_float32(number)))
-            fits = fits and not 0 < abs(number) < SMALLEST_FLOAT32
-        if not fits:
+        if not fits(number, dtype):
             raise ValueError(f"{number!r} is not a valid {dtype} constant")
     return [np.array(each, dtype) for each in numbers]
 
@@ -72,27 +65,22 @@ def filled_table(function: Callable[..., Any], ranges: Sequence[Any]) -> tuple[A
     return rows.astype(np.int32).reshape(*map(len, spans), -1), np.array([span[0] for span in spans], np.int32)
 
 
-def safe_exponents(largest_gradient: Any, largest: Any) -> tuple[Any, Any]:
+def safe_exponents(gradient: Array, largest_fraction: Any, largest_exponent: Any) -> tuple[Any, Any]:
     """Return whether each gradient is a normal float32 number, and log2 of its largest safe power-of-two loss scale.
 
     Args:
-        largest_gradient (ArrayLike): absolute values, unscaled.
-        largest (ArrayLike): the largest finite number of the gradients' format, or of each gradient's format.
+        gradient (NDArray): absolute values, unscaled, float32.
+        largest_fraction, largest_exponent (ArrayLike): ``np.frexp`` of the largest finite number of the gradients'
+            format.
 
     Returns:
         tuple[NDArray, NDArray], bool and int32; the second array is valid where the first is True.
 
     Examples:
-        >>> known, exponents = safe_exponents([1.0, 0.0], 65504.0)
+        >>> known, exponents = safe_exponents(np.float32([1.0, 0.0]), *np.frexp(65504.0))
         >>> known.tolist(), int(exponents[0])
         ([True, False], 15)
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        return exponents_of(np.asarray(largest_gradient).astype(np.float32), *np.frexp(np.asarray(largest, np.float64)))
-
-
-def exponents_of(gradient: Array, largest_fraction: Any, largest_exponent: Any) -> tuple[Any, Any]:
-    """Return what :func:`safe_exponents` returns, for float32 gradients and for ``np.frexp`` of the largest number."""
     known = (gradient >= _SMALLEST) & (gradient <= _LARGEST)
     fraction, exponent = np.frexp(gradient)
     return known, (largest_exponent - exponent - (fraction > largest_fraction)).astype(np.int32)

@@ -15,9 +15,9 @@ from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive,
 from mindformers_adaptive.rules.description import OF_EVERY_RULE, arguments_of, check_description, checked_value
 from mindformers_adaptive.rules.fields import Field, fields_of, is_of_this_package
 from mindformers_adaptive.rules.formats import Format, find_format
+from mindformers_adaptive.rules.lanes import Lanes, NumpyStep, arguments_of_step
 from mindformers_adaptive.rules.operations import NUMPY
-from mindformers_adaptive.rules.step import arguments_of_step
-from mindformers_adaptive.rules.step_check import check_step, told
+from mindformers_adaptive.rules.step_check import check_step
 
 
 class _CheckedOnCreation(type):
@@ -28,7 +28,7 @@ class _CheckedOnCreation(type):
         # MindSpore compiles a rule's step once. A list that changes afterwards would contradict the compiled step, so
         # freeze lists.
         vars(rule).update({name: _frozen(value) for name, value in vars(rule).items()})
-        check_description(rule)
+        check_description(rule, Rule)
         vars(rule)["_is_made"] = True
         if not is_of_this_package(cls):
             check_step(rule)
@@ -243,27 +243,20 @@ class Rule(metaclass=_CheckedOnCreation):
                 f"Training starts at {power} instead.",
                 stacklevel=2,
             )
-        try:
-            first = self.first_state(power)
-        except Exception as error:
-            problem = f"first_state() of the rule {self.name!r} raises {told(error, self)}."
-            raise ValueError(f"{problem} Correct first_state().") from error
+        first = self.first_state(power)
         if not isinstance(first, Mapping):
             raise ValueError(
                 f"The first state of the rule {self.name!r} must be a dict, but is {first!r}. Return a dict from "
                 "first_state()."
             )
-        first_values = dict(first)
         values: dict[str, Any] = {}
         for field in self.fields:
             zeros = np.zeros(field.shape, field.dtype).tolist()
             for key, zero in field.by_key(zeros).items():
-                values[key] = (
-                    checked_value(self, key, field.dtype, first_values.pop(key), zero) if key in first_values else zero
-                )
-        if first_values:
+                values[key] = checked_value(self, key, field.dtype, first.get(key, zero), zero)
+        if unknown := [key for key in first if key not in values]:
             raise ValueError(
-                f"The first state of the rule {self.name!r} has {', '.join(map(repr, first_values))}, but the rule's "
+                f"The first state of the rule {self.name!r} has {', '.join(map(repr, unknown))}, but the rule's "
                 f"attribute 'state' declares only {', '.join(values) or '{}'}. Correct first_state() or 'state'."
             )
         return self.State(**{**dict.fromkeys(self.State._fields, 0), **values, "loss_scale": power})
@@ -283,13 +276,11 @@ class Rule(metaclass=_CheckedOnCreation):
         Raises:
             TypeError: if ``overflow`` is neither True nor False, or ``state`` is not one of this rule.
         """
-        from mindformers_adaptive.rules.lanes import Lanes
-
         if getattr(state, "_fields", None) != self.State._fields:
             raise TypeError(
                 f"'state' must be a state from start() or step() of the rule {self.name!r}, but got {state!r}."
             )
-        if not isinstance(overflow, (bool, np.bool_)) and overflow not in (0, 1):
+        if overflow not in (0, 1):
             raise TypeError(f"'overflow' must be True or False, but got {overflow!r}. Give one of the two.")
         gradient = math.nan if largest_gradient is None else to_float32(largest_gradient)
         lanes = Lanes(self, [state])
@@ -313,6 +304,10 @@ class Rule(metaclass=_CheckedOnCreation):
     def moves_by_bits(self) -> bool:
         """bool: whether the loss scale is always a power of two, because the rule's step takes ``exponent``."""
         return "exponent" in arguments_of_step(self.make_step(NUMPY))
+
+    @functools.cached_property
+    def _numpy_step(self) -> NumpyStep:
+        return NumpyStep(self)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from mindformers_adaptive.rules.fields import (
     form_of,
     kept_fields,
 )
-from mindformers_adaptive.rules.step_check import told
 
 
 def all_fields(rule: Any) -> tuple[Field, ...]:
@@ -158,9 +157,6 @@ def repair(
 
     Returns:
         tuple[dict, list[str]]; the list is empty where nothing had to be changed.
-
-    Raises:
-        ValueError: if a method of the rule fails.
     """
     repaired: dict[str, Any] = dict(values)
     problems = keep_within(repaired, STEP_FIELDS[0], 1, STEP_LIMIT, 1)
@@ -175,7 +171,7 @@ def repair(
     fresh = to_values(rule, rule.start(loss_scale), last_step)
     problem = _missing_state(rule, repaired, restored) or _unsound_state(rule, repaired, fresh)
     if problem is None:
-        return repaired, _fit(rule, repaired, restored) + problems
+        return repaired, rule.fit_state(repaired, restored) + problems
     repaired |= {key: fresh[key] for key in (*own_keys(rule), "last_overflow_iter")}
     if last_step == 0 and own_fields.isdisjoint(restored or own_fields):
         # The checkpoint was saved with another rule before the first training step. No state is lost, so nothing is
@@ -215,32 +211,8 @@ def _unsound_state(rule: Any, values: Mapping[str, Any], fresh: Mapping[str, Any
     # So report a value that is not finite only if the initial value is finite.
     if any((np.isfinite(fresh[key]) & ~np.isfinite(values[key])).any() for key in own_keys(rule)):
         return f"The checkpoint has a state of {rule.title} that is not finite"
-    problem = _call(rule, "find_state_problem", values)
-    if problem is not None and not isinstance(problem, str):
-        raise ValueError(
-            f"The rule {rule.name!r} returns {problem!r} from find_state_problem(). Return a reason as text, or None."
-        )
+    problem: str | None = rule.find_state_problem(values)
     return problem
-
-
-def _fit(rule: Any, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-    problems = _call(rule, "fit_state", values, restored)
-    if not isinstance(problems, list) or not all(isinstance(problem, str) for problem in problems):
-        raise ValueError(
-            f"The rule {rule.name!r} returns {problems!r} from fit_state(). Return a list with a sentence for each "
-            "change, or [] if nothing was changed."
-        )
-    return problems
-
-
-def _call(rule: Any, method: str, *arguments: Any) -> Any:
-    try:
-        return getattr(rule, method)(*arguments)
-    except Exception as error:
-        raise ValueError(
-            f"The rule {rule.name!r} cannot check a restored state, because {method}() raises {told(error, rule)}. "
-            f"Correct {method}()."
-        ) from error
 
 
 def describe_fresh_start(rule: Any, values: Mapping[str, Any]) -> str:

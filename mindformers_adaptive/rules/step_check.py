@@ -3,7 +3,6 @@
 An error names the line of the rule. Each value is an array of two lanes (runs), so Python cannot decide by it.
 """
 
-import functools
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,23 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from mindformers_adaptive.rules.lanes import GRADIENT, arguments_of_step, results_of_step
 from mindformers_adaptive.rules.operations import NUMPY, OPERATIONS, UNSHOWN, Namespace, lookup
-from mindformers_adaptive.rules.step import GRADIENT, arguments_of_step, results_of_step
 
 _LANES = 2
 _INT32, _FLOAT32, _FLAGS = (frozenset({name}) for name in ("int32", "float32", "bool"))
 _NUMBERS = _INT32 | _FLOAT32
 
-# The dtypes that each operator of Python takes in NumPy and MindSpore with equal results.
-_OPERATORS: Mapping[str, frozenset[str]] = {
+# The dtypes that operators of Python, and operations of the namespace, take in NumPy and MindSpore with equal results.
+_DTYPES: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("add", "subtract", "multiply", "negative", "absolute"), _NUMBERS),
     **dict.fromkeys(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"), _NUMBERS),
-    **{"divide": _FLOAT32, "floor_divide": _INT32},
-    "invert": _FLAGS,
-}
-_DTYPES: Mapping[str, frozenset[str]] = {
-    **{"minimum": _NUMBERS, "maximum": _NUMBERS, "stack": _NUMBERS, "unstack": _NUMBERS},
-    **{"floor": _FLOAT32, "argmin": _FLOAT32, "count": _FLAGS},
+    **{"divide": _FLOAT32, "floor_divide": _INT32, "invert": _FLAGS},
+    **dict.fromkeys(("minimum", "maximum", "stack", "unstack"), _NUMBERS),
+    **{"floor": _FLOAT32, "argmin": _FLOAT32, "count": _FLAGS, "tabulate": _INT32},
     **{"logical_and": _FLAGS, "logical_or": _FLAGS},
 }
 
@@ -44,11 +40,11 @@ class _Checked(np.ndarray[Any, Any]):
         name = ufunc.__name__
         if name in ("bitwise_and", "bitwise_or"):
             raise StepError("uses & or | on values. Use xp.logical_and(a, b, ...) or xp.logical_or(a, b, ...)")
-        if method != "__call__" or name not in _OPERATORS:
+        if method != "__call__" or name not in _DTYPES or name in OPERATIONS:
             raise StepError(f"calls numpy.{name}. Use operators of Python, and functions of xp")
         if options:
             raise StepError("changes a value in place, as by x += y. Write x = x + y")
-        return _computed(name, ufunc, values, _OPERATORS[name])
+        return _computed(name, ufunc, values)
 
     def __array_function__(self, function: Any, *_: Any) -> Any:
         raise StepError(f"calls numpy.{function.__name__}. Use operators of Python, and functions of xp")
@@ -68,8 +64,8 @@ class _Checked(np.ndarray[Any, Any]):
     __getitem__ = __setitem__ = __iter__ = _refuse_index
 
 
-def _computed(name: str, function: Callable[..., Any], values: Any, dtypes: frozenset[str]) -> Any:
-    """Return the result of an operation. Refuse a bare Python number, several dtypes, and a dtype not in ``dtypes``."""
+def _check(name: str, values: Any, dtypes: frozenset[str]) -> None:
+    """Refuse a bare Python number, several dtypes, and a dtype not in ``dtypes``."""
     for value in values:
         if not isinstance(value, _Checked):
             maker = "floats" if isinstance(value, float) else "ints"
@@ -82,7 +78,19 @@ def _computed(name: str, function: Callable[..., Any], values: Any, dtypes: froz
             f"uses {name!r} with {present[0]}, but it takes {' or '.join(sorted(dtypes))}. Use xp.int32(...) or "
             "xp.float32(...), or another operation"
         )
-    return _checked(function(*(np.asarray(value) for value in values)))
+
+
+def _computed(name: str, function: Callable[..., Any], values: Any) -> Any:
+    """Check the values of an operation, and return its result."""
+    if name == "where":
+        _check(name, values[:1], _FLAGS)
+        _check(name, values[1:], _NUMBERS | _FLAGS)
+    elif name == "take":
+        _check(name, values[:1], _NUMBERS)
+        _check(name, values[1:], _INT32)
+    else:
+        _check(name, values, _DTYPES.get(name, _NUMBERS | _FLAGS))
+    return _checked(function(*map(np.asarray, values)))
 
 
 def _checked(value: Any) -> Any:
@@ -90,25 +98,9 @@ def _checked(value: Any) -> Any:
 
 
 def _operation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def checked(*values: Any) -> Any:
-        if name == "where":
-            return _picked(*values)
-        if name == "take":
-            vector, index = values
-            _computed(name, np.asarray, [vector], _NUMBERS)
-            _computed(name, np.asarray, [index], _INT32)
-            return _checked(function(np.asarray(vector), np.asarray(index)))
-        parts = values[0] if name == "stack" else values
-        whole = (lambda *parts: function(parts)) if name == "stack" else function
-        return _computed(name, whole, parts, _DTYPES.get(name, _NUMBERS | _FLAGS))
-
-    return checked
-
-
-def _picked(condition: Any, a: Any, b: Any) -> Any:
-    _computed("where", np.asarray, [condition], _FLAGS)
-    return _computed("where", functools.partial(np.where, np.asarray(condition)), [a, b], _NUMBERS | _FLAGS)
+    if name == "stack":
+        return lambda parts: _computed(name, lambda *parts: function(parts), parts)
+    return lambda *values: _computed(name, function, values)
 
 
 def _table(rows: Any, lowest: Any) -> Callable[..., Any]:
@@ -117,7 +109,7 @@ def _table(rows: Any, lowest: Any) -> Callable[..., Any]:
     def checked(*values: Any) -> Any:
         if len(values) != len(lowest):
             raise StepError(f"gives {len(values)} values to a table of {len(lowest)} arguments")
-        return _computed("tabulate", lambda *values: list(look_up(*values)), values, _INT32)
+        return _computed("tabulate", lambda *values: list(look_up(*values)), values)
 
     return checked
 
@@ -139,7 +131,7 @@ def check_step(rule: Any) -> None:
         step = rule.make_step(_NAMESPACE)
         arguments = arguments_of_step(step)
     except Exception as error:
-        raise ValueError(f"make_step() of the rule {rule.name!r} raises {told(error, rule)}.") from error
+        raise ValueError(f"make_step() of the rule {rule.name!r} raises {_describe(error, rule)}.") from error
     if hasattr(step, "__wrapped__"):
         raise ValueError(
             f"The step of the rule {rule.name!r} is made by functools.wraps, so MindSpore would compile the wrapped "
@@ -156,7 +148,7 @@ def check_step(rule: Any) -> None:
     except StepError as error:
         raise ValueError(f"The step of the rule {rule.name!r} {error}{_place_of(error, rule)}.") from error
     except Exception as error:
-        raise ValueError(f"The step of the rule {rule.name!r} raises {told(error, rule)}.") from error
+        raise ValueError(f"The step of the rule {rule.name!r} raises {_describe(error, rule)}.") from error
     _check_results(rule, after, values)
 
 
@@ -198,7 +190,7 @@ def _check_results(rule: Any, after: Any, values: Mapping[str, Any]) -> None:
         raise ValueError(f"The step of the rule {rule.name!r} {problem}{line}.")
 
 
-def told(error: BaseException, rule: Any) -> str:
+def _describe(error: BaseException, rule: Any) -> str:
     """Return an error as one line: the type, the first line of the message, and the line of the rule that raised it."""
     text = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     return f"{type(error).__name__}{text and f': {text}'}{_place_of(error, rule)}"

@@ -62,9 +62,8 @@ def test_the_same_train_step_goes_on(graph_mode):
     assert cell.state()["loss_scale"] == float(step.scale_sense) == 2.0**11
 
 
-@pytest.mark.parametrize("kind", CELLS)
-def test_a_copy_belongs_to_no_train_step(graph_mode, kind):
-    cell = CELLS[kind]()
+def test_a_copy_belongs_to_no_train_step(graph_mode):
+    cell = CELLS["guided"]()
     step = Dense().train_step(cell).set_train()
     step(*Dense.batch(overflow=True))
     other = copy.deepcopy(cell)

@@ -32,7 +32,11 @@ def test_step_is_that_of_unscaled_training_and_none_is_skipped(mode, optimizer):
         ("1024", TypeError, "'loss_scale' must be a number"),
         (0, ValueError, "'loss_scale' must be finite and above 0"),
         (np.inf, ValueError, "'loss_scale' must be finite and above 0"),
-        (amp.FixedLossScaleManager(1024.0, False), TypeError, r"Give manager\.get_loss_scale\(\)"),
+        (
+            amp.FixedLossScaleManager(1024.0, False),
+            TypeError,
+            "'loss_scale' must be a number.* FixedLossScaleM",
+        ),
     ],
 )
 def test_bad_loss_scale_is_refused(loss_scale, error, message):
@@ -54,9 +58,8 @@ SCALER_STATES = {
 }
 
 
-@pytest.mark.parametrize("make", [lambda: nn.FixedLossScaleUpdateCell(256.0), NoLossScaleUpdateCell])
-def test_a_constant_scale_ignores_the_state_of_a_scaler(graph_mode, make):
-    step = Dense().train_step(make())
+def test_without_loss_scaling_the_state_of_a_scaler_is_ignored(graph_mode):
+    step = Dense().train_step(NoLossScaleUpdateCell())
     cell, before = step.loss_scaling_manager, float(step.scale_sense)
     for state in SCALER_STATES:
         with pytest.warns(UserWarning, match=r"state of a gradient scaler.*ignores.*use AdaptiveLossScaleUpdateCell"):

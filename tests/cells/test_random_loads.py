@@ -1,12 +1,10 @@
 """Random schedules of training, keeping, loading, failing and evaluating, beside a train step that needs no loads.
 
 The reference is a second train step: values are written into its Parameters by ``copy_``, in the memory that its graphs
-use, and its steps are called one by one. ``LOAD_SCHEDULES=20`` runs this many schedules of each kind, mode and caller.
+use, and its steps are called one by one.
 """
 
 import copy
-import functools
-import os
 
 import mindspore
 import numpy as np
@@ -21,10 +19,9 @@ from mindformers_adaptive import (
     build_train_network,
 )
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from tests.cells.loading import LOADS, SEEN_EVERYWHERE, VIEWS, Outer, values_of
 
 pytestmark = pytest.mark.slow
-
-SCHEDULES = int(os.environ.get("LOAD_SCHEDULES", "0"))
 
 
 class Network(nn.Cell):
@@ -47,17 +44,6 @@ class Network(nn.Cell):
         if self.is_interrupted:
             raise KeyboardInterrupt
         return ((outputs - y) ** 2).mean()
-
-
-class Outer(nn.Cell):
-    """A user's cell around a train step. In graph mode, and with data sink, its graph runs without the train step."""
-
-    def __init__(self, step):
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, x, y):
-        return self.step(x, y)
 
 
 def adaptive(network):
@@ -94,19 +80,6 @@ def batch(number):
     return rng.normal(size=(4, 3)).astype(np.float32), rng.normal(size=(4, 3)).astype(np.float32)
 
 
-def values_of(parameters):
-    return {parameter.name: parameter.asnumpy().copy() for parameter in parameters}
-
-
-# Ways to keep a value that share memory with the Parameter: the next step may overwrite them.
-VIEWS = {
-    "asnumpy": lambda parameter: parameter.asnumpy(),
-    "view": lambda parameter: parameter.view(parameter.shape),
-    "reshape": lambda parameter: parameter.reshape(parameter.shape),
-    "from_numpy": lambda parameter: Tensor.from_numpy(parameter.asnumpy()),
-}
-if not isinstance(Parameter.data, property):
-    VIEWS["data"] = lambda parameter: parameter.data
 COPIES = {
     "copied array": lambda parameter: parameter.asnumpy().copy(),
     "value": lambda parameter: parameter.value(),
@@ -115,39 +88,6 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "Tensor": lambda parameter: Tensor(parameter.asnumpy()),
 }
-
-
-def by_load_param(step, values):
-    mindspore.load_param_into_net(step, {name: Parameter(value, name=name) for name, value in values.items()})
-
-
-def by_state_dict(step, values):
-    state = {key: values[each.name] for key, each in nn.Cell.state_dict(step).items() if each.name in values}
-    nn.Cell.load_state_dict(step, state, strict=False)
-
-
-def one_by_one(assign, step, values):
-    for parameter in step.get_parameters():
-        if parameter.name in values:
-            assign(parameter, values[parameter.name])
-
-
-def by_data(parameter, value):
-    parameter.data = value
-
-
-SEEN_EVERYWHERE = {
-    "load_param_into_net": by_load_param,
-    "load_state_dict": by_state_dict,
-    "set_data": functools.partial(one_by_one, lambda parameter, value: parameter.set_data(value)),
-    "Parameter.set_data": functools.partial(one_by_one, Parameter.set_data),
-    "assign_value": functools.partial(one_by_one, lambda parameter, value: parameter.assign_value(value)),
-    "copy_": functools.partial(one_by_one, lambda parameter, value: parameter.copy_(value)),
-    "assign": functools.partial(one_by_one, ops.assign),
-}
-SEEN_BY_CALLS = {"data =": functools.partial(one_by_one, by_data)}
-# In MindSpore 2.7, parameter.data is the Parameter itself, and cannot be set.
-LOADS = SEEN_EVERYWHERE | (SEEN_BY_CALLS if "data" in VIEWS else {})
 
 
 class Schedule:
@@ -159,9 +99,9 @@ class Schedule:
         self.step = make(self.network).set_train()
         # Whether a step is called from Python. In PyNative mode, a cell around the train step calls it from Python too.
         is_eager = mindspore.get_context("mode") == mindspore.PYNATIVE_MODE
-        self.is_called = caller in ("call", "Model") or (caller == "cell" and is_eager)
+        self.is_called = caller == "call" or (caller == "cell" and is_eager)
         self.number, self.kept, self.saved, self.log = seed * 1000, {}, [], [f"seed {seed}"]
-        self.write_into_reference(values_of(self.step.get_parameters()))
+        self.write_into_reference(values_of(self.step))
 
     def write_into_reference(self, values):
         for parameter in self.reference.get_parameters():
@@ -172,7 +112,7 @@ class Schedule:
         return options[int(self.rng.integers(len(options)))]
 
     def check(self):
-        values, expected = values_of(self.step.get_parameters()), values_of(self.reference.get_parameters())
+        values, expected = values_of(self.step), values_of(self.reference)
         assert values.keys() == expected.keys()
         for name, value in values.items():
             np.testing.assert_allclose(value, expected[name], 1e-5, 1e-6, err_msg=f"{name}, {self.log}")
@@ -194,12 +134,12 @@ class Schedule:
         self.check()
 
     def keep(self):
-        parameters = list(self.choose([self.step, self.network]).get_parameters())
+        kept = self.choose([self.step, self.network])
         way = self.choose(list(VIEWS) + list(COPIES))
         self.log.append(way)
         keep = VIEWS.get(way) or COPIES[way]
-        true = values_of(parameters)
-        self.kept[way] = {parameter.name: keep(parameter) for parameter in parameters}, true
+        true = values_of(kept)
+        self.kept[way] = {parameter.name: keep(parameter) for parameter in kept.get_parameters()}, true
         self.saved = [*self.saved[-1:], true]
 
     def load_values(self, values):
@@ -228,7 +168,7 @@ class Schedule:
 
     def evaluate(self):
         x, y = batch(self.number)
-        before = values_of(self.network.get_parameters())
+        before = values_of(self.network)
         loss = float(self.network(Tensor(x), Tensor(y)))
         expected = np.mean((x @ before["weight"] + before["bias"] - y) ** 2)
         np.testing.assert_allclose(loss, expected, 1e-5, err_msg=str(self.log))
@@ -246,8 +186,8 @@ class Schedule:
         self.write_into_reference({"passes": passes + self.network.counts})
 
     def run(self, length):
-        if self.caller.startswith("Model"):
-            self.run_in_model(length, sink=self.caller == "Model with sink")
+        if self.caller == "Model with sink":
+            self.run_in_model(length)
             return
         step = self.step
 
@@ -261,7 +201,7 @@ class Schedule:
             call(*map(Tensor, batch(self.number)))
             self.has_stepped()
 
-    def run_in_model(self, length, sink):
+    def run_in_model(self, length):
         def actions():
             while True:
                 self.has_stepped()
@@ -271,7 +211,7 @@ class Schedule:
         data = [np.concatenate(part) for part in zip(*(batch(self.number + i) for i in range(length)), strict=True)]
         dataset = mindspore.dataset.NumpySlicesDataset(tuple(data), shuffle=False).batch(4)
         model = Model(self.step)
-        model.train(1, dataset, Loads(actions()), dataset_sink_mode=sink, sink_size=1 if sink else -1)
+        model.train(1, dataset, Loads(actions()), dataset_sink_mode=True, sink_size=1)
 
 
 CASES = [
@@ -283,19 +223,11 @@ CASES = [
     (fixed, "pynative", "call"),
     (guided, "graph", "Model with sink"),
 ]
-if SCHEDULES:
-    CALLERS = ["call", "cell", "jit", "Model", "Model with sink"]
-    CASES = [
-        (make, mode, caller)
-        for make in (adaptive, guided, fixed, plain)
-        for mode in ("graph", "pynative")
-        for caller in CALLERS
-    ]
 
 
-@pytest.mark.parametrize(("make", "mode", "caller"), CASES, indirect=["mode"])
-def test_loads_between_steps_touch_nothing_else(mode, make, caller):
+@pytest.mark.parametrize(
+    ("seed", "make", "mode", "caller"), [(i, *case) for i, case in enumerate(CASES)], indirect=["mode"]
+)
+def test_loads_between_steps_touch_nothing_else(mode, make, caller, seed):
     counts = mindspore.get_context("mode") == mindspore.PYNATIVE_MODE and caller not in ("jit", "Model with sink")
-    reference = make(Network(counts)).set_train()
-    for seed in range(SCHEDULES or 1):
-        Schedule(make, caller, seed, reference).run(length=12 if SCHEDULES else 8)
+    Schedule(make, caller, seed, reference=make(Network(counts)).set_train()).run(length=8)

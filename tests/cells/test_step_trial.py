@@ -10,40 +10,16 @@ from mindformers_adaptive import RuleLossScaler, RuleLossScaleUpdateCell
 from mindformers_adaptive.cells import graph_form
 from mindformers_adaptive.cells.graph_form import try_rule
 from mindformers_adaptive.rules import float32, int32
-from tests.shared.own_rules import CappedAdaptive, CappedGuided, Follow, Weigh, rule_of
-
-EVERYTHING = """
-def step(loss_scale, overflow, gradient_known, largest_gradient, max_safe_exponent, i, j, x, y, v, w, n):
-    flag = xp.logical_or(xp.logical_and(~overflow, x >= y), i == j)
-    other = xp.logical_or(x < y, xp.logical_and(i != j, x != y), x <= half, i > j)
-    row, column = table(i, n)
-    first, second, third = xp.unstack(v)
-    return {
-        "loss_scale": loss_scale * xp.where(flag, half, two),
-        "i": xp.where(flag, xp.minimum(i, j) - i * three, xp.maximum(i, j) + abs(-j)),
-        "j": xp.int32(x) // three + xp.int32(other) + max_safe_exponent + row,
-        "x": xp.minimum(x, y) * half + xp.maximum(y, third_of_one) + xp.floor(x / xp.maximum(y, half)) - xp.float32(i),
-        "y": xp.where(gradient_known, largest_gradient, xp.take(v, i)) + xp.take(places, j),
-        "v": xp.stack((second, xp.maximum(third, y), xp.where(flag, first, x))) * places,
-        "w": w + xp.stack((xp.argmin(v), xp.count(v > y), column)),
-        "n": n + one,
-    }
-"""
-CONSTANTS = """
-half, two, third_of_one, places = xp.floats(0.5, 2, 1 / 3, [1, 2, 4])
-one, three = xp.ints(1, 3)
-table = xp.tabulate(lambda i, n: (i * n, i - n), (-2, 3), (0, 4))
-"""
-STATE = {**dict.fromkeys("ij", int32), **dict.fromkeys("xy", float32), "v": float32[3], "w": int32[3], "n": int32}
+from tests.shared.own_rules import Follow, Weigh, rule_of, with_every_operation
 
 
 def test_every_operation_gives_the_same_in_every_mode(mode):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        try_rule(rule_of(EVERYTHING, CONSTANTS, state=STATE, needs_gradients=True))
+        try_rule(with_every_operation())
 
 
-@pytest.mark.parametrize("rule", [Follow(), Weigh(), CappedGuided(), CappedAdaptive()])
+@pytest.mark.parametrize("rule", [Follow(), Weigh()])
 def test_rules_as_users_write_them_pass(graph_mode, rule):
     try_rule(rule)
 
@@ -66,10 +42,10 @@ def random_expression(numbers, depth, dtype):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_rules_give_the_same(graph_mode, seed):
     numbers = random.Random(seed)
-    results = {name: random_expression(numbers, 3, dtype.name) for name, dtype in STATE.items() if name in "ijxy"}
+    state = {**dict.fromkeys("ij", int32), **dict.fromkeys("xy", float32)}
+    results = {name: random_expression(numbers, 3, dtype.name) for name, dtype in state.items()}
     returned = ", ".join(f"{name!r}: {text}" for name, text in results.items())
     step = f"def step(loss_scale, overflow, i, j, x, y):\n    return {{'loss_scale': loss_scale, {returned}}}"
-    state = {name: STATE[name] for name in results}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* rounds a float")
         try_rule(rule_of(step, "half, three = xp.floats(0.5), xp.ints(3)", state=state))

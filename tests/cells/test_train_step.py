@@ -1,7 +1,6 @@
 """The state of loss scaling in MindSpore's own checkpoints, and in checkpoints from other sources."""
 
 import functools
-import warnings
 
 import mindformers.wrapper
 import mindspore
@@ -11,7 +10,6 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
@@ -114,28 +112,6 @@ def test_mindformers_checkpoint_after_window_1_keeps_counters(graph_mode):
     mindspore.load_param_into_net(resumed, saved)
     scales = [scale for _, _, scale, _ in train(resumed, [False] * 8)]
     assert scales == [float(loss_scale)] * 7 + [2 * float(loss_scale)]
-
-
-def test_checkpoint_without_a_window_starts_the_ladder_afresh(graph_mode):
-    before = build_step(update_cell=nn.DynamicLossScaleUpdateCell(4096, 2, 3))
-    for overflow in [False, True, False, False]:
-        before(*Dense.batch(overflow))
-    saved = {name: Parameter(value.asnumpy()) for name, value in before.parameters_dict().items()}
-    resumed = build_step(min_scale_window=2)
-    mindspore.load_param_into_net(resumed, saved)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        resumed.set_train()
-        train(resumed, [False, False])
-    assert len([warning for warning in caught if "ladder" in str(warning.message)]) == 1
-    # The scale window is two steps, so after two steps without overflow the loss scale is twice the one in the
-    # checkpoint.
-    rule = AdaptiveRule(max_scale_window=4, min_scale_window=2)
-    state = rule.start(2048.0, 2)
-    for _ in range(2):
-        state = rule.step(state, overflow=False)
-    assert float(resumed.scale_sense) == state.loss_scale == 4096.0
-    assert resumed.loss_scaling_manager.state()["growth_num"] == 1
 
 
 class Halving(nn.FixedLossScaleUpdateCell):

@@ -2,7 +2,7 @@
 
 import mindformers.wrapper
 import pytest
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from tests.shared.networks import Dense
@@ -48,27 +48,14 @@ def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
     # MindSpore's train-step cell does not pass its loss scale to the update cell, not even in set_train(), so
     # state_dict() raises an error.
     step.set_train()
+    assert "loss_scale" not in update_cell.state()
     with pytest.raises(RuntimeError, match=r"bind_loss_scale\(train_step.scale_sense\)"):
         update_cell.state_dict()
     update_cell.bind_loss_scale(step.scale_sense)
     assert update_cell.state_dict()["scale"] == 512.0
 
 
-def test_state_lacks_a_loss_scale_kept_by_another_train_step():
-    cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    assert cell.state()["loss_scale"] == 1024
-    cell(Parameter(Tensor(1024.0), name="kept_elsewhere"), Tensor(True))
-    assert "loss_scale" not in cell.state()
-
-
 def test_the_number_of_a_run_goes_on_with_a_restored_state():
     cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
     cell.load_state({**cell.state(), "loss_scaling_run": 7})
     assert cell.run_number == 7
-
-
-def test_an_empty_window_warns_and_starts_at_the_smallest():
-    # An empty key "scale_window:" in a YAML file gives None.
-    with pytest.warns(UserWarning, match=r"'scale_window' .*window of the ladder \(20, .* is empty: .* 20"):
-        cell = AdaptiveLossScaleUpdateCell(1024, 2, None)
-    assert cell.state()["scale_window"] == 20

@@ -38,7 +38,8 @@ def test_every_sequence_of_length_12_in_graph_mode(graph_mode, arguments):
         return state._replace(loss_scale=scale, skipped_steps=0, consecutive_overflows=0)
 
     sequences, seen = {rule.start(INITIAL_SCALE)}, set()
-    owned = Owned(AdaptiveLossScaleUpdateCell.from_rule(rule, *sequences))
+    beside = {"scale_factor": 2, "scale_window": rule.ladder[0]}
+    owned = Owned(AdaptiveLossScaleUpdateCell(INITIAL_SCALE, **{**beside, **arguments}))
     for steps in range(12):
         following = set()
         for state in sequences:

@@ -1,6 +1,8 @@
 """The update cell, manager and scaler of every rule take exactly the rule's steps; the history records the steps."""
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 
@@ -27,6 +29,18 @@ def kind(request):
     return KINDS[request.param]
 
 
+@functools.cache
+def compiled(name):
+    """Return the update cell of a rule, with a history, whose graph is compiled once for all tests of this file."""
+    return Owned(KINDS[name].cell(history_size=HISTORY))
+
+
+def at_start(name):
+    """Return the compiled update cell of a rule in the rule's first state."""
+    compiled(name).update_cell.write_rule_state(KINDS[name].start(), 0)
+    return compiled(name)
+
+
 def assert_cell_takes(owned, path, rule, before):
     """Step an update cell along ``path``; assert that the cell's states and history equal the values from the rule."""
     cell, expected, last_event = owned.update_cell, [], 0
@@ -50,10 +64,13 @@ def assert_cell_takes(owned, path, rule, before):
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("graph", 200), ("asynchronous", 30)])
-def test_cell_equals_the_rule_in_every_step(kind, mode, steps):
+@pytest.mark.parametrize("name", KINDS)
+def test_cell_equals_the_rule_in_every_step(name, mode, steps):
+    kind = KINDS[name]
     with mindspore_mode(mode):
         path = kind.path(steps, seed=1)
-        assert_cell_takes(Owned(kind.cell(history_size=HISTORY)), path, kind.rule, kind.start())
+        owned = at_start(name) if mode == "graph" else Owned(kind.cell(history_size=HISTORY))
+        assert_cell_takes(owned, path, kind.rule, kind.start())
     # The adaptive rules reach the hidden window, which is not on the ladder.
     assert -1 in {getattr(step.state, "window_index", -1) for step in path}
 
@@ -126,7 +143,7 @@ def test_operators_are_not_started_from_python_again():
             return value
 
     with mindspore_mode("asynchronous"):
-        cell = Notes.from_rule(kind.rule, kind.start())
+        cell = dataclasses.replace(kind, cell_class=Notes).cell()
         loss_scale = Parameter(Tensor(cell.get_loss_scale(), mindspore.float32), name="loss_scale")
         cell(loss_scale, Tensor(True))
         assert {*taken} == {"assigned", "inputs"}
@@ -149,7 +166,7 @@ def test_a_subclass_that_adds_to_construct_updates_once(name, mode):
             self.calls += 1
             return super().construct(loss_scale, overflow)
 
-    owned = Owned(CountsCalls.from_rule(kind.rule, kind.start()))
+    owned = Owned(dataclasses.replace(kind, cell_class=CountsCalls).cell())
     for step in (path := kind.path(3, seed=2)):
         owned.step(step.overflow, step.largest_gradient)
     assert (int(owned.update_cell.calls), owned.update_cell.state()["cur_iter"]) == (3, 4)
@@ -159,7 +176,7 @@ def test_a_subclass_that_adds_to_construct_updates_once(name, mode):
 @pytest.mark.parametrize("name", ["adaptive", "guided"])
 def test_no_counter_wraps_after_the_most_steps(graph_mode, name):
     kind = KINDS[name]
-    owned, path = Owned(kind.cell()), kind.path(40)
+    owned, path = at_start(name), kind.path(40)
     owned.update_cell.write_rule_state(kind.start(), STEP_LIMIT)
     assert owned.update_cell.state()["cur_iter"] == STEP_LIMIT
     for number, (overflow, gradient, state) in enumerate(path):
@@ -170,26 +187,22 @@ def test_no_counter_wraps_after_the_most_steps(graph_mode, name):
     assert counted["skipped_steps"] == path[-1].state.skipped_steps > 0
 
 
-@pytest.mark.parametrize(
-    "bounds", [{"min_loss_scale": 8.0, "max_loss_scale": 2.0**14}, {"min_loss_scale": 2.0**-20}], ids=["narrow", "wide"]
-)
 @pytest.mark.parametrize("name", ["adaptive", "guided", "log_max"])
-def test_scale_stays_within_its_bounds(graph_mode, name, bounds):
+def test_scale_stays_within_its_bounds(graph_mode, name):
     kind = KINDS[name]
-    arguments = {**kind.arguments, "min_loss_scale": 1.0, "max_loss_scale": None, **bounds}
+    arguments = {**kind.arguments, "min_loss_scale": 2.0**-20, "max_loss_scale": None}
     kind = Kind(kind.rule_class, kind.cell_class, None, None, arguments, 2.0**10, kind.beside)
     owned, scales = Owned(kind.cell()), set()
     for overflow, gradient in [(False, 2.0**-100)] * 50 + [(False, 2.0**60)] * 3 + [(True, 0.0)] * 80:
         owned.step(overflow, gradient)
         scales.add(float(owned.scale_sense))
-    lowest, highest = kind.rule.min_loss_scale, kind.rule.max_loss_scale
-    assert min(scales) == lowest
-    assert 2.0**10 < max(scales) <= highest < math.inf
+    assert min(scales) == kind.rule.min_loss_scale
+    assert 2.0**10 < max(scales) <= kind.rule.max_loss_scale < math.inf
 
 
 def test_steps_that_were_undone_are_not_told(graph_mode):
     kind = KINDS["guided"]
-    owned, path = Owned(kind.cell(history_size=3)), kind.path(9)
+    owned, path = at_start("guided"), kind.path(9)
     cell = owned.update_cell
     for step in path[:3]:
         owned.step(step.overflow, step.largest_gradient)
@@ -208,7 +221,7 @@ def test_steps_that_were_undone_are_not_told(graph_mode):
 
 
 def test_steps_before_a_leap_are_not_told(graph_mode):
-    owned = Owned(KINDS["adaptive"].cell(history_size=8))
+    owned = at_start("adaptive")
     cell = owned.update_cell
     # The update cell takes steps 3 to 6, goes back and takes steps 3 and 4 again, and then leaps to step 9. The history
     # still holds rows of the earlier steps, such as step 6. recent_steps() must not return these rows.

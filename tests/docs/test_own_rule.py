@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 
 from mindformers_adaptive.rules import Rule, float32, int32
+from mindformers_adaptive.rules.lanes import GRADIENT
 from mindformers_adaptive.rules.operations import NUMPY, OPERATIONS
-from mindformers_adaptive.rules.step import GRADIENT
 from tests.shared.own_rules import make_step_of
 from tests.shared.pages import ENGLISH_DOCS, blocks
 

@@ -2,10 +2,18 @@
 
 import math
 
+import numpy as np
+
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.operations import safe_exponents
 
 State = type(GuidedRule().start(1.0))
+
+
+def shown_by(gradient, largest=65504.0):
+    """Return whether a gradient shows a ceiling in a format, by its largest number, and log2 of this ceiling."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return safe_exponents(np.float64(gradient).astype(np.float32), *np.frexp(largest))
 
 
 class ReadableGuided:
@@ -25,7 +33,7 @@ class ReadableGuided:
                 consecutive_overflows=state.consecutive_overflows + 1,
             )
         before, margin, first, clean, wait = state[1:6]
-        known, shown = safe_exponents(largest_gradient, 65504.0)
+        known, shown = shown_by(largest_gradient)
         shown = 16 * int(shown) if known else before
         has_seen = before < 16 * 1024
         low = min(shown, before + (shown - before) // 10)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
 from mindformers_adaptive.rules.guided import UNSEEN, GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
-from mindformers_adaptive.rules.operations import possible_exponents, safe_exponents
+from mindformers_adaptive.rules.operations import possible_exponents
 from mindformers_adaptive.rules.saved_state import to_values
-from tests.rules.readable_guided import ReadableGuided
+from tests.rules.readable_guided import ReadableGuided, shown_by
 
 RULE = GuidedRule()
 
@@ -101,13 +101,13 @@ def test_text_equals_the_form_with_branches_at_every_step(start, steps):
 
 @pytest.mark.parametrize("value", [None, 0.0, -1.0, 2.0**-127, math.inf, math.nan, 1e39])
 def test_what_is_no_positive_number_of_a_device_shows_nothing(value):
-    assert not safe_exponents(math.nan if value is None else value, FLOAT16.largest)[0]
+    assert not shown_by(math.nan if value is None else value)[0]
 
 
 @given(value=st.floats(min_value=2.0**-126, width=32, allow_infinity=False), name=st.sampled_from([*FORMATS]))
 def test_shown_is_the_largest_scale_as_a_device_counts_it(value, name):
     largest = FORMATS[name].largest
-    known, exponent = safe_exponents(value, largest)
+    known, exponent = shown_by(value, largest)
     assert known
     shown = int(exponent)
     assert Fraction(value) * Fraction(2) ** shown <= largest < Fraction(value) * Fraction(2) ** (shown + 1)

@@ -92,23 +92,23 @@ def test_constant_scale_becomes_a_fixed_scale(arguments, loss_scale):
 
 @pytest.mark.parametrize("mode", ["", "--bf16", "--fp16 --loss-scale 8", "--fp16"])
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("option", "message"),
     [
-        ("--initial-loss-scale", "nan"),
-        ("--initial-loss-scale", "-1"),
-        ("--min-loss-scale", "nan"),
-        ("--loss-scale-window", "0.5"),
-        ("--loss-scale-window", "nan"),
-        ("--hysteresis", "0"),
-        ("--growth-factor", "nan"),
-        ("--backoff-factor", "2"),
+        ("--initial-loss-scale nan", "must be finite and above 0 .* got nan"),
+        ("--initial-loss-scale -1", "must be finite and above 0 .* got -1"),
+        ("--min-loss-scale nan", "must be finite and above 0 .* got nan"),
+        ("--loss-scale-window 0", "must be a whole number .* got 0.0"),
+        ("--loss-scale-window 10.5", "must be a whole number .* got 10.5"),
+        ("--loss-scale-window nan", "must be a whole number .* got nan"),
+        ("--hysteresis 0", "must be at least 1, but got 0"),
+        ("--growth-factor 1", "must be .*number above 1 .* got 1.0. Megatron-LM's is 2"),
+        ("--growth-factor nan", "must be .*number above 1 .* got nan"),
+        ("--backoff-factor 1", "must be a number between 0 and 1 .* got 1.0. Megatron-LM's is 0.5"),
     ],
 )
-def test_a_value_out_of_range_is_refused_in_every_mode(mode, option, value):
-    with pytest.raises(
-        ValueError, match=f"'{option}' must be .* but got {float(value) if option != '--hysteresis' else 0}"
-    ):
-        scale_sense_from_megatron(f"{mode} {option} {value}")
+def test_a_value_out_of_range_is_refused_in_every_mode(mode, option, message):
+    with pytest.raises(ValueError, match=f"'{option.split()[0]}' {message}"):
+        scale_sense_from_megatron(f"{mode} {option}")
 
 
 @pytest.mark.parametrize("arguments", ["--fp16 --bf16", "--bf16 --loss-scale 1024 --fp16"])
@@ -157,11 +157,6 @@ def test_without_a_gradient_scaler_nothing_is_scaled(arguments):
     ("arguments", "message"),
     [
         ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "'--min-loss-scale' must not be above"),
-        ("--fp16 --loss-scale-window 0", "'--loss-scale-window' must be a whole number"),
-        ("--fp16 --loss-scale-window 10.5", "'--loss-scale-window' must be a whole number"),
-        ("--fp16 --growth-factor 1", "'--growth-factor' must be .*number above 1 .* Megatron-LM's is 2"),
-        ("--fp16 --backoff-factor 1", "'--backoff-factor' must be a number between 0 and 1 .* Megatron-LM's is 0.5"),
-        ("--fp16 --hysteresis 0", "'--hysteresis' must be at least 1"),
         ("--fp16 --hysteresis two", "Megatron-LM would refuse these arguments: .*--hysteresis"),
         ("--loss-scale", "Megatron-LM would refuse these arguments: .*--loss-scale"),
         ("--loss-scale -2", "'--loss-scale' must be finite and above 0"),
@@ -246,16 +241,3 @@ def test_megatrons_optimizer_state_is_taken_too():
 def test_what_is_no_state_is_refused(state, message):
     with pytest.raises(TypeError, match=f"{message}.* Give the (value|dict) that state_dict"):
         cell_from("--fp16").load_state_dict(state)
-
-
-@pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.25), (4.0, 0.5), (3.0, 0.7)])
-def test_factors_that_differ_scale_as_the_rule_does(growth, backoff):
-    section = scale_sense_from_megatron(
-        f"--fp16 --loss-scale-window 4 --growth-factor {growth} --backoff-factor {backoff}"
-    )
-    assert (section.pop("type"), section["backoff_factor"]) == ("AdaptiveLossScale", backoff)
-    factors = {"growth_factor": growth, "backoff_factor": backoff}
-    theirs = start_rule("megatron", growth_interval=4, **factors)
-    ours = start_rule("adaptive", **section)
-    for overflow in np.random.default_rng(5).random(300) < 0.25:
-        assert ours.step(bool(overflow)) == theirs.step(bool(overflow))

@@ -2,7 +2,7 @@
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, dataset, nn, ops
+from mindspore import Parameter, Tensor, amp, dataset, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
@@ -199,6 +199,31 @@ class Dense:
         features = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
         features[0, 0] = np.inf if overflow else features[0, 0]
         return Tensor(features), Tensor(np.zeros((3, 2), np.float32))
+
+
+def functional_step(dense, scaler, compiled, optimizer=None):
+    """Return a train step in functional form; without a scaler, the step does no loss scaling."""
+    optimizer = dense.optimizer() if optimizer is None else optimizer
+
+    def forward(features, target):
+        loss = dense.loss_fn(dense.layer(features), target)
+        return loss if scaler is None else scaler.scale(loss)
+
+    value_and_grad = mindspore.value_and_grad(forward, None, optimizer.parameters)
+
+    def step(features, target):
+        loss, grads = value_and_grad(features, target)
+        if scaler is None:
+            optimizer(grads)
+            return loss, True
+        loss, grads = scaler.unscale(loss), scaler.unscale(grads)
+        grads_finite = amp.all_finite(grads)
+        if grads_finite:
+            optimizer(grads)
+        scaler.adjust(grads_finite, grads)
+        return loss, grads_finite
+
+    return mindspore.jit(step) if compiled else step
 
 
 def batches(count, overflows=()):

@@ -1,7 +1,6 @@
 """Rules as a user would write them: one follows the gradients, one has a vector as state, some extend other rules."""
 
 import importlib.util
-import inspect
 import itertools
 import sys
 import tempfile
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from mindformers_adaptive.rules import Rule, float32, int32
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.guided import GuidedRule
 
 # The rule has no method first_state().
 _NO_STATE = object()
@@ -43,6 +40,36 @@ def rule_of(step, constants="", *, state=None, first=_NO_STATE, needs_gradients=
     if first is not _NO_STATE:
         names["first_state"] = lambda self, loss_scale: first
     return type("Own", (Rule,), {**names, "make_step": make_step_of("\n".join(lines))})(**arguments)
+
+
+_EVERY_OPERATION = """
+def step(loss_scale, overflow, gradient_known, largest_gradient, max_safe_exponent, i, j, x, y, v, w, n):
+    flag = xp.logical_or(xp.logical_and(~overflow, x >= y), i == j)
+    other = xp.logical_or(x < y, xp.logical_and(i != j, x != y), x <= half, i > j)
+    row, column = table(i, n)
+    first, second, third = xp.unstack(v)
+    return {
+        "loss_scale": loss_scale * xp.where(flag, half, two),
+        "i": xp.where(flag, xp.minimum(i, j) - i * three, xp.maximum(i, j) + abs(-j)),
+        "j": xp.int32(x) // three + xp.int32(other) + max_safe_exponent + row,
+        "x": xp.minimum(x, y) * half + xp.maximum(y, third_of_one) + xp.floor(x / xp.maximum(y, half)) - xp.float32(i),
+        "y": xp.where(gradient_known, largest_gradient, xp.take(v, i)) + xp.take(places, j),
+        "v": xp.stack((second, xp.maximum(third, y), xp.where(flag, first, x))) * places,
+        "w": w + xp.stack((xp.argmin(v), xp.count(v > y), column)),
+        "n": n + one,
+    }
+"""
+_CONSTANTS = """
+half, two, third_of_one, places = xp.floats(0.5, 2, 1 / 3, [1, 2, 4])
+one, three = xp.ints(1, 3)
+table = xp.tabulate(lambda i, n: (i * n, i - n), (-2, 3), (0, 4))
+"""
+_STATE = {**dict.fromkeys("ij", int32), **dict.fromkeys("xy", float32), "v": float32[3], "w": int32[3], "n": int32}
+
+
+def with_every_operation():
+    """Return a rule whose step uses every operator and every operation of the namespace."""
+    return rule_of(_EVERY_OPERATION, _CONSTANTS, state=_STATE, needs_gradients=True)
 
 
 class Follow(Rule):
@@ -91,74 +118,6 @@ class Weigh(Rule):
                 "weights": xp.where(overflow, weights * half, weights + places),
             }
 
-        return step
-
-
-class Plain(Rule):
-    """A rule of dynamic loss scaling with a fixed scale window."""
-
-    name = "plain"
-    state: ClassVar = {"clean_steps": int32}
-
-    def __init__(self, window=10, **bounds):
-        super().__init__(**bounds)
-        self.window = window
-
-    def make_step(self, xp):
-        zero, one, window = xp.ints(0, 1, self.window)
-        half, two = xp.floats(0.5, 2)
-
-        def step(loss_scale, overflow, clean_steps):
-            clean = clean_steps + one
-            raises = clean >= window
-            raised = xp.where(raises, loss_scale * two, loss_scale)
-            return {
-                "loss_scale": xp.where(overflow, loss_scale * half, raised),
-                "clean_steps": xp.where(xp.logical_or(overflow, raises), zero, clean),
-            }
-
-        return step
-
-
-class CappedGuided(GuidedRule):
-    """Extends the guided rule, with its default arguments, by an upper limit on the exponent of the loss scale."""
-
-    name = "capped_guided"
-
-    def __init__(self, cap=15):
-        super().__init__()
-        self.cap = cap
-
-    def make_step(self, xp):
-        guided, cap = super().make_step(xp), xp.ints(self.cap)
-
-        def step(*values):
-            after = guided(*values)
-            after["exponent"] = xp.minimum(after["exponent"], cap)
-            return after
-
-        step.__signature__ = inspect.signature(guided)
-        return step
-
-
-class CappedAdaptive(AdaptiveRule):
-    """Extends the adaptive rule by an upper limit on the loss scale."""
-
-    name = "capped_adaptive"
-
-    def __init__(self, cap=2.0**20):
-        super().__init__(max_scale_window=100)
-        self.cap = cap
-
-    def make_step(self, xp):
-        adaptive, cap = super().make_step(xp), xp.floats(self.cap)
-
-        def step(*values):
-            after = adaptive(*values)
-            after["loss_scale"] = xp.minimum(after["loss_scale"], cap)
-            return after
-
-        step.__signature__ = inspect.signature(adaptive)
         return step
 
 
