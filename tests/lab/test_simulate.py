@@ -50,12 +50,6 @@ def test_comparison_has_a_row_for_each_rule_and_trace():
     json.dumps(comparison.rows(), allow_nan=False)
 
 
-def test_each_trace_begins_with_a_fresh_rule():
-    trace = Trace.exact("low", [4.0] * 4)
-    comparison = compare({"adaptive": partial(start_rule, "adaptive", **SMALL)}, [trace, trace])
-    assert comparison.measures["adaptive"][0] == comparison.measures["adaptive"][1]
-
-
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
 def test_comparison_equals_single_replays(lengths):
     drops = [made_trace("sudden drop", steps, seed=steps) for steps in lengths]
