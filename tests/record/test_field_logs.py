@@ -31,7 +31,7 @@ TRUTH = {
     # A line of DeepSpeed in a log of Megatron states the total.
     "L2r_real_excerpt.log": ((1586, 1586), ["1,586 of 2,500"], ["Paste"]),
     # The steps were skipped for their norm, at a fixed scale of 1.
-    "skip_norm.log": ((0, 0), ["No step of 2 was skipped"], ["Start at", "Paste"]),
+    "skip_norm.log": ((0, 0), ["No step of 2 was skipped", "Dropped 2 without"], ["Start at", "Paste"]),
     # 2^10 overflowed and 2^9 held, although the gradients seem to leave more room.
     "frozen_real.log": ((2, 2), ["settled at 2^9"], ["Start at", "Paste"]),
     "lora_two_drops.log": ((2, 2), ["settled at 2^10"], ["Start at", "Paste"]),

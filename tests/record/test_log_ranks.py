@@ -57,10 +57,16 @@ def test_equal_moves_far_apart_are_several_overflows(tmp_path):
     assert run.skipped_bounds[0] == 2
 
 
-def test_lines_that_name_their_rank_are_believed_first(tmp_path):
+def test_lines_that_name_their_rank_or_source_are_believed_first(tmp_path):
     lines = [fused(2.0**16), fused(2.0**16), overflow_line(2**16, 2**15), overflow_line(2**16, 2**15)]
     assert read(tmp_path, *lines).skipped_bounds[0] == 2
-    assert read(tmp_path, *lines, progress_line(10, 2)).skipped_bounds == (2, 2)
+    # The first overflow is tolerated.
+    sources = [overflow_line(2**32, after, 0, name) for after in (2**32, 2**31) for name in ("loss_scaler", "stage2")]
+    for several in (lines, sources):
+        run = read(tmp_path, *several, progress_line(10, 2))
+        assert run.skipped_bounds == (2, 2)
+        assert run.notes[0].startswith("Merged: 2 overflow lines of other ranks or source files")
+    assert read(tmp_path, *sources).skipped_bounds[0] == 2
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

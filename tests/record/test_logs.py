@@ -67,16 +67,9 @@ def test_each_version_of_mindformers_line_is_read(tmp_path, version):
     run = read(tmp_path, MINDFORMERS[version])
     assert (run.log_format, run.last.tolist(), run.skipped[-1]) == ("mindformers", [2, 3], True)
     assert (run.first_loss_scales, run.after[-1], run.column("loss")[-1]) == (None, 32768.0, 2.5)
-
-
-def test_mindformers_epochs_norms_and_losses_are_read(tmp_path):
-    lines = [mindformers_line(step, False, 8.0, epoch, 2) for epoch in (1, 2) for step in (1, 2)]
-    lines[2] = mindformers_line(1, False, 8.0, 2, 2, loss="nan", norm="[nan]")
-    run = read(tmp_path, *lines)
-    assert run.last.tolist() == [1, 2, 3, 4]
-    # A loss or gradient norm of NaN is read as inf, not as unknown.
-    assert np.isinf(run.column("loss")).tolist() == [False, False, True, False]
-    np.testing.assert_array_equal(run.column("gradient_norm"), [1.5, 1.5, np.inf, 1.5])
+    # A norm of NaN is read as inf, not as unknown.
+    norm = run.column("gradient_norm")
+    assert "norm" not in MINDFORMERS[version] if norm is None else norm[-1] == np.inf
 
 
 def test_a_scale_in_eight_digits_is_the_float32_it_stands_for(tmp_path):
@@ -84,18 +77,6 @@ def test_a_scale_in_eight_digits_is_the_float32_it_stands_for(tmp_path):
         tmp_path, *(mindformers_line(k, True, scale) for k, scale in ((1, "268435460.0"), (2, "[1.3421773e+08]")))
     )
     assert (run.used[1:].tolist(), run.first_loss_scales) == ([2.0**28], (2.0**28, 2.0**29))
-
-
-def test_steps_dropped_for_their_norm_are_no_overflows(tmp_path):
-    skip = "- INFO - opt_global_step: 0, skip_data_grad_norm_threshold: 3.0, is_skip: [ {}]\n"
-    lines = [
-        mindformers_line(1, False, 1.0),
-        skip.format("True"),
-        mindformers_line(2, False, 1.0),
-        skip.format("False"),
-    ]
-    run = read(tmp_path, *lines)
-    assert (run.steps_where("dropped_by_norm").tolist(), run.skipped_bounds) == ([1], (0, 0))
 
 
 def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
@@ -170,18 +151,6 @@ def test_each_wording_of_an_overflow_is_read(tmp_path, start, end):
         run = read(tmp_path, line)
         assert (run.log_format, run.moves[0].before, run.skipped_bounds[0]) == ("deepspeed", 65536.0, 1)
         assert (run.moves[0].after, run.is_numbered, run.problems) == (32768.0, False, ())
-
-
-def test_overflows_of_all_ranks_and_sources_count_once(tmp_path):
-    # Eight ranks at a loss scale of 2^32: the first overflow is tolerated and keeps the scale, the second halves the
-    # scale.
-    ranks = [overflow_line(2**32, after, rank) for after in (2**32, 2**31) for rank in (4, 6, 7, 2, 5, 1, 0, 3)]
-    sources = [overflow_line(2**32, after, 0, name) for after in (2**32, 2**31) for name in ("loss_scaler", "stage2")]
-    for lines in (ranks, sources):
-        run = read(tmp_path, *lines, progress_line(10, 2))
-        assert (run.skipped_bounds, run.lines_used) == ((2, 2), len(lines) + 1)
-        assert any(f"Merged: {len(lines) - 2} overflow lines" in note for note in run.notes)
-        assert read(tmp_path, *lines).skipped_bounds[0] == 2
 
 
 @pytest.mark.parametrize("scale", [2**12, 2**40])
@@ -517,13 +486,6 @@ def test_no_number_fills_the_memory(tmp_path):
             run = read(tmp_path, first, *gaps, record_line(step, True, skipped_steps=300))
             assert len(run) in (length, 3)
             assert (run.skipped_bounds == (300, 300)) == (step < 2**50)
-
-
-def test_thousands_of_skipped_steps_on_a_line_are_read(tmp_path):
-    run = read(tmp_path, megatron_line(5000, 1.0, 4000), megatron_line(10000, 1.0, 4000))
-    assert (run.skipped_bounds, run.after[-1]) == ((8000, 8000), 1.0)
-    run = read(tmp_path, overflow_line(4, 2), progress_line(5000, 4000))
-    assert (run.skipped_bounds, np.isnan(run.after[-1])) == ((4000, 4000), True)
 
 
 def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
