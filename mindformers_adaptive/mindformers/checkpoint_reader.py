@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,44 +97,6 @@ class Checkpoint:
         return int(match[1] or match[2]) if match else None
 
 
-def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list[Checkpoint]:
-    """Read a checkpoint file, or all checkpoints of a folder.
-
-    A folder may hold checkpoint files, folders ``rank_N`` with such files, and folders ``iteration_N``. The folder may
-    also be a folder ``rank_N`` or ``iteration_N`` itself, or the output folder of a training.
-
-    Args:
-        path (str): the file or folder.
-        rules (Sequence[type]): classes of your own rules whose states the checkpoints may hold. Default: none.
-
-    Returns:
-        list[Checkpoint] by age, the newest last. Checkpoints of unknown step come after all others.
-
-    Raises:
-        OSError: if there is no such path, or the folder cannot be read.
-    """
-    all_rules = (*RULES.values(), *rules)
-    try:
-        root = Path(path).resolve(strict=True)
-    except (RuntimeError, ValueError) as error:
-        # The path is a link that leads to itself, or a name that no file can have.
-        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}: {error}.") from None
-    refuse_pipe(root)
-    if root.is_file():
-        return [_read(root, [root], all_rules)]
-    if _is_iteration(root):
-        return [_read_iteration(root, all_rules)]
-    checkpoints = []
-    roots = dict.fromkeys([root, *checkpoint_folders(root)])
-    for folder in dict.fromkeys([*roots, *(inner for outer in roots for inner in outer.iterdir() if inner.is_dir())]):
-        if folder in roots or re.fullmatch(r"rank_\d+", folder.name):
-            files = [file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file()]
-            checkpoints += [_read(file, [file], all_rules) for file in files]
-        elif _is_iteration(folder):
-            checkpoints.append(_read_iteration(folder, all_rules))
-    return sorted(checkpoints, key=_age)
-
-
 def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str, Any]:
     """Return the loss-scale state of the newest checkpoint that has such a state.
 
@@ -190,8 +152,47 @@ def _name_below(path: str | Path, checkpoint: Checkpoint) -> str:
     return checkpoint.path.name if root == checkpoint.path else os.path.relpath(checkpoint.path, root)
 
 
-def _is_iteration(folder: Path) -> bool:
-    return bool(re.fullmatch(r"iteration_\d+", folder.name)) or any((folder / name).is_file() for name in SMALL_FILES)
+def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list[Checkpoint]:
+    """Read a checkpoint file, or all checkpoints of a folder.
+
+    A folder may hold checkpoint files, folders ``rank_N`` with such files, and folders ``iteration_N``. The folder may
+    also be a folder ``rank_N`` or ``iteration_N`` itself, or the output folder of a training.
+
+    Args:
+        path (str): the file or folder.
+        rules (Sequence[type]): classes of your own rules whose states the checkpoints may hold. Default: none.
+
+    Returns:
+        list[Checkpoint] by age, the newest last. Checkpoints of unknown step come after all others.
+
+    Raises:
+        OSError: if there is no such path, or the folder cannot be read.
+    """
+    all_rules = (*RULES.values(), *rules)
+    try:
+        root = Path(path).resolve(strict=True)
+    except (RuntimeError, ValueError) as error:
+        # The path is a link that leads to itself, or a name that no file can have.
+        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}: {error}.") from None
+    refuse_pipe(root)
+    checkpoints = (_read(checkpoint, files, all_rules) for checkpoint, files in _find_checkpoints(root))
+    return sorted(checkpoints, key=_age)
+
+
+def _find_checkpoints(root: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """Yield each checkpoint of a file or folder, with the files that may hold its loss-scaling state."""
+    if root.is_file():
+        yield root, [root]
+        return
+    folders = [root, *checkpoint_folders(root)]
+    inner_folders = [inner for folder in folders for inner in folder.iterdir() if inner.is_dir()]
+    for folder in dict.fromkeys([*folders, *inner_folders]):
+        if re.fullmatch(r"iteration_\d+", folder.name) or any((folder / name).is_file() for name in SMALL_FILES):
+            # A resume takes the state from the optimizer's files, if they have it.
+            small_files = [folder / name for name in SMALL_FILES if (folder / name).is_file()]
+            yield folder, [*sorted(folder.glob("*-opt-*.safetensors")), *small_files]
+        elif folder in folders or re.fullmatch(r"rank_\d+", folder.name):
+            yield from ((file, [file]) for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file())
 
 
 def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
@@ -200,28 +201,21 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
     return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
 
 
-def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
-    """Read a folder of MindFormers' ``checkpoint:`` format, beginning with the optimizer's files, as a resume does."""
-    files = sorted(folder.glob("*-opt-*.safetensors"))
-    return _read(folder, [*files, *(folder / name for name in SMALL_FILES if (folder / name).is_file())], rules)
-
-
 def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> Checkpoint:
+    """Read the loss-scaling state of a checkpoint. If several files have a value, the first file counts."""
     fields = {field.parameter: field for field in (*_FIELDS, *(field for rule in rules for field in all_fields(rule)))}
     checkpoint = Checkpoint(path, rules, dict.fromkeys(key for field in fields.values() for key in field.keys))
-    fields |= {field.parameter: field for rule in rules for field in (*rule.former_fields, Field(FORM, parameter=FORM))}
     origin: dict[str, str] = {}
     any_is_torn = False
     for file in files:
         try:
-            content = read_file(file, fields)
-            values = _by_name(content, _fields_of_form(content, fields, checkpoint), checkpoint.problems)
+            values = _read_values(file, fields, checkpoint)
         except Exception as error:  # each library raises its own errors for a torn file
             name = "" if file == path else f"{file.name} "
-            checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            checkpoint.problems.append(f"{name}cannot be read: {reason}")
             any_is_torn = True
             continue
-        checkpoint.parameters |= set(map(last_part, content))
         for name, value in values.items():
             if name not in origin:
                 origin[name], checkpoint.values[name] = file.name, value
@@ -233,42 +227,44 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
     return checkpoint
 
 
-def _fields_of_form(content: Values, fields: Fields, checkpoint: Checkpoint) -> Fields:
-    """Return the state fields to read. Leave out vectors if the saved rule could order their elements differently."""
-    former = {field.parameter for rule in checkpoint.rules for field in rule.former_fields}
-    readable = {name: field for name, field in fields.items() if name not in (FORM, *former)}
-    by_name = {last_part(name): value for name, value in content.items()}
-    for rule in checkpoint.rules if FORM in by_name else ():
-        parts = [field.parameter for field in kept_fields(rule) if field.parts and field.parameter in by_name]
-        if parts and abs(by_name[FORM]) != form_of(rule):
-            readable = {name: field for name, field in readable.items() if name not in parts}
+def _read_values(file: Path, fields: Fields, checkpoint: Checkpoint) -> Values:
+    """Return the values in one file of a checkpoint by their names in ``state()``."""
+    # These further fields only tell which rule saved the state.
+    further = (Field(FORM, parameter=FORM), *(field for rule in checkpoint.rules for field in rule.former_fields))
+    content = _by_parameter(
+        read_file(file, fields | {field.parameter: field for field in further}), checkpoint.problems
+    )
+    checkpoint.parameters |= content.keys()
+    left_out = {field.parameter for field in further}
+    for rule in checkpoint.rules if FORM in content else ():
+        vectors = {field.parameter for field in kept_fields(rule) if field.parts} & content.keys()
+        if vectors and abs(content[FORM]) != form_of(rule):
+            # The rule that saved the vectors could order their elements differently.
+            left_out |= vectors
             checkpoint.problems.append(f"not shown: vectors that do not have the layout of the rule {rule.name}")
-    return readable
-
-
-def _by_name(content: Mapping[str, Any], fields: Fields, problems: list[str]) -> Values:
-    """Return a file's values by their names in ``state()``. Add to ``problems`` which values contradict each other."""
     values: Values = {}
-
-    def find(name: str) -> Any:
-        # Prefer the key with the fewest parts, at best without a prefix. MindSpore puts a prefix before the name of a
-        # Parameter whose cell is a child of another cell.
-        keys = sorted((key for key in content if last_part(key) == name), key=lambda key: (key.count("."), key))
-        for other in keys[1:]:
-            if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
-                problems.append(f"{keys[0]} is {content[keys[0]]} but {other} is {content[other]}; {keys[0]} is shown")
-        return content[keys[0]] if keys else None
-
-    for saved_field in fields.values():
-        if (value := find(saved_field.parameter)) is None:
+    for parameter, saved_field in fields.items():
+        if parameter not in content or parameter in left_out:
             continue
-        if saved_field.shape:
-            values |= zip(saved_field.parts, value, strict=True) if saved_field.parts else {saved_field.name: value}
+        value = content[parameter]
+        if saved_field.parts:
+            values |= zip(saved_field.parts, value, strict=True)
+        elif saved_field.shape:
+            values[saved_field.name] = value
         else:
             values[saved_field.name] = float(value) if saved_field.dtype == "float32" else int(value)
     return values
 
 
-def _one_line(error: Exception) -> str:
-    """Return the message of an error without line breaks, or the name of the error's class if it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
+def _by_parameter(content: Values, problems: list[str]) -> Values:
+    """Return a file's values by Parameter without a prefix. Add to ``problems`` which values contradict each other.
+
+    MindSpore puts a prefix before the name of a Parameter whose cell is a child of another cell.
+    """
+    # Prefer the key with the fewest parts, at best without a prefix.
+    chosen: dict[str, str] = {}
+    for key in sorted(content, key=lambda key: (key.count("."), key)):
+        first = chosen.setdefault(last_part(key), key)
+        if key != first and key.count(".") == first.count(".") and content[key] != content[first]:
+            problems.append(f"{first} is {content[first]} but {key} is {content[key]}; {first} is shown")
+    return {name: content[key] for name, key in chosen.items()}
