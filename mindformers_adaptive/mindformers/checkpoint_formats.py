@@ -8,7 +8,9 @@ A state is in a ``.ckpt`` or ``.safetensors`` file among the weights, and in Min
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from mindformers_adaptive.rules.fields import Field
 from mindformers_adaptive.text.files import NOT_FINITE, write_json
@@ -18,6 +20,18 @@ from mindformers_adaptive.text.install_hint import install_hint
 # leaves this state out if the optimizer is not saved.
 FILE_NAME = "loss_scale.json"
 _FORMAT = 1
+
+# JSON has no numbers for infinity and NaN, so these are written as text.
+_Number = int | float | Literal["inf", "-inf", "nan"]
+
+
+class _Sidecar(msgspec.Struct):
+    """The content of the sidecar."""
+
+    format: int
+    loss_scale: _Number
+    state: dict[str, _Number | list[_Number]]
+
 
 # Values: a dict from a key of a checkpoint file, or a name in a loss-scaling state, to the value. Fields: a dict from
 # the name of a Parameter to the state field that the Parameter holds.
@@ -74,26 +88,23 @@ def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:
         ValueError: if the file is not one that :func:`write_sidecar` wrote.
     """
     file = Path(folder) / FILE_NAME
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not file.is_file():
         return None
     try:
-        content = json.loads(text)
-        if not isinstance(content, dict) or {"format", "loss_scale", "state"} - content.keys():
-            raise ValueError("it must have the keys 'format', 'loss_scale' and 'state'. Give the file of another step")
-        if content["format"] != _FORMAT:
-            raise ValueError(
-                f"'format' in the file must be {_FORMAT}, but is {content['format']!r}. Use the version of "
-                "mindformers_adaptive that wrote the file"
-            )
-        if not isinstance(content["state"], dict):
-            raise ValueError(f"'state' in the file must hold numbers by name, but holds {content['state']!r}")
-        loss_scale = float(_number(content["loss_scale"], "loss_scale"))
-        state = {name: _numbers(value) for name, value in content["state"].items()}
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be used: {error}") from error
-    return loss_scale, state
+        content = msgspec.json.decode(file.read_bytes(), type=_Sidecar)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{file} cannot be used: {error}. Give the checkpoint of another step") from error
+    if content.format != _FORMAT:
+        raise ValueError(
+            f"{file} cannot be used: 'format' in the file must be {_FORMAT}, but is {content.format}. Use the version "
+            "of mindformers_adaptive that wrote the file"
+        )
+    state = {name: _with_not_finite(value) for name, value in content.state.items()}
+    return float(_with_not_finite(content.loss_scale)), state
+
+
+def _with_not_finite(value: Any) -> Any:
+    return list(map(_with_not_finite, value)) if isinstance(value, list) else NOT_FINITE.get(value, value)
 
 
 def _read_safetensors(file: Path, fields: Fields) -> Values:
@@ -157,18 +168,6 @@ def _read_sidecar_values(file: Path, fields: Fields) -> Values:
 def last_part(key: str) -> str:
     """Return the name of a Parameter without the prefixes of the cells that hold it."""
     return key.rpartition(".")[2]
-
-
-def _numbers(value: Any) -> Any:
-    return list(map(_numbers, value)) if isinstance(value, list) else _number(value, "state")
-
-
-def _number(value: Any, name: str) -> Any:
-    if isinstance(value, str) and value in NOT_FINITE:
-        return NOT_FINITE[value]
-    if type(value) not in (int, float):
-        raise ValueError(f"{name!r} in the file must hold only numbers, but holds {value!r}")
-    return value
 
 
 _READERS: dict[str, Callable[[Path, Fields], Values]] = {

@@ -38,17 +38,11 @@ _SCHEMA = {
     # MFLossMonitor takes any keyword, and MindFormers adds this callback to every training as the first one.
     "callbacks.*": _Section("callback", only=("LossScaleMonitor", "GradientRangeMonitor", "MFLossMonitor")),
 }
-# Sections that MindFormers reads, although its templates of a configuration do not have them.
-_OUTSIDE_TEMPLATES = [
-    "checkpoint",
-    "generation_config",
-    "grouped_lr_schedule",
-    "profile_cb",
-    "stable_rank_config",
+# Keys that MindFormers reads, although its templates of a configuration do not have them.
+_OUTSIDE_TEMPLATES = (
+    *("checkpoint", "generation_config", "grouped_lr_schedule", "profile_cb", "profiler_level", "stable_rank_config"),
     "tensorboard",
-]
-# Keys outside of the templates that differ by at most two letters from a key in the templates.
-_LIKE_OTHERS = ("profiler_level",)
+)
 # A key of the top level that differs from a known key by at most this number of letters is a misspelling.
 _MOST_LETTERS = 2
 # A shorter key can be near a known key by chance.
@@ -96,11 +90,7 @@ def check_config(config: Any) -> None:
     _check_resuming(config)
     _check_format_of_checkpoints(config)
     sections = [section for section in _sections_of(config) if not _is_loaded_later(*section[:2])]
-    errors = []
-    for section in sections:
-        if (error := _check_names(*section)) is not None:
-            errors.append(error)
-    if errors:
+    if errors := [error for section in sections if (error := _check_names(*section)) is not None]:
         raise type(errors[0])("\n".join(map(str, errors)))
     for section in sections:
         _check_values(*section)
@@ -138,7 +128,7 @@ def _check_top_level(config: Any) -> None:
     """Raise an error for a misspelled key of the top level; warn of a section that MindFormers does not read."""
     from mindformers.tools.register import template
 
-    known = [*template.CONFIG_NAME_TO_CLASS, *template.GeneralConfig.keys(), *_OUTSIDE_TEMPLATES, *_LIKE_OTHERS]
+    known = [*template.CONFIG_NAME_TO_CLASS, *template.GeneralConfig.keys(), *_OUTSIDE_TEMPLATES]
     for key in [key for key in config if key not in known]:
         distances = {name: letters_apart(key, name) for name in known} if len(key) >= _SHORTEST else {}
         nearest = min(distances, key=lambda name: distances[name], default="")

@@ -206,13 +206,10 @@ def _fit_window(args: Any, scale_sense: Any) -> None:
 
 def _check_train_step(wrapper: Any) -> None:
     if not isinstance(wrapper, nn.TrainOneStepCell):
-        got, scale_sense = repr(wrapper), "..."
-        if hasattr(wrapper, "get_loss_scale"):
-            got = "the loss scaling alone,"
-            scale_sense = "wrapper.get_update_cell()" if hasattr(wrapper, "get_update_cell") else "wrapper"
         raise TypeError(
-            f"'wrapper' must be a train-step cell, but got {got} of type {type(wrapper).__name__}. Give "
-            f"mindformers_adaptive.wrapper.MFTrainOneStepCell(model, optimizer, scale_sense={scale_sense})."
+            f"'wrapper' must be a train-step cell, but got {wrapper!r} of type {type(wrapper).__name__}. Give "
+            "mindformers_adaptive.wrapper.MFTrainOneStepCell(model, optimizer, scale_sense=...). For 'scale_sense', "
+            "give an update cell, or get_update_cell() of a loss-scale manager."
         )
     detection = getattr(wrapper, "get_overflow_status", None)
     stock = nn.TrainOneStepWithLossScaleCell.get_overflow_status

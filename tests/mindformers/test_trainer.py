@@ -165,10 +165,9 @@ class NotOfMindFormers(nn.Cell):
 @pytest.mark.usefixtures("in_a_folder_of_its_own")
 def test_a_wrapper_that_is_no_train_step_cell_is_refused():
     for wrapper, message in (
-        (AdaptiveLossScaleUpdateCell(1024, 2, 20), r"the loss scaling alone, of type Adaptive.*scale_sense=wrapper\)"),
         (
             DynamicLossScaleManager(),
-            r"the loss scaling alone, of type Dynamic.*scale_sense=wrapper.get_update_cell\(\)\)",
+            r"must be a train-step cell, .* of type Dynamic.* get_update_cell\(\) of a loss-sca",
         ),
         ("MFTrainOneStepCell", "must be a train-step cell, but got 'MFTrainOneStepCell' of type str"),
         (NotOfMindFormers(), "must be a train-step cell, but got NotOfMindFormers"),
