@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_
 from mindformers_adaptive.record.diagnosis import diagnose
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.run_folder import Ways, ways_of
-from mindformers_adaptive.record.scale_summary import Held, ScaleSummary, summary_of
+from mindformers_adaptive.record.scale_summary import Held, ScaleSummary
 from mindformers_adaptive.record.symptom import Finding
 from mindformers_adaptive.record.thresholds import HELD, STUCK, TOLERABLE
 from mindformers_adaptive.text.table import as_power_of_two, counted
@@ -51,17 +51,16 @@ def other_cause(run: RecordedRun) -> Advice | None:
     Args:
         run (RecordedRun): a run with at least one step.
     """
-    return cause_in(run, diagnose(run.seen_steps), ways_of(run.files, in_python=False), summary_of(run).stayed)
+    return cause_in(run, diagnose(run.seen_steps), ways_of(run.files, in_python=False))
 
 
-def cause_in(run: RecordedRun, findings: Sequence[Finding], ways: Ways, stayed: bool | None) -> Advice | None:
+def cause_in(run: RecordedRun, findings: Sequence[Finding], ways: Ways) -> Advice | None:
     """Return the advice of :func:`other_cause`.
 
     Args:
         run (RecordedRun): a run with at least one step.
         findings (Sequence[Finding]): what is wrong in the steps of the run, the likeliest cause first.
         ways (Ways): the next steps.
-        stayed (bool, optional): whether the loss scale was the same in every step, None if that is not shown.
     """
     to_the_layer = f"Find the layer and a remedy:\n{ways.why}"
     for finding in findings:
@@ -72,15 +71,13 @@ def cause_in(run: RecordedRun, findings: Sequence[Finding], ways: Ways, stayed: 
         return None
     skipped = run.skipped_bounds[0]
     if skipped >= STUCK:
-        reason = f"At least {counted(skipped, 'step')} overflowed at a loss scale of 1. No loss scale helps there."
-        if not stayed:
-            reason = f"At least {counted(skipped, 'step')} overflowed, and each line of the log has a loss scale of 1."
+        reason = f"At least {counted(skipped, 'step')} overflowed, and each line of the log has a loss scale of 1."
         return Advice("collapse", to_the_layer, reason, {"steps": skipped})
     return Advice(
         "scale of 1",
         "Is this a run in BF16? Then there is nothing to change: BF16 needs no loss scaling. If it is in FP16, "
         f"find a loss scale to start from: {ways.find}",
-        f"The loss scale was 1 {'in every step' if stayed else 'on each line of the log'}.",
+        "The loss scale was 1 on each line of the log.",
         {"steps": len(run)},
     )
 

@@ -151,7 +151,7 @@ def analyze(run: RecordedRun, *, in_python: bool | None = None) -> Analysis:
     findings = diagnose(run.seen_steps)
     facts = facts_of(run, summary)
     said = (*explanation, *verdict(run, facts, summary), *signs_of(findings))
-    advice, guided_start = advise(run, summary, cause_in(run, findings, ways, summary.stayed), ways)
+    advice, guided_start = advise(run, summary, cause_in(run, findings, ways), ways)
     path = tuple(phases(changes_of(run)))
     return Analysis(run, said, path, tuple(advice), guided_start, error, in_python, facts)
 
