@@ -39,12 +39,7 @@ def window_ladder(max_scale_window: int, min_scale_window: int = DEFAULT_MIN_SCA
         >>> window_ladder(1000, 1000)
         (1000,)
     """
-    smallest = _require_window("min_scale_window", min_scale_window)
-    if smallest < 1:
-        raise ValueError(
-            f"'min_scale_window' must be at least 1 step, but got {smallest}. "
-            f"Give a positive integer; the usual value is {DEFAULT_MIN_SCALE_WINDOW}."
-        )
+    smallest = _require_window("min_scale_window", min_scale_window, least=1)
     largest = _largest_window(_require_window("max_scale_window", max_scale_window), smallest)
 
     descending = [largest]
@@ -82,6 +77,6 @@ def _largest_window(max_scale_window: int, smallest: int) -> int:
     return DEFAULT_MAX_SCALE_WINDOW
 
 
-def _require_window(name: str, window: object) -> int:
+def _require_window(name: str, window: object, least: int | None = None) -> int:
     remedy = "Write it without quotes and without a decimal point, for example 1000."
-    return require_integer(name, window, None, remedy, unit="number of steps")
+    return require_integer(name, window, least, remedy, unit="number of steps")

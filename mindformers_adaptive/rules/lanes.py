@@ -24,13 +24,6 @@ def arguments_of_step(step: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(step).parameters)
 
 
-def results_of_step(rule: Any) -> tuple[str, ...]:
-    """Return the names of the values that the step of a rule returns."""
-    keys = [key for field in rule.fields for key in field.keys]
-    clean = ["clean_steps"] if rule.counts_clean_steps else []
-    return ("exponent" if rule.moves_by_bits else "loss_scale", *keys, *clean)
-
-
 def keeps_bounds(rule: Any) -> bool:
     """Return whether the rule's own step keeps the loss scale within its bounds.
 

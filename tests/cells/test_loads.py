@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import warnings
@@ -110,7 +111,8 @@ def assert_same(values, expected):
     indirect=["mode"],
 )
 def test_a_training_goes_back_to_a_checkpoint(mode, way, tmp_path):
-    step, file = WAYS[way]().set_train(), str(tmp_path / "saved.ckpt")
+    step = reset_of(mode)() if way == "adaptive" else WAYS[way]().set_train()
+    file = str(tmp_path / "saved.ckpt")
     # An overflow that is not skipped leaves no number to compare.
     skips = way not in ("FixedScaleTrainOneStepCell", "fixed manager")
     overflows = OVERFLOWS if skips else [False] * len(OVERFLOWS)
@@ -127,15 +129,21 @@ def test_a_training_goes_back_to_a_checkpoint(mode, way, tmp_path):
         assert_same(values_of(step), end)
 
 
-@pytest.fixture(scope="module")
-def resets():
-    return [resettable(WAYS["adaptive"]().set_train()) for _ in range(2)]
+@functools.cache
+def reset_of(mode, number=0):
+    """Return the function that returns an adaptive train step at its start, whose graphs are compiled once."""
+    return resettable(WAYS["adaptive"]().set_train())
 
 
 @pytest.fixture
-def twins(graph_mode, resets):
-    """Return two equal train steps at their start. Their graphs are compiled once for all tests."""
-    return [reset() for reset in resets]
+def step(mode):
+    return reset_of(mode)()
+
+
+@pytest.fixture
+def twins(graph_mode):
+    """Return two equal train steps at their start."""
+    return [reset_of("graph", number)() for number in (0, 1)]
 
 
 def write(step, values):
@@ -246,8 +254,7 @@ def test_a_load_that_changes_the_shape_is_said(graph_mode):
         take(step, [False])
 
 
-def test_what_was_kept_stays_when_other_weights_are_set(mode):
-    step = WAYS["adaptive"]().set_train()
+def test_what_was_kept_stays_when_other_weights_are_set(step):
     for steps, keep in itertools.product((0, 3), VIEWS.values()):
         take(step, [False] * steps)
         true, shared = values_of(step), {each.name: keep(each) for each in step.get_parameters()}
@@ -324,8 +331,7 @@ def test_a_training_after_a_failed_pass_is_applied(mode):
                 assert not np.array_equal(network.dense.weight.asnumpy(), before[1]), failed
 
 
-def test_a_training_goes_back_by_every_way_to_load(mode):
-    step = WAYS["adaptive"]().set_train()
+def test_a_training_goes_back_by_every_way_to_load(step):
     take(step, OVERFLOWS[:3])
     saved = values_of(step)
     take(step, OVERFLOWS[3:])

@@ -173,6 +173,7 @@ def test_each_rule_goes_on_from_a_checkpoint_of_each_other(source, target, form,
     saved = in_a_state(other)
     scale = min(max(float(saved.scale_sense), kind.rule.min_loss_scale), kind.rule.max_loss_scale)
     saved.scale_sense.set_data(Tensor(scale, mindspore.float32))
+    saved.update_cell.last_overflow_iter.set_data(Tensor(25, mindspore.int32))
     owned = Owned(kind.cell(loss_scale=8.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

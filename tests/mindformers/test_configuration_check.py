@@ -94,7 +94,7 @@ WRONG_VALUES = [
     ({f"{SCALE_SENSE}.loss_scale_value": -1}, f"'{SCALE_SENSE}': 'loss_scale_value' must be finite and above 0"),
     ({f"{SCALE_SENSE}.loss_scale_value": 10**400}, "'loss_scale_value' must be finite and above 0"),
     ({f"{SCALE_SENSE}.scale_factor": 1}, "'scale_factor' must be .*number above 1"),
-    ({f"{SCALE_SENSE}.min_scale_window": 0}, "'min_scale_window' must be at least 1 step"),
+    ({f"{SCALE_SENSE}.min_scale_window": 0}, "'min_scale_window' must be at least 1, but got 0"),
     ({f"{SCALE_SENSE}.hysteresis": 10**400}, "'hysteresis' must be at most 2147483647"),
     ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
     ({f"{SCALE_SENSE}.history_size": 10**9}, "'history_size' must be at most 1000000"),

@@ -60,7 +60,7 @@ def test_maximum_below_minimum_warns_and_uses_1000(smallest):
     ("bounds", "error", "message"),
     [
         ((10, 1001), ValueError, r"'max_scale_window' must be at least 'min_scale_window' \(1001\), but got 10"),
-        ((1000, 0), ValueError, r"'min_scale_window' must be at least 1 step, but got 0"),
+        ((1000, 0), ValueError, r"'min_scale_window' must be at least 1, but got 0"),
         ((1000.0, 20), TypeError, r"'max_scale_window' must be an integer .* got 1000\.0 of type float"),
         ((1000, "20"), TypeError, r"'min_scale_window' must be an integer .* got '20' of type str"),
         ((True, 20), TypeError, r"'max_scale_window' must be an integer .* got True of type bool"),
