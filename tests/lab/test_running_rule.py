@@ -11,6 +11,8 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from tests.shared.own_rules import Follow
 
+# Where tests keep rules of their own.
+OWN = "tests.shared.own_rules"
 # Each system's argument names for the initial loss scale and the scale window. start() uses them to give every rule
 # the same initial values.
 NAMES = {
@@ -147,7 +149,7 @@ ADAPTIVE = AdaptiveRule(max_scale_window=4, min_scale_window=2, hysteresis=2, mi
     [
         ("adaptive", ADAPTIVE, {"scale_window": 3}),
         ("guided", GuidedRule(5, max_loss_scale=2.0**30), {}),
-        ("tests.shared.own_rules.Follow", Follow(margin=3, max_loss_scale=2.0**30), {}),
+        (f"{OWN}.Follow", Follow(margin=3, max_loss_scale=2.0**30), {}),
         (Follow, Follow(margin=3), {}),
     ],
 )
@@ -189,33 +191,13 @@ def test_state_is_all_that_a_rule_remembers(name):
 @pytest.mark.parametrize(
     ("name", "params", "error", "message"),
     [
-        ("tests.shared.own_rules.Nothing", {}, ValueError, r"'tests.shared.own_rules.Nothing' cannot be imported"),
-        (
-            "tests.shared.own_rules.NoRule",
-            {},
-            TypeError,
-            r"'rule' must be .* such a class, but got 'tests.shared.own_rules.NoRule'",
-        ),
-        (
-            "tests.shared.own_rules.Follow",
-            {"margins": 1},
-            TypeError,
-            r"'tests.shared.own_rules.Follow' has no parameter 'margins'.* 'margin'\?",
-        ),
+        (f"{OWN}.Nothing", {}, ValueError, r"'tests.shared.own_rules.Nothing' cannot be imported"),
+        (f"{OWN}.NoRule", {}, TypeError, r"'rule' must be .* such a class, but got '.*NoRule'"),
+        (f"{OWN}.Follow", {"margins": 1}, TypeError, r"own_rules.Follow' has no parameter 'margins'.* 'margin'\?"),
         ("adaptiv", {}, ValueError, r"'name' must be .* adaptive, guided, .* 'adaptiv'\. .* 'adaptive'\?"),
-        (
-            "torch",
-            {"init_scal": 2},
-            TypeError,
-            r"'torch' has no parameter 'init_scal'. .*'init_scale'\? .* init_scale, ",
-        ),
+        ("torch", {"init_scal": 2}, TypeError, r"no parameter 'init_scal'. .*'init_scale'\? .* init_scale, "),
         ("adaptive", {"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
-        (
-            "fixed",
-            {"loss_scale": 2, "loss_scale_value": 2},
-            TypeError,
-            r"'loss_scale_value' and 'loss_scale' .* only one",
-        ),
+        ("fixed", {"loss_scale": 2, "loss_scale_value": 2}, TypeError, r"'loss_scale_value' and 'loss_scale' .* one"),
         ("dynamic", {"loss_scale_value": 0}, ValueError, r"'loss_scale_value' must be .* above 0 .* but got 0"),
         ("torch", {"init_scale": 1e39}, ValueError, r"'init_scale' must be a finite .* in float32, but got 1e\+39"),
         ("torch", {"init_scale": "2e16"}, TypeError, r"'init_scale' must be .* but got '2e16' of type str"),

@@ -77,22 +77,15 @@ def test_lines_of_a_step_count_once_for_all_ranks(tmp_path, ranks):
         assert (run.last.tolist(), run.skipped_bounds) == (list(range(1, 40)), (4, 4))
 
 
-@pytest.mark.parametrize("name", ["megatron", "mindformers"])
-def test_a_first_scale_that_no_line_states_is_a_range(tmp_path, name):
-    scales = [2.0**16, *(2.0**k for k in (15, 14, 13, 12)), *[2.0**12] * 115]
-    lines = [
-        megatron_line(step, scale, step <= 5) if name == "megatron" else mindformers_line(step, step <= 5, scale)
-        for step, scale in enumerate(scales, start=1)
-    ]
+@pytest.mark.parametrize("line", [lambda *values: megatron_line(values[0], values[2], values[1]), mindformers_line])
+def test_a_line_of_step_0_states_the_first_scale(tmp_path, line):
+    lines = [line(step, step <= 5, 2.0 ** max(17 - step, 12)) for step in range(1, 121)]
     run = read(tmp_path, *lines)
-    assert (run.first_loss_scales, run.skipped_bounds) == ((2.0**16, 2.0**17), (5, 5))
-    assert np.isnan(run.used[0])
-    text = analyze(run).text(details=True)
-    assert "instead of 2^16 to 2^17" in text
-    assert "2^16 to 2^17 at first" in text
-    # With a line for step 0, which states the scale before the first step, the start is known.
-    before = megatron_line(0, 2.0**16) if name == "megatron" else mindformers_line(0, False, 2.0**16)
-    assert read(tmp_path, before, *lines).first_loss_scales == (2.0**16, 2.0**16)
+    assert (run.first_loss_scales, run.skipped_bounds, np.isnan(run.used[0])) == ((2.0**16, 2.0**17), (5, 5), True)
+    assert "2^16 to 2^17 at first" in analyze(run).text(details=True)
+    assert read(tmp_path, line(0, False, 2.0**16), *lines).first_loss_scales == (2.0**16, 2.0**16)
+    # The first step may have raised the scale.
+    assert read(tmp_path, line(1, False, 8.0)).first_loss_scales == (4.0, 8.0)
 
 
 @pytest.mark.parametrize("missing", [3, 9_999, 10_001, 50_000, 3_000_000])
