@@ -41,6 +41,7 @@ TYPE = "runner_wrapper.type"
 EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
 BY_RULE = {"type": RULE, "loss_scale_value": 1024}
 DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
+FIXED = {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1024}
 PER_TOKEN = "calculate_per_token_loss"
 # Invalid changes to the demo's YAML file, each with a pattern that this package's error message must match.
 WRONG_TYPES = [
@@ -54,12 +55,10 @@ WRONG_TYPES = [
     ({SCALE_SENSE: {}}, "must have a 'type', but has no keys. Add"),
     ({SCALE_SENSE: {"type": None}}, "must have a 'type', but the 'type' is empty. Add"),
     ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, "must be a section or .*got the text 'Adaptive.* leave the key out"),
-    ({SCALE_SENSE: {**COMPLETE, "scale_facto": 2}}, "but got 'scale_facto'.*'scale_factor'"),
     ({SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER, "hysteresys": 2}}, "'hysteresys'.*'hysteresis'"),
     ({SCALE_SENSE: {"type": COMPLETE["type"], "loss_scale_value": 2}}, "lacks scale_factor, scale_window.*them"),
     ({SCALE_SENSE: {**GUIDED, "exchange_rate": 1}}, "got 'exchange_rate'. Use 'margin' instead"),
     ({"resume_training": "true"}, "'resume_training' must be True.* the text 'true'. Write True"),
-    ({"resume_training": "false"}, "'resume_training' must be True.* the text 'false'. Write True"),
     ({"resume_training": 5}, "'resume_training' must be True.* got 5. Write True"),
     ({"callbacks.0.type": None}, "'callbacks.0.type' must be the name .*got None. Add 'type"),
     ({TYPE: 5}, "'runner_wrapper.type' must be the name .*got 5. Add 'type"),
@@ -67,12 +66,9 @@ WRONG_TYPES = [
     ({SCALE_SENSE: "2e16"}, "got the text '2e16'. .*plain number: YAML reads 2e16 as text"),
     ({f"{SCALE_SENSE}.loss_scale_value": "dynamic"}, "got 'dynamic' of type str. Give a number, such as"),
     ({f"{SCALE_SENSE}.loss_scale_value": "1e5"}, "'1e5' of type str. .*plain number: YAML reads"),
-    ({SCALE_SENSE: True}, "must be a section or .*got True. .*'loss_scale_value'"),
     ({SCALE_SENSE: [1]}, r"must be a section or .*got \[1\]. .*'loss_scale_value'"),
     ({SCALE_SENSE: None}, f"'{SCALE_SENSE}' must be a section or .*got None. .* leave the key out"),
-    ({f"{SCALE_SENSE}.loss_scale_value": "2e16"}, f"'{SCALE_SENSE}': 'loss_scale_value' must be a number"),
     ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer .*got 1.5"),
-    ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
     ({f"{SCALE_SENSE}.history_size": "x"}, "'history_size' must be an integer .*got 'x'"),
     ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer .*got 'x'"),
     ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
@@ -94,8 +90,6 @@ WRONG_VALUES = [
     ({f"{SCALE_SENSE}.loss_scale_value": -1}, f"'{SCALE_SENSE}': 'loss_scale_value' must be finite and above 0"),
     ({f"{SCALE_SENSE}.loss_scale_value": 10**400}, "'loss_scale_value' must be finite and above 0"),
     ({f"{SCALE_SENSE}.scale_factor": 1}, "'scale_factor' must be .*number above 1"),
-    ({f"{SCALE_SENSE}.min_scale_window": 0}, "'min_scale_window' must be at least 1, but got 0"),
-    ({f"{SCALE_SENSE}.hysteresis": 10**400}, "'hysteresis' must be at most 2147483647"),
     ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
     ({f"{SCALE_SENSE}.history_size": 10**9}, "'history_size' must be at most 1000000"),
     ({SCALE_SENSE: {**GUIDED, "margin": -1}}, f"'{SCALE_SENSE}': 'margin' must be at least 0"),
@@ -165,28 +159,13 @@ def test_all_wrong_keys_are_named_at_once(changes, names):
     assert all(f"'{key}'" in str(error.value) for key in wrong)
 
 
-def test_loss_scales_may_be_written_as_powers_of_two(tmp_path):
-    content = yaml.safe_load(CONFIG.read_text())
-    cells = {
-        "2^16": lambda scale: float(scale),
-        "2**3": lambda scale: float(scale),
-        **{
-            kind: lambda section: section["loss_scale_value"]
-            for kind in ("FixedLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "AdaptiveLossScale")
-        },
-    }
-    for kind, value_of in cells.items():
-        moving = {"scale_factor": 2, "scale_window": 20} if kind[0] in "DA" else {}
-        section = kind if kind[0] == "2" else {"type": kind, "loss_scale_value": "2^16", **moving}
-        if kind == "AdaptiveLossScale":
-            section |= {"min_loss_scale": "2^-3", "max_loss_scale": "2^24"}
-        content["runner_wrapper"]["scale_sense"] = section
-        content["callbacks"].append({"type": "GradientRangeMonitor", "loss_scales": ["2^0", "2^8", 3]})
-        file = tmp_path / "powers.yaml"
-        file.write_text(yaml.safe_dump(content))
-        config = load_config(file)
-        assert value_of(config.runner_wrapper.scale_sense) == (8.0 if kind == "2**3" else 65536.0)
-        assert config.callbacks[-1]["loss_scales"] == [1.0, 256.0, 3]
+def test_loss_scales_may_be_written_as_powers_of_two():
+    assert load({SCALE_SENSE: "2**3"}).runner_wrapper.scale_sense == 8.0
+    for section in (FIXED, DYNAMIC, COMPLETE | {"min_loss_scale": "2^-3", "max_loss_scale": "2^24"}):
+        callbacks = [{**RANGES, "loss_scales": ["2^0", "2^8", 3]}]
+        config = load({SCALE_SENSE: {**section, "loss_scale_value": "2^16"}, "callbacks": callbacks})
+        assert config.runner_wrapper.scale_sense["loss_scale_value"] == 65536.0
+        assert config.callbacks[0]["loss_scales"] == [1.0, 256.0, 3]
     assert config.runner_wrapper.scale_sense.min_loss_scale == 0.125
     assert config.runner_wrapper.scale_sense["max_loss_scale"] == 2.0**24
     with pytest.raises(ValueError, match="too large"):
@@ -206,7 +185,7 @@ def test_numeric_key_in_the_file_is_refused():
         {},
         {SCALE_SENSE: 1024},
         {SCALE_SENSE: 1024.0},
-        {SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1024}},
+        {SCALE_SENSE: FIXED},
         {SCALE_SENSE: {**COMPLETE, "auto_register": "my_cells.MyUpdateCell", "type": "MyUpdateCell", "mine": 1}},
         {SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER}},
         {SCALE_SENSE: {**GUIDED, "type": "GradientGuidedLossScale", "margin": 2}},
@@ -241,14 +220,12 @@ def test_checkpoint_section_in_pynative_needs_hyper_parallel():
     load({"context.mode": 1})
 
 
-ODD = {"loss_scale_value": 65535}
+ODD, BY_NAME = {"loss_scale_value": 65535}, {"type": RULE, "rule": "adaptive"}
 
 
-BY_NAME = {"type": RULE, "rule": "adaptive"}
-ODD_STARTS = [65535, {"type": "FixedLossScaleUpdateCell", **ODD}, {**COMPLETE, **ODD}, {**BY_NAME, **ODD}]
-
-
-@pytest.mark.parametrize("scale_sense", ODD_STARTS, ids=str)
+@pytest.mark.parametrize(
+    "scale_sense", [65535, FIXED | ODD, COMPLETE | ODD, BY_RULE | {"rule": "adaptive"} | ODD], ids=str
+)
 def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
     message = "scale_sense.* must be a power .*got 65535.* is 65536"
     with pytest.warns(UserWarning, match=message) as caught:
@@ -259,45 +236,36 @@ def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
     load({SCALE_SENSE: {**GUIDED, **ODD}})
 
 
-def config_of(dtype, scale_sense):
-    """Load the demo's YAML file, and then set its compute type: loading a file with bfloat16 would fail on a CPU."""
-    scale_sense = {} if scale_sense is None else {"scale_sense": scale_sense}
-    config = load({"runner_wrapper": {"type": "MFTrainOneStepCell", **scale_sense}})
-    config.model.model_config.compute_dtype = dtype
-    return config
-
-
-@pytest.mark.parametrize("cell", [{**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, COMPLETE, GUIDED])
-@pytest.mark.parametrize("dtype", ["bfloat16", "bf16"])
-def test_a_moving_scale_in_bfloat16_gets_one_warning(dtype, cell):
-    with pytest.warns(UserWarning, match=f"compute_dtype' is {dtype}.* needs no loss .*'scale_sense: 1.0'") as caught:
-        check_config(config_of(dtype, cell))
-    [warning] = caught
-    assert f"is of type {cell['type']}" in str(warning.message)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "scale_sense"),
+    ("dtype", "scale_sense", "message"),
     [
-        ("float16", COMPLETE),
-        ("float16", 1.0),
-        ("float32", None),
-        ("bfloat16", {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 8}),
-        ("bfloat16", 1.0),
-        (None, None),
+        *(
+            (dtype, cell, f"compute_dtype' is {dtype}.* needs no loss .* of type {cell['type']}.*'scale_sense: 1.0'")
+            for dtype in ("bfloat16", "bf16")
+            for cell in (DYNAMIC, COMPLETE, GUIDED)
+        ),
+        *(
+            (dtype, None, f"compute_dtype' is {dtype}, .* become 0, .*no '{SCALE_SENSE}'.*'scale_sense: 1.0'")
+            for dtype in ("float16", "fp16", "mindspore.float16")
+        ),
+        ("float16", COMPLETE, None),
+        ("float16", 1.0, None),
+        ("float32", None, None),
+        ("bfloat16", FIXED, None),
+        ("bfloat16", 1.0, None),
+        (None, None, None),
     ],
 )
-def test_a_scale_that_is_needed_or_stands_still_gets_none(dtype, scale_sense):
-    # Warnings are errors, so this call must not warn.
-    check_config(config_of(dtype, scale_sense))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "fp16", "mindspore.float16"])
-def test_float16_without_loss_scaling_gets_one_warning(dtype):
-    message = f"compute_dtype' is {dtype}, .*gradients become 0, .*no '{SCALE_SENSE}'.*'scale_sense: 1.0'"
-    with pytest.warns(UserWarning, match=message) as caught:
-        check_config(config_of(dtype, None))
-    assert len(caught) == 1
+def test_a_format_and_a_scale_that_do_not_fit_get_one_warning(dtype, scale_sense, message):
+    section = {} if scale_sense is None else {"scale_sense": scale_sense}
+    config = load({"runner_wrapper": {"type": "MFTrainOneStepCell", **section}})
+    # On a CPU, a file with bfloat16 cannot be loaded. So set the type afterwards.
+    config.model.model_config.compute_dtype = dtype
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_config(config)
+    assert len(caught) == (message is not None)
+    assert all(re.search(message, str(warning.message)) for warning in caught)
 
 
 def test_launcher_and_trainer_warn_of_unscaled_float16():

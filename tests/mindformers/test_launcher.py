@@ -6,9 +6,6 @@ import re
 import sys
 
 import pytest
-from mindformers.tools.register import MindFormerRegister
-from mindspore import nn
-from mindspore.train import Model
 
 from mindformers_adaptive.cli import train
 from mindformers_adaptive.cli.program import main
@@ -247,7 +244,6 @@ def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeyp
 FILES = [
     ("", "run.yaml must hold keys of MindFormers ... holds 'None' ... 'seed: 0'"),
     ("[1, 2]", "must hold keys of MindFormers ... holds '[1, 2]'"),
-    ("5", "must hold keys of MindFormers ... holds '5'"),
     ("1: 2\na: 3", "must hold keys of MindFormers"),
     ("a: [", "run.yaml must be ... YAML and UTF-8 ... parsing a flow node"),
     (
@@ -259,7 +255,6 @@ FILES = [
     ("a: " + "[" * 20_000, "nested more than 500 levels deep"),
     ("a: " + "[" * 50, "run.yaml must be ... YAML and UTF-8"),
     (b"\xff\xfea: 1", "'utf-8' codec can't decode byte 0xff"),
-    (bytes(range(256)), "run.yaml must be ... YAML and UTF-8"),
     ("run_mode: [train]", "'run_mode' must be one of train"),
     ("base_config: run.yaml", "'base_config' must lead to at most 30 files ... from run.yaml"),
     ("base_config: [run.yaml, run.yaml]", "'base_config' must ... of these files leads back"),
@@ -286,15 +281,6 @@ def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp
     assert (code, re.sub(r".* - mindformers.* - (INFO|WARNING) - .*\n", "", printed)) == (1, "")
     error = errors.partition("adaptive-loss-scale train: error: ")[2]
     assert all(part in error for part in message.split(" ... "))
-
-
-def test_only_what_fails_in_the_steps_of_a_training_had_begun():
-    with pytest.raises(AttributeError) as failed:
-        Model(nn.Dense(1, 1)).train(1, "no data")
-    assert launcher.had_begun(failed.value)
-    with pytest.raises(ValueError, match="AdamX") as failed:
-        MindFormerRegister.get_cls("optimizer", "AdamX")
-    assert not launcher.had_begun(failed.value)
 
 
 @pytest.mark.parametrize("arguments", [["--run-mode", "trian"], ["--options", "run_mode=trian"]])

@@ -54,7 +54,7 @@ def machines():
                 ip("-n", name, "link", "set", device, "up")
         yield [Machine(name, number, ADDRESSES[0]) for number, name in enumerate(names)]
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        print(f"Without the command 'ip' (iproute2) and CAP_SYS_ADMIN, a process is killed instead: {error}")
+        print(f"Without the command 'ip' (iproute2) and CAP_SYS_ADMIN, both processes are killed instead: {error}")
         yield None
     finally:
         if shutil.which("ip") is not None:
@@ -105,7 +105,7 @@ def cut_off(machines, of_four, long_corpus, compiled, tmp_path_factory):
     """Resume in two processes until the second machine is lost; yield the runs and their folder.
 
     The processes still wait for each other. The cable between the machines is cut. Without network namespaces, there is
-    one machine, whose two processes wait until :func:`until_lost` kills the second.
+    one machine, whose two processes wait until :func:`until_lost` kills both.
     """
     output = tmp_path_factory.mktemp("two") / "output"
     options = LOST.save_options(output, SAVED_EVERY, keep=2) | FORM.resume_options(of_four[0])
@@ -131,8 +131,7 @@ def until_lost(machines, cut_off):
     runs, output = cut_off
     if machines:
         assert [run.process.wait(120) for run in runs] == [1, 1]
-    else:
-        runs[0].kill_one(rank=1)
+    runs[0].kill()
     return output, [runs[0].steps(0), runs[-1].steps(1)], records(output)
 
 

@@ -4,7 +4,6 @@ The files are in ``written_before``; its README says how they were made.
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -180,37 +179,21 @@ def with_infinities(line):
     return {name: float(value) if value in ("inf", "-inf", "nan") else value for name, value in line.items()}
 
 
-# The YAML options of the tiny model that the launched runs train, and a gradient-guided update cell that replaces the
-# update cell of the YAML file.
+# The YAML options of the tiny model that the launched runs train.
 TINY = {"model.model_config.hidden_size": 8, "model.model_config.num_heads": 2, "model.model_config.multiple_of": 8}
-GUIDED_CELL = "{type: GradientGuidedLossScaleUpdateCell, loss_scale_value: 1048576}"
 LAST = 30
-
-
-def resumed_run(run, corpus, output):
-    """Copy the output of a launched run, and resume the run up to step ``LAST``; return the resumed run."""
-    shutil.copytree(WRITTEN / run, output)
-    form, first = CheckpointSection(), EXPECTED[run]["steps"] + 1
-    options = TINY | form.save_options(output, every=LAST, keep=3) | form.resume_options(output)
-    if EXPECTED[run]["kind"] == "guided":
-        options |= {"runner_wrapper.scale_sense": GUIDED_CELL}
-    resumed = TrainingRun(output, corpus, options, LAST).wait()
-    assert list(resumed.steps()) == list(range(first, LAST + 1))
-    assert form.newest_complete(output) == LAST
-    # The earlier run and the resumed run write to one record.
-    record = read_record(output / "loss_scale_record.jsonl")
-    assert record[: first - 1] == read_record(WRITTEN / run / "loss_scale_record.jsonl")
-    entries = {entry["step"]: entry["next_loss_scale"] for entry in record[first - 1 :]}
-    assert entries == {number: step.loss_scale for number, step in resumed.steps().items()}
-    return resumed
 
 
 @NEEDS_SECTION
 @pytest.mark.slow
 def test_a_launched_run_goes_on_by_the_rule(long_corpus, tmp_path):
-    expected = EXPECTED["adaptive_launched"]
-    resumed = resumed_run("adaptive_launched", long_corpus, tmp_path / "output")
+    expected, output, form = EXPECTED["adaptive_launched"], tmp_path / "output", CheckpointSection()
+    shutil.copytree(WRITTEN / "adaptive_launched", output)
+    options = TINY | form.save_options(output, every=LAST, keep=3) | form.resume_options(output)
+    resumed = TrainingRun(output, long_corpus, options, LAST).wait()
     assert resumed.restored_state() == {"loss_scale": expected["loss_scale"], **expected["state"]}
+    assert list(resumed.steps()) == list(range(expected["steps"] + 1, LAST + 1))
+    assert form.newest_complete(output) == LAST
     # Replay the overflows that the resumed run printed. The test cannot list them: they depend on the training data,
     # which is cut from the source files of the installed Python.
     manager = AdaptiveLossScaleManager(8.0, max_scale_window=4, min_scale_window=1)
@@ -218,15 +201,8 @@ def test_a_launched_run_goes_on_by_the_rule(long_corpus, tmp_path):
     for number, step in resumed.steps().items():
         manager.update_loss_scale(step.overflow)
         assert manager.get_loss_scale() == step.loss_scale, number
-
-
-@NEEDS_SECTION
-@pytest.mark.slow
-def test_launched_run_of_an_older_form_keeps_scale_and_step(long_corpus, tmp_path):
-    expected = EXPECTED["guided_launched"]
-    resumed = resumed_run("guided_launched", long_corpus, tmp_path / "output")
-    restored = resumed.restored_state()
-    assert restored["loss_scale"] == expected["loss_scale"]
-    for name in ("cur_iter", "skipped_steps"):
-        assert restored[name] == expected["state"][name], name
-    assert len(re.findall(OLDER_FORM_WARNING, resumed.text())) == 1
+    # The earlier run and the resumed run write to one record.
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert record[: expected["steps"]] == read_record(WRITTEN / "adaptive_launched" / "loss_scale_record.jsonl")
+    entries = {entry["step"]: entry["next_loss_scale"] for entry in record[expected["steps"] :]}
+    assert entries == {number: step.loss_scale for number, step in resumed.steps().items()}

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import mindspore
 import numpy as np
-import psutil
 import yaml
 from mindformers import TrainingArguments
 from mindformers.wrapper import build_wrapper
@@ -333,14 +332,6 @@ class TrainingRun:
         """Kill all processes of the run with SIGKILL, so that they cannot clean up."""
         self.process.kill_all()
 
-    def kill_one(self, rank):
-        """Kill one of several processes with SIGKILL, and assert that all other processes end too."""
-        started = psutil.Process(self.process.pid).children(recursive=True)
-        [worker] = (process for process in started if _is_worker(process, rank))
-        worker.kill()
-        assert self.process.wait(timeout=120) != 0
-        assert [process for process in started if process.is_running()] == []
-
     def text(self, rank=0):
         """Return what a process has printed so far."""
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
@@ -373,13 +364,6 @@ def _with_hold(config, steps, folder):
     written = folder / config.name
     written.write_text(yaml.safe_dump({"base_config": str(config), "callbacks": [*callbacks, hold]}))
     return written
-
-
-def _is_worker(process, rank):
-    environment = process.environ()
-    # msrun also starts a `tail` of each log, with the same environment.
-    role = environment.get("MS_ROLE"), environment.get("RANK_ID")
-    return role == ("MS_WORKER", str(rank)) and process.name() != "tail"
 
 
 def build_train_step(config):
