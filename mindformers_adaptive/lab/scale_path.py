@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mindformers_adaptive.record.run import Move, RecordedRun
+from mindformers_adaptive.record.thresholds import JUMP
 from mindformers_adaptive.text.table import as_power_of_two
 
 _HEADING = "   steps      what the loss scale did      loss scale"
@@ -20,9 +21,6 @@ _IN_WORDS = {
 
 # Relative tolerance for comparing loss scales, because logs print rounded scales.
 _NEAR = 1e-3
-
-# A loss scale that changes by more than this factor in one step of a log has jumped.
-_FACTOR = 10.5
 
 
 class Phase(NamedTuple):
@@ -143,7 +141,7 @@ def _between_lines(run: RecordedRun) -> Iterator[tuple[int, Phase]]:
 
 def _kind_of_step(before: float, after: float, run: RecordedRun, index: int) -> str:
     # Only a record names the rule's own next scale. In other logs, a rule moves the scale by a factor of two or so.
-    if math.isinf(before + after) or (run.log_format != "jsonl" and not 1 / _FACTOR <= after / before <= _FACTOR):
+    if math.isinf(before + after) or (run.log_format != "jsonl" and not 1 / JUMP <= after / before <= JUMP):
         return "jump"
     if run.skipped[index]:
         return "drop" if after < before else "overflow rise"

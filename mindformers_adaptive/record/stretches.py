@@ -29,6 +29,7 @@ from mindformers_adaptive.record.log_lines import LogLines
 from mindformers_adaptive.record.overflow_lines import merge_ranks
 from mindformers_adaptive.record.run import Move, RecordedRun
 from mindformers_adaptive.record.step import COLUMNS, LARGEST_STEP, LogLine
+from mindformers_adaptive.record.thresholds import JUMP
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.table import counted
 
@@ -463,7 +464,8 @@ def _scales_of_steps(
     before = np.append(rows.start_scale, after[:-1])
     rises, falls = after > before * (1 + _NEAR), after < before * (1 - _NEAR)
     is_applied, is_skipped = (most == 0) & (spans.steps == 1), (fewest == 1) & (spans.steps == 1)
-    is_jump = (is_skipped & rises) | (is_applied & falls)
+    # Where a line states the scale of its step, as in a record, the rule may move it in any way.
+    is_jump = np.isnan(used) & ((is_skipped & rises) | (is_applied & (falls | (after > before * JUMP))))
     texts = [
         f"{rows.where(row)}: an {'overflow' if is_skipped[row] else 'applied step'} cannot lead from the scale "
         f"{before[row]:g} of the line before to {after[row]:g}. The run may have restarted with another scale."

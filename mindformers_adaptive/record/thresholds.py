@@ -19,5 +19,8 @@ TOLERABLE = 2.0
 # at a scale of 1; or if STUCK steps in a row overflow at one loss scale, which then falls no further.
 COLLAPSE, STUCK = 50, 10
 
+# A loss scale that changes by more than this factor in one step of a log has jumped. Rules usually have a factor of 2.
+JUMP = 10.5
+
 # A loss scale up to this one is unusually low. With a mean as the loss, 2^10 and more hold.
 LOW_SCALE = 2.0**7

@@ -1,7 +1,9 @@
 """Tests of the lab's rules: their interface, defaults, scale windows, tolerated overflows, bounds, and bad input."""
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -231,3 +233,20 @@ def changes(running, steps):
         after = running.step(step == "!")
         marks += "v" if after < before else "^" if after > before else step
     return marks
+
+
+# In the events of a case, "." is a step without overflow and "!" an overflow. Each expected scale is the loss scale
+# after a step.
+PEER_CASES = json.loads(Path(__file__).with_name("peer_cases.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", PEER_CASES, ids=lambda case: f"{case['rule']}-{case['path'].rpartition('::')[2]}")
+def test_case_comes_out_exactly(case):
+    running = start_rule(case["rule"], **case["params"])
+    assert [running.step(step == "!") for step in case["steps"]] == case["expected_scale"]
+
+
+def test_every_rule_of_another_system_has_a_case_of_its_suite():
+    # DeepSpeed's tests never test ZeRO's loss scaler class alone, so the rule "deepspeed" has no case from them.
+    covered = {case["rule"] for case in PEER_CASES}
+    assert set(RULE_NAMES) - covered == {"adaptive", "guided", "fixed", "deepspeed"}

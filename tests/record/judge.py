@@ -317,6 +317,10 @@ SENTENCES = [
     ("{scale:s} is the power of two below it.", lambda t, scale: True),
     ("Scales up to {scale:s} held later, after they or lower ones overflowed.", lambda t, scale: t.held(scale)),
     (
+        "The log begins at step {step}: if the run was resumed there, resume its loss scale too.",
+        lambda t, step: step == t.first,
+    ),
+    (
         "The loss scale was {low:s} before step {step}, and at least {high:s} in it. {n} steps were skipped until the "
         "scale was down again.",
         lambda t, low, step, high, n: (

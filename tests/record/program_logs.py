@@ -183,17 +183,6 @@ def megatron_deepspeed(random, run):
     return Log(in_time(lines))
 
 
-def hugging_face(random, run):
-    """Hugging Face's Trainer prints no step beside DeepSpeed's overflow lines."""
-    lines = []
-    for part in run.parts:
-        for step in range(part.first, part.last + 1):
-            lines += _zero_lines(part, step)
-            if step % 10 == 0:
-                lines.append(f"{{'loss': {part.loss[step - part.first]:.4f}, 'learning_rate': 1e-05, 'epoch': 0.28}}\n")
-    return Log(in_time(lines))
-
-
 def two_engines(random, run):
     """Actor and critic print DeepSpeed's lines into one log."""
     totals, other = run.whole.skipped[::10], run
@@ -290,7 +279,6 @@ PROGRAMS = {
     "deepspeed_zero": (deepspeed_zero, DYNAMIC | {"smallest": 1.0}),
     "deepspeed_fused": (deepspeed_fused, DYNAMIC | {"hysteresis": 1}),
     "megatron_deepspeed": (megatron_deepspeed, DYNAMIC | {"smallest": 1.0}),
-    "hugging_face": (hugging_face, DYNAMIC | {"smallest": 1.0, "restarts": False}),
     "two_engines": (two_engines, DYNAMIC | {"steps": 100, "smallest": 1.0, "restarts": False}),
     "by_pattern": (by_pattern, DYNAMIC),
     "record": (record, {}),

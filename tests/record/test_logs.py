@@ -356,9 +356,10 @@ def test_steps_that_are_missing_are_named(tmp_path):
 
 
 def test_a_scale_that_no_step_can_reach_is_inferred_anew(tmp_path):
-    run = read(tmp_path, mindformers_line(1, False, 1024.0), mindformers_line(2, False, 64.0))
-    assert np.isnan(run.used).all()
-    assert any(re.search(r"log:2: an applied step .*scale 1024 .*to 64\. ", note) for note in run.notes)
+    for scale, said in ((64.0, "64"), (2.0**20, "1.04858e\\+06")):
+        run = read(tmp_path, mindformers_line(1, False, 1024.0), mindformers_line(2, False, scale))
+        assert np.isnan(run.used).all()
+        assert re.search(rf"log:2: an applied step .*scale 1024 .*to {said}\. ", run.notes[0])
     lines = [mindformers_line(4 * k, False, scale) for k, scale in ((1, 2.0**10), (2, 2.0**11), (3, 2.0**20))]
     # No rule raises a loss scale from 2^11 to 2^20 in four steps, so this rise does not show which of these steps were
     # skipped. The overflow flag of the last step shows that it was applied. So at most three of the steps were skipped.
