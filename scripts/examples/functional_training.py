@@ -41,6 +41,7 @@ def train_step(data, label):
 print("step     loss  overflow   next loss scale   window")
 for step, (data, label) in enumerate(create_dataset(samples=128, batch_size=4), start=1):
     loss, grads_finite = train_step(data, label)
+    overflow = not bool(grads_finite)
     state = scaler.state()
     scale = f"2^{math.log2(state['loss_scale']):g}"
-    print(f"{step:4} {float(loss):8.4f} {not bool(grads_finite)!s:>9} {scale:>17} {state['scale_window']:8}")
+    print(f"{step:4} {float(loss):8.4f} {overflow!s:>9} {scale:>17} {state['scale_window']:8}")

@@ -101,13 +101,14 @@ def main():
         spikes, used_scale = step % SPIKE_EVERY == 0, scaler.state()["loss_scale"]
         right, *batch = sampled(policy, random, spikes)
         loss, applied = train_step(*batch)
+        overflow = not bool(applied)
         state = scaler.state()
         if record:
-            line = {"step": step, "loss": float(loss), "overflow": not bool(applied), "loss_scale": used_scale}
+            line = {"step": step, "loss": float(loss), "overflow": overflow, "loss_scale": used_scale}
             names = {"next_loss_scale": "loss_scale", "skipped_steps": "skipped_steps"}
             record.append([line | {field: state[name] for field, name in names.items()}])
         scale = f"2^{math.log2(state['loss_scale']):g}"
-        print(f"{step:4} {right.mean():8.3f} {spikes!s:>6} {not bool(applied)!s:>9} {scale:>17}")
+        print(f"{step:4} {right.mean():8.3f} {spikes!s:>6} {overflow!s:>9} {scale:>17}")
     if record:
         record.close()
 

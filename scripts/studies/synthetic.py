@@ -1,6 +1,6 @@
 r"""Synthetic traces of ceilings (largest loss scales without overflow) of several kinds, reproducible by a seed.
 
-For step :math:`t` from 0 to steps - 1, with :math:`T` = max(steps - 1, 1) and independent standard normal numbers
+For step :math:`t` from 0 to steps - 1, with :math:`T` = steps - 1 and independent standard normal numbers
 :math:`n_t`, log2 of the ceiling is:
 
 .. code-block:: text
@@ -14,7 +14,7 @@ For step :math:`t` from 0 to steps - 1, with :math:`T` = max(steps - 1, 1) and i
     heavy-tailed     level + s_t / 2                      s_t: Student's t, 2 degrees of freedom, infinite variance
     random walk      level + (n_0 + ... + n_t) / 10       1000 steps lead about 3 bits away
 
-A condition in brackets is 1 if it holds, else 0. The level is 18 by default. Spikes come once in 100 steps on average:
+A condition in brackets is 1 if it holds, else 0. The level is 18. Spikes come once in 100 steps on average:
 a tenth of 1000 steps, the default of the largest window.
 
 If the gradients of a training are larger for a while, because of other data or a second loss, this is a *regime*. A
@@ -33,21 +33,15 @@ Each kind of regime also exists with ``with spikes`` behind its name. Then 6 * b
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.running_rule import RunningRule, start_rule
+from mindformers_adaptive.lab.running_rule import start_rule
 from mindformers_adaptive.record.trace import Trace
-from mindformers_adaptive.rules.formats import FLOAT16, Format
+from mindformers_adaptive.rules.formats import FLOAT16
 
-# Default log2 of the ceilings: the dynamic loss scale of a small Llama in FP16 on CPU stayed between 2^16 and 2^20.
+# log2 of the usual ceiling: the dynamic loss scale of a small Llama in FP16 on CPU stayed between 2^16 and 2^20.
 _LEVEL = 18.0
-
-# Limits for log2 of the ceilings: the exponents of normal float32 numbers, because loss scales are in this range.
-_EXPONENTS = (-126.0, 127.0)
 
 # A regime is a period of lower ceilings in a synthetic trace. The ranges are for the length of a regime in steps, for
 # how many bits a regime lowers the ceilings, and for the steps between regimes in "rare regimes". The last number says
@@ -56,34 +50,32 @@ _LENGTHS, _DEPTHS, _RARE, _RAMP = (30, 400), (4.0, 14.0), (1000, 3000), 20
 
 _WITH_SPIKES = " with spikes"
 
-_Floats = NDArray[np.float64]
 
-
-def dynamic(scale_window: int, **arguments: Any) -> RunningRule:
+def dynamic(scale_window, **arguments):
     """Return the adaptive rule with one window: MindSpore's dynamic loss scaling, whose scale stays finite."""
     windows = dict.fromkeys(("scale_window", "max_scale_window", "min_scale_window"), scale_window)
     return start_rule("adaptive", **windows, **arguments)
 
 
-def _second_half(noise: _Floats) -> _Floats:
+def _second_half(noise):
     return (np.arange(len(noise)) >= len(noise) // 2).astype(np.float64)
 
 
-def _spikes(steps: int, seed: int) -> _Floats:
+def _spikes(steps, seed):
     return 6.0 * (random_of(seed, "b_t").random(steps) < 0.01)
 
 
-# For each kind of trace, a function that returns log2 of the ceilings. Arguments of the function: the usual log2 of the
-# ceiling, the noise n_t, how much of the training is over (t / T, from 0 to 1), and the seed.
-_FORMULAS: dict[str, Callable[[float, _Floats, _Floats, int], _Floats]] = {
-    "stationary": lambda level, noise, *_: level + 0.5 * noise,
-    "slowly rising": lambda level, noise, part, _: level + 6.0 * (part - 0.5) + 0.5 * noise,
-    "slowly falling": lambda level, noise, part, _: level - 6.0 * (part - 0.5) + 0.5 * noise,
-    "sudden drop": lambda level, noise, *_: level - 10.0 * _second_half(noise) + 0.5 * noise,
-    "sudden rise": lambda level, noise, *_: level + 10.0 * (_second_half(noise) - 1) + 0.5 * noise,
-    "spikes": lambda level, noise, _, seed: level - _spikes(len(noise), seed) + 0.5 * noise,
-    "heavy-tailed": lambda level, noise, _, seed: level + 0.5 * random_of(seed, "s_t").standard_t(2, len(noise)),
-    "random walk": lambda level, noise, *_: level + 0.1 * np.cumsum(noise),
+# For each kind of trace, a function that returns log2 of the ceilings. Arguments of the function: the noise
+# n_t, how much of the training is over (t / T, from 0 to 1), and the seed.
+_FORMULAS = {
+    "stationary": lambda noise, *_: _LEVEL + 0.5 * noise,
+    "slowly rising": lambda noise, part, _: _LEVEL + 6.0 * (part - 0.5) + 0.5 * noise,
+    "slowly falling": lambda noise, part, _: _LEVEL - 6.0 * (part - 0.5) + 0.5 * noise,
+    "sudden drop": lambda noise, *_: _LEVEL - 10.0 * _second_half(noise) + 0.5 * noise,
+    "sudden rise": lambda noise, *_: _LEVEL + 10.0 * (_second_half(noise) - 1) + 0.5 * noise,
+    "spikes": lambda noise, _, seed: _LEVEL - _spikes(len(noise), seed) + 0.5 * noise,
+    "heavy-tailed": lambda noise, _, seed: _LEVEL + 0.5 * random_of(seed, "s_t").standard_t(2, len(noise)),
+    "random walk": lambda noise, *_: _LEVEL + 0.1 * np.cumsum(noise),
 }
 
 
@@ -91,7 +83,7 @@ KINDS = tuple(_FORMULAS)
 
 # A regime is a period of lower ceilings. For each kind of trace with regimes, a function that returns the number of
 # steps before the next regime. Arguments of the function: the number of steps in the trace, and a random generator.
-_BETWEEN: dict[str, Callable[[int, np.random.Generator], int]] = {
+_BETWEEN = {
     "one-off regime": lambda steps, _: steps // 2,
     "rare regimes": lambda _, random: int(random.integers(*_RARE, endpoint=True)),
     "alternating regimes": lambda _, random: int(random.integers(*_LENGTHS, endpoint=True)),
@@ -102,12 +94,12 @@ _BETWEEN: dict[str, Callable[[int, np.random.Generator], int]] = {
 REGIMES = tuple(kind + spikes for spikes in ("", _WITH_SPIKES) for kind in _BETWEEN)
 
 
-def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> NDArray[np.float64]:
+def regime_levels(kind, steps, seed):
     """Return log2 of the ceilings before noise and spikes are added, to show where periods of low ceilings begin.
 
     Args:
         kind (str): one of ``REGIMES``.
-        steps (int), seed (int), level (float): as for :func:`synthetic_trace`.
+        steps (int), seed (int): as for :func:`synthetic_trace`.
 
     Returns:
         NDArray, float64 of shape (steps,).
@@ -117,11 +109,11 @@ def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> ND
         >>> int((levels < 18).argmax()), float(levels[-1])
         (500, 18.0)
     """
-    count, pattern = steps, kind.removesuffix(_WITH_SPIKES)
+    pattern = kind.removesuffix(_WITH_SPIKES)
     random = random_of(seed, pattern)
-    depths, position, depth = np.zeros(count + _RAMP), 0, 0.0
-    while position < count:
-        begin = position + _BETWEEN[pattern](count, random)
+    depths, position, depth = np.zeros(steps + _RAMP), 0, 0.0
+    while position < steps:
+        begin = position + _BETWEEN[pattern](steps, random)
         position = begin + int(random.integers(*_LENGTHS, endpoint=True))
         depth = _next_depth(depth, random) if pattern == "levels" else random.uniform(*_DEPTHS)
         depths[begin:position] = depth
@@ -129,10 +121,10 @@ def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> ND
             break
     if pattern == "ramped regimes":
         depths = np.convolve(depths, np.full(_RAMP, 1 / _RAMP))
-    return level - depths[:count]
+    return _LEVEL - depths[:steps]
 
 
-def _next_depth(depth: float, random: np.random.Generator) -> float:
+def _next_depth(depth, random):
     """Return by how many bits the next regime lowers the ceiling: a random number from 0 to 14, not near ``depth``.
 
     The number differs from ``depth``, the bits of the last regime, by 4 to 14 bits. The first draw is above ``depth``.
@@ -144,63 +136,31 @@ def _next_depth(depth: float, random: np.random.Generator) -> float:
     return float(depth + change)
 
 
-def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> Trace:
+def synthetic_trace(kind, steps, seed):
     """Return a synthetic trace with known ceilings, and with gradients that imply these ceilings.
 
     Args:
         kind (str): one of the kinds in the tables of this module, also the name of the trace.
-        steps (int): how many, at least 1.
+        steps (int): how many, at least 2.
         seed (int): at least 0; the same seed gives the same trace.
-        level (float): log2 of the ceilings that the formula starts from. Default: 18.
 
     Returns:
         Trace, with ``largest_gradient`` in each step.
-
-    Raises:
-        KeyError: if there is no such kind.
-        TypeError: if ``steps`` or ``seed`` is not an integer.
-        ValueError: if ``steps`` or ``seed`` is too small.
 
     Examples:
         >>> len(synthetic_trace("random walk", steps=100, seed=0))
         100
     """
-    count = steps
-    noise = random_of(seed, "n_t").standard_normal(count)
+    noise = random_of(seed, "n_t").standard_normal(steps)
     if kind in REGIMES:
-        spikes = _spikes(count, seed) if kind.endswith(_WITH_SPIKES) else 0.0
-        log2_ceiling = regime_levels(kind, count, seed, level) - spikes + 0.25 * noise
+        spikes = _spikes(steps, seed) if kind.endswith(_WITH_SPIKES) else 0.0
+        log2_ceiling = regime_levels(kind, steps, seed) - spikes + 0.25 * noise
     else:
-        log2_ceiling = _FORMULAS[kind](level, noise, np.arange(count) / max(count - 1, 1), seed)
-    return with_gradients(Trace.exact(kind, np.exp2(np.clip(log2_ceiling, *_EXPONENTS))))
+        log2_ceiling = _FORMULAS[kind](noise, np.arange(steps) / (steps - 1), seed)
+    return with_gradients(Trace.exact(kind, np.exp2(log2_ceiling)))
 
 
-def synthetic_traces(steps: int, seed: int, kinds: Sequence[str] = KINDS) -> dict[str, Trace]:
-    """Return one synthetic trace of each kind, by the name of the kind. See :func:`synthetic_trace`.
-
-    Args:
-        steps (int): of each trace, at least 1.
-        seed (int): of each trace, at least 0.
-        kinds (Sequence[str]): their names. Default: ``KINDS``, the eight kinds of the first table.
-
-    Returns:
-        dict[str, Trace], by the names of the kinds.
-
-    Raises:
-        KeyError: if there is no such kind.
-        TypeError: if ``steps`` or ``seed`` is not an integer.
-        ValueError: if ``steps`` or ``seed`` is too small.
-
-    Examples:
-        >>> list(synthetic_traces(10, seed=0))[:4]
-        ['stationary', 'slowly rising', 'slowly falling', 'sudden drop']
-    """
-    return {kind: synthetic_trace(kind, steps, seed) for kind in kinds}
-
-
-def with_gradients(
-    trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0, gradient_format: Format = FLOAT16
-) -> Trace:
+def with_gradients(trace, offset=0.0, spread=0.0, seed=0, gradient_format=FLOAT16):
     r"""Return a copy of a trace with gradients that imply the trace's ceilings, or too high or too low ceilings.
 
     :math:`largest\_gradient_t = largest / (c_t \cdot 2^{offset + spread \cdot n_t})`, where *largest* is the
@@ -216,12 +176,10 @@ def with_gradients(
 
     """
     noise = random_of(seed, "offset").standard_normal(len(trace)) if spread else 0.0
-    with np.errstate(divide="ignore", over="ignore"):
-        gradients = gradient_format.largest / trace.ceiling / np.exp2(offset + spread * noise)
-    shown = np.broadcast_to(gradients, trace.ceiling.shape)
-    return dataclasses.replace(trace, largest_gradient=shown, gradient_format=gradient_format)
+    gradients = gradient_format.largest / trace.ceiling / np.exp2(offset + spread * noise)
+    return dataclasses.replace(trace, largest_gradient=gradients, gradient_format=gradient_format)
 
 
-def random_of(seed: int, symbol: str) -> np.random.Generator:
+def random_of(seed, symbol):
     """Return a random generator for one symbol of a formula. Different symbols get independent random numbers."""
     return np.random.default_rng([seed, *symbol.encode()])
