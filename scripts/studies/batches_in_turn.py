@@ -1,10 +1,10 @@
 """Train on batches of two kinds in turn, one with a much larger loss, and count which batches each rule skips.
 
-    python -m scripts.studies.batches_in_turn [--steps N] [--json FILE]
+    python -m scripts.studies.batches_in_turn [--json FILE]
 
 Several data sets in a fixed order can have losses of very different size. Here every 2nd to 100th batch has a loss that
 is 2^11 or 2^14 times as large, in trainings of a small network in FP16 on a CPU. If a rule skips all these batches, the
-network never learns from them. Prints Markdown. The same arguments give the same text on the same machine.
+network never learns from them. Prints Markdown. A second run on the same machine prints the same.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from scripts.studies.reporting import output_to_stderr, positive, report, study_parser, use_one_thread
+from scripts.studies.reporting import output_to_stderr, report, study_parser, use_one_thread
 
 RULES = {"dynamic": "dynamic, window 1000", "adaptive": "adaptive", "guided": "gradient-guided"}
 DEPTHS, PERIODS = (11, 14), (2, 3, 10, 100)
@@ -21,13 +21,11 @@ START, STEPS = 2.0**16, 900
 
 
 def main():
-    parser = study_parser(__doc__)
-    parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
-    arguments = parser.parse_args()
+    arguments = study_parser(__doc__).parse_args()
     with output_to_stderr():
         use_one_thread()
-        runs = {rule: train(rule, itertools.product(PERIODS, DEPTHS), arguments.steps) for rule in RULES}
-    result = {"steps": arguments.steps, "rules": runs}
+        runs = {rule: train(rule, itertools.product(PERIODS, DEPTHS), STEPS) for rule in RULES}
+    result = {"steps": STEPS, "rules": runs}
     report(arguments, result, tables(result))
 
 

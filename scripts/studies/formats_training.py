@@ -4,13 +4,12 @@
 
 Each task is trained in FP32 and in each format: at fixed loss scales, by MindSpore's dynamic scaling and by both rules.
 A pair of 8-bit formats names the format of the matrices first, then the format of the gradients. The script also draws
-docs/images/quality_by_format.svg. With --add, runs that are in the file of --json are not trained again, except by the
-methods that --again names, such as the guided rule:
-
-    python -m scripts.studies.formats_training --add --again guided --json docs/figures/formats.json
+docs/images/quality_by_format.svg. With --again NAME, it trains only by the methods that have NAME in their names, and
+takes the runs of all other methods from docs/figures/formats.json.
 """
 
 import functools
+import itertools
 import json
 import math
 import sys
@@ -22,6 +21,7 @@ from scripts.studies import reporting
 from scripts.studies.worth_report import FP32, LOWEST, interval, mean_and_interval, mean_quality
 
 PICTURE = "docs/images/quality_by_format.svg"
+DATA = reporting.ROOT / "docs" / "figures" / "formats.json"
 
 # The number formats to compare, by name. Each has two parts: the format of the inputs of matrix products and
 # convolutions, and the format of the gradients. FP16 is not simulated, because the device can compute in FP16.
@@ -64,57 +64,36 @@ DIGITS = 5
 
 def main():
     parser = reporting.study_parser(__doc__, PICTURE)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
-    parser.add_argument("--seeds", type=reporting.positive, help="seeds of each task (default: all that it has)")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
-    parser.add_argument("--add", action="store_true", help="add the trainings to the file that --json names")
-    parser.add_argument("--again", metavar="NAME", help="with --add: train methods again that have this in their names")
+    parser.add_argument("--again", metavar="NAME", help="train only methods that have this in their names")
     arguments = parser.parse_args()
-    if arguments.add and arguments.json is None:
-        parser.error("--add also needs --json FILE, the file with the results to add to")
-    result = {"tasks": {}}
-    if arguments.add and arguments.json.exists():
-        result = json.loads(arguments.json.read_text(encoding="utf-8"))
+    tasks = json.loads(DATA.read_text(encoding="utf-8"))["tasks"] if arguments.again else {}
     # Keep the output of MindSpore and MindFormers out of the tables.
     with reporting.output_to_stderr():
         reporting.use_one_thread()
-        for key in arguments.tasks:
-            for name in arguments.formats:
-                seeds = min(MORE_SEEDS.get((key, name), TASKS[key][0]), arguments.seeds or math.inf)
-                for _ in measure(result["tasks"], key, name, arguments.again, seeds):
-                    # Write the results to the file after each method, because all trainings together take hours.
-                    reporting.write_json(arguments.json, result)
-    for rows in tables(result).values():
+        for key, name in itertools.product(TASKS, FORMATS):
+            measure(tasks, key, name, arguments.again, MORE_SEEDS.get((key, name), TASKS[key][0]))
+            # Write the results after each task and format, because all trainings together take hours.
+            reporting.write_json(arguments.json, {"tasks": tasks})
+    for rows in tables({"tasks": tasks}).values():
         print("\n".join([*reporting.table(rows), ""]))
-    if PICTURED in result["tasks"]:
-        print(f"Drawn: {save(draw(result['tasks'][PICTURED]['formats']), arguments.picture)}", file=sys.stderr)
+    print(f"Drawn: {save(draw(tasks[PICTURED]['formats']), arguments.picture)}", file=sys.stderr)
 
 
 def measure(tasks, key, name, again, seeds):
-    """Train a task in a number format, with each method whose runs ``tasks`` lacks, and add the new runs to ``tasks``.
-
-    Methods that have ``again`` in their names are trained again. Yield each method after its trainings, and "found"
-    after the recommendations.
-    """
+    """Train a task in a number format, and add the runs to ``tasks``; see :func:`train` for ``again``."""
     trainings, methods = trainings_in(key, name)
     task = tasks.setdefault(key, about(trainings.task))
     of_format = task["formats"].setdefault(name, {"found": [], "runs": {}})
-    for method in train_missing(trainings, methods, of_format["runs"], again, seeds):
-        print(f"{key}, {name}: {method}", file=sys.stderr, flush=True)
-        yield method
-    of_format["found"] += [found(trainings.recommendation(seed)) for seed in range(len(of_format["found"]), seeds)]
-    yield "found"
+    train(trainings, methods, of_format["runs"], again, seeds)
+    of_format["found"] = of_format["found"] or [found(trainings.recommendation(seed)) for seed in range(seeds)]
 
 
-def train_missing(trainings, methods, runs, again, seeds):
-    """Train by each method with the seeds that ``runs`` lacks, add the new runs, and yield each trained method."""
+def train(trainings, methods, runs, again, seeds):
+    """Train by each method that ``runs`` lacks, or that has ``again`` in its name, and put its runs into ``runs``."""
     for method, how in methods.items():
-        of_method = runs.setdefault(method, [])
-        if again and again in method:
-            of_method.clear()
-        if missing := range(len(of_method), seeds):
-            of_method += [summary(trainings.run(how, seed)) for seed in missing]
-            yield method
+        if method not in runs or (again and again in method):
+            print(f"{trainings.task.name}, {trainings.formats}: {method}", file=sys.stderr, flush=True)
+            runs[method] = [summary(trainings.run(how, seed)) for seed in range(seeds)]
 
 
 def about(task):
@@ -182,9 +161,6 @@ def tables(result):
     for task in result["tasks"].values():
         for name, of_format in task["formats"].items():
             runs, rows = of_format["runs"], [task["name"], name]
-            if not of_format["found"]:
-                # Leave this number format out of the tables, because not all of its trainings are done.
-                continue
             less = {column: less_best_fixed(task, runs, method) for column, method in COMPARED.items()}
             each = [interval(mean_and_interval(values), 4) for values in less.values()]
             differences.append([*rows, str(len(runs[FP32])), *each])
@@ -192,7 +168,7 @@ def tables(result):
             scales = ", ".join(f"2^{math.log2(scale):g}" for scale in sorted({run["start"] for run in of_rules[0]}))
             starts.append([*rows, scales, *(most_skipped(of_rule) for of_rule in of_rules)])
             verdicts.append([*rows, *verdict(of_format["found"], less["no scaling"])])
-    quality = quality_table(result["tasks"][PICTURED]) if PICTURED in result["tasks"] else [["loss scale"]]
+    quality = quality_table(result["tasks"][PICTURED])
     return {"quality": quality, "differences": differences, "starts": starts, "verdicts": verdicts}
 
 
@@ -202,7 +178,7 @@ def quality_table(task):
     of_formats = [of_format["runs"] for of_format in task["formats"].values()]
     digits = 3 if task["higher_is_better"] else 4
     for method in of_formats[0]:
-        rows.append([method, *(f"{mean_quality(runs[method]):.{digits}f}" for runs in of_formats if method in runs)])
+        rows.append([method, *(f"{mean_quality(runs[method]):.{digits}f}" for runs in of_formats)])
     return rows
 
 

@@ -3,7 +3,7 @@
     python -m scripts.studies.guided_rule
 
 Prints Markdown: of each rule the skipped steps in 1000, and the share of applied steps with a loss scale more than
-16 bits below the ceiling (the largest loss scale without overflow). The same arguments give the same text.
+16 bits below the ceiling (the largest loss scale without overflow). A second run prints the same text.
 """
 
 from contextlib import contextmanager
@@ -15,12 +15,13 @@ from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules import Rule, float32
 from mindformers_adaptive.rules import guided as guided_module
 from scripts.examples.log_max import LogMaxRule
-from scripts.studies.reporting import positive, study_parser, with_captions, write_json
+from scripts.studies.reporting import study_parser, with_captions, write_json
 from scripts.studies.streams import KINDS, TURNS, replay, too_low
 from scripts.studies.synthetic import KINDS as SYNTHETIC_KINDS
 from scripts.studies.synthetic import REGIMES, dynamic, random_of, synthetic_trace, with_gradients
 
-FIRST_SEED = 1000
+# Steps of each trace, and traces of each kind.
+STEPS, SEEDS, FIRST_SEED = 1500, 10, 1000
 
 
 class RecentMaxima(Rule):
@@ -96,18 +97,15 @@ CAPTIONS = {
 
 
 def main():
-    parser = study_parser(__doc__)
-    parser.add_argument("--steps", type=positive, default=1500, help="steps of each trace (default: 1500)")
-    parser.add_argument("--seeds", type=positive, default=10, help="traces of each kind (default: 10)")
-    arguments = parser.parse_args()
-    groups = groups_of_traces(arguments.steps, range(FIRST_SEED, FIRST_SEED + arguments.seeds))
+    arguments = study_parser(__doc__).parse_args()
+    groups = groups_of_traces(STEPS, range(FIRST_SEED, FIRST_SEED + SEEDS))
     result = {
-        "steps": arguments.steps,
-        "seeds": arguments.seeds,
+        "steps": STEPS,
+        "seeds": SEEDS,
         "rules": {name: measure(running, groups) for name, running in RULES.items()},
         "constants": study_of_constants({name: groups[name] for name in FOR_CONSTANTS}),
     }
-    print(f"{arguments.seeds} seeds from {FIRST_SEED} on, {arguments.steps} steps each, from 2^16.")
+    print(f"{SEEDS} seeds from {FIRST_SEED} on, {STEPS} steps each, from 2^16.")
     print("\n".join(with_captions(tables(result), CAPTIONS)))
     write_json(arguments.json, result)
 

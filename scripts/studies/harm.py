@@ -57,7 +57,6 @@ LOST = "gradient lost at most: by norm; worst Parameter"
 
 def main():
     parser = reporting.study_parser(__doc__, PICTURE)
-    parser.add_argument("--trainings", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="default: all")
     parser.add_argument(
         "--processes", type=reporting.positive, default=os.cpu_count(), help="default: one for each core"
     )
@@ -68,8 +67,8 @@ def main():
         # mcore models change MindFormers' classes.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
-            measured = list(pool.map(measure, arguments.trainings))
-    result = {"bits": list(BITS), "trainings": dict(zip(arguments.trainings, measured, strict=True))}
+            measured = list(pool.map(measure, TRAININGS))
+    result = {"bits": list(BITS), "trainings": dict(zip(TRAININGS, measured, strict=True))}
     reporting.report(arguments, result, tables(result), canvas.save(draw(result), arguments.picture))
 
 

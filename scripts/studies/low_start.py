@@ -1,6 +1,6 @@
 """Train from a loss scale that is far too low, and measure how long a rule takes until the loss scale fits again.
 
-    python -m scripts.studies.low_start [--seeds N] [--steps N] [--json FILE]
+    python -m scripts.studies.low_start [--again NAME] [--json FILE]
 
 A loss scale is far too low after a row of bad batches, or if a resumed run starts at 1 because its state is lost. The
 demo's model trains as one of 256 micro-batches, from a loss scale of 1, where FP16 loses part of the gradient. Prints
@@ -23,7 +23,7 @@ import numpy as np
 from mindformers_adaptive.lab.measures import FREE_BITS
 from mindformers_adaptive.plots import canvas
 from scripts.studies import micro_batches
-from scripts.studies.reporting import ROOT, output_to_stderr, positive, report, study_parser, use_one_thread
+from scripts.studies.reporting import ROOT, output_to_stderr, report, study_parser, use_one_thread
 from scripts.studies.worth_report import interval, mean_and_interval
 
 PICTURE = "docs/images/low_start.svg"
@@ -46,28 +46,26 @@ RUNS = {
 
 def main():
     parser = study_parser(__doc__, PICTURE)
-    parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"of weights and data (default: {SEEDS})")
-    parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
     parser.add_argument("--again", metavar="NAME", help="train only by rules that have this in their names")
     arguments = parser.parse_args()
     again = arguments.again or ""
     runs = json.loads(DATA.read_text(encoding="utf-8"))["runs"] if again else {}
     with output_to_stderr():
         use_one_thread()
-        new = measure([rule for rule in RULES if again in rule], arguments.seeds, arguments.steps)
-    result = {"steps": arguments.steps, "runs": runs | new}
+        new = measure([rule for rule in RULES if again in rule])
+    result = {"steps": STEPS, "runs": runs | new}
     report(arguments, result, tables(result), canvas.save(draw(result), arguments.picture))
 
 
-def measure(rules, seeds, steps):
+def measure(rules):
     """Train by each of the rules with each seed; return a list of summaries by the name of the rule."""
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import Trainings
 
-    trainings, summaries = Trainings(task_of("llama", {**micro_batches.LLAMA, "steps": steps}), LOOK_EVERY), {}
+    trainings, summaries = Trainings(task_of("llama", micro_batches.LLAMA), LOOK_EVERY), {}
     for rule in rules:
         method = method_of(rule)
-        for seed in range(seeds):
+        for seed in range(SEEDS):
             print(f"{rule}, seed {seed}", file=sys.stderr, flush=True)
             summaries.setdefault(rule, []).append(summary(trainings.run(method, seed)))
     return summaries

@@ -1,6 +1,6 @@
 """Compare ways of loss scaling for the demo's Llama, trained in full and with LoRA, by the number of micro-batches.
 
-    python -m scripts.studies.micro_batches [--tasks llama lora] [--json FILE]
+    python -m scripts.studies.micro_batches [--again NAME] [--json FILE]
 
 A large batch is the sum of micro-batches. The loss of each micro-batch is divided by their number before the backward
 pass, so the gradients are smaller with more micro-batches. Here each step takes one micro-batch. Instead of the loss,
@@ -40,12 +40,11 @@ DRAWN = {"none": canvas.WARNING, "dynamic": canvas.SECOND, "adaptive": canvas.MA
 
 def main():
     parser = study_parser(__doc__, PICTURE)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
     parser.add_argument("--again", metavar="NAME", help="train only by ways that have this in their names")
     arguments = parser.parse_args()
     with output_to_stderr():
         use_one_thread()
-        result = {"tasks": {key: measure(key, again=arguments.again) for key in arguments.tasks}}
+        result = {"tasks": {key: measure(key, again=arguments.again) for key in TASKS}}
     print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
     for name, rows in tables(result).items():
         print("\n".join(["", f"### {name}", "", *table(rows)]))

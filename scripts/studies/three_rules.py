@@ -1,6 +1,6 @@
 """Compare three rules of loss scaling in three situations: by the result, the skipped steps and the time of a step.
 
-    python -m scripts.studies.three_rules [--seeds N] [--steps N] [--json FILE]
+    python -m scripts.studies.three_rules [--again NAME] [--json FILE]
 
 The ceiling of a step is the largest loss scale at which nothing in it overflows. This script trains the situation whose
 ceiling moves: a small network whose loss weighs 2^12 times as much for 100 steps. All rules start from 2^16, from the
@@ -20,7 +20,7 @@ import numpy as np
 from mindformers_adaptive.plots import canvas
 from scripts.benchmarks import costs
 from scripts.studies import long_training, low_start
-from scripts.studies.reporting import ROOT, output_to_stderr, positive, report, study_parser, use_one_thread
+from scripts.studies.reporting import ROOT, output_to_stderr, report, study_parser, use_one_thread
 from scripts.studies.worth_report import interval, mean_and_interval
 
 PICTURE = "docs/images/three_rules.svg"
@@ -41,8 +41,6 @@ SEEDS, STEPS, LOOK_EVERY = 10, 600, 10
 
 def main():
     parser = study_parser(__doc__, PICTURE)
-    parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"of weights and data (default: {SEEDS})")
-    parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
     parser.add_argument("--again", metavar="NAME", help="train only by rules that have this in their names")
     arguments = parser.parse_args()
     again = arguments.again or ""
@@ -50,23 +48,23 @@ def main():
     with output_to_stderr():
         use_one_thread()
         for rule in [rule for rule in RULES if again in rule]:
-            moves[rule] = train(rule, arguments.seeds, arguments.steps)
+            moves[rule] = train(rule)
     result = {"moves": moves}
     report(arguments, result, tables(result), canvas.save(draw(moves), arguments.picture))
 
 
-def train(rule, seeds, steps):
+def train(rule):
     """Train the network whose ceiling moves by a rule; return a summary for each seed, with the path of the first."""
     from scripts.studies.worth_tasks import task_of
     from scripts.studies.worth_training import Trainings, divided
 
     trainings, summaries = Trainings(task_of("moving", {})), []
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         print(f"{rule}, seed {seed}", file=sys.stderr, flush=True)
         # Only the first run is drawn with its ceilings, which take longer to measure than the steps.
-        trainings.look_every = steps if seed else LOOK_EVERY
-        run = trainings.run(divided(rule, START, 1), seed, steps)
-        summaries.append({"quality": run["quality"], "steps": steps, "skipped": len(run["skipped"])})
+        trainings.look_every = STEPS if seed else LOOK_EVERY
+        run = trainings.run(divided(rule, START, 1), seed, STEPS)
+        summaries.append({"quality": run["quality"], "steps": STEPS, "skipped": len(run["skipped"])})
         if not seed:
             looks = [look for look in run["looks"] if look.get("ceiling")]
             ceilings = [[look["step"], float(np.log2(look["ceiling"]))] for look in looks]

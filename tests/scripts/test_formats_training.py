@@ -7,6 +7,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from scripts.studies import formats_training as script
 from scripts.studies.simulated_formats import simulate_formats
 from scripts.studies.worth_report import FP32, mean_and_interval
+from scripts.studies.worth_tasks import SMALL_TASKS
 from tests.conftest import mindspore_mode
 from tests.shared.pages import figure
 
@@ -120,22 +121,20 @@ def test_verdict_says_what_find_says_and_what_results_show():
     assert script.verdict(founds[:1], np.array([-0.5, 0.6])) == ("100 %", "yes (1)", "no difference shown")
 
 
-def test_runs_that_a_file_has_are_not_trained_again():
-    """The script trains missing runs. With --again, it also repeats all runs of a method and replaces the old runs."""
+def test_runs_of_other_methods_are_not_trained_again():
     trained = []
 
     class Trainings:
-        formats = None
+        task, formats = SMALL_TASKS["damped"], None
 
         def run(self, how, seed):
             trained.append((how, seed))
             return {"quality": 0.5, "start": 1.0, "skipped": []}
 
-    runs = {"guided": [{"quality": 1.0}] * 2, "adaptive": [{"quality": 1.0}]}
-    for _ in script.train_missing(Trainings(), {"guided": "g", "adaptive": "a"}, runs, again="guided", seeds=2):
-        pass
-    assert trained == [("g", 0), ("g", 1), ("a", 1)]
-    assert [[run["quality"] for run in of_method] for of_method in runs.values()] == [[0.5, 0.5], [1.0, 0.5]]
+    runs = {"guided": [{"quality": 1.0}] * 2, "adaptive": [{"quality": 1.0}] * 2}
+    script.train(Trainings(), {"guided": "g", "adaptive": "a", "dynamic": "d"}, runs, again="guided", seeds=2)
+    assert trained == [("g", 0), ("g", 1), ("d", 0), ("d", 1)]
+    assert [run["quality"] for of_method in runs.values() for run in of_method] == [0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
 
 
 def test_a_training_in_simulated_fp8_is_as_the_data_say():
