@@ -165,10 +165,7 @@ def test_plain_python_stays_free_of_mindspore(run_python):
     assert run_python("-c", REPORT, *modules).stdout == ""
 
 
-def test_every_public_name_can_be_had_and_others_cannot():
-    for name in mindformers_adaptive.__all__:
-        assert getattr(mindformers_adaptive, name).__doc__, name
-        assert name in dir(mindformers_adaptive)
+def test_a_name_that_is_not_public_cannot_be_had():
     with pytest.raises(AttributeError, match="no attribute 'AdaptivLossScale'"):
         mindformers_adaptive.AdaptivLossScale  # noqa: B018
 

@@ -28,6 +28,18 @@ def test_figures_of_a_short_study_are_those_of_direct_calls():
         assert np.isclose(measured[name]["far"], np.mean(far))
 
 
+def test_figures_of_the_page_are_those_of_the_present_rules():
+    data = figure("guided_rule")
+    seeds = range(study.FIRST_SEED, study.FIRST_SEED + data["seeds"])
+    groups = study.groups_of_traces(data["steps"], seeds)
+    for name in (study.GUIDED, study.DYNAMIC):
+        assert study.measure(study.RULES[name], {key: groups[key] for key in study.MAIN}) == {
+            key: data["rules"][name][key] for key in study.MAIN
+        }
+    present = study.measure(study.RULES[study.GUIDED], {key: groups[key] for key in study.FROM_STREAMS})
+    assert present == {key: data["constants"]["DROP 10"][key] for key in study.FROM_STREAMS}
+
+
 def test_a_changed_constant_is_back_afterwards():
     with study.changed("DROP", 5):
         assert start_rule("guided").step(True) == 2.0**11

@@ -208,10 +208,3 @@ def test_standard_output_holds_the_report_alone(capfd):
         os.write(1, b"a line of MindSpore\n")
     os.write(1, b"the report\n")
     assert capfd.readouterr() == ("the report\n", "a line of MindSpore\n")
-
-
-def test_unwritable_file_is_refused_before_training(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["worth_it.py", "--json", "missing/a.json"])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        worth_it.main()
-    assert "there is no folder 'missing'" in capsys.readouterr().err
