@@ -278,7 +278,9 @@ class Collapse(Symptom):
         self._stuck_from = math.inf if limit is None else min(limit, max(STUCK, limit // 5))
         # The overflows in a row, and how many of the last ones were at one loss scale.
         self._row = self._at_one_scale = self._told_rows = 0
+        # The loss scale of the last overflow, and the scale after it.
         self._scale: float | None = None
+        self._after: float | None = None
         self._row_began = self._row_ended = 0
         self._has_gap = self._is_told = self._is_falling = False
 
@@ -289,6 +291,9 @@ class Collapse(Symptom):
                 self._end()
             return None
         scale = seen.next_loss_scale if seen.loss_scale is None else seen.loss_scale
+        if seen.consecutive_overflows is None and scale and self._after and scale > self._after:
+            # Since the last overflow, a step that was not seen was applied: only such a step raises the scale.
+            self._end()
         row = self._row + seen.steps if seen.consecutive_overflows is None else seen.consecutive_overflows
         if not self._row:
             self._row_began, self._has_gap = seen.step - row + 1, False
@@ -302,7 +307,7 @@ class Collapse(Symptom):
             self._at_one_scale = self._at_one_scale + row - self._row if is_same else int(seen.loss_scale is not None)
         else:
             self._at_one_scale = 0
-        self._scale = scale
+        self._scale, self._after = scale, seen.next_loss_scale
         self._row, self._row_ended = row, seen.step
         if row < self._limit and self._at_one_scale < self._stuck_from:
             return None
@@ -319,7 +324,7 @@ class Collapse(Symptom):
             self._first = self.finding() if is_first else self._first
             self._present = None
         self._row = self._at_one_scale = self._told_rows = 0
-        self._scale = None
+        self._scale = self._after = None
 
     def finding(self) -> Finding | None:
         """Return the present collapse with all of its steps, or else the first one; see :meth:`Symptom.finding`."""

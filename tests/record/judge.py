@@ -278,6 +278,7 @@ SENTENCES = [
         )
         for at in ("", ", the last of them at a loss scale of {:s}", ", the last {:f} of them at a loss scale of {:s}")
     ),
+    ("The loss itself is {:f}, which no loss scale can help", lambda t: t.bad.any()),
     (
         "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps.",
         lambda t: (t.after < t.used)[t.flags].any(),

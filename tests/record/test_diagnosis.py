@@ -115,7 +115,7 @@ def test_only_an_applied_bad_loss_is_said_to_change_weights():
 
 
 def overflows(count, **entry):
-    return [{"overflow": True, "loss": 2.5, "loss_scale": 8.0, "next_loss_scale": 4.0, **entry}] * count
+    return [{"overflow": True, "loss": 2.5, "loss_scale": 8.0, "next_loss_scale": 8.0, **entry}] * count
 
 
 def falling(count, exponent=100):
@@ -138,6 +138,8 @@ CLEAN = {"overflow": False, "loss": 2.5, "loss_scale": 8.0, "next_loss_scale": 8
         (3, overflows(7), [3, 6]),
         (1000, overflows(250), [200]),
         (None, overflows(1000), []),
+        # Between overflows at one scale that each lowered it, a step was applied.
+        (50, overflows(60, next_loss_scale=4.0), []),
         # Steps of which nothing is known neither end the row nor count in it.
         (3, [*falling(2), {"overflow": None}, *falling(1)], [4]),
     ],
