@@ -230,13 +230,14 @@ def test_a_fixed_scale_goes_on_past_a_torn_checkpoint(uninterrupted, long_corpus
     newest, whole = sorted((copied / "checkpoint" / "rank_0").glob("*.ckpt"), key=os.path.getmtime)[:-3:-1]
     newest.write_bytes(newest.read_bytes()[:-9])
     # In PyNative mode, these few steps need no graph.
-    options = {"runner_wrapper.scale_sense": "{type: NoLossScaleUpdateCell}", "context.mode": 1}
+    fixed = "{type: FixedLossScaleUpdateCell, loss_scale_value: 1024}"
+    options = {"runner_wrapper.scale_sense": fixed, "context.mode": 1}
     options |= {"model.model_config.param_init_type": ADAPTIVE.weights} | ADAPTIVE.form.resume_options(copied)
     step = int(whole.stem.rpartition("_")[2])
     resumed = TrainingRun(tmp_path / "output", long_corpus, options, step + 2).wait()
     assert re.search(rf"{newest.name!r}, .* not a complete file: .* {re.escape(whole.name)}", resumed.text())
-    assert {step: taken.loss_scale for step, taken in resumed.steps().items()} == {step + 1: 1.0, step + 2: 1.0}
-    assert re.search(r"Loss scaling by NoLossScaleUpdateCell\b.*: loss_scale 1\.0", resumed.text())
+    assert {step: taken.loss_scale for step, taken in resumed.steps().items()} == {step + 1: 1024, step + 2: 1024}
+    assert re.search(r"Loss scaling by FixedLossScaleUpdateCell\b.*: loss_scale 1024\.0", resumed.text())
 
 
 def test_commands_of_the_page_on_own_rules_read_the_run_of_one(uninterrupted, tmp_path, monkeypatch, capsys):

@@ -15,9 +15,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("two_processes")
+
+
+@pytest.fixture(scope="module")
+def two_processes(folder):
     """Train in two processes; return, for each process, a dict from the kind of training to the results."""
-    folder = tmp_path_factory.mktemp("two_processes")
     worker = ROOT / "tests" / "mindformers" / "two_processes.py"
     run_in_processes(2, folder, worker, folder)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
@@ -65,6 +69,21 @@ def test_fixed_scale_gives_the_weights_of_unscaled_training(two_processes):
     first, second = (seen["fixed_scale"] for seen in two_processes)
     # If the gradients were not averaged, the weights would differ between the processes, because their batches do.
     assert first["weight"] == second["weight"] == first["plain"] == second["plain"]
+
+
+def test_each_process_records_the_ranges_of_its_own_gradients(two_processes, folder):
+    names = [f"{kind}_rank_{rank}.jsonl" for kind in ("ranges", "record") for rank in range(len(two_processes))]
+    assert sorted(file.name for file in folder.glob("*.jsonl")) == names
+    lines = [[json.loads(line) for line in (folder / name).read_text().splitlines()] for name in names]
+    for number, (first, second, *recorded) in enumerate(zip(*lines, strict=True), start=1):
+        assert [line["step"] for line in (first, second, *recorded)] == [number] * 4
+        assert first["weights"] == second["weights"]
+        assert first["loss_scale"] == second["loss_scale"]
+        measured = [line["batches"][0]["loss_scales"][0] for line in (first, second)]
+        # Each process has its own data, so the losses differ. A step is skipped if one of the two processes overflows.
+        assert measured[0]["loss"] != measured[1]["loss"]
+        assert [each["overflow"] for each in measured] == [False, number == 3]
+        assert [line["overflow"] for line in recorded] == [number == 3] * 2
 
 
 @NEEDS_SECTION

@@ -312,17 +312,15 @@ class TrainingRun:
             time.sleep(max(0.0005, 4 * (time.monotonic() - looked_at)))
             looked_at = time.monotonic()
 
-    def wait_until_saved(self, form, output, processes=1):
-        """Wait until the first checkpoint since the start of the run is complete in all ``processes`` processes."""
+    def wait_until_saved(self, form, output):
+        """Wait until the first checkpoint since the start of the run is complete."""
         # Do not load checkpoints to see whether they are complete: that takes as long as several steps, or longer.
-        # Watch the files that name the last complete checkpoint instead.
-        notes = [form.note(output, rank) for rank in range(processes)]
-        before = [_written_at(note) for note in notes]
-        self.wait_until(
-            lambda: all(_written_at(note) not in (None, old) for note, old in zip(notes, before, strict=True))
-        )
+        # Watch the file that names the last complete checkpoint instead.
+        note = form.note(output)
+        before = _written_at(note)
+        self.wait_until(lambda: _written_at(note) not in (None, before))
         if form.async_save:
-            self.wait_until(lambda: None not in [form.newest_complete(output, rank) for rank in range(processes)])
+            self.wait_until(lambda: form.newest_complete(output) is not None)
 
     def go_on(self):
         """Let all processes of a run that is held go on."""

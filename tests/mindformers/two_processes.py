@@ -1,7 +1,7 @@
 """Train in two processes on a CPU; ``test_two_processes.py`` starts this script with a folder as the argument.
 
 Only the second process gets an inf, at step 3; in fixed-scale training, no process gets an inf. Each process writes its
-results of data-parallel, pipeline and fixed-scale training to FOLDER/rank_N.json.
+results of data-parallel, pipeline and fixed-scale training to FOLDER/rank_N.json, and its monitors write there too.
 """
 
 import json
@@ -12,8 +12,10 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank, init
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import Model
 
-from mindformers_adaptive import FixedScaleTrainOneStepCell
+from mindformers_adaptive import FixedScaleTrainOneStepCell, GradientRangeMonitor, LossScaleMonitor
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,
@@ -29,6 +31,7 @@ def main(folder):
     init()
     seen = {"data_parallel": overflow_of_one(data_parallel_step), "pipeline": overflow_of_one(pipeline_step)}
     seen["fixed_scale"] = fixed_scale()
+    monitor_training(Path(folder))
     (Path(folder) / f"rank_{get_rank()}.json").write_text(json.dumps(seen))
 
 
@@ -55,10 +58,24 @@ def five_steps(step):
     seen = {"steps": record, "state": update_cell.state(), "weight": weight_of(step).tolist()}
     # MindSpore cannot export a graph with a Parameter that belongs to no cell, such as largest_per_parameter.
     if isinstance(update_cell, AdaptiveLossScaleUpdateCell):
-        graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
-        seen["collectives"] = graph.collectives
+        if get_rank() == 0:
+            graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
+            seen["collectives"] = graph.collectives
         seen["shards"] = shards(step)
     return seen
+
+
+def monitor_training(folder):
+    """Train three data-parallel steps with monitors that record in each process."""
+    features, targets = np.full((6, 4), 1.0 + get_rank(), np.float32), np.zeros((6, 3), np.float32)
+    if get_rank() == 1:
+        features[4:] = np.inf
+    data = NumpySlicesDataset((features, targets), shuffle=False).batch(2)
+    options = {"every_n_steps": 1, "all_ranks": True}
+    monitors = [GradientRangeMonitor(record_path=folder / "ranges.jsonl", **options)]
+    monitors.append(LossScaleMonitor(record_path=folder / "record.jsonl", **options))
+    step = data_parallel_step(AdaptiveLossScaleUpdateCell(4096, 2, 20))
+    Model(step).train(1, data, callbacks=monitors, dataset_sink_mode=False)
 
 
 def fixed_scale():
