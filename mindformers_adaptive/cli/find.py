@@ -32,7 +32,7 @@ from mindformers_adaptive.gradients.selection import select
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.launcher import use_register_path
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.gradients import draw_histograms
+from mindformers_adaptive.plots.gradients import draw_sweeps
 from mindformers_adaptive.rules.formats import FORMATS
 
 
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
     if shows_ranges:
         print_result(options, ranges.to_dict, lambda: "\n\n".join(_tables(options, ranges)))
         return
-    start = recommendation.recommend_loss_scale(ranges, options.margin, learning_rate_in(config))
+    start = recommendation.recommend_loss_scale(ranges, options.margin)
     start = replace(start, scale_sense=_moving_scale(config))
     print_answer(options, start)
     if start.loss_scale_value is None:
@@ -148,7 +148,7 @@ def _write_files(options: argparse.Namespace, ranges: Any, sums: Mapping[str, An
 
         save_arrays(options.gradients, {name: each / len(ranges.batches) for name, each in sums.items()})
     if options.plot:
-        save(draw_histograms(ranges), options.plot)
+        save(draw_sweeps({"": ranges}), options.plot)
 
 
 def _tables(options: argparse.Namespace, ranges: Any) -> Iterator[str]:
@@ -173,9 +173,3 @@ def _moving_scale(config: Mapping[str, Any]) -> dict[str, Any] | None:
     section = value_at(config, "runner_wrapper.scale_sense")
     is_moving = isinstance(section, Mapping) and section.get("type") != "FixedLossScaleUpdateCell"
     return dict(section) if is_moving else None
-
-
-def learning_rate_in(config: Mapping[str, Any]) -> float | None:
-    """Return the learning rate of a configuration before any schedule, or None if it gives none."""
-    rates = [value_at(config, key) for key in ("lr_schedule.learning_rate", "optimizer.learning_rate")]
-    return next((float(rate) for rate in rates if isinstance(rate, int | float) and rate > 0), None)

@@ -8,7 +8,7 @@ from mindspore.train import Callback
 
 from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
+from mindformers_adaptive.monitor.step_reader import StepReader, find_reader, read_loss
 from mindformers_adaptive.record.diagnosis import Diagnosis
 from mindformers_adaptive.record.symptom import Seen
 
@@ -38,15 +38,12 @@ class CollapseWatch(Callback):
             run_context (RunContext): MindSpore's information about the training.
         """
         params = run_context.original_args()
-        callbacks = params.list_callback
-        callbacks = getattr(callbacks, "_callbacks", callbacks)
-        has_monitor = any(isinstance(callback, LossScaleMonitor) for callback in callbacks)
-        train_step = None if has_monitor else find_train_step(params.get("train_network"), params.get("network"))
-        self._reader = None if train_step is None or get_real_rank() != 0 else StepReader(train_step)
+        has_monitor = any(isinstance(callback, LossScaleMonitor) for callback in params.list_callback)
+        self._reader = None if has_monitor or get_real_rank() != 0 else find_reader(params)
         if self._reader is None:
             return
         self._way = reports.way_to_the_cause([self])
-        for message in reports.of_weights(train_step, self._way):
+        for message in reports.of_weights(self._reader.train_step, self._way):
             logger.warning("%s", message)
         self._diagnosis = Diagnosis()
         self._every = _EVERY if self._reader.counts_overflows else 1
@@ -83,7 +80,7 @@ class CollapseWatch(Callback):
         step, outputs = params.cur_step_num, params.net_outputs
         [*_, last] = reader.read(step, step - self._last, outputs)
         self._last = step
-        last["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
+        last["loss"] = read_loss(outputs)
         self._longest = last["consecutive_overflows"] or 0
         for sign in self._diagnosis.feed(Seen.of(last)):
             logger.warning("%s", reports.message_of(sign, self._way))

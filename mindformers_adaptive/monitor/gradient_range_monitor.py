@@ -115,7 +115,7 @@ class GradientRangeMonitor(RecordingCallback):
         self._train_step = _find_train_step(params.train_network)
         self._sweep: Any = GradientSweep(self._train_step, self._layers, self._format)
         self._warned: set[str] = set()
-        self._open(params, self._train_step)
+        self._open(params, getattr(self._train_step, "loss_scaling_manager", None))
 
     def on_train_step_begin(self, run_context: Any) -> None:
         """Measure the gradients if the number of the step is a multiple of ``every_n_steps``.

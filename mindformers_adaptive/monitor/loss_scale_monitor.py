@@ -11,7 +11,7 @@ from mindspore.train import ModelCheckpoint
 
 from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
-from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
+from mindformers_adaptive.monitor.step_reader import find_reader, read_loss
 from mindformers_adaptive.record.diagnosis import Diagnosis
 from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
@@ -132,7 +132,6 @@ class LossScaleMonitor(RecordingCallback):
         self._max_consecutive_overflows = max_consecutive_overflows
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
         self._reader: Any = None
-        self._train_step: Any = None
         self._savers: list[Any] = []
 
     def on_train_begin(self, run_context: Any) -> None:
@@ -142,26 +141,23 @@ class LossScaleMonitor(RecordingCallback):
             run_context (RunContext): MindSpore's information about the training.
         """
         params = run_context.original_args()
-        train_step = find_train_step(params.get("train_network"), params.get("network"))
-        self._reader = None if train_step is None else StepReader(train_step)
+        self._reader = find_reader(params)
         if self._reader is None:
             logger.warning(
                 "LossScaleMonitor records nothing: the network that is trained does not scale its loss. Train it with "
                 "a train-step cell that has a scale_sense, such as TrainOneStepWithLossScaleCell or MFTrainOneStepCell."
             )
             return
-        self._train_step = train_step
         # If this monitor has a record, an earlier training in the same process has used the monitor. Then the new
         # training is not a resume, even if it continues the step count.
         is_first_training = self._record is None
-        self._open(params, train_step)
+        self._open(params, self._reader.update_cell)
         # The host can only see the batch of the current step, and no batch in data-sink mode.
         self._has_batch = self._explain and self._every_n_steps == 1 and not params.dataset_sink_mode
         batch = str(self._record.path.parent / BATCH_FILE) if self._has_batch else ""
-        callbacks = getattr(params.list_callback, "_callbacks", params.list_callback)
-        self._way = reports.way_to_the_cause(callbacks)
+        self._way = reports.way_to_the_cause(params.list_callback)
         # The batch of a bad loss and of a collapse is saved.
-        self._way_with_batch = reports.way_to_the_cause(callbacks, batch)
+        self._way_with_batch = reports.way_to_the_cause(params.list_callback, batch)
         self._diagnosis = Diagnosis(self._max_consecutive_overflows, batch)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at = self._first_step = self._last_step
@@ -175,7 +171,7 @@ class LossScaleMonitor(RecordingCallback):
         # An update cell that follows the largest gradient raises the loss scale without a scale window.
         window = None if self._reader.measures_gradients else self._reader.window[0]
         too_short = reports.too_short_for_window(params, window, self._last_step)
-        of_weights = reports.of_weights(train_step, self._way) if self._writes else []
+        of_weights = reports.of_weights(self._reader.train_step, self._way) if self._writes else []
         for message in filter(None, (too_short, *of_weights)):
             logger.warning("%s", message)
 
@@ -208,7 +204,6 @@ class LossScaleMonitor(RecordingCallback):
 
     def _release(self) -> None:
         super()._release()
-        self._train_step = None
         for saver in self._savers:
             saver.looks_before_saving.remove(self._look_now)
             if not saver.looks_before_saving:
@@ -328,7 +323,7 @@ class LossScaleMonitor(RecordingCallback):
             seen = {step: seen[self._called_at]}
         for entry in entries:
             outputs = seen.get(entry["step"])
-            entry["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
+            entry["loss"] = read_loss(outputs)
             entry["gradient_norm"] = self._reader.gradient_norm(outputs)
             entry["dropped_by_norm"] = self._reader.dropped_by_norm(entry["overflow"], entry["gradient_norm"])
         self._last_step = step
@@ -354,7 +349,7 @@ class LossScaleMonitor(RecordingCallback):
         scale = seen.next_loss_scale if seen.loss_scale is None else seen.loss_scale
         folder = self._record.path.parent
         findings = [finding for finding in self._diagnosis.findings() if not finding.is_over]
-        return reports.explain_collapse(self._train_step, batch, scale, seen.step, folder, findings)
+        return reports.explain_collapse(self._reader.train_step, batch, scale, seen.step, folder, findings)
 
 
 def _look_if_due(is_due: Callable[..., bool], looks: Iterable[Callable[[], None]], *args: Any, **kwargs: Any) -> bool:

@@ -86,9 +86,8 @@ class RecordingCallback(Callback):
         """
         self._release()
 
-    def _open(self, params: Any, train_step: Any) -> None:
+    def _open(self, params: Any, update_cell: Any) -> None:
         """Prepare the record and the TensorBoard writer for a training; MindSpore gives ``params`` to a callback."""
-        update_cell = getattr(train_step, "loss_scaling_manager", None)
         self._last_step = last_step_before(params, update_cell, self._last_step)
         self._ahead_of_model = self._last_step - params.cur_step_num
         rank = get_real_rank()

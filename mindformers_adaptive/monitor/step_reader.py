@@ -27,12 +27,6 @@ _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
 _LARGEST_COUNT = 2**31 - 1
 
 
-def find_train_step(*networks: Any) -> Any:
-    """Return the first cell in any of the networks that scales its loss by a Parameter, or None without such a cell."""
-    cells = (cell for network in filter(None, networks) for _, cell in network.cells_and_names())
-    return next((cell for cell in cells if isinstance(getattr(cell, "scale_sense", None), Parameter)), None)
-
-
 def last_step_before(params: Any, update_cell: Any, last_step: int) -> int:
     """Return the number of the last step that was taken before a training starts or resumes.
 
@@ -61,8 +55,9 @@ def _count(parameters: dict[str, Any]) -> int:
     return int(parameters["cur_iter"].asnumpy()) if "cur_iter" in parameters else 0
 
 
-def read_loss(loss: Any) -> float | None:
-    """Return the mean of a loss as a float, or None if the loss is not a number. Waits for the device."""
+def read_loss(outputs: Any) -> float | None:
+    """Return the mean loss in a train-step cell's outputs, or None if there is no loss. Waits for the device."""
+    loss = outputs[0] if isinstance(outputs, tuple | list) else outputs
     if not isinstance(loss, Tensor):
         return float(loss) if isinstance(loss, int | float) else None
     return float(np.mean(loss.float().asnumpy()))
@@ -85,9 +80,11 @@ class StepReader:
     """Reads what loss scaling did in the last steps of a train-step cell with any update cell.
 
     Args:
-        train_step (Cell): from :func:`find_train_step`.
+        train_step (Cell): a cell that scales its loss by the Parameter ``scale_sense``.
 
     Attributes:
+        train_step (Cell): that cell.
+        update_cell (Cell, optional): its update cell; None for a constant loss scale.
         window (tuple): the scale window in steps, and its index on the ladder of windows; None if unknown.
         recorded (tuple[str, ...]): fields that only the rule of the update cell records, beside the common fields.
         measures_gradients (bool): whether the update cell is told the largest gradient of each step.
@@ -96,10 +93,10 @@ class StepReader:
     """
 
     def __init__(self, train_step: Any) -> None:
-        self._train_step = train_step
-        self._update_cell: Any = getattr(train_step, "loss_scaling_manager", None)
-        self.recorded = tuple(name for name in _rule_of(self._update_cell).recorded if name not in _UNKNOWN)
-        self._fields = _state_fields(self._update_cell)
+        self.train_step = train_step
+        self.update_cell: Any = getattr(train_step, "loss_scaling_manager", None)
+        self.recorded = tuple(name for name in _rule_of(self.update_cell).recorded if name not in _UNKNOWN)
+        self._fields = _state_fields(self.update_cell)
         self._parameters = {field.name: parameter for field, parameter in self._fields}
         self.measures_gradients = "largest_gradient" in self._parameters
         self.counts_overflows = "consecutive_overflows" in self._state()
@@ -113,7 +110,7 @@ class StepReader:
         # If the update cell's step count is damaged or has reached the int32 limit, ignore this count from now on.
         if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
             self._parameters.pop("cur_iter", None)
-        return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None
+        return steps_taken(self.update_cell) if "cur_iter" in self._parameters else None
 
     def count_from(self, skipped_steps: int | None) -> None:
         """Set how many steps were skipped before this training, or None if unknown.
@@ -136,12 +133,12 @@ class StepReader:
             list[dict], oldest first and without gaps: the last step at least, and all ``count`` if the update cell
             has a history that is long enough. Unknown values are None.
         """
-        last = self.steps_taken() if hasattr(self._update_cell, "recent_steps") else None
-        history = [] if last is None else self._update_cell.recent_steps(since=last - count)
+        last = self.steps_taken() if hasattr(self.update_cell, "recent_steps") else None
+        history = [] if last is None else self.update_cell.recent_steps(since=last - count)
         entries = [{**_UNKNOWN, **entry, "step": entry["step"] - last + step} for entry in history]
         entries = entries or [self._read_last(step, count, outputs)]
         if self.measures_gradients:
-            values = {"gradient_format": self._update_cell.rule.gradient_format.to_config()}
+            values = {"gradient_format": self.update_cell.rule.gradient_format.to_config()}
             entries = [entry | values for entry in entries]
         if "skipped_steps" in self._parameters:
             entries = [entry | {"skipped_steps": entry["skipped_steps"] + self._skipped_by_others} for entry in entries]
@@ -157,7 +154,7 @@ class StepReader:
         Args:
             outputs (object): the outputs of the train-step cell.
         """
-        if not isinstance(self._train_step, MFTrainOneStepCell | MFPipelineWithLossScaleCell):
+        if not isinstance(self.train_step, MFTrainOneStepCell | MFPipelineWithLossScaleCell):
             return None
         outputs = outputs if isinstance(outputs, tuple | list) else ()
         norm, squares = (outputs[at] if len(outputs) > at else None for at in (_PLACE_OF_NORM, _PLACE_OF_SQUARES))
@@ -165,7 +162,7 @@ class StepReader:
             return float(norm.asnumpy().item())
         # In a distributed training, the squared norms need not cover the gradients of all processes, so the norm is
         # unknown.
-        if isinstance(squares, Tensor) and not self._train_step.is_distributed:
+        if isinstance(squares, Tensor) and not self.train_step.is_distributed:
             return math.sqrt(np.sum(squares.asnumpy(), dtype=np.float64))
         return None
 
@@ -176,19 +173,19 @@ class StepReader:
             overflow (bool, optional): whether the step overflowed, and was skipped for that.
             norm (float, optional): the norm of the step's gradients.
         """
-        if overflow or not getattr(self._train_step, "use_skip_data_by_global_norm", False):
+        if overflow or not getattr(self.train_step, "use_skip_data_by_global_norm", False):
             return False
         if overflow is None or norm is None:
             return None
         # Compare as MindFormers' graph does: a norm of NaN is not below the threshold, so the step was dropped.
-        return not norm < self._train_step.global_norm_spike_threshold
+        return not norm < self.train_step.global_norm_spike_threshold
 
     def _read_last(self, step: int, count: int, outputs: Any) -> dict[str, Any]:
         state = self._state()
         next_loss_scale = self._read_loss_scale()
         following = state.get("consecutive_overflows")
         overflow = read_overflow(outputs) if following is None else following > 0
-        is_fixed = self._update_cell is None or isinstance(self._update_cell, nn.FixedLossScaleUpdateCell)
+        is_fixed = self.update_cell is None or isinstance(self.update_cell, nn.FixedLossScaleUpdateCell)
         if count > 1:
             self._skipped_steps, self._consecutive_overflows = None, 0
         if self._skipped_steps is not None and overflow is not None:
@@ -212,13 +209,24 @@ class StepReader:
             state |= field.by_key(parameter.asnumpy().tolist())
         # MindSpore's own dynamic update cell keeps its scale window as a constant. An update cell with a rule does not
         # use this constant.
-        window = getattr(self._update_cell, "scale_window", None)
-        if "scale_window" not in state and isinstance(window, Tensor) and not hasattr(self._update_cell, "rule"):
+        window = getattr(self.update_cell, "scale_window", None)
+        if "scale_window" not in state and isinstance(window, Tensor) and not hasattr(self.update_cell, "rule"):
             state["scale_window"] = int(window.asnumpy())
         return state
 
     def _read_loss_scale(self) -> float:
-        return float(self._train_step.scale_sense.asnumpy().item())
+        return float(self.train_step.scale_sense.asnumpy().item())
+
+
+def find_reader(params: Any) -> StepReader | None:
+    """Return a reader of the first cell in a training that scales its loss by a Parameter; None without such a cell.
+
+    Args:
+        params (dict): what MindSpore gives to a callback.
+    """
+    networks = filter(None, (params.get("train_network"), params.get("network")))
+    cells = (cell for network in networks for _, cell in network.cells_and_names())
+    return next((StepReader(cell) for cell in cells if isinstance(getattr(cell, "scale_sense", None), Parameter)), None)
 
 
 def _rule_of(update_cell: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from mindformers.tools.utils import get_real_rank
 from mindspore.train import Callback
 
-from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, last_step_before, read_loss
+from mindformers_adaptive.monitor.step_reader import find_reader, last_step_before, read_loss
 from mindformers_adaptive.text.table import as_power_of_two
 
 
@@ -35,10 +35,8 @@ class TrainingProgress(Callback):
         if get_real_rank() != 0:
             return
         params = run_context.original_args()
-        train_step = find_train_step(params.get("train_network"), params.get("network"))
-        self._reader = None if train_step is None else StepReader(train_step)
-        update_cell = getattr(train_step, "loss_scaling_manager", None)
-        self._shown = last_step_before(params, update_cell, 0)
+        self._reader = find_reader(params)
+        self._shown = last_step_before(params, getattr(self._reader, "update_cell", None), 0)
         self._ahead_of_model = self._shown - params.cur_step_num
         self._move = self._open_bar((params.get("epoch_num") or 0) * (params.get("batch_num") or 0))
 
@@ -59,7 +57,7 @@ class TrainingProgress(Callback):
         self._move(step, lambda: text)
 
     def _describe(self, step: int, outputs: Any) -> str:
-        loss = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
+        loss = read_loss(outputs)
         words = [] if loss is None else [f"loss {loss:.4g}"]
         if self._reader is not None:
             [*_, last] = self._reader.read(step, max(step - self._shown, 1), outputs)

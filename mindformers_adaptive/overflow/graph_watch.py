@@ -45,11 +45,12 @@ class GraphWatch:
     def __init__(self, network: Any, names: Mapping[str, Any]) -> None:
         self._network = network
         clock = Parameter(Tensor(0.0, mstype.float32), "clock_of_watch", requires_grad=False)
+        measure = _Measure()
         called = {name: cell for name, cell in names.items() if not isinstance(cell, nn.CellList | nn.CellDict)}
         # Use the paths of cells as keys: the path of a cell begins with the path of the surrounding cell. The name of a
         # cell need not, because it may omit cells that a trainer puts around the network.
         paths = {id(cell): path for path, cell in network.cells_and_names()}
-        self._watched = {paths[id(cell)]: _Watched(name, cell, clock) for name, cell in called.items()}
+        self._watched = {paths[id(cell)]: _Watched(name, cell, clock, measure) for name, cell in called.items()}
         self._by_cell = {id(watched.layer): watched for watched in self._watched.values()}
         self._owners = (network, *names.values())
         self.sinks = tuple(sink for watched in self._watched.values() for sink in watched.sinks)
@@ -142,20 +143,21 @@ def _backward_order(calls: list[Call], weights: dict[str, Reading]) -> Iterator[
 class _Watched(nn.Cell):
     """Replaces a cell of the network: calls the cell, and measures its inputs and outputs."""
 
-    def __init__(self, name: str, layer: Any, clock: Any) -> None:
+    def __init__(self, name: str, layer: Any, clock: Any, measure: Any) -> None:
         super().__init__(auto_prefix=False)
-        self.layer, self.layer_name, self.clock, self.measure = layer, name, clock, _Measure()
+        self.layer, self.layer_name, self.clock, self.measure = layer, name, clock, measure
         parameters = list(inspect.signature(layer.construct).parameters.values())
         takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
         self.sinks_in = _sinks(f"{name}.in", _MOST_INPUTS if takes_any else len(parameters))
         self.sinks_out = _sinks(f"{name}.out", _MOST_OUTPUTS)
-        zeros = Tensor(np.zeros(_MOST_CALLS, np.float32))
-        self.began = Parameter(zeros, f"watch_of_{name}.began", requires_grad=False)
+        shape = (_MOST_CALLS, len(_MEASURED))
+        self.began = Parameter(Tensor(np.zeros(shape, np.float32)), f"watch_of_{name}.began", requires_grad=False)
         self.calls = Parameter(Tensor(0.0, mstype.float32), f"watch_of_{name}.calls", requires_grad=False)
         self.assign_add, self.equal, self.minimum = ops.AssignAdd(), ops.Equal(), ops.Minimum()
         self.select, self.zeros_like = ops.Select(), ops.ZerosLike()
         self.one, self.most = Tensor(1.0, mstype.float32), Tensor(float(_MOST_CALLS), mstype.float32)
-        self.numbers = Tensor(np.arange(1, _MOST_CALLS + 1, dtype=np.float32))
+        # Hold the number of each call once for each measured quantity, so that no input or output has to repeat it.
+        self.numbers = Tensor(np.broadcast_to(np.arange(1, _MOST_CALLS + 1, dtype=np.float32)[:, None], shape))
 
     @property
     def sinks(self) -> tuple[Any, ...]:
@@ -196,7 +198,7 @@ class _Watched(nn.Cell):
 
     def take_beginnings(self) -> list[float]:
         """Return when the calls of the last pass began, in any unit, and 0 for calls that were not made; reset both."""
-        began: list[float] = self.began.asnumpy().tolist()
+        began: list[float] = self.began.asnumpy()[:, 0].tolist()
         for parameter in (self.began, self.calls):
             parameter.set_data(Tensor(np.zeros(parameter.shape, np.float32)))
         return began
@@ -274,6 +276,6 @@ class _Measure(nn.Cell):
         # The sum of the elements that are inf or NaN shows their kind: inf, -inf, or NaN, also for a mixture of kinds.
         sum_of_bad = self.reduce_sum(self.subtract(both, finite), axes)
         measured = self.concat((largest, bad, sum_of_bad, self.stack((size, dtype, self.one))))
-        rows = self.broadcast(self.reshape(is_this_call, (_MOST_CALLS, 1)))
         # Select the row instead of multiplying by 0, which makes NaN of inf.
-        return dout, self.select(rows, self.broadcast(measured), self.zeros_like(sink)), self.zeros_like(is_this_call)
+        row = self.select(is_this_call, self.broadcast(measured), self.zeros_like(sink))
+        return dout, row, self.zeros_like(is_this_call)

@@ -1,5 +1,5 @@
-"""Common code of all pictures: matplotlib loaded on first use, one style, files that are never half written, and lines
-and marks that are thinned out where they lie too close together to be distinguished."""
+"""Common code of all pictures: matplotlib loaded on first use, one style, files that are never half written, and marks
+that are thinned out where they lie too close together to be distinguished."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ Floats = NDArray[np.float64]
 # The number of columns into which a panel is divided: about twice the panel's width in pixels, in a picture 1200 pixels
 # wide.
 _COLUMNS = 2000
-
-# A line with more points than this is thinned before it is drawn.
-_MANY_POINTS = 50_000
 
 # The colours of Okabe and Ito, https://jfly.uni-koeln.de/color, which people with colour blindness can distinguish.
 MAIN, SECOND, WARNING = "#0072b2", "#009e73", "#d55e00"
@@ -332,32 +329,3 @@ def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Flo
         rows.append(((across[0] + across[-1]) / 2, *extremes))
     middle, lowest, median, highest = np.array(rows, np.float64).T
     return middle, lowest, median, highest
-
-
-def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the visible points of a line: the first, lowest, highest and last point in each column of the panel.
-
-    Args:
-        x (NDArray): float64 of shape (points,), increasing.
-        y (NDArray): float64 of shape (points,); the first nan of each column is kept, and breaks the line.
-
-    Returns:
-        tuple of x and y, with all points if the line has at most 50,000.
-
-    Examples:
-        >>> x = np.arange(1e6)
-        >>> few = thinned(x, np.sin(x))
-        >>> len(few[0]) <= 4 * 2000, bool(few[1].max() == np.sin(x).max())
-        (True, True)
-    """
-    if len(x) <= _MANY_POINTS:
-        return x, y
-    points: list[int] = []
-    for block in np.array_split(np.arange(len(x)), _COLUMNS):
-        first, values = int(block[0]), y[block[0] : block[-1] + 1]
-        known = ~np.isnan(values)
-        places = {0, len(values) - 1} | ({int(np.argmin(known))} if not known.all() else set())
-        if known.any():
-            places |= {int(np.nanargmin(values)), int(np.nanargmax(values))}
-        points += [first + point for point in sorted(places)]
-    return x[points], y[points]

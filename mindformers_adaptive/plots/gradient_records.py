@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.gradients.groups import parameter_group
 from mindformers_adaptive.gradients.report import GradientRanges
 from mindformers_adaptive.gradients.selection import SCALED, select
 from mindformers_adaptive.plots import canvas
@@ -88,7 +87,6 @@ def is_gradient_record(record: Iterable[Mapping[str, object]]) -> bool:
 
 def draw_gradient_records(
     records: Mapping[str, Sequence[Mapping[str, Any]]],
-    group: Callable[[str], str | None] = parameter_group,
     kind: str = "gradients",
     modules: Sequence[str] = (),
     axis: str = "log2",
@@ -103,8 +101,6 @@ def draw_gradient_records(
     Args:
         records (Mapping[str, Sequence[Mapping]]): the lines of each run's record, by the name of the run, as
             :func:`mindformers_adaptive.record.writer.read_record` returns them; at least one.
-        group (Callable): a function from a Parameter's name to its group, or to None for the first component of the
-            name. Default: :func:`mindformers_adaptive.gradients.groups.parameter_group`.
         kind (str), modules (Sequence[str]), axis (str): as in
             :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`.
 
@@ -124,7 +120,7 @@ def draw_gradient_records(
         >>> draw_gradient_records({"a.jsonl": [line]}).get_suptitle()
         'Gradients over the steps'
     """
-    runs = {name: series_of_gradients(record, group, kind, modules, axis) for name, record in records.items()}
+    runs = {name: series_of_gradients(record, kind, modules, axis) for name, record in records.items()}
     rows = list(dict.fromkeys(row for run in runs.values() for row in run.groups))
     figure = canvas.new_figure(max(10.0, 5.0 * len(runs)), 2.0 + 1.7 * len(rows))
     is_linear = axis == "linear"
@@ -207,18 +203,19 @@ def _worst(group: GroupSeries) -> list[str]:
 
 def series_of_gradients(
     record: Sequence[Mapping[str, Any]],
-    group: Callable[[str], str | None],
     kind: str = "gradients",
     modules: Sequence[str] = (),
     axis: str = "log2",
+    group: Callable[[str], str | None] | None = None,
 ) -> GradientSeries:
     """Return the record of a run's gradients as arrays to draw.
 
     Args:
         record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.record.writer.read_record` returns them.
-        group (Callable): a function from a Parameter's name to its group, or to None.
         kind (str), modules (Sequence[str]), axis (str): as in
             :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`; on a linear axis bands and largest are values.
+        group (Callable, optional): a function from a Parameter's name to its group, or to None. Default: None, the rows
+            of :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`.
 
     Raises:
         TypeError: if a line is not a sweep over loss scales.
@@ -231,7 +228,7 @@ def series_of_gradients(
             "'every_n_steps' steps, or check that the file is the record of a GradientRangeMonitor."
         )
     sweeps = [select(GradientRanges.from_dict(line), kind, modules) for line in lines]
-    group = functools.cache(group_for(modules, sweeps[0]) or group)
+    group = functools.cache(group or group_for(modules, sweeps[0]))
     # Weights and outputs of layers do not depend on the loss scale.
     scales = [line.get("loss_scale") if kind in SCALED else None for line in lines]
     measured = list(zip(sweeps, scales, strict=True))

@@ -39,50 +39,6 @@ _ROW_LETTERS = 17
 _DARK_PURPLE = "#9b3f76"
 
 
-def draw_histograms(
-    sweep: GradientRanges | Mapping[str, Any],
-    loss_scales: Sequence[float] | None = None,
-    group: Callable[[str], str | None] = parameter_group,
-    kind: str = "gradients",
-    modules: Sequence[str] = (),
-) -> Figure:
-    """Draw histograms of the magnitudes of gradients: a row for each group of Parameters, a column for each loss scale.
-
-    Weights or outputs of layers have only one column, because the loss scale does not change them.
-
-    The gradients are shown as the backward pass computes them, multiplied by the loss scale. The bar on the left is the
-    share that underflowed to 0, the bar on the right the share that is inf or NaN. Gradients that are 0 at every scale
-    have no bar. All shares refer to all gradients of the group. Magnitudes far outside the range of the format, for
-    FP16 below 2^-30 or from 2^20 on, count in the last bars.
-
-    Args:
-        sweep (Union[GradientRanges, Mapping]): the sweep, or the content of its JSON file.
-        loss_scales (Sequence[float], optional): the scales of the sweep to draw. Default: None, the lowest scale and
-            the highest scale without an overflow.
-        group (Callable): a function from a Parameter's name to its group, or to None for the first component of the
-            name. Default: :func:`mindformers_adaptive.gradients.groups.parameter_group`.
-        kind (str): "gradients", "weights", "outputs" of layers, or "activation_gradients", the gradients of the outputs
-            of layers. Default: "gradients".
-        modules (Sequence[str]): the modules to draw, a row for each, see
-            :func:`mindformers_adaptive.gradients.selection.group_of_modules`. Default: none, draw the groups.
-
-    Returns:
-        Figure, at least 1200 pixels wide; each panel gives the shares of underflows and subnormal numbers.
-
-    Raises:
-        ImportError: if matplotlib is missing.
-        TypeError: if ``sweep`` is not a sweep.
-        ValueError: if the sweep has no such scale, nothing of the kind, or no such module.
-
-    Examples:
-        >>> counts = {"size": 10, "zeros": 4, "underflowed": 4, "infs_and_nans": 0, "histogram": {"-20": 1, "-3": 5}}
-        >>> at_64 = {"loss_scale": 64.0, "overflowed_batches": 0, "parameters": {"attention.weight": counts}}
-        >>> draw_histograms({"loss_scales": [at_64], "batches": [{}]}, [64]).get_suptitle()
-        'Gradients by magnitude'
-    """
-    return draw_sweeps({"": sweep}, loss_scales, group, kind, modules)
-
-
 class _Column(NamedTuple):
     """The data of a column of panels: a sweep, its name, the loss scale that is drawn, and statistics for each row."""
 
@@ -95,33 +51,52 @@ class _Column(NamedTuple):
 def draw_sweeps(
     sweeps: Mapping[str, GradientRanges | Mapping[str, Any]],
     loss_scales: Sequence[float] | None = None,
-    group: Callable[[str], str | None] = parameter_group,
     kind: str = "gradients",
     modules: Sequence[str] = (),
     axis: str = "log2",
 ) -> Figure:
-    """Draw histograms of several sweeps over loss scales side by side, to compare checkpoints, runs or devices.
+    """Draw histograms of sweeps over loss scales: a row for each group of Parameters, a column for each loss scale.
+
+    Several sweeps, of checkpoints, runs or devices, have columns side by side. Weights or outputs of layers have only
+    one column for each sweep, because the loss scale does not change them.
+
+    The gradients are shown as the backward pass computes them, multiplied by the loss scale. The bar on the left is the
+    share that underflowed to 0, the bar on the right the share that is inf or NaN. Gradients that are 0 at every scale
+    have no bar. All shares refer to all gradients of the group. Magnitudes far outside the range of the format, for
+    FP16 below 2^-30 or from 2^20 on, count in the last bars.
 
     Args:
-        sweeps (Mapping[str, Union[GradientRanges, Mapping]]): the sweeps by name; a single one may have the name "".
-        loss_scales (Sequence[float], optional): the loss scales to draw of each sweep. Default: None, of several sweeps
-            the highest of each that did not overflow.
-        group (Callable), kind (str), modules (Sequence[str]): as in :func:`draw_histograms`.
+        sweeps (Mapping[str, Union[GradientRanges, Mapping]]): the sweeps, or the contents of their JSON files, by name;
+            a single one may have the name "".
+        loss_scales (Sequence[float], optional): the scales to draw of each sweep. Default: None, the highest scale
+            without an overflow, and of a single sweep the lowest scale too.
+        kind (str): "gradients", "weights", "outputs" of layers, or "activation_gradients", the gradients of the outputs
+            of layers. Default: "gradients".
+        modules (Sequence[str]): the modules to draw, a row for each, see
+            :func:`mindformers_adaptive.gradients.selection.group_of_modules`. Default: none, draw the groups of
+            :func:`mindformers_adaptive.gradients.groups.parameter_group`.
         axis (str): "log2", of magnitudes, or "linear", of values with their signs and without the loss scale. Default:
             "log2".
 
     Returns:
-        Figure, a row for each group and a column for each sweep and loss scale.
+        Figure, at least 1200 pixels wide; each panel gives the shares of underflows and subnormal numbers.
 
     Raises:
         ImportError: if matplotlib is missing.
         TypeError: if a value of ``sweeps`` is not a sweep.
-        ValueError: as :func:`draw_histograms`; also for a linear axis, if a sweep was measured without signs.
+        ValueError: if a sweep has no such scale, nothing of the kind, no such module, or, for a linear axis, was
+            measured without signs.
+
+    Examples:
+        >>> counts = {"size": 10, "zeros": 4, "underflowed": 4, "infs_and_nans": 0, "histogram": {"-20": 1, "-3": 5}}
+        >>> at_64 = {"loss_scale": 64.0, "overflowed_batches": 0, "parameters": {"attention.weight": counts}}
+        >>> draw_sweeps({"": {"loss_scales": [at_64], "batches": [{}]}}, [64]).get_suptitle()
+        'Gradients by magnitude'
     """
     of_gradients, columns = kind in SCALED, list[_Column]()
     for name, sweep in sweeps.items():
         ranges = select(_read(sweep), kind, modules)
-        group_of, tried = group_for(modules, ranges) or group, ranges.loss_scales
+        group_of, tried = group_for(modules, ranges), ranges.loss_scales
         highest = (ranges.fitting_scales or tried)[-1]
         chosen = (of_gradients and loss_scales) or sorted({highest, *tried[: len(sweeps) == 1 and axis == "log2"]})
         columns += [_Column(name, ranges, scale, ranges.groups(scale, group_of)) for scale in chosen]
@@ -188,16 +163,13 @@ def require_signed(counts: ArrayStatistics) -> SignedHistogram:
     return counts.signed
 
 
-def draw_underflow(
-    sweep: GradientRanges | Mapping[str, Any], group: Callable[[str], str | None] = parameter_group
-) -> Figure:
+def draw_underflow(sweep: GradientRanges | Mapping[str, Any]) -> Figure:
     """Draw the share of gradients that underflow at each loss scale, for each group of Parameters and for all together.
 
     Loss scales at which a batch overflowed are shaded. At these scales the share that underflows is not known.
 
     Args:
-        sweep (Union[GradientRanges, Mapping]): as in :func:`draw_histograms`.
-        group (Callable): as in :func:`draw_histograms`.
+        sweep (Union[GradientRanges, Mapping]): the sweep, or the content of its JSON file.
 
     Returns:
         Figure of one panel.
@@ -208,7 +180,7 @@ def draw_underflow(
     """
     ranges = _read(sweep)
     scales = np.array(ranges.loss_scales)
-    counts = [{**ranges.groups(scale, group), "all": ranges.overall(scale)} for scale in ranges.loss_scales]
+    counts = [{**ranges.groups(scale), "all": ranges.overall(scale)} for scale in ranges.loss_scales]
     figure = canvas.new_figure(10, 5.5)
     axes = figure.subplots()
     canvas.style_axes(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
@@ -244,9 +216,9 @@ def wrapped(name: str) -> str:
     return "\n".join(lines)
 
 
-def group_for(modules: Sequence[str], ranges: GradientRanges) -> Callable[[str], str | None] | None:
-    """Return a function that maps a Parameter's name to the module in whose row it is drawn; None if there is none."""
-    return group_of_modules(modules, ranges.batches[0][0].parameters) if modules else None
+def group_for(modules: Sequence[str], ranges: GradientRanges) -> Callable[[str], str | None]:
+    """Return a function that maps a Parameter's name to its row: one of the modules, or without modules its group."""
+    return group_of_modules(modules, ranges.batches[0][0].parameters) if modules else parameter_group
 
 
 def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format, of_gradients: bool) -> Floats:
@@ -278,21 +250,14 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
     ticks = {zero + 0.5: "0", **powers, 0: "1", inf + 0.5: "inf"}
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_xlim(zero - 1.5, inf + 2.5)
-    underflow, coarse, inf_or_nan = _lost(counts, gradient_format)
-    text, colour = f"underflow {underflow}, subnormal {coarse}", canvas.MUTED
+    coarse = canvas.percent(counts.subnormal_share(gradient_format))
+    text, colour = f"underflow {canvas.percent(counts.share(counts.underflowed))}, subnormal {coarse}", canvas.MUTED
     if not of_gradients:
         text = f"0: {canvas.percent(counts.share(counts.zeros))}, subnormal or below {coarse}"
     if counts.infs_and_nans:
-        text, colour = f"inf or NaN {inf_or_nan}", _DARK_PURPLE
+        text, colour = f"inf or NaN {canvas.percent(counts.share(counts.infs_and_nans))}", _DARK_PURPLE
     elif (counts.share(counts.underflowed) or 0.0) >= canvas.ALARMING:
         colour = canvas.WARNING
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize=10, color=colour, bbox=box, gid="lost")
     return shares
-
-
-def _lost(counts: ArrayStatistics, gradient_format: Format) -> list[str]:
-    """Return the percentages of values that underflow, that are subnormal, and that are inf or NaN, as texts."""
-    subnormal = counts.subnormal_share(gradient_format)
-    shares = (counts.share(counts.underflowed), subnormal, counts.share(counts.infs_and_nans))
-    return [canvas.percent(share) for share in shares]

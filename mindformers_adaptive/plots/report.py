@@ -16,12 +16,11 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.analysis_text import PASTE, PASTE_IN_PYTHON, scales_in_words, without_advice
+from mindformers_adaptive.lab.analysis_text import PASTE, PASTE_IN_PYTHON, without_advice
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log
-from mindformers_adaptive.record.scale_summary import bounds_in_words
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import atomic_write, make_folder_of
 from mindformers_adaptive.text.table import counted
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 # Pictures for narrow screens have this share of the usual width. Their letters keep the usual size, to stay readable.
 _NARROW = 0.48
-# The page's table of skipped steps has at most this many rows.
-_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, ver
 
     Args:
         runs (Sequence[RunTold]): at least one.
-        figures (Iterable[str]): what :func:`picture` or :func:`without_pictures` returned.
+        figures (Iterable[str]): what :func:`picture` returned, or a sentence that says why there are no pictures.
         written (str): a phrase that says when the page was written.
         versions (str): the versions of the packages.
 
@@ -101,11 +98,6 @@ def picture(draw: Callable[[], Figure], heading: str) -> str:
     )
 
 
-def without_pictures(error: ImportError) -> str:
-    """Return the HTML of a sentence that says why the page has no pictures, and what to install."""
-    return f'<p class="muted">{_escaped(error)}.</p>'
-
-
 def _data(figure: Figure) -> str:
     """Return a figure as a data URL. Browsers run no scripts in an SVG that is loaded as an image."""
     figure.suptitle("")
@@ -132,22 +124,11 @@ def _head(run: RunTold, named: bool) -> str:
 
 
 def _card(run: RunTold) -> str:
-    """Return the HTML card of a run: what to change, the settings to paste, the skipped steps, facts and details."""
-    analysis = run.analysis
-    steps, skipped, scale = analysis["steps"], analysis["skipped"], analysis["loss_scale"]
-    bounds = skipped["at_least"], skipped["at_most"]
-    shares = [f"{count / steps['count']:.2%}" for count in dict.fromkeys(bounds)] if bounds[1] is not None else []
-    facts = {
-        "steps": f"{steps['count']:,} ({steps['first']:,} to {steps['last']:,})",
-        "skipped": ", ".join(filter(None, [bounds_in_words(*bounds), " to ".join(shares)])),
-        "loss": _losses(analysis["loss"]),
-        "loss scale": scales_in_words(scale),
-    }
-    rows = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd>" for name, value in facts.items())
+    """Return the HTML card of a run: what to change, the settings to paste, what happened, and all details."""
+    happened = [*run.analysis["verdict"], f"Loss: {_losses(run.analysis['loss'])}."]
     return (
         f'<article class="card">\n<h2>{_escaped(run.name)}</h2>\n<p class="muted">{_escaped(run.source)}</p>\n'
-        f"<h3>What to change</h3>\n{_advice(analysis)}\n{_skipped_steps(skipped)}<h3>The run</h3>\n"
-        f"<p>{_escaped(' '.join(analysis['verdict']))}</p>\n<dl>{rows}</dl>\n"
+        f"<h3>What to change</h3>\n{_advice(run.analysis)}\n<h3>The run</h3>\n<p>{_escaped(' '.join(happened))}</p>\n"
         f"<details><summary>All details</summary><pre>{_escaped(run.text)}</pre></details>\n</article>"
     )
 
@@ -182,18 +163,6 @@ def _change(change: str) -> str:
     """Return a piece of advice as HTML. Each command has a block of its own, so that it can be pasted."""
     text, *commands = change.split("\n")
     return _escaped(text) + "".join(f"<pre>{_escaped(command)}</pre>" for command in commands)
-
-
-def _skipped_steps(skipped: Mapping[str, Any]) -> str:
-    """Return an HTML table of the skipped steps whose numbers are known, or "" if no number is known."""
-    ranges = skipped["ranges"]
-    if not ranges:
-        return ""
-    rows = "".join(
-        f"<tr><td>{first:,}</td><td>{last:,}</td><td>{last - first + 1:,}</td></tr>" for first, last in ranges[:_ROWS]
-    )
-    more = f'<p class="muted">and {len(ranges) - _ROWS:,} more ranges</p>' if len(ranges) > _ROWS else ""
-    return f"<h3>Skipped steps</h3>\n<table><tr><th>first</th><th>last</th><th>steps</th></tr>{rows}</table>{more}\n"
 
 
 # The record of GradientRangeMonitor. The name is repeated here, because the module of the callback needs MindSpore.
@@ -233,7 +202,7 @@ def write_report(
             figures.append(picture(lambda: draw_gradient_records(gradients), "Gradients by group of Parameters"))
     except ImportError as error:
         # The page is worth reading without pictures, and a plain installation has no matplotlib.
-        figures = [without_pictures(error)]
+        figures = [f'<p class="muted">{_escaped(error)}.</p>']
     analyses = {name: analyze(run) for name, run in runs.items()}
     analysed = [
         RunTold(name, str(records[name]), analysis.to_dict(), analysis.text(details=True))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.canvas import Floats, gather, one_per_column, thinned
+from mindformers_adaptive.plots.canvas import Floats, gather, one_per_column
 from mindformers_adaptive.plots.gradient_records import GradientSeries, series_of_gradients
 from mindformers_adaptive.plots.run_series import RunSeries, series_of
 from mindformers_adaptive.record.run import RecordedRun
@@ -93,7 +93,7 @@ def draw_runs(
             f"{list(runs)} and gradients for {list(gradients or {})}. Use the same names in both."
         )
     series = {name: series_of(run) for name, run in runs.items()}
-    measured = {name: series_of_gradients(record, lambda _: "all") for name, record in (gradients or {}).items()}
+    measured = {name: series_of_gradients(record, group=lambda _: "all") for name, record in (gradients or {}).items()}
     alone = len(series) == 1 and not measured
     [run, *_] = series.values()
     window = run.scale_window if alone else None
@@ -204,7 +204,7 @@ def _draw_values(axes: Axes, run: RunSeries, of_steps: Floats, what: str, prefix
     if len(values) >= _SMOOTH_FROM:
         if not prefix:
             faint: dict[str, Any] = {**line, "alpha": 0.35, "linewidth": 0.8, "label": f"{what} of a step", "gid": what}
-            axes.plot(*thinned(*run.broken(step, values)), **faint)
+            axes.plot(*run.broken(step, values), **faint)
         blocks = min(len(values) // 10, _MEDIANS)
         label, gid = f"median of {len(values) // blocks:,} steps", f"median {what}"
         step, _, values, _ = gather(step, values, blocks)
@@ -249,7 +249,7 @@ def _draw_loss_scale(
     ``height`` is the height of this row in the panel, from 0 (bottom) to 1 (top).
     """
     steps = np.append(run.step, run.last_step + 1)
-    axes.step(*thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
+    axes.step(*run.broken(steps, run.scales), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
     of_all = "" if run.bounds == (recorded, recorded) else f" of {run.skipped_as_text}"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
@@ -265,7 +265,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     canvas.style_axes(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
     style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, "gid": "scale window"}
     marker = canvas.point_marker(len(scale_window))
-    axes.step(*thinned(*run.broken(run.step, scale_window)), where="post", marker=marker, **style)
+    axes.step(*run.broken(run.step, scale_window), where="post", marker=marker, **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
     # Label the scale windows on the axis from the largest down, but only windows with enough room for a label.
     room = np.log(windows[-1] / windows[0]) / 8
@@ -297,7 +297,7 @@ def _draw_difference(axes: Axes, apart: tuple[Floats, Floats], first: str, secon
     step, values = apart
     faint = len(values) >= _SMOOTH_FROM
     style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values)), "gid": "difference"}
-    axes.plot(*thinned(step, values), linewidth=0.8 if faint else 1.6, alpha=0.35 if faint else 1.0, **style)
+    axes.plot(step, values, linewidth=0.8 if faint else 1.6, alpha=0.35 if faint else 1.0, **style)
     if faint:
         middle, _, median, _ = gather(step, values, min(len(values) // 10, _MEDIANS))
         axes.plot(middle, median, color=canvas.MUTED, linewidth=1.6, gid="median difference")

@@ -6,30 +6,25 @@ import zipfile
 
 import numpy as np
 import pytest
-from mindspore import Model, Tensor, nn
+from mindspore import Tensor, nn
 from mindspore import dtype as mstype
-from mindspore.dataset import NumpySlicesDataset
 
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, wrapper
+from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.gradients.batch_file import read_batch, save_batch
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.overflow.explain import explain_overflow
+from tests.shared.networks import train, train_step_of
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 
-def train(steps, **arguments):
+def train_to_collapse(steps, **arguments):
     """Train a network whose squared error overflows in FP16, with LossScaleMonitor."""
     layers = [nn.Dense(4, 4, "ones").to_float(mstype.float16), nn.Dense(4, 1, "ones").to_float(mstype.float16)]
     network = nn.WithLossCell(nn.SequentialCell(*layers), nn.MSELoss())
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    cell = AdaptiveLossScaleUpdateCell(2.0**10, 2, 20)
-    train_step = wrapper.TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=cell)
-    features = np.full((steps, 4), 6e3, np.float32) + np.arange(steps, dtype=np.float32)[:, None]
-    data = NumpySlicesDataset((features, np.zeros((steps, 1), np.float32)), shuffle=False).batch(1)
+    features = np.full((steps, 1, 4), 6e3, np.float32) + np.arange(steps, dtype=np.float32)[:, None, None]
     monitor = LossScaleMonitor("record.jsonl", max_consecutive_overflows=3, **arguments)
-    Model(train_step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
-    return train_step
+    return train(train_step_of(network), (features, np.zeros((steps, 1, 1), np.float32)), monitor)
 
 
 def test_columns_keep_their_order_however_many_they_are(tmp_path):
@@ -39,7 +34,7 @@ def test_columns_keep_their_order_however_many_they_are(tmp_path):
 
 
 def test_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, tmp_path):
-    train_step = train(7, explain=True)
+    train_step = train_to_collapse(7, explain=True)
     lines = [line for line in mindformers_log.text.splitlines() if "Why it overflows" in line]
     assert len(lines) == 1
     explanation = json.loads((tmp_path / "overflow_explanation.json").read_text())
@@ -58,7 +53,7 @@ def test_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, t
 
 
 def test_nothing_is_explained_unless_asked_for(mindformers_log, tmp_path):
-    train(4)
+    train_to_collapse(4)
     assert {file.name for file in tmp_path.glob("*.*")} == {"record.jsonl"}
     assert "Loss scaling has collapsed" in mindformers_log.text
     with pytest.raises(TypeError, match="'explain' must be"):
@@ -82,9 +77,8 @@ def test_files_without_a_batch_are_refused_and_nothing_is_run(tmp_path):
     np.savez("empty.npz")
     with zipfile.ZipFile("bomb.npz", "w", zipfile.ZIP_DEFLATED) as bomb:
         bomb.writestr("column_0.npy", b"\0" * 2**20)
-    content = (
-        (tmp_path / "bomb.npz").read_bytes().replace((2**20).to_bytes(4, "little"), (2**32 - 1).to_bytes(4, "little"))
-    )
+    size, false_size = (number.to_bytes(4, "little") for number in (2**20, 2**32 - 1))
+    content = (tmp_path / "bomb.npz").read_bytes().replace(size, false_size)
     files = {"torn.npz": whole[:500], "text.npz": b"hello", "pickle.npz": pickle.dumps(Harmful()), "bomb.npz": content}
     for name, text in files.items():
         (tmp_path / name).write_bytes(text)

@@ -73,26 +73,22 @@ def test_recommendation_is_the_lowest_of_several_batches(find):
     assert find([(ONES,), (8 * ONES,), (ONES,)], margin=0).loss_scale_value == 2.0**12
 
 
-def test_overflow_at_scale_1_is_said_and_nothing_recommended(find):
-    recommendation = find(ONES, factor=2.0**16)
-    assert (
-        recommendation.ceiling,
-        recommendation.loss_scale_value,
-        recommendation.needs_scaling,
-        recommendation.yaml,
-    ) == (None, None, None, "")
-    assert re.match(
-        r"No loss scale from 2\^0 can help\b.* in 1 batch\..* float32.* 'adaptive-loss-scale why'",
-        str(recommendation),
-    )
+# For each reason to recommend no start: the batch and the factor of its gradients, the ceiling, and the text.
+NO_START = {
+    "overflow at 1": (ONES, 2.0**16, None, r"No loss scale from 2\^0 can help\b.* in 1 batch\..* float32"),
+    "bad loss": (np.nan * ONES, 1.0, None, r"No loss scale can help\b.* is inf or NaN, in 1 batch\."),
+    "gradients of 0": (0 * ONES, 1.0, 2.0**15, r"No start can be\b.* are 0 .* up to 2\^32.* labels .* masked"),
+}
 
 
-def test_a_loss_that_is_not_finite_is_said(find):
-    recommendation = find(np.full(2, np.nan, np.float32))
-    assert (recommendation.loss_scale_value, recommendation.loss_is_finite) == (None, False)
-    assert re.match(
-        r"No loss scale can help\b.* is inf or NaN, in 1 batch\..* 'adaptive-loss-scale why'", str(recommendation)
-    )
+@pytest.mark.parametrize("case", NO_START)
+def test_where_no_start_is_recommended_it_is_said_why(find, case):
+    batch, factor, ceiling, said = NO_START[case]
+    recommendation = find(batch, factor)
+    assert (recommendation.loss_scale_value, recommendation.needs_scaling, recommendation.yaml) == (None, None, "")
+    assert (recommendation.ceiling, recommendation.loss_is_finite) == (ceiling, case != "bad loss")
+    assert re.match(said, str(recommendation))
+    assert ("'adaptive-loss-scale why'" in str(recommendation)) == (ceiling is None)
 
 
 def test_nothing_that_underflows_is_said():
@@ -104,20 +100,12 @@ def test_nothing_that_underflows_is_said():
 @pytest.mark.parametrize("factor", [1.0, 2.0**-10, 3e4])
 def test_a_network_in_fp32_needs_no_loss_scaling(factor):
     recommendation = find_loss_scale(HalfPrecisionSum(2, factor, mstype.float32), ONES)
-    assert (recommendation.loss_scale_value, recommendation.needs_scaling, recommendation.is_in_format) == (
-        1.0,
-        False,
-        False,
-    )
+    found = recommendation.loss_scale_value, recommendation.needs_scaling, recommendation.is_in_format
+    assert found == (1.0, False, False)
+    assert "NoLossScaleUpdateCell()" in str(recommendation)
     assert re.match(r"No loss scaling is needed\b.* 2\^32 .* FP16", str(recommendation))
     assert "lost at" not in f"{recommendation}{recommendation.details()}".replace("loses", "")
     assert yaml.safe_load(recommendation.yaml)["runner_wrapper"]["scale_sense"] == 1.0
-
-
-def test_nothing_is_recommended_if_all_gradients_are_zero(find):
-    recommendation = find(np.zeros(2, np.float32))
-    assert (recommendation.loss_scale_value, recommendation.yaml, recommendation.needs_scaling) == (None, "", None)
-    assert re.match(r"No start can be\b.* gradients are 0 .* up to 2\^32.* labels .* masked", str(recommendation))
 
 
 class NaNLoss(HalfPrecisionSum):
@@ -155,11 +143,8 @@ def test_underflow_needs_scaling_if_much_of_the_norm_is_lost(find, large, lost, 
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in recommendation.details()
     assert recommendation.needs_scaling is needs_scaling
     assert re.search(rf"Without scaling, FP16 loses (at most )?{lost}% of (a|the) gradient", str(recommendation))
-    assert (
-        ("needs loss scaling" in str(recommendation))
-        == ("train without loss scaling" not in str(recommendation))
-        == needs_scaling
-    )
+    said = ["needs loss scaling" in str(recommendation), "train without loss scaling" not in str(recommendation)]
+    assert said == [needs_scaling] * 2
 
 
 def test_a_coarse_sweep_serves_as_well(find):
@@ -213,10 +198,6 @@ def test_python_to_paste_keeps_the_rule_of_the_train_step(cell):
     assert ("window" in text) is (cell == "adaptive")
     assert "runner_wrapper" not in str(recommendation)
     assert recommendation.to_dict()["update_cell"].rstrip() == text
-
-
-def test_a_network_in_fp32_gets_no_update_cell_that_scales():
-    assert "NoLossScaleUpdateCell()" in str(find_loss_scale(HalfPrecisionSum(2, 1.0, mstype.float32), ONES))
 
 
 def sweep_of(overflows):

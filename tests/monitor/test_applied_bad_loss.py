@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
-from mindspore import Model, nn, ops, train
-from mindspore.dataset import NumpySlicesDataset
+from mindspore import nn, ops
+from mindspore.train import LambdaCallback
 
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, wrapper
+from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
 from tests.overflow.overflowing import values
+from tests.shared.networks import train, train_step_of
 
 FILE, BAD_STEP = "record.jsonl", 3
 
@@ -25,23 +26,13 @@ class Penalized(nn.Cell):
         return (self.dense(x) ** 2).mean() + ops.stop_gradient(penalty.mean())
 
 
-def trained(*callbacks, bad=np.nan):
-    network = Penalized()
-    optimizer = nn.SGD(network.trainable_params(), 0.01)
-    scale = AdaptiveLossScaleUpdateCell(2.0**10, 2, 20)
-    train_step = wrapper.TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=scale)
-    penalty = np.zeros((5, 2), np.float32)
-    penalty[BAD_STEP - 1] = bad
-    data = NumpySlicesDataset((values(5, 2, 4), penalty), shuffle=False)
-    Model(train_step).train(1, data, callbacks=[LossScaleMonitor(FILE), *callbacks], dataset_sink_mode=False)
-
-
 @pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_log_record_and_analysis_say_that_weights_changed(bad, mindformers_log):
-    seen = []
-    network_of = lambda context: context.original_args().train_network.network.dense.weight.asnumpy().copy()  # noqa: E731
-    trained(train.LambdaCallback(on_train_step_end=lambda context: seen.append(network_of(context))), bad=bad)
+    network, seen, penalty = Penalized(), [], np.zeros((5, 2), np.float32)
+    penalty[BAD_STEP - 1] = bad
+    keep = LambdaCallback(on_train_step_end=lambda _: seen.append(network.dense.weight.asnumpy().copy()))
+    train(train_step_of(network), (values(5, 2, 4), penalty), LossScaleMonitor(FILE), keep)
     assert not np.array_equal(seen[BAD_STEP - 1], seen[BAD_STEP - 2])
     [said] = [line for line in map(str, mindformers_log.messages) if line.startswith("The loss of step ")]
     for part in (f"step {BAD_STEP}", "weights have changed", "checkpoint before", "check_for_nan_in_loss_and_grad"):

@@ -4,33 +4,27 @@ import re
 
 import numpy as np
 import pytest
-from mindspore import Model, nn
-from mindspore.dataset import NumpySlicesDataset
+from mindspore import nn
 
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, register, wrapper
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, register
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
-from tests.shared.networks import Dense
+from tests.shared.networks import Dense, train
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 
-def train(value, steps, callbacks, cell=AdaptiveLossScaleUpdateCell):
-    dense = Dense()
-    update_cell = cell(2.0**16, 2, 20)
-    train_step = wrapper.TrainOneStepWithLossScaleCell(dense.network, dense.optimizer(), scale_sense=update_cell)
-    features, target = (np.repeat(each.asnumpy()[:1], steps, axis=0) for each in Dense.batch())
-    features[:] = value
-    data = NumpySlicesDataset((features, target), shuffle=False).batch(1)
-    Model(train_step).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
+def train_on(value, steps, *callbacks, cell=AdaptiveLossScaleUpdateCell):
+    columns = np.full((steps, 1, 4), value, np.float32), np.zeros((steps, 1, 2), np.float32)
+    train(Dense().train_step(cell(2.0**16, 2, 20)), columns, *callbacks)
 
 
 @pytest.mark.parametrize("cell", [AdaptiveLossScaleUpdateCell, nn.DynamicLossScaleUpdateCell])
 def test_a_bad_loss_and_a_collapse_are_told_without_the_monitor(cell, mindformers_log):
-    train(np.inf, 55, [CollapseWatch()], cell)
+    train_on(np.inf, 55, CollapseWatch(), cell=cell)
     lines = [record.getMessage() for record in mindformers_log.records if record.filename == "collapse_watch.py"]
     assert [line.partition(",")[0].partition(":")[0] for line in lines] == [
         "The loss of step 1 is nan" if "is nan" in lines[0] else "The loss of step 1 is inf",
@@ -47,8 +41,8 @@ def test_a_bad_loss_and_a_collapse_are_told_without_the_monitor(cell, mindformer
 
 
 def test_good_training_or_one_with_a_monitor_is_not_told_of(mindformers_log):
-    train(0.5, 12, [CollapseWatch()])
-    train(np.inf, 3, [LossScaleMonitor("record.jsonl"), CollapseWatch()])
+    train_on(0.5, 12, CollapseWatch())
+    train_on(np.inf, 3, LossScaleMonitor("record.jsonl"), CollapseWatch())
     assert not [record for record in mindformers_log.records if record.filename == "collapse_watch.py"]
     of_first_loss = re.compile(r"The loss of step 1 is (inf|nan), .*no loss scale")
     [first] = [record for record in mindformers_log.records if of_first_loss.match(record.getMessage())]

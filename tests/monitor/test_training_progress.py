@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from mindspore import Model, nn
-from mindspore.dataset import NumpySlicesDataset
+from mindspore import nn
 
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, wrapper
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.monitor.training_progress import TrainingProgress
-from tests.shared.networks import Dense
+from tests.shared.networks import Dense, train
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
@@ -21,15 +20,11 @@ def test_text_beside_the_bar_is_that_of_the_step(cell):
         # The bar is drawn in every third step only.
         return lambda step, text: moves.append((step, text() if step % 3 == 0 else None))
 
-    dense, steps = Dense(), 6
-    train_step = wrapper.TrainOneStepWithLossScaleCell(
-        dense.network, dense.optimizer(), scale_sense=cell(2.0**16, 2, 20)
-    )
-    features, target = (np.repeat(each.asnumpy()[:1], steps, axis=0) for each in Dense.batch())
+    features = np.ones((6, 1, 4), np.float32)
     features[:4] = np.inf
-    data = NumpySlicesDataset((features, target), shuffle=False).batch(1)
-    Model(train_step).train(1, data, callbacks=[TrainingProgress(open_bar)], dataset_sink_mode=False)
-    assert totals == [steps]
+    columns = features, np.zeros((6, 1, 2), np.float32)
+    train(Dense().train_step(cell(2.0**16, 2, 20)), columns, TrainingProgress(open_bar))
+    assert totals == [6]
     assert [step for step, _ in moves] == [1, 2, 3, 4, 5, 6]
     assert moves[2][1].partition(", ")[2] == "loss scale 2^13, skipped 3"
     loss, scale, skipped = moves[5][1].split(", ")

@@ -63,6 +63,10 @@ def values(*shape, scale=1.0):
     return np.random.default_rng(1).normal(size=shape).astype(np.float32) * np.float32(scale)
 
 
+def full(value, *shape):
+    return np.full(shape, value, np.float32)
+
+
 class Convolutions(nn.Cell):
     """Two convolutions in FP16, with batch norms in float32."""
 

@@ -1,5 +1,10 @@
 """Functions with which tests find the parts of a figure."""
 
+from matplotlib.collections import Collection
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+
 
 def artist(axes, gid):
     """Return the matplotlib artist whose gid is ``gid`` in a panel; there must be exactly one."""
@@ -31,3 +36,11 @@ def legend(axes):
 def overlap(first, other):
     """Return whether two bounding boxes in a picture share any area."""
     return first.x0 < other.x1 and other.x0 < first.x1 and first.y0 < other.y1 and other.y0 < first.y1
+
+
+def content(figure):
+    """Return what a picture shows apart from its layout: all texts, and the data of all lines, areas and bars."""
+    shown = [text.get_text() for text in figure.findobj(Text)]
+    shown += [line.get_xydata().tobytes() for line in figure.findobj(Line2D)]
+    shown += [path.vertices.tobytes() for areas in figure.findobj(Collection) for path in areas.get_paths()]
+    return shown + [patch.get_path().vertices.tobytes() for patch in figure.findobj(Patch)]

@@ -25,7 +25,7 @@ def record():
 
 
 def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
-    series = series_of_gradients(record, lambda name: name)
+    series = series_of_gradients(record, group=lambda name: name)
     for number, step in enumerate(STEPS):
         for name in NAMES:
             # The bands show quantiles of the gradients that were measured at the loss scale of the training, or at 512
@@ -43,7 +43,7 @@ def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
 
 
 def test_losses_are_those_at_the_scale_of_the_training(record):
-    series = series_of_gradients(record, lambda name: name)
+    series = series_of_gradients(record, group=lambda name: name)
     assert series.loss_scale.tolist() == list(STEPS.values())
     assert series.overflow.tolist() == [False, False, True]
     for name in NAMES:
@@ -57,7 +57,7 @@ def test_losses_are_those_at_the_scale_of_the_training(record):
 
 def test_rows_are_groups_with_medians_and_largest(record):
     figure = draw_gradient_records({"run": record})
-    series = series_of_gradients(record, lambda name: "attention" if "attention" in name else "output")
+    series = series_of_gradients(record, group=lambda name: "attention" if "attention" in name else "output")
     assert [axes.get_ylabel() for axes in figure.axes] == ["attention\nmagnitude", "output\nmagnitude"]
     for axes, group in zip(figure.axes, series.groups.values(), strict=True):
         assert points(axes, "median") == ([10, 20, 30], group.bands[2].tolist())
@@ -104,7 +104,7 @@ def test_runs_have_columns_on_one_axis(record):
 
 def test_magnitudes_alone_are_drawn_for_an_unknown_scale(record):
     lines = [{**line, "loss_scale": None} for line in record]
-    assert np.isfinite(series_of_gradients(lines, lambda name: name).overall.bands).all()
+    assert np.isfinite(series_of_gradients(lines, group=lambda name: name).overall.bands).all()
     figure = draw_gradient_records({"run": lines})
     assert [axes.get_title("right") for axes in figure.axes] == ["", ""]
     assert artists(figure.axes[0], "overflows") == []
@@ -114,22 +114,13 @@ def test_steps_without_gradients_above_0_break_the_line():
     zeros = array_statistics(np.zeros(4))
     nothing = GradientRanges({"a": zeros}, ((ScaleRanges(64.0, 1.0, {"a": zeros}),),)).to_dict()
     record = [{"step": 1, "loss_scale": 64.0, **nothing}]
-    assert np.isnan(series_of_gradients(record, lambda name: name).groups["a"].bands).all()
+    assert np.isnan(series_of_gradients(record, group=lambda name: name).groups["a"].bands).all()
     assert draw_gradient_records({"run": record}).axes[0].get_title("right").startswith("at most 0 % are subnormal")
 
 
 def test_missing_steps_are_no_steps(record):
     with_gaps = [{"missing_steps": 9, "first_step": 1, "last_step": 9}, *record]
-    assert series_of_gradients(with_gaps, lambda name: name).step.tolist() == [10, 20, 30]
-    with pytest.raises(ValueError, match=r"at least 1 step with gradients.*'every_n_steps'"):
-        draw_gradient_records({"run": with_gaps[:1]})
-
-
-def test_other_records_are_refused():
-    with pytest.raises(ValueError, match="positive integer, not 0"):
-        draw_gradient_records({})
-    with pytest.raises(TypeError, match="'sweep' must be what GradientRanges"):
-        draw_gradient_records({"run": [{"step": 1, "loss_scales": 64}]})
+    assert series_of_gradients(with_gaps, group=lambda name: name).step.tolist() == [10, 20, 30]
 
 
 def line_of(step, **kinds):
@@ -162,14 +153,9 @@ def test_weights_and_outputs_are_drawn_without_a_scale(values):
     # If all weights are 1, the band that shows their magnitudes does not go beyond 1.
     assert points(figure.axes[1], "median")[1] == [0, 0]
     assert artists(figure.axes[0], "overflows") == []
-    both = {*NAMES[:2]}
-    medians = [series_of_gradients(values, lambda name: name, "weights").groups[name].bands[2] for name in both]
-    assert np.array(medians) == pytest.approx(np.array([[first, second]] * 2))
-    assert title(draw_gradient_records({"run": values}, kind="outputs")) == "Outputs over the steps"
-    assert [axes.get_ylabel() for axes in draw_gradient_records({"run": values}, kind="outputs").axes] == [
-        "attention\nmagnitude",
-        "output\nmagnitude",
-    ]
+    outputs = draw_gradient_records({"run": values}, kind="outputs")
+    assert title(outputs) == "Outputs over the steps"
+    assert [axes.get_ylabel() for axes in outputs.axes] == ["attention\nmagnitude", "output\nmagnitude"]
 
 
 def test_gradients_of_outputs_have_limits_and_no_scale():
@@ -192,30 +178,41 @@ def test_gradients_of_outputs_have_limits_and_no_scale():
 def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
     modules = ["layers.1.attention", NAMES[0]]
     figure = draw_gradient_records({"run": values}, kind="weights", modules=modules)
-    assert [axes.get_ylabel() for axes in figure.axes] == [
-        "layers.1.\nattention\nmagnitude",
-        "layers.0.\nattention.wq.\nweight\nmagnitude",
-    ]
-    series = series_of_gradients(values, lambda name: name, "weights", ["*.wo.weight"])
+    labels = ["layers.1.\nattention\nmagnitude", "layers.0.\nattention.wq.\nweight\nmagnitude"]
+    assert [axes.get_ylabel() for axes in figure.axes] == labels
+    series = series_of_gradients(values, "weights", ["*.wo.weight"])
     assert [*series.groups] == ["*.wo.weight"]
     assert series.overall.largest.tolist() == series.groups["*.wo.weight"].largest.tolist()
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (
-            {"modules": ["layers.0.atention"]},
-            "'layers.0.atention' is not among them. The nearest names are layers.0.at",
-        ),
-        ({"modules": ["*"] * 7}, "'modules' must have at most 6 names.*got 7"),
-        ({"kind": "outputs"}, "no outputs to draw: .*'layers' or --layers"),
-        ({"kind": "activation_gradients"}, "no activation gradients to draw: .*'layers' or --layers"),
-    ],
-)
-def test_what_is_not_there_is_not_drawn(record, how, message):
-    with pytest.raises(ValueError, match=message):
-        draw_gradient_records({"run": record}, **how)
+GAP = {"missing_steps": 9, "first_step": 1, "last_step": 9}
+NO_SWEEP = {"step": 1, "loss_scales": 64}
+REFUSED = {
+    "no run": (lambda record: {}, {}, ValueError, "positive integer, not 0"),
+    "no step": (lambda record: {"run": [GAP]}, {}, ValueError, "at least 1 step with gradients.*'every_n_steps'"),
+    "no sweep": (lambda record: {"run": [NO_SWEEP]}, {}, TypeError, "'sweep' must be what GradientRanges"),
+    "no signs": (
+        lambda record: {"run": json.loads(json.dumps(record).replace('"signed"', '"unknown"'))},
+        {"axis": "linear"},
+        ValueError,
+        "'axis' must be 'log2' .*without signs.*got 'linear'",
+    ),
+    "misspelt": (
+        lambda record: {"run": record},
+        {"modules": ["layers.0.atention"]},
+        ValueError,
+        "'layers.0.atention' is not among them. The nearest names are layers.0.at",
+    ),
+    "too many": (lambda record: {"run": record}, {"modules": ["*"] * 7}, ValueError, "at most 6 names.*got 7"),
+    "outputs": (lambda record: {"run": record}, {"kind": "outputs"}, ValueError, "no outputs to draw: .*'layers' or"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_there_is_not_drawn(record, case):
+    records_of, how, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        draw_gradient_records(records_of(record), **how)
 
 
 def test_signed_values_show_a_drift_of_weights():
@@ -235,14 +232,8 @@ def test_signed_values_show_a_drift_of_weights():
 
 
 def test_gradients_on_a_linear_axis_have_no_loss_scale(record):
-    series = series_of_gradients(record, lambda name: name, axis="linear")
+    series = series_of_gradients(record, axis="linear", group=lambda name: name)
     at_64 = in_fp16(10, 64.0)[NAMES[2]].astype(np.float64) / 64.0
     np.testing.assert_allclose(
         series.groups[NAMES[2]].bands[:, 0], np.quantile(at_64, [0.05, 0.25, 0.5, 0.75, 0.95]), atol=np.ptp(at_64) / 64
     )
-
-
-def test_a_linear_axis_needs_what_was_measured_with_signs(record):
-    old = json.loads(json.dumps(record).replace('"signed"', '"unknown"'))
-    with pytest.raises(ValueError, match=r"'axis' must be 'log2' .*without signs.*got 'linear'"):
-        draw_gradient_records({"run": old}, axis="linear")

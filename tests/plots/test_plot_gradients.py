@@ -9,7 +9,7 @@ from mindformers_adaptive.gradients.groups import group_parameters, parameter_gr
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.gradients import draw_histograms, draw_sweeps, draw_underflow
+from mindformers_adaptive.plots.gradients import draw_sweeps, draw_underflow
 from tests.plots.drawn import artist, artists, legend, points, title
 from tests.shared.records import NAMES, gradient_line, in_fp16
 
@@ -33,7 +33,7 @@ def bars(axes):
 
 
 def test_bars_are_the_shares_of_all_gradients_of_a_group(sweep):
-    figure = draw_histograms(sweep, [64, 512])
+    figure = draw_sweeps({"": sweep}, [64, 512])
     grid = np.array(figure.axes).reshape(2, 2)
     for column, scale in enumerate((64.0, 512.0)):
         together = {"attention": NAMES[:2], "output": NAMES[2:]}
@@ -52,7 +52,7 @@ def test_bars_are_the_shares_of_all_gradients_of_a_group(sweep):
     ("name", "limits"), [("float16", [-24, -14, np.log2(65504)]), ("float8_e4m3fn", [-9, -6, np.log2(448)])]
 )
 def test_grid_is_labelled_and_marks_the_limits_of_the_format(sweep, name, limits):
-    figure = draw_histograms({**sweep, "gradient_format": name}, [64, 512])
+    figure = draw_sweeps({"": {**sweep, "gradient_format": name}}, [64, 512])
     grid = np.array(figure.axes).reshape(2, 2)
     assert [axes.get_title("left") for axes in grid[0]] == ["loss scale $2^{6}$ = 64", "loss scale $2^{9}$ = 512"]
     assert [axes.get_ylabel() for axes in grid[:, 0]] == ["attention\nshare, %", "output\nshare, %"]
@@ -66,7 +66,7 @@ def test_grid_is_labelled_and_marks_the_limits_of_the_format(sweep, name, limits
 
 
 def test_overflowed_scale_says_so(sweep):
-    figure = draw_histograms(sweep, [2.0**30])
+    figure = draw_sweeps({"": sweep}, [2.0**30])
     said = [artist(axes, "lost").get_text() for axes in figure.axes]
     assert said[0] == "underflow not known, subnormal 0 %"
     share = 100 * np.mean(~np.isfinite(at_scale(2.0**30, NAMES[2:])))
@@ -75,20 +75,20 @@ def test_overflowed_scale_says_so(sweep):
 
 
 def test_lowest_and_highest_fitting_scales_are_compared(sweep):
-    titles = [axes.get_title("left") for axes in draw_histograms(sweep).axes[:2]]
+    titles = [axes.get_title("left") for axes in draw_sweeps({"": sweep}).axes[:2]]
     assert titles == ["loss scale $2^{0}$ = 1", "loss scale $2^{9}$ = 512"]
 
 
 def test_gradients_beyond_fp16_count_at_the_ends():
     statistics = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], np.ones(4))
     ranges = GradientRanges({"a": statistics}, ((ScaleRanges(1.0, 1.0, {"a": statistics}),),))
-    assert bars(draw_histograms(ranges).axes[0]) == {-30: 50.0, 0: 25.0, 19: 25.0}
+    assert bars(draw_sweeps({"": ranges}).axes[0]) == {-30: 50.0, 0: 25.0, 19: 25.0}
 
 
 def test_subnormals_are_those_below_the_smallest_normal_number():
     statistics = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], np.ones(5))
     ranges = GradientRanges({"a": statistics}, ((ScaleRanges(1.0, 1.0, {"a": statistics}),),))
-    axes = draw_histograms(ranges).axes[0]
+    axes = draw_sweeps({"": ranges}).axes[0]
     assert artist(axes, "lost").get_text() == "underflow 0 %, subnormal 60 %"
     colours = {round(bar.get_x()): bar.get_facecolor() for bar in axes.patches}
     assert colours[-25] == colours[-15] != colours[-14] == colours[0]
@@ -115,18 +115,10 @@ def test_overflowed_scales_are_shaded(sweep):
     )
 
 
-def test_scale_that_was_not_tried_is_refused(sweep):
-    with pytest.raises(ValueError, match=r"'loss_scale' must be one of .* 2\^0, 2\^6, 2\^9, 2\^30, .* 100"):
-        draw_histograms(sweep, [64, 100])
-
-
-@pytest.mark.parametrize(
-    "not_a_sweep", [{}, {"loss_scales": [], "batches": []}, [], "ranges.json", {"loss_scales": [1]}]
-)
+@pytest.mark.parametrize("not_a_sweep", [{}, {"loss_scales": []}, [], "ranges.json", {"loss_scales": [1]}])
 def test_what_is_no_sweep_is_refused(not_a_sweep):
-    for draw in (draw_histograms, draw_underflow):
-        with pytest.raises(TypeError, match=r"'sweep' must be what GradientRanges\.to_dict\(\) returns"):
-            draw(not_a_sweep)
+    with pytest.raises(TypeError, match=r"'sweep' must be what GradientRanges\.to_dict\(\) returns"):
+        draw_underflow(not_a_sweep)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +159,6 @@ def test_small_groups_of_many_are_gathered():
     assert grouped["others"] == ["embed.weight", "part1.weight", "part2.weight", "part3.weight"]
 
 
-def test_groups_can_be_ones_own(sweep):
-    figure = draw_histograms(sweep, [64], group=lambda name: name.split(".")[0])
-    assert [axes.get_ylabel() for axes in figure.axes] == ["layers\nshare, %", "lm_head\nshare, %"]
-
-
 def test_a_sweep_of_several_batches_is_drawn_as_its_file_is(tmp_path):
     def at(step, scale):
         reference = in_fp16(step, 512.0) if scale <= 512 else {}
@@ -183,9 +170,9 @@ def test_a_sweep_of_several_batches_is_drawn_as_its_file_is(tmp_path):
     sweep = GradientRanges({name: array_statistics([1.0, 2.0**-20]) for name in NAMES}, batches)
     file = json.loads(json.dumps(sweep.to_dict()))
     for draw in (
-        draw_histograms,
+        lambda source: draw_sweeps({"": source}),
         draw_underflow,
-        lambda source: draw_histograms(source, kind="weights", modules=NAMES[:1]),
+        lambda source: draw_sweeps({"": source}, kind="weights", modules=NAMES[:1]),
     ):
         drawn, expected = (save(draw(source), tmp_path / "picture.png").read_bytes() for source in (sweep, file))
         assert drawn == expected
@@ -195,14 +182,14 @@ def test_weights_and_outputs_have_one_column_and_no_scale():
     weights = {name: array_statistics([2.0**-20, 0.0, 1.0, 8.0]) for name in NAMES}
     outputs = {"lm_head": array_statistics([0.25, 2.0**-30])}
     sweep = GradientRanges(weights, ((ScaleRanges(64.0, 1.0, weights), ScaleRanges(128.0, 1.0, weights)),), outputs)
-    figure = draw_histograms(sweep.to_dict(), kind="weights", modules=[NAMES[0]])
+    figure = draw_sweeps({"": sweep.to_dict()}, kind="weights", modules=[NAMES[0]])
     [axes] = figure.axes
     # The x axis is log2 of the magnitude. Zeros have no logarithm, so their bar is at the left end, at x = -33.
     assert bars(axes) == {-33: 25, -20: 25, 0: 25, 3: 25}
     assert figure.legends[0].get_texts()[0].get_text() == "0"
     assert artist(axes, "lost").get_text() == "0: 25 %, subnormal or below 25 %"
     assert title(figure) == "Weights by magnitude"
-    [axes] = draw_histograms(sweep.to_dict(), kind="outputs").axes
+    [axes] = draw_sweeps({"": sweep.to_dict()}, kind="outputs").axes
     assert (axes.get_ylabel(), axes.get_title("left")) == ("output\nshare, %", "outputs")
     assert bars(axes) == {-30: 50, -2: 50}
 
@@ -212,22 +199,18 @@ def test_gradients_of_outputs_are_drawn_at_their_measured_scale(sweep):
     weights = {NAMES[0]: array_statistics([1.0])}
     scales = ScaleRanges(64.0, 1.0, layers), ScaleRanges(128.0, 1.0, {"layers.0.attention": array_statistics([np.inf])})
     measured = GradientRanges({}, ((ScaleRanges(64.0, 1.0, weights),),), activation_gradients=(scales,)).to_dict()
-    figure = draw_histograms(measured, kind="activation_gradients")
+    figure = draw_sweeps({"": measured}, kind="activation_gradients")
     [axes] = figure.axes
     assert bars(axes) == {-33: 25, -2: 25, 3: 25}
     assert axes.get_xlabel().startswith("magnitude of activation gradient ")
     assert axes.get_xlabel().endswith("loss scale, log2")
-    assert [
-        axes.get_title("left") for axes in draw_histograms(measured, [64, 128], kind="activation_gradients").axes
-    ] == [
-        "loss scale $2^{6}$ = 64",
-        "loss scale $2^{7}$ = 128",
-    ]
+    both = draw_sweeps({"": measured}, [64, 128], kind="activation_gradients").axes
+    assert [axes.get_title("left") for axes in both] == ["loss scale $2^{6}$ = 64", "loss scale $2^{7}$ = 128"]
     figure = draw_sweeps({"": measured}, kind="activation_gradients", axis="linear")
     assert artist(figure.axes[0], "range").get_text() == "-0.125 to 0.00391"
     assert title(figure) == "Activation gradients by value"
     with pytest.raises(ValueError, match=r"no activation gradients .* 'layers' or --layers"):
-        draw_histograms(sweep, kind="activation_gradients")
+        draw_sweeps({"": sweep}, kind="activation_gradients")
 
 
 def test_several_sweeps_share_their_axes():
@@ -236,7 +219,7 @@ def test_several_sweeps_share_their_axes():
         return GradientRanges(statistics, ((ScaleRanges(8.0, 1.0, statistics),),)).to_dict()
 
     both = {"gpu": sweep_of(norm=[0.99, 1.01], wq=[-1.0, 2.0]), "npu": sweep_of(norm=[0.9, 1.2])}
-    figure = draw_sweeps(both, group=lambda name: name, kind="weights", axis="linear")
+    figure = draw_sweeps(both, kind="weights", axis="linear")
     norm_of_gpu, norm_of_npu, wq_of_gpu, none = figure.axes
     assert norm_of_gpu.get_xlim() == norm_of_npu.get_xlim() != wq_of_gpu.get_xlim()
     assert norm_of_gpu.get_ylim() == norm_of_npu.get_ylim()

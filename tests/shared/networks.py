@@ -2,7 +2,7 @@
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, amp, dataset, nn, ops
+from mindspore import Model, Parameter, Tensor, amp, dataset, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
@@ -231,3 +231,16 @@ def batches(count, overflows=()):
     both = [Dense.batch(number in overflows) for number in range(count)]
     rows = [np.concatenate([tensor.asnumpy() for tensor in each]) for each in zip(*both, strict=True)]
     return dataset.NumpySlicesDataset(tuple(rows), shuffle=False).batch(3)
+
+
+def train_step_of(network, optimizer=None, update_cell=None):
+    """Return the train step of a network that returns its loss."""
+    optimizer = optimizer or nn.SGD(network.trainable_params(), 0.001)
+    return TrainOneStepWithLossScaleCell(network, optimizer, update_cell or AdaptiveLossScaleUpdateCell(2.0**10, 2, 20))
+
+
+def train(train_step, columns, *callbacks):
+    """Train for one step for each row of the columns, and return the train step."""
+    data = dataset.NumpySlicesDataset(tuple(columns), shuffle=False)
+    Model(train_step).train(1, data, callbacks=[*callbacks], dataset_sink_mode=False)
+    return train_step
