@@ -16,10 +16,9 @@ from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.state_dict import RUN
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 from tests.monitor.event_files import read_scalars
-from tests.shared.networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, resettable, rows, seeded_train_step
-from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
+from tests.shared.networks import GraphOnly, HalfPrecisionSum, resettable, rows, seeded_train_step
 
 pytestmark = pytest.mark.slow
 
@@ -96,28 +95,6 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
     expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14], gradient_format="float8_e5m2").to_dict()
     # Convert the expected values through JSON, which turns tuples into lists.
     assert first == json.loads(json.dumps({"step": 1, "loss_scale": 2**10, **expected}))
-
-
-@NEEDS_LOSS_PER_TOKEN
-def test_norm_in_tensorboard_equals_mindformers(graph_mode, tmp_path):
-    norms = []
-    keeping = LambdaCallback(on_train_step_end=lambda run: norms.append(float(run.original_args().net_outputs[4])))
-    network = PerToken()
-    step = MFTrainOneStepCell(
-        network,
-        nn.SGD(network.trainable_params(), 0.1),
-        use_clip_grad=True,
-        scale_sense=AdaptiveLossScaleUpdateCell(2**6, 2, 20),
-        calculate_per_token_loss=True,
-    )
-    data = dataset.NumpySlicesDataset(np.random.default_rng(0).normal(size=(TOKENS * 3, 8)).astype(np.float32))
-    lines = watch(tmp_path, step, data.batch(TOKENS), keeping, tensorboard_dir=tmp_path)
-    events = read_scalars(tmp_path)
-    assert len(norms) == 3
-    assert [events["gradients/norm"][number] for number in (1, 2, 3)] == pytest.approx(norms, rel=1e-5)
-    for line, norm in zip(lines, norms, strict=True):
-        [batch], [at_scale] = line["batches"], line["loss_scales"]
-        assert at_scale["overall"]["norm"] == pytest.approx(norm * 2**6 * batch["grad_scale_factor"], rel=1e-5)
 
 
 def test_outputs_of_layers_are_named_as_their_parameters(graph_mode, tmp_path):

@@ -7,11 +7,10 @@ import sys
 import pytest
 
 # Under this name pytest imports the file: both files then share their compiled train steps.
-from test_loss_scale_monitor import OVERFLOWS, build, build_again, train
+from test_loss_scale_monitor import OVERFLOWS, build_again, train
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.record.writer import read_record
-from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -35,8 +34,9 @@ def numbers_of(line):
 
 def test_each_step_is_handed_over_as_finite_floats(path):
     logger = Logger()
-    train(build_again(), [LossScaleMonitor(path, log=logger.log)])
+    train(build_again(9), [LossScaleMonitor(path, every_n_steps=7, log=logger.log)])
     record = read_record(path)
+    assert [*logger.steps] == list(range(1, len(OVERFLOWS) + 1))
     assert logger.steps == {line["step"]: numbers_of(line) for line in record}
     assert [logger.steps[step]["loss_scaling/overflow"] for step in logger.steps] == [float(flag) for flag in OVERFLOWS]
     assert {type(value) for data in logger.steps.values() for value in data.values()} == {float}
@@ -44,21 +44,6 @@ def test_each_step_is_handed_over_as_finite_floats(path):
     assert {"loss_scaling/loss_scale", "loss_scaling/skipped_steps"} <= set.intersection(
         *map(set, logger.steps.values())
     )
-
-
-def test_the_guided_cell_hands_over_the_largest_gradient(path):
-    logger = Logger()
-    train(build(GradientGuidedLossScaleUpdateCell(2.0**10)), [LossScaleMonitor(path, log=logger.log)], OVERFLOWS[:4])
-    expected = {line["step"]: line["largest_gradient"] for line in read_record(path)}
-    shown = {step: data.get("loss_scaling/largest_gradient", math.inf) for step, data in logger.steps.items()}
-    assert shown == expected
-    assert math.isfinite(shown[4])
-
-
-def test_with_every_n_steps_no_step_is_lost(path):
-    logger = Logger()
-    train(build_again(9), [LossScaleMonitor(path, every_n_steps=7, log=logger.log)])
-    assert [*logger.steps] == list(range(1, len(OVERFLOWS) + 1))
 
 
 def test_a_logger_that_fails_stops_no_training(path, caplog):

@@ -174,33 +174,6 @@ class Times(nn.Cell):
         return self.mul(x.astype(HALF), weight).astype(mstype.float32).sum()
 
 
-class Masked(nn.Cell):
-    """Attention scores that a mask sets to -inf before a softmax. The product of query and key may overflow."""
-
-    def __init__(self):
-        super().__init__()
-        self.query = nn.Dense(4, 4, "ones", has_bias=False).to_float(HALF)
-        self.key = nn.Dense(4, 4, "ones", has_bias=False).to_float(HALF)
-        self.product = ops.BatchMatMul(transpose_b=True)
-        self.softmax = nn.Softmax()
-
-    def construct(self, x):
-        mask = ops.ones((4, 4), mstype.bool_).triu(diagonal=1)
-        scores = self.product(self.query(x), self.key(x)).masked_fill(mask, float("-inf"))
-        return self.softmax(scores.astype(mstype.float32)).var()
-
-
-class LossInHalf(nn.Cell):
-    """A network whose loss is in FP16, so that a loss scale above 65504 does not fit."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Dense(4, 4, "ones").to_float(HALF)
-
-    def construct(self, x):
-        return self.dense(x).mean()
-
-
 class WithOwnGradient(nn.Cell):
     """A layer with a custom gradient function, whose operators explain_overflow cannot see."""
 
@@ -235,18 +208,6 @@ class OwnGradientOfTwo(nn.Cell):
 
     def bprop(self, x, y, out, dout):
         return dout * 4096.0, dout
-
-
-class Hiding(nn.Cell):
-    """A function without a gradient after a layer in FP16, so that no gradient reaches the weights."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.dense = nn.Dense(4, 4, "ones").to_float(HALF)
-        self.function = function
-
-    def construct(self, x):
-        return self.function(self.dense(x)).astype(mstype.float32).sum()
 
 
 class Attention(nn.Cell):

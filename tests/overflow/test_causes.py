@@ -13,6 +13,7 @@ from tests.overflow.overflowing import (
     HALF,
     Attention,
     Autoencoder,
+    Calls,
     Convolutions,
     MaskedScores,
     Mixer,
@@ -22,6 +23,7 @@ from tests.overflow.overflowing import (
     WithOwnGradient,
     explained,
     filled_mask,
+    full,
     llama,
     planted,
     tokens,
@@ -167,37 +169,26 @@ def test_a_low_scale_is_one_that_overflows_at_2_to_the_8():
     assert [bool(low_scale(scale)) for scale in (None, 2.0**9, 2.0**8, 1.0)] == [False, False, True, True]
 
 
-class SumOfSquares(nn.Cell):
-    """A layer in FP16, and a loss that is computed in FP16: a sum of squares, or another function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.dense, self.function = nn.Dense(4, 4, "ones", has_bias=False).to_float(HALF), function
-
-    def construct(self, x):
-        return self.function(self.dense(x))
-
-
 IN_HALF = {
-    "sum": (lambda x: x.sum(), 1e3, 1.0),
-    "squares": (lambda x: (x * x).mean(), 100.0, 1.0),
-    "reduced": (lambda x: ops.ReduceSum()(x, ()), 1e3, 1.0),
-    "loss scale": (lambda x: x.mean(), 1e-4, 2.0**18),
-    "mean of a power": (lambda x: ops.pow(x, 2.0).mean(), 100.0, 1.0),
+    "sum": (lambda x: x.sum(), 4e3, 1.0),
+    "squares": (lambda x: (x * x).mean(), 400.0, 1.0),
+    "reduced": (lambda x: ops.ReduceSum()(x, ()), 4e3, 1.0),
+    "loss scale": (lambda x: x.mean(), 4e-4, 2.0**18),
+    "mean of a power": (lambda x: ops.pow(x, 2.0).mean(), 400.0, 1.0),
 }
 
 
 @pytest.mark.parametrize("case", IN_HALF)
 def test_a_loss_in_float32_is_tried(case):
     function, size, scale = IN_HALF[case]
-    explanation = explained(SumOfSquares(function), np.full((8, 4), size, np.float32), scale, remedies=True)
+    explanation = explained(Calls(function), full(size, 8, 4), scale, remedies=True)
     [tried] = [each for each in explanation.tried if "the loss" in each.setting]
     assert tried.helps
     assert tried.setting.endswith("in float32")
 
 
 def test_nothing_helps_lists_what_was_tried():
-    network, batch = SumOfSquares(lambda x: x.sum()), np.full((8, 4), np.inf, np.float32)
+    network, batch = Calls(lambda x: x.sum()), full(np.inf, 8, 4)
     text = str(explained(network, batch, 8.0, remedies=True, settings={"other": lambda: 1 / 0}))
     tried = text[text.index("Nothing that was tried") : text.index("Evidence")]
     assert "a lower loss_scale_value" in tried
