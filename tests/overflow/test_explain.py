@@ -108,14 +108,15 @@ def test_gradients_that_are_watched_are_those_that_are_not(model):
     assert layers.index("model.layers.0.feed_forward.w1") < layers.index("lm_head")
 
 
-def test_largest_scale_without_overflow_equals_the_sweeps_after_at_most_three_passes():
+def test_three_passes_find_the_largest_scale_without_overflow():
     network = Residuals()
     batch, backward = (Tensor(values(2, 4)),), backward_pass(network)
-    for scale in (1.0, 2.0**8, 2.0**30):
+    for scale in (1.0, 2.0**30):
         done = []
-        explanation = explain_overflow(network, [batch], scale, remedies=False, progress=done.append)
+        explain_overflow(network, [batch] * 2, scale, remedies=False, progress=done.append)
         assert done == list(range(1, len(done) + 1))
-        assert len(done) <= 3
+        assert len(done) <= 6
+        explanation = explain_overflow(network, [batch], scale)
         safe, bad = explanation.safe_scale, explanation.overflowing_scale
         assert bad == 2 * safe
         for tried, expected in ((safe, False), (bad, True)):
