@@ -14,6 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.plots import report
 from mindformers_adaptive.plots.report import RunTold, picture, render
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.logs import run_of_record
@@ -47,6 +48,12 @@ def page_of(tmp_path, run_program):
     return write_page
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave the pictures of the page empty, because drawing takes most of the time."""
+    monkeypatch.setattr(report, "_data", lambda figure: "")
+
+
 def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path):
     (tmp_path / "loss_scale_config.yaml").touch()
     page = page_of(write(tmp_path / "run", gradients=GRADIENTS))
@@ -71,7 +78,7 @@ def test_without_matplotlib_the_page_says_what_to_install(page_of, tmp_path, mon
     assert "12 of 60 steps were skipped (20.0%)" in page
 
 
-def test_an_explanation_beside_the_record_comes_first(page_of, tmp_path):
+def test_an_explanation_beside_the_record_comes_first(page_of, undrawn, tmp_path):
     folder = write(tmp_path / "run")
     said = {"step": 12, "summary": ["The backward pass overflows: in lm_head", EVIL], "headline": "..."}
     (tmp_path / "run" / "overflow_explanation.json").write_text(json.dumps(said))
@@ -83,7 +90,7 @@ def test_an_explanation_beside_the_record_comes_first(page_of, tmp_path):
         assert "<script" not in page
 
 
-def test_the_head_has_the_cause_first_in_three_lines(page_of, tmp_path):
+def test_the_head_has_the_cause_first_in_three_lines(page_of, undrawn, tmp_path):
     losses = [2.0, 2.1, 2.0, 9000.0, 9100.0, 11.8125, *["nan"] * 20]
     record = [{**line, "loss": loss} for line, loss in zip(RECORD, losses, strict=False)]
     page = page_of(write(tmp_path / "run", record))
@@ -95,7 +102,7 @@ def test_the_head_has_the_cause_first_in_three_lines(page_of, tmp_path):
     assert "11.81 at the end" not in page
 
 
-def test_runs_in_one_folder_share_no_gradients(page_of, tmp_path):
+def test_runs_in_one_folder_share_no_gradients(page_of, undrawn, tmp_path):
     record = [{**line, "loss": "nan" if line["step"] == 4 else 2.5} for line in RECORD[:5]]
     write(tmp_path / "run", record, GRADIENTS)
     other = tmp_path / "run" / "other.jsonl"
