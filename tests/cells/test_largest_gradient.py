@@ -107,7 +107,7 @@ class WithItsOwnDetection(TrainOneStepWithLossScaleCell):
         return self.get_overflow_status_on_cpu(status, compute_output)
 
 
-def test_largest_gradient_is_measured_beside_its_own_detection(mode):
+def test_largest_gradient_is_measured_beside_its_own_detection(graph_mode):
     cell = GradientGuidedLossScaleUpdateCell(2.0**8)
     step = Dense().train_step(cell, WithItsOwnDetection).set_train()
     for overflow in (False, True):

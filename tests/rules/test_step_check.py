@@ -143,22 +143,6 @@ def test_wrong_constants_are_refused(tmp_path, constants, problem):
     assert re.search(rf", in line {LINE - 3} of ", str(refused.value))
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "clean = xp.where(overflow, zero, clean + one) // (one + one)",
-        "mean = mean + xp.float32(clean) * half - abs(-mean) / third",
-        "first, *_ = xp.unstack(vec); vec = xp.stack((first, mean, xp.minimum(mean, half)))",
-        "mean = xp.take(bounds, clean) + xp.floor(mean)\nfor number in range(3):\n    mean = mean * half",
-        "clean = xp.argmin(vec) + xp.count(vec > mean) + xp.int32(mean <= half) + xp.int32(mean != half)",
-        "f = xp.logical_or(~overflow, xp.logical_and(mean >= half, clean == one)); mean = xp.where(f, mean, half)",
-    ],
-)
-def test_right_steps_are_taken(tmp_path, statement):
-    rule = made(tmp_path, statement)
-    assert rule.step(rule.start(8.0), True).skipped_steps == 1
-
-
 def test_a_former_rule_is_refused_and_its_state_is_read():
     class Former(Rule):
         name = "former"
