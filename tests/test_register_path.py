@@ -39,7 +39,10 @@ from mindformers.tools.register import MindFormerRegister
 from mindformers.wrapper import build_wrapper
 from mindspore import Tensor, nn
 
-assert "mindformers_adaptive" not in sys.modules
+# This process is forked from one that has imported the package. Forget it, so that MindFormers has to load it.
+for module in [name for name in sys.modules if name.partition(".")[0] == "mindformers_adaptive"]:
+    del sys.modules[module]
+assert not MindFormerRegister.is_exist("wrapper", "AdaptiveLossScale")
 network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
 name, arguments = sys.argv[1], json.loads(sys.argv[2])
 scale_sense = {"type": name, "auto_register": "adaptive_loss_scaling.LossScaling", **arguments}
