@@ -196,11 +196,6 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         assert has(said, message) if command[0] != "inspect" and name in ("binary", "deep", "empty") else said
 
 
-def test_one_line_is_said_in_the_singular(run_program, tmp_path):
-    (tmp_path / "run.txt").write_text("x\n")
-    assert "(1 line) states" in run_program("compare", tmp_path / "run.txt")[2]
-
-
 READERS = {"analyze": [], "compare": [], "plot": ["a.png"], "report": ["--output", "a.html"]}
 
 

@@ -15,17 +15,15 @@ from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.pasting import arguments_of_rule, cell_call
 from tests.conftest import ROOT
+from tests.record.log_writers import record_line
 
 
 def write_record(folder, steps):
     """Write a record of steps, given as pairs of loss scale and overflow, and return its path."""
-    lines = [
-        {"step": step, "loss": 2.0, "loss_scale": scale, "overflow": overflow, "next_loss_scale": scale}
-        for step, (scale, overflow) in enumerate(steps, start=1)
-    ]
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "loss_scale_record.jsonl"
-    record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    rows = enumerate(steps, start=1)
+    record.write_text("".join(record_line(step, flag, scale, next_loss_scale=scale) for step, (scale, flag) in rows))
     return record
 
 

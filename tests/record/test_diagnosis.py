@@ -21,6 +21,7 @@ from mindformers_adaptive.record.diagnosis import (
 from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.run_folder import EXPLANATION_FILE
 from mindformers_adaptive.record.symptom import Seen
+from tests.record.log_writers import record_line
 
 
 def signs(symptom, steps):
@@ -283,12 +284,10 @@ def test_a_low_scale_is_to_be_explained_and_not_started_at(tmp_path):
 
 
 def record(folder, losses, overflow_until=10):
-    lines = [
-        {"step": step, "loss": loss, "overflow": step <= overflow_until, "loss_scale": 2.0 ** max(16 - step, 6)}
-        for step, loss in enumerate(losses, 1)
-    ]
+    steps = enumerate(losses, 1)
+    lines = [record_line(step, step <= overflow_until, 2.0 ** max(16 - step, 6), loss=loss) for step, loss in steps]
     file = folder / "loss_scale_record.jsonl"
-    file.write_text("".join(json.dumps(line | {"next_loss_scale": line["loss_scale"]}) + "\n" for line in lines))
+    file.write_text("".join(lines))
     return file
 
 

@@ -69,14 +69,6 @@ def test_lines_that_name_their_rank_or_source_are_believed_first(tmp_path):
     assert read(tmp_path, *sources).skipped_bounds[0] == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_lines_of_a_step_count_once_for_all_ranks(tmp_path, ranks):
-    for line in (mindformers_line, lambda step, flag, scale: megatron_line(step, scale, flag)):
-        steps = [(step, step < 5, 2.0 ** max(16 - step, 12)) for step in range(1, 40)]
-        run = read(tmp_path, *(line(*values) for values in steps for _ in range(ranks)))
-        assert (run.last.tolist(), run.skipped_bounds) == (list(range(1, 40)), (4, 4))
-
-
 @pytest.mark.parametrize("line", [lambda *values: megatron_line(values[0], values[2], values[1]), mindformers_line])
 def test_a_line_of_step_0_states_the_first_scale(tmp_path, line):
     lines = [line(step, step <= 5, 2.0 ** max(17 - step, 12)) for step in range(1, 121)]

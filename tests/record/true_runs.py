@@ -6,6 +6,7 @@ from functools import cached_property
 import numpy as np
 
 LARGEST = 65504.0
+ARRAYS = ("overflow", "used", "after", "loss", "norm", "ceiling")
 
 
 @dataclass
@@ -41,17 +42,14 @@ class Part:
     def between(self, first, last):
         """Return the steps from ``first`` to ``last`` as a part of their own."""
         steps = slice(first - self.first, last + 1 - self.first)
-        arrays = (self.overflow, self.used, self.after, self.loss, self.norm, self.ceiling)
-        return Part(first, *(array[steps] for array in arrays))
+        return Part(first, *(getattr(self, name)[steps] for name in ARRAYS))
 
     def then(self, other):
         """Return these steps up to the first step of another part, and then the other part."""
         if other.first == self.first:
             return other
-        before, arrays = self.between(self.first, other.first - 1), []
-        for name in ("overflow", "used", "after", "loss", "norm", "ceiling"):
-            arrays.append(np.append(getattr(before, name), getattr(other, name)))
-        return Part(self.first, *arrays)
+        before = self.between(self.first, other.first - 1)
+        return Part(self.first, *(np.append(getattr(before, name), getattr(other, name)) for name in ARRAYS))
 
 
 @dataclass
