@@ -124,16 +124,6 @@ def test_a_scale_that_held_for_less_than_a_window_is_no_start():
     assert "does not show whether" in unknown
 
 
-def test_a_scale_is_no_start_where_its_steps_are_inferred(tmp_path):
-    log, step = tmp_path / "train.log", "[log_dist] [Rank 0] step={}, skipped={}, lr=[0.1], mom=[(0.9, 0.95)]\n"
-    overflow = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {}, reducing to {}\n"
-    lines = [overflow.format(65536, 32768), step.format(1, 1), overflow.format(1, 1), step.format(2500, 1586)]
-    log.write_text("".join(lines))
-    analysis = analyze(read_log(log))
-    assert analysis.to_dict()["skipped"]["count"] == 1586
-    assert (analysis.advice, analysis.guided_start) == ((), None)
-
-
 def test_a_scale_held_where_few_of_many_steps_are_inferred(tmp_path):
     """Among 100 steps with 1 skipped step, 20 or more steps in a row have no overflow, wherever the skipped step is."""
     log = tmp_path / "train.log"

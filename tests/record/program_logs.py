@@ -199,7 +199,7 @@ def two_engines(random, run):
 
 
 def by_pattern(random, run):
-    """An own print, a progress bar, a table in CSV, or apex and fairseq, whose overflow lines name no step."""
+    """An own print, a table in CSV, or apex and fairseq, whose overflow lines name no step."""
     every, kind = run.every, str(random.choice(list(PATTERNS)))
     if kind in ("apex", "fairseq") and len(run.parts) > 1:
         kind = "own"
@@ -230,10 +230,6 @@ PATTERNS = {
         "it={step:06d} loss={loss:.4f} overflow: {flag:f} scale={scale}",
     ),
     "from_zero": (r"step=(?P<step>\d+),loss_scale=(?P<loss_scale>[^,]+)", "step={index},loss_scale={scale},lr=9e-05"),
-    "tqdm": (
-        r"\| (?P<step>\d+)/\d+ .*loss=(?P<loss>[^,]+), scale=(?P<loss_scale>[^,\]]+)",
-        "  1%|# | {step}/9999 [00:10<01:30,  9.9it/s, loss={loss:.3f}, scale={scale}]",
-    ),
     "csv": (r"^(?P<step>\d+),(?P<loss>[^,]*),(?P<loss_scale>[^,]*),(?P<overflow>\w+)$", "{step},{loss},{scale},{flag}"),
     "since": (
         r"step (?P<step>\d+) \| skipped since: (?P<skipped>\d+) \| scale (?P<loss_scale>\S+)",

@@ -1,14 +1,12 @@
 """An overflow counts once however many ranks print it, and what no line states is a range."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindformers_adaptive.lab.analysis import analyze
-from tests.record.log_writers import megatron_line, mindformers_line, overflow_line, progress_line, read, record_line
+from tests.record.log_writers import megatron_line, mindformers_line, overflow_line, progress_line, read
 
 
 def fused(scale, prefix="", time=None):
@@ -78,10 +76,3 @@ def test_a_line_of_step_0_states_the_first_scale(tmp_path, line):
     assert read(tmp_path, line(0, False, 2.0**16), *lines).first_loss_scales == (2.0**16, 2.0**16)
     # The first step may have raised the scale.
     assert read(tmp_path, line(1, False, 8.0)).first_loss_scales == (4.0, 8.0)
-
-
-@pytest.mark.parametrize("missing", [3, 9_999, 10_001, 50_000, 3_000_000])
-def test_a_gap_has_the_length_that_its_line_states(tmp_path, missing):
-    gap = {"missing_steps": missing, "first_step": 3, "last_step": missing + 2}
-    run = read(tmp_path, record_line(1, True), record_line(2), json.dumps(gap) + "\n", record_line(missing + 3))
-    assert (len(run), run.skipped_bounds, run.notes) == (missing + 3, (1, missing + 1), ())
