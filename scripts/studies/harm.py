@@ -56,17 +56,13 @@ LOST = "gradient lost at most: by norm; worst Parameter"
 
 
 def main():
-    parser = reporting.study_parser(__doc__, PICTURE)
-    parser.add_argument(
-        "--processes", type=reporting.positive, default=os.cpu_count(), help="default: one for each core"
-    )
-    arguments = parser.parse_args()
+    arguments = reporting.study_parser(__doc__, PICTURE).parse_args()
     # Keep the output of MindSpore and MindFormers out of the tables.
     with reporting.output_to_stderr():
         # A process that has loaded MindSpore cannot be forked. A process measures one training and then exits, because
         # mcore models change MindFormers' classes.
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
+        with ProcessPoolExecutor(os.cpu_count(), context, max_tasks_per_child=1) as pool:
             measured = list(pool.map(measure, TRAININGS))
     result = {"bits": list(BITS), "trainings": dict(zip(TRAININGS, measured, strict=True))}
     reporting.report(arguments, result, tables(result), canvas.save(draw(result), arguments.picture))

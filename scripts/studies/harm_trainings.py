@@ -10,11 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.wrapper import (
-    AdaptiveLossScaleUpdateCell,
-    MFTrainOneStepCell,
-    TrainOneStepWithLossScaleCell,
-)
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 from scripts.studies.reporting import ROOT
 from scripts.studies.worth_tasks import task_of
 

@@ -18,16 +18,7 @@ from functools import partial
 import numpy as np
 
 from mindformers_adaptive.plots.canvas import save
-from scripts.studies.reporting import (
-    ROOT,
-    output_to_stderr,
-    positive,
-    study_parser,
-    table,
-    use_one_thread,
-    versions,
-    write_json,
-)
+from scripts.studies.reporting import ROOT, output_to_stderr, study_parser, table, use_one_thread, versions, write_json
 from scripts.studies.worth_report import (
     EXPONENTS,
     FP32,
@@ -54,7 +45,6 @@ LLAMA = {"steps": 200, "seq_length": 32}
 def main():
     parser = study_parser(__doc__, PICTURE)
     parser.add_argument("--tasks", nargs="+", choices=SEEDS, default=list(SEEDS), help="default: all")
-    parser.add_argument("--processes", type=positive, default=os.cpu_count(), help="default: one for each core")
     parser.add_argument("--again", metavar="NAME", help="train only methods that have this in their names")
     parser.add_argument("--quick", action="store_true", help="a few methods, steps and one seed: a test of this script")
     arguments = parser.parse_args()
@@ -78,7 +68,7 @@ def measure_all(arguments):
     # Start new processes by "spawn", because a process that has loaded MindSpore cannot be forked. A process runs only
     # one task and then exits, which frees the memory of the task.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), context, max_tasks_per_child=1) as pool:
         return list(pool.map(partial(measure, arguments=arguments), arguments.tasks))
 
 

@@ -106,32 +106,29 @@ def test_lines_of_the_table_are_python_with_names_that_exist():
         ast.parse(line)
 
 
-@pytest.mark.parametrize(
-    ("page", "cell"), [("rule", AdaptiveLossScaleUpdateCell), ("guided", GradientGuidedLossScaleUpdateCell)]
-)
-def test_arguments_on_the_page_of_a_rule_are_its_cells(page, cell):
-    parameters = inspect.signature(cell).parameters
-    [rows] = [rows[2:] for rows in tables(DOCS / f"{page}.md") if "`loss_scale_value`" in rows[2][0]]
-    assert [row[0].strip("`") for row in rows] == list(parameters)
-    defaults = {it.name: "" if it.default is it.empty else str(it.default).lower() for it in parameters.values()}
+# The pages' tables of arguments: page, words of the table's first row or of its heading, and what has the arguments.
+ARGUMENTS = [
+    ("rule", "`loss_scale_value`", AdaptiveLossScaleUpdateCell),
+    ("guided", "`loss_scale_value`", GradientGuidedLossScaleUpdateCell),
+    ("monitoring", "`LossScaleMonitor`", LossScaleMonitor),
+    ("monitoring", "`GradientRangeMonitor`", GradientRangeMonitor),
+]
+
+
+@pytest.mark.parametrize(("page", "words", "described"), ARGUMENTS)
+def test_table_of_arguments_is_the_signature(page, words, described):
+    [rows] = [rows for rows in tables(DOCS / f"{page}.md") if words in rows[0][0] + rows[2][0]]
+    parameters = inspect.signature(described).parameters.values()
+    defaults = {it.name: "" if it.default is it.empty else str(it.default).lower() for it in parameters}
     if page == "guided":
         # The default of this argument depends on the format of the gradients.
         defaults["margin"] = str(MARGIN)
-    assert [row[1].lower() for row in rows] == list(defaults.values())
+    assert [(row[0].strip("`"), row[1].lower()) for row in rows[2:]] == list(defaults.items())
 
 
 def test_fields_of_the_state_of_the_rule_are_those_of_its_table():
     [rows] = [rows[2:] for rows in tables(DOCS / "rule.md") if "LossScaleState" in rows[0][0]]
     assert tuple(name for row in rows for name in re.findall(r"`(\w+)`", row[0])) == LossScaleState._fields
-
-
-@pytest.mark.parametrize("monitor", [LossScaleMonitor, GradientRangeMonitor])
-def test_arguments_of_a_monitor_are_those_of_its_table(monitor):
-    parameters = inspect.signature(monitor).parameters
-    [rows] = [rows[2:] for rows in tables(DOCS / "monitoring.md") if f"`{monitor.__name__}`" in rows[0][0]]
-    assert {row[0].strip("`"): row[1].lower() for row in rows} == {
-        name: str(parameter.default).lower() for name, parameter in parameters.items()
-    }
 
 
 # Tests of the YAML blocks on the documentation's pages

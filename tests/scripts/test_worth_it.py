@@ -14,15 +14,7 @@ from scipy import stats
 from scripts.studies import worth_it, worth_training
 from scripts.studies import worth_report as worth
 from scripts.studies.reporting import output_to_stderr
-from scripts.studies.worth_report import (
-    ADAPTIVE_HIGH,
-    FP32,
-    GUIDED,
-    MINDFORMERS,
-    OURS,
-    UNSCALED,
-    WINDOW_1000,
-)
+from scripts.studies.worth_report import ADAPTIVE_HIGH, FP32, GUIDED, MINDFORMERS, OURS, UNSCALED, WINDOW_1000
 from scripts.studies.worth_tasks import SMALL_TASKS, Digits
 from scripts.studies.worth_training import METHODS, Trainings, fixed
 from tests.conftest import mindspore_mode
@@ -180,7 +172,7 @@ def test_digits_are_learned_and_held_out_ones_are_the_same(trainings):
     assert [tensor.shape for tensor in data.batch(0)] == [(32, 1, 8, 8), (32,)]
     assert not np.array_equal(data.batch(0)[1].asnumpy(), other.batch(0)[1].asnumpy())
     np.testing.assert_array_equal(data.held_out[0][0].asnumpy(), other.held_out[0][0].asnumpy())
-    run = Trainings(task, look_every=1000).run(fixed(512.0), seed=0, steps=40)
+    run = Trainings(task, look_every=1000).run(METHOD[FP32], seed=0, steps=40)
     assert run["quality"] < 1.5 < 2.0 < run["looks"][0]["quality"]
 
 
