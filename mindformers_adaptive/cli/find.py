@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
     if shows_ranges:
         print_result(options, ranges.to_dict, lambda: "\n\n".join(_tables(options, ranges)))
         return
-    start = recommendation.recommend_loss_scale(ranges, options.margin)
+    start = recommendation.recommend_loss_scale(ranges, options.margin, learning_rate_in(config))
     start = replace(start, scale_sense=_moving_scale(config))
     print_answer(options, start)
     if start.loss_scale_value is None:
@@ -173,3 +173,9 @@ def _moving_scale(config: Mapping[str, Any]) -> dict[str, Any] | None:
     section = value_at(config, "runner_wrapper.scale_sense")
     is_moving = isinstance(section, Mapping) and section.get("type") != "FixedLossScaleUpdateCell"
     return dict(section) if is_moving else None
+
+
+def learning_rate_in(config: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of a configuration before any schedule, or None if it gives none."""
+    rates = [value_at(config, key) for key in ("lr_schedule.learning_rate", "optimizer.learning_rate")]
+    return next((float(rate) for rate in rates if isinstance(rate, int | float) and rate > 0), None)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, get_context
+from mindspore import Tensor, get_context, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
@@ -30,6 +30,9 @@ from mindformers_adaptive.rules.rule import Rule
 
 # The default loss scales of a sweep: every fourth power of two from 2^0 to 2^32.
 DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
+
+# A schedule is asked for the learning rate of these steps, of which the largest is taken: it can begin at 0.
+_STEPS = (0, 1, 10, 100, 1000, 10000)
 
 # At this multiple of a loss scale, every value of the backward pass is rounded differently, because it is no power of
 # two. So two passes show the rounding error in the gradients. The multiple is below 1, so that nothing overflows.
@@ -107,6 +110,7 @@ def find_loss_scale(
     *,
     progress: Callable[[int], object] | None = None,
     gradient_format: str | Mapping[str, Any] | Format = "float16",
+    learning_rate: float | None = None,
     micro_batches: int = 1,
 ) -> LossScaleRecommendation:
     """Find the loss scale from which to start the training of a network.
@@ -121,6 +125,8 @@ def find_loss_scale(
             whose mantissa has at most 3 bits.
         progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
         gradient_format (Union[str, dict, Format]): as in :func:`gradient_ranges`. Default: "float16".
+        learning_rate (float, optional): learning rate of the training, to count what weights in float16 lose of their
+            updates. Default: None, the learning rate of the optimizer in a train-step cell; not counted without one.
         micro_batches (int): as in :func:`gradient_ranges`. Default: 1.
 
     Returns:
@@ -143,10 +149,42 @@ def find_loss_scale(
     recommendation.check_margin(margin)
     sweep = GradientSweep(network, gradient_format=gradient_format, micro_batches=micro_batches)
     ranges = sweep(batches, recommendation.EVERY_POWER, progress=progress)
-    start = recommendation.recommend_loss_scale(ranges, margin)
+    if learning_rate is None and ranges.float16_weights:
+        learning_rate = learning_rate_of(getattr(network, "optimizer", None))
+    start = recommendation.recommend_loss_scale(ranges, margin, learning_rate)
     # Recommend the update cell that the train step has, if it is of this package.
     rule = getattr(getattr(network, "loss_scaling_manager", None), "rule", None)
     return replace(start, rule=rule if isinstance(rule, Rule) else None, in_python=True)
+
+
+def learning_rate_of(optimizer: Any) -> float | None:
+    """Return the largest learning rate of an optimizer, or None if it is not known or not above 0.
+
+    Args:
+        optimizer (Optional[Cell]): an optimizer of ``mindspore.nn``, ``mindspore.mint.optim`` or MindFormers.
+
+    Examples:
+        >>> from mindspore import Parameter
+        >>> learning_rate_of(nn.SGD([Parameter(Tensor([1.0]))], learning_rate=0.5)), learning_rate_of(None)
+        (0.5, None)
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    rates = [group["lr"] for group in groups] if groups else getattr(optimizer, "learning_rate", None)
+    largest = [_largest(rate) for rate in (rates if isinstance(rates, list | tuple) else [rates])]
+    rate = max((each for each in largest if each is not None and np.isfinite(each)), default=0.0)
+    return rate if rate > 0 else None
+
+
+def _largest(rate: Any) -> float | None:
+    if isinstance(rate, nn.Cell):
+        # MindSpore puts a list of learning rates into a cell that looks up the step.
+        listed = getattr(rate, "learning_rate", None)
+        if isinstance(listed, Tensor):
+            return float(listed.asnumpy().max())
+        return max(float(rate(Tensor(step, mstype.int32)).asnumpy().max()) for step in _STEPS)
+    if isinstance(rate, Tensor):
+        return float(rate.asnumpy().max())
+    return float(rate) if isinstance(rate, int | float) else None
 
 
 class GradientSweep:
@@ -226,11 +264,13 @@ class GradientSweep:
         # Different batches may run different layers, so collect the layers of all batches.
         called = dict.fromkeys(itertools.chain(*outputs))
         merged = {name: merge_statistics(part[name] for part in outputs if name in part) for name in called}
+        in_float16 = tuple(weight.name for weight in self.weights if weight.dtype == mstype.float16)
         return GradientRanges(
             weights,
             tuple(ranges),
             merged,
             self._format,
+            in_float16,
             activation_gradients=tuple(of_outputs),
             micro_batches=self._micro_batches,
         )

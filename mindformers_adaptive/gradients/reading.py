@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.rules.formats import FORMATS
+from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
 
 # The largest finite number of each dtype. Tensors hold values in 8-bit formats as wider dtypes, so 8-bit formats are
 # not listed.
@@ -96,6 +96,34 @@ def read_values(array: NDArray[np.floating[Any]], dtype: str) -> Reading:
 def largest_of(readings: Iterable[Reading]) -> float | None:
     """Return the largest finite magnitude of several readings, or None if there is no reading."""
     return max((reading.largest for reading in readings), default=None)
+
+
+@dataclass(frozen=True)
+class WeightsBeyond:
+    """The weights that FP16 cannot hold: a cast to FP16 turns them into inf.
+
+    Attributes:
+        elements (int): the number of elements that FP16 cannot hold.
+        parameters (tuple[str, ...]): the Parameters with such elements; the Parameter with the largest element is
+            first.
+        largest (float): the largest finite magnitude in these Parameters.
+        infs_and_nans (int): the number of elements that are inf or NaN even before a cast.
+        weight_format (str): the format, always "float16".
+    """
+
+    elements: int
+    parameters: tuple[str, ...]
+    largest: float
+    infs_and_nans: int
+    weight_format: str = FLOAT16.name
+
+    def __str__(self) -> str:
+        more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        where = f"{self.elements:,} elements, in {self.parameters[0]}{more}"
+        if self.infs_and_nans == self.elements:
+            return f"weights that are inf or NaN: {where}"
+        bad = f"; {self.infs_and_nans:,} are inf or NaN as they are" if self.infs_and_nans else ""
+        return f"weights that {FLOAT16.title} cannot hold: {where}, the largest {self.largest:.5g}{bad}"
 
 
 def as_plain(value: object) -> object:

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from mindformers_adaptive.gradients.report import NEW_WEIGHTS, GradientRanges, loss_division
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
-from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.rules.checks import require_integer, require_positive
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.pasting import arguments_of_rule, cell_call
@@ -196,6 +196,32 @@ def table_of_groups(verdicts: list[Verdict]) -> str:
 
 
 @dataclass(frozen=True)
+class LostUpdates:
+    """How many float16 weights stay the same after an update as large as the learning rate, because of rounding.
+
+    Updates of Adam are hardly ever larger than the learning rate.
+
+    Attributes:
+        learning_rate (float): the size of the updates.
+        share (float): the share of all weights in float16 that such an update leaves as they are.
+        parameter (str): the Parameter with the largest share.
+        parameter_share (float): the share of that Parameter's weights.
+    """
+
+    learning_rate: float
+    share: float
+    parameter: str
+    parameter_share: float
+
+    def __str__(self) -> str:
+        return (
+            f"Weights are kept in FP16. An update as large as the learning rate, {self.learning_rate:g}, is lost in "
+            f"{self.share:.1%} of them, and in {self.parameter_share:.1%} of {self.parameter}, at any loss scale. "
+            "Smaller ones are lost in more. Keep the weights in float32 (in YAML, 'param_init_type: float32')."
+        )
+
+
+@dataclass(frozen=True)
 class LossScaleRecommendation:
     """A recommended initial loss scale, and the reasons for it.
 
@@ -212,6 +238,8 @@ class LossScaleRecommendation:
         ranges (GradientRanges): the sweep.
         verdicts (tuple[Verdict, ...]): on the lowest scale of the sweep and on ``loss_scale_value``, or the highest
             scale of the sweep below it; empty if there is no ceiling.
+        lost_updates (LostUpdates, optional): what weights in float16 lose of their updates; None if no weight is in
+            float16, or the learning rate is not known.
         is_in_format (bool): whether the backward pass can compute in the format of the sweep. False if its gradients
             exceed the format's largest number without overflow and lose nothing, as in float32. Default: True.
         scale_sense (Mapping, optional): the section ``scale_sense`` of the training's YAML file. ``yaml`` keeps its
@@ -239,6 +267,7 @@ class LossScaleRecommendation:
     loss_is_finite: bool
     ranges: GradientRanges
     verdicts: tuple[Verdict, ...] = ()
+    lost_updates: LostUpdates | None = None
     is_in_format: bool = True
     scale_sense: Mapping[str, object] | None = None
     rule: Rule | None = None
@@ -341,7 +370,7 @@ class LossScaleRecommendation:
             if self.ranges.measured == NEW_WEIGHTS:
                 judged += " A trained checkpoint can differ: --checkpoint."
             lines += [judged, *unknown]
-        return lines
+        return [*lines, str(self.lost_updates)] if self.lost_updates is not None else lines
 
     def to_dict(self) -> dict[str, object]:
         """Return the recommendation without its sweep as a dict of values that JSON can hold.
@@ -350,14 +379,17 @@ class LossScaleRecommendation:
             dict[str, object], by the names of the attributes, with ``yaml``, ``update_cell``, ``gradient_format`` and
             ``measured``.
         """
-        nested = ("ranges", "verdicts", "rule", "in_python")
+        nested = ("ranges", "verdicts", "lost_updates", "rule", "in_python")
         plain = {name: value for name, value in vars(self).items() if name not in nested}
         plain |= {"yaml": self.yaml, "update_cell": self.update_cell, "measured": self.ranges.measured}
+        plain["lost_updates"] = vars(self.lost_updates) if self.lost_updates else None
         plain["gradient_format"] = self.ranges.gradient_format.to_config()
         return plain | {"verdicts": [verdict.to_dict() for verdict in self.verdicts]}
 
 
-def recommend_loss_scale(ranges: GradientRanges, margin: int | None = None) -> LossScaleRecommendation:
+def recommend_loss_scale(
+    ranges: GradientRanges, margin: int | None = None, learning_rate: float | None = None
+) -> LossScaleRecommendation:
     """Recommend an initial loss scale from a sweep over loss scales.
 
     Args:
@@ -365,18 +397,24 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int | None = None) -> L
         margin (int, optional): how many powers of two to stay below the ceiling, but never below the lowest scale of
             the sweep. Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: None, 2, and 4
             in a format whose mantissa has at most 3 bits.
+        learning_rate (float, optional): the learning rate of the training, to count the updates that weights in
+            float16 lose. Default: None.
 
     Raises:
-        TypeError: if ``margin`` is not an integer.
-        ValueError: if ``margin`` is below 0.
+        TypeError: if ``margin`` is not an integer, or ``learning_rate`` not a number.
+        ValueError: if ``margin`` is below 0, or ``learning_rate`` not above 0.
     """
     check_margin(margin)
     if margin is None:
         margin = COARSE_MARGIN if ranges.gradient_format.quantum(0) >= 2.0**-3 else DEFAULT_MARGIN
+    lost = None
+    if learning_rate is not None:
+        in_float16 = {name: ranges.weights[name] for name in ranges.float16_weights}
+        lost = lost_updates(in_float16, require_positive("learning_rate", learning_rate))
     scales = ranges.loss_scales
     safe = list(takewhile(lambda scale: not ranges.overflowed_batches(scale), scales))
     loss_is_finite = all(math.isfinite(at_scale.loss) for batch in ranges.batches for at_scale in batch)
-    unknown = LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges)
+    unknown = LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges, lost_updates=lost)
     if not safe:
         return unknown
     ceiling, is_highest, at_ceiling = safe[-1], safe == [*scales], ranges.overall(safe[-1])
@@ -400,6 +438,7 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int | None = None) -> L
         loss_is_finite=loss_is_finite,
         ranges=ranges,
         verdicts=(lowest, judge(ranges, max(scale for scale in scales if scale <= start))),
+        lost_updates=lost,
         is_in_format=is_in_format,
     )
 
@@ -408,3 +447,36 @@ def check_margin(margin: object) -> None:
     """Raise an error unless ``margin`` is a non-negative integer or None."""
     if margin is not None:
         require_integer("margin", margin, 0, f"The default is {DEFAULT_MARGIN}.", unit="number of powers of two")
+
+
+def lost_updates(weights: Mapping[str, ArrayStatistics], learning_rate: float) -> LostUpdates | None:
+    """Count the weights in float16 that an update as large as the learning rate leaves unchanged.
+
+    Args:
+        weights (Mapping[str, ArrayStatistics]): the statistics of the weights in float16, by Parameter name.
+        learning_rate (float): above 0.
+
+    Returns:
+        LostUpdates, or None without weights.
+
+    Examples:
+        >>> from mindformers_adaptive.gradients.statistics import array_statistics
+        >>> lost_updates({"norm": array_statistics([1.0, 0.5, 0.25])}, learning_rate=2.0**-12).share
+        0.3333333333333333
+    """
+    counts = {name: _lost(each, learning_rate) for name, each in weights.items()}
+    if not counts:
+        return None
+    shares = {name: count / max(weights[name].size, 1) for name, count in counts.items()}
+    worst = max(shares, key=lambda name: shares[name])
+    size = sum(each.size for each in weights.values())
+    return LostUpdates(learning_rate, sum(counts.values()) / max(size, 1), worst, shares[worst])
+
+
+def _lost(weights: ArrayStatistics, update: float) -> int:
+    # Do not count an update of exactly half the distance to the next float16 number: the new weight is rounded to the
+    # even one of the two neighbouring numbers, so some weights change and some do not.
+    lowest = int(math.log2(FLOAT16.smallest_normal))
+    quanta = {exponent: FLOAT16.quantum(max(exponent, lowest)) for exponent in weights.histogram}
+    of_zeros = weights.zeros if update < FLOAT16.smallest_subnormal / 2 else 0
+    return of_zeros + sum(count for exponent, count in weights.histogram.items() if update < quanta[exponent] / 2)

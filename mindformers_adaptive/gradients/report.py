@@ -58,6 +58,7 @@ class GradientRanges:
         outputs (dict[str, ArrayStatistics]): the outputs of the layers that were asked for, by their names, over all
             batches; they do not depend on the loss scale.
         gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
+        float16_weights (tuple[str, ...]): the names of the weights that are kept in float16. Default: none.
         measured (str): a description of the weights that were measured. Default: "", the weights that the network had.
         activation_gradients (tuple[tuple[ScaleRanges, ...], ...]): as ``batches``, the gradients of the outputs of
             these layers, by their names. Default: none.
@@ -77,6 +78,7 @@ class GradientRanges:
     batches: tuple[tuple[ScaleRanges, ...], ...]
     outputs: Mapping[str, ArrayStatistics] = field(default_factory=dict)
     gradient_format: Format = FLOAT16
+    float16_weights: tuple[str, ...] = ()
     measured: str = ""
     activation_gradients: tuple[tuple[ScaleRanges, ...], ...] = ()
     micro_batches: int = 1

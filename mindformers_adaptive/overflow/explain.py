@@ -16,6 +16,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy
 from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.gradients.ranges import batches_of
+from mindformers_adaptive.gradients.reading import WeightsBeyond
 from mindformers_adaptive.gradients.temporary_changes import in_float32, unchanged
 from mindformers_adaptive.overflow.causes import Cause, growing_layers, large_weights, low_scale
 from mindformers_adaptive.overflow.explanation import Explanation, Tried
@@ -31,6 +32,9 @@ from mindformers_adaptive.text.table import as_power_of_two
 # A pattern for error messages of operators about an index, such as a label or a token, that is out of range.
 _OUT_OF_RANGE = r"out[ -]of[ -](range|bound)|does not index into|smaller than the value of shape"
 _OUT_OF_RANGE += r"|(should|must) be (in|within) (the range )?[\[(] ?-?\d"
+
+# From this number on, a cast to FP16 gives inf; smaller numbers are rounded to at most 65504.
+_BEYOND_FP16 = 65520.0
 
 # Lets the passes of a network be run, within a block, as watched_passes does.
 _Watched = Callable[..., contextlib.AbstractContextManager[Run]]
@@ -133,6 +137,7 @@ def _explain(
     if remedies and sees_operators:
         tried += _try_layer(network, seen, watched)
         tried += [_try_setting(name, build, seen, watched) for name, build in settings.items()]
+    readings = (reading for seen_pass in seen.closest for call in seen_pass.calls for reading in call.outputs)
     return Explanation(
         loss_scale,
         len(batches),
@@ -141,6 +146,7 @@ def _explain(
         seen.origin,
         layer_ranges(seen.closest),
         seen.closest_scale,
+        _weights_beyond(_inner(network), any(reading.dtype == "float16" for reading in readings)),
         tuple(tried),
         overflow_mode=_overflow_mode(),
         graph=not sees_operators,
@@ -160,6 +166,27 @@ def _causes(network: Any, seen: PassesAtScales) -> tuple[Cause, ...]:
     # NaN that a mask makes is no growth of values.
     growing = [] if seen.origin is not None and seen.origin.mask else growing_layers(passes)
     return (*growing, *large_weights(sizes), *low_scale(None if seen.forward else overflowing))
+
+
+def _weights_beyond(network: Any, in_half: bool) -> WeightsBeyond | None:
+    """Return the weights of a network that FP16 cannot hold, or None if FP16 holds all of them.
+
+    If the network does not compute in FP16 (``in_half``), only weights that are inf or NaN count.
+    """
+    limit = _BEYOND_FP16 if in_half else np.inf
+    beyond = []
+    for weight in filter(Tensor.is_floating_point, network.get_parameters()):
+        reading = read_tensor(weight)
+        is_mask = reading.only_minus_inf and not weight.requires_grad
+        # Count the elements that are not below the limit: this includes NaN, for which every comparison is false.
+        count = reading.size - int(np.count_nonzero(np.abs(to_numpy(weight)) < limit))
+        if count and not is_mask:
+            beyond.append((weight.name, count, reading))
+    if not beyond:
+        return None
+    names, counts, readings = zip(*sorted(beyond, key=lambda entry: -entry[2].largest), strict=True)
+    infs_and_nans = sum(reading.infs_and_nans for reading in readings)
+    return WeightsBeyond(sum(counts), names, readings[0].largest, infs_and_nans)
 
 
 def _scale_of(network: Any) -> float:

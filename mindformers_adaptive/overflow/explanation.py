@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from mindformers_adaptive.gradients.reading import as_plain
+from mindformers_adaptive.gradients.reading import WeightsBeyond, as_plain
 from mindformers_adaptive.overflow.causes import Cause
 from mindformers_adaptive.overflow.headroom import LayerRange
 from mindformers_adaptive.overflow.origin import Origin
@@ -66,6 +66,7 @@ class Explanation:
             nothing overflowed.
         layers (tuple[LayerRange, ...]): the largest values of each layer, in the order of execution.
         layers_scale (float): the loss scale at which ``layers`` were measured: the training's or 1. Default: 1.
+        weights (WeightsBeyond, optional): weights that FP16 cannot hold. None if all fit.
         tried (tuple[Tried, ...]): the results of trying other settings.
         measured (str): which weights were measured. Default: "", those that the network has.
         overflow_mode (str): what the device makes of an overflow: "inf", or "saturation" (the largest finite number,
@@ -90,6 +91,7 @@ class Explanation:
     origin: Origin | None = None
     layers: tuple[LayerRange, ...] = ()
     layers_scale: float = 1.0
+    weights: WeightsBeyond | None = None
     tried: tuple[Tried, ...] = ()
     measured: str = ""
     overflow_mode: str = "inf"
@@ -168,7 +170,8 @@ class Explanation:
             lines.append(_WHAT_TO_GIVE)
         for title, entries in self._found():
             lines += [f"{title}:", *_indented(entries[:_MOST_LISTED])]
-        return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), self._how()])])
+        weights = [] if self.weights is None else [str(self.weights)]
+        return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *weights, self._how()])])
 
     def summary(self) -> str:
         """Return at most three lines: where it overflows, what stands out, and what helps.

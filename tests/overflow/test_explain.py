@@ -158,6 +158,13 @@ def test_passes_of_one_batch_have_the_same_random_numbers():
     assert first == second
 
 
+def test_a_weight_just_beyond_float16_is_counted():
+    network = Functional(lambda x, weight: x.astype(HALF))
+    network.weight.set_data(Tensor(np.resize(np.float32([65519, 65520, -65520, 1]), (4, 4))))
+    explanation = explain_overflow(network, [(Tensor(values(4, 4)),)], 1.0, remedies=False)
+    assert (explanation.weights.elements, explanation.weights.parameters) == (8, ("weight",))
+
+
 def test_of_layers_that_overflow_the_worst_batch_is_told():
     batches = [(Tensor(np.where(np.arange(16).reshape(4, 4) < bad, 1e5, 1).astype(np.float32)),) for bad in (1, 5, 2)]
     network = Functional(lambda x, weight: (x * weight).astype(HALF))
@@ -192,6 +199,7 @@ def test_network_without_overflow_gets_the_layers_next_to_it(model):
     explanation = explain_overflow(model, [tokens()], 2.0**4)
     assert re.match(r"No overflow .* 2\^4, .*up to 2\^", explanation.headline)
     assert not explanation.tried
+    assert explanation.weights is None
     # The attention mask of -10000, and the sum of scores and mask, are left out. Otherwise both would be listed as
     # closest to overflow.
     rows = explanation.details().splitlines()
