@@ -1,23 +1,23 @@
 """Before training, mistakes in YAML and settings that a CPU cannot run raise errors that name the key and a remedy."""
 
 import contextlib
-import json
+import functools
 import re
 import warnings
 
 import numpy as np
 import pytest
 import yaml
+from mindformers.core.optim import AdamW
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.cells.compiled_update import CompiledUpdateCell
-from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.mindformers.configuration_check import check_config
 from mindformers_adaptive.mindformers.launcher import load_config
 from mindformers_adaptive.mindformers.trainer import LaunchedTrainer, Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-from tests.conftest import CONFIG, ROOT
+from tests.conftest import CONFIG
 from tests.mindformers.trained_llama import build_dataset, build_model
 from tests.mindformers.training_runs import training_arguments
 from tests.shared.versions import BEFORE_2
@@ -299,20 +299,30 @@ def test_weights_in_float16_get_one_warning(optimizer, of_state):
     assert len(caught) == 1
 
 
-def test_the_warning_of_weights_in_float16_is_true(run_forked):
+@pytest.mark.parametrize(
+    ("make_optimizer", "state", "underflows", "makes_nan"),
+    [
+        (functools.partial(nn.AdamWeightDecay, eps=1e-8), "Float16", True, True),
+        (functools.partial(nn.AdamWeightDecay, eps=1e-6), "Float16", True, False),
+        (functools.partial(nn.Adam, eps=1e-8), "Float16", True, False),
+        (functools.partial(AdamW, eps=1e-8), "Float32", False, False),
+    ],
+    ids=["AdamWeightDecay", "AdamWeightDecay with a larger eps", "Adam", "AdamW"],
+)
+def test_the_warning_of_weights_in_float16_is_true(graph_mode, make_optimizer, state, underflows, makes_nan):
+    weight = Parameter(Tensor(np.full(2, 0.5, np.float16)), name="weight")
+    optimizer = make_optimizer([weight], 1e-2)
+    optimizer((Tensor(np.array([0.0, 1e-4], np.float16)),))
+    [squares] = [each for each in optimizer.get_parameters() if each.name in ("adam_v.weight", "moment2.weight")]
+    assert (str(squares.dtype), squares.asnumpy()[1] == 0) == (state, underflows)
+    assert np.isnan(weight.asnumpy()[0]) == makes_nan
+
+
+def test_updates_below_a_share_of_a_weight_in_float16_are_lost():
     # All FP16 numbers from 2^-13 up to 1.
     weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
     assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
-    # For each optimizer, the script prints the dtype of the second moments, whether they underflow, and whether a
-    # weight becomes NaN. A new process has no MindSpore settings of other tests.
-    printed = run_forked(ROOT / "tests" / "mindformers" / "optimizers_in_fp16.py").stdout.splitlines()
-    assert [json.loads(line) for line in printed if line.startswith("[")] == [
-        ["AdamWeightDecay, eps 1e-8", "Float16", True, True],
-        ["AdamWeightDecay, eps 1e-6", "Float16", True, False],
-        ["Adam", "Float16", True, False],
-        ["MindFormers' AdamW", "Float32", False, False],
-    ]
 
 
 class MyUpdateCell(AdaptiveLossScaleUpdateCell):
@@ -348,12 +358,6 @@ def test_unknown_key_of_another_section_is_named_with_the_file(tmp_path):
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(ValueError, match=rf"{file}: The config 'runner_config' gets an unexpected key: epoks"):
         load_config(file)
-
-
-def test_the_launcher_prints_a_mistake_without_a_traceback(capsys):
-    options = ["--config", str(CONFIG), "--options", f"{SCALE_SENSE}.max_scale_windows=5"]
-    assert main(["train", *options]) == 1
-    assert re.search("adaptive-loss-scale train: error: .*mean 'max_scale_window'", capsys.readouterr().err)
 
 
 def trainer(model=None, dataset=None, **arguments):

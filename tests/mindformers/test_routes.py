@@ -47,18 +47,14 @@ def start(run_forked, tmp_path):
         for key in left_out:
             del section["runner_wrapper"]["scale_sense"][key]
         # base.yaml has no loss scaling. So a key that a test removes from the README's YAML is really missing.
-        (tmp_path / "base.yaml").write_text(yaml.safe_dump(without_loss_scaling()))
+        base = yaml.safe_load(CONFIG.read_text())
+        del base["runner_wrapper"]
+        (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
         (tmp_path / "run.yaml").write_text(yaml.safe_dump({"base_config": "base.yaml", **section}))
         (tmp_path / "start.py").write_text(START)
         return run_forked(tmp_path / "start.py", route, "run.yaml", expect_exit=expect_exit, **environment)
 
     return start
-
-
-def without_loss_scaling():
-    config = yaml.safe_load(CONFIG.read_text())
-    del config["runner_wrapper"]
-    return config
 
 
 @pytest.mark.parametrize(

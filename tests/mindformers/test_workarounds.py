@@ -22,66 +22,6 @@ from tests.shared.versions import NEEDS_SECTION
 
 
 @pytest.fixture
-def rank_folder(tmp_path):
-    """Create a folder with three checkpoints of a single process, the last of which is torn."""
-    folder = tmp_path / "checkpoint" / "rank_0"
-    folder.mkdir(parents=True)
-    for age, name in enumerate(("a-1_20", "a-1_40", "a-1_60")):
-        save_file({"weight": np.full(8, age, np.float32)}, folder / f"{name}.safetensors")
-        os.utime(folder / f"{name}.safetensors", (age, age))
-    last = folder / "a-1_60.safetensors"
-    last.write_bytes(last.read_bytes()[:-4])
-    os.utime(last, (9, 9))
-    return folder
-
-
-def resume(rank_folder, **changes):
-    """Prepare a run that resumes from ``rank_folder``; return the checkpoint file that the run is going to read."""
-    changes = {"load_ckpt_format": "safetensors", "output_dir": str(rank_folder.parent.parent / "output"), **changes}
-    changes = {"load_checkpoint": str(rank_folder.parent), "resume_training": True, **changes}
-    config = load_config(CONFIG, changes, may_add=changes)
-    apply_workarounds(config)
-    assert config.resume_training is True
-    [link] = os.scandir(config.load_checkpoint)
-    return os.path.realpath(link.path)
-
-
-def test_the_file_that_meta_json_names_is_read(rank_folder):
-    (rank_folder / "meta.json").write_text(json.dumps({"last_ckpt_file": "a-1_20.safetensors"}))
-    # Warnings are errors, so this run must not warn.
-    assert resume(rank_folder) == str(rank_folder / "a-1_20.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("meta", "problem"),
-    [
-        (b'{"last_ckpt_file": "gone-1_80.safetensors"}', "names 'gone-1_80.safetensors', which is not there"),
-        (b'{"last_ckpt_file": "a-1_60.safetensors"}', "names 'a-1_60.safetensors', which is not a complete file"),
-        (b'{"last_ckpt_file": ""}', "must name a file beside it, but names ''"),
-        (b'{"last_ckpt_file": ".."}', "must name a file beside it, but names '..'|names '..', which is not there"),
-        (b'{"last_ckpt_file": "../../other.safetensors"}', "must name a file beside it, but names '../../other"),
-        (b'{"last_ckpt_file": "%s"}', "must name a file beside it, but names '/"),
-        (b'{"last_ckpt_file": 7}', "must name a file beside it, but names 7"),
-        (b'{"last_ckpt_file": "a\\u0000b"}', "names 'a.x00b', which is not there"),
-        (b'{"last_ckpt_file": "\xff\xfe.safetensors"}', "names no complete checkpoint"),
-        (b"[" * 100_000, "names no complete checkpoint"),
-        (b"[]", "names no complete checkpoint"),
-        (b"", "names no complete checkpoint"),
-        (None, "names no complete checkpoint"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_newest_whole_file_is_read_without_meta_json(rank_folder, tmp_path, meta, problem):
-    outside = tmp_path / "other.safetensors"
-    save_file({"weight": np.ones(8, np.float32)}, outside)
-    if meta is not None:
-        (rank_folder / "meta.json").write_bytes(meta.replace(b"%s", str(outside).encode()))
-    resumes = "training resumes from the newest complete file, a-1_40.safetensors"
-    with pytest.warns(UserWarning, match=f"meta.json ({problem}).*: {resumes}"):
-        assert resume(rank_folder) == str(rank_folder / "a-1_40.safetensors")
-
-
-@pytest.fixture
 def ckpt_folders(tmp_path):
     """Create the checkpoint folders of two processes; ``meta.json`` names the last of three checkpoints in each."""
     folders = [tmp_path / "checkpoint" / f"rank_{rank}" for rank in range(2)]
@@ -104,6 +44,54 @@ def chosen(folder, **changes):
     apply_workarounds(config)
     assert config.load_checkpoint == str(folder)
     return config.resume_training
+
+
+@pytest.mark.parametrize(
+    ("meta", "problem"),
+    [
+        (b'{"last_ckpt_file": "gone-1_80.ckpt"}', "names 'gone-1_80.ckpt', which is not there"),
+        (b'{"last_ckpt_file": "a_rank_0-1_60.ckpt"}', "names 'a_rank_0-1_60.ckpt', which is not a complete file"),
+        (b'{"last_ckpt_file": ""}', "must name a file beside it, but names ''"),
+        (b'{"last_ckpt_file": ".."}', "must name a file beside it, but names '..'|names '..', which is not there"),
+        (b'{"last_ckpt_file": "../../other.ckpt"}', "must name a file beside it, but names '../../other"),
+        (b'{"last_ckpt_file": "%s"}', "must name a file beside it, but names '/"),
+        (b'{"last_ckpt_file": 7}', "must name a file beside it, but names 7"),
+        (b'{"last_ckpt_file": "a\\u0000b"}', "names 'a.x00b', which is not there"),
+        (b'{"last_ckpt_file": "\xff\xfe.ckpt"}', "names no complete checkpoint"),
+        (b"[" * 100_000, "names no complete checkpoint"),
+        (b"[]", "names no complete checkpoint"),
+        (b"", "names no complete checkpoint"),
+        (None, "names no complete checkpoint"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_newest_whole_file_is_read_without_meta_json(ckpt_folders, tmp_path, meta, problem):
+    first, _ = ckpt_folders
+    outside = shutil.copy(first / "a_rank_0-1_20.ckpt", tmp_path / "other.ckpt")
+    newest = first / "a_rank_0-1_60.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-4])
+    os.utime(newest, (9, 9))
+    (first / "meta.json").unlink()
+    if meta is not None:
+        (first / "meta.json").write_bytes(meta.replace(b"%s", str(outside).encode()))
+    resumes = "training resumes from the newest complete file, a_rank_0-1_40.ckpt"
+    with pytest.warns(UserWarning, match=f"meta.json ({problem}).*: {resumes}"):
+        assert chosen(first.parent) == "a_rank_0-1_40.ckpt"
+
+
+def test_a_single_process_gets_a_link_to_its_safetensors(tmp_path):
+    folder = tmp_path / "checkpoint" / "rank_0"
+    folder.mkdir(parents=True)
+    for name in ("a-1_20", "a-1_40"):
+        save_file({"weight": np.ones(8, np.float32)}, folder / f"{name}.safetensors")
+    (folder / "meta.json").write_text(json.dumps({"last_ckpt_file": "a-1_20.safetensors"}))
+    changes = {"load_ckpt_format": "safetensors", "output_dir": str(tmp_path / "output"), "resume_training": True}
+    config = load_config(CONFIG, changes | {"load_checkpoint": str(folder.parent)})
+    # Warnings are errors, so this run must not warn.
+    apply_workarounds(config)
+    [link] = os.scandir(config.load_checkpoint)
+    assert os.path.realpath(link.path) == str(folder / "a-1_20.safetensors")
+    assert config.resume_training is True
 
 
 DAMAGES = {
