@@ -58,7 +58,7 @@ class DynamicRule:
         scale_dtype (Callable): rounds the scale to the dtype that it has in the original system: ``to_float32`` for a
             tensor, ``float`` for a Python float. A scale beyond the largest float32 becomes inf there. Products and
             quotients of float32 numbers, computed in float64 and then rounded, equal float32 arithmetic.
-        factor_dtype (Callable): rounds the factors likewise.
+        factor_dtype (Callable): rounds the factors to the dtype that they have there.
         growth_factor (float): what a raise multiplies the scale by.
         backoff_factor (float, optional): what a drop multiplies the scale by. None: a drop divides the scale by
             ``growth_factor``, which rounds differently.

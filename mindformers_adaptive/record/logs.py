@@ -240,13 +240,13 @@ def _find_format(paths: tuple[Path, ...]) -> LogFormat | None:
 
     DeepSpeed is taken only if no line fits another format, because its lines also appear in the logs of other programs.
     """
-    *others, deepspeed = FORMATS.values()
-    result, tried = None, [*others, deepspeed]
+    *first_tried, deepspeed = FORMATS.values()
+    result, tried = None, [*first_tried, deepspeed]
     for text in _TextLines(paths):
         for log_format in tried:
             lines = [line for line in _statements(text, [log_format]) if not isinstance(line, str)]
             if lines and log_format is deepspeed:
-                result, tried = deepspeed, others
+                result, tried = deepspeed, first_tried
             elif any(line.step >= 0 for line in lines):
                 return log_format
     return result

@@ -543,7 +543,7 @@ def test_mutilated_logs_raise_only_value_errors(name, data, tmp_path_factory):
             analyze(run).text(details=True)
 
 
-def test_a_rounded_scale_is_known_where_one_power_of_two_is_printed_so(tmp_path):
+def test_a_rounded_scale_is_known_if_one_power_of_two_fits(tmp_path):
     stated = [(0.5, 0), (0.25, 1), (0.125, 1), (0.0625, 1), (0.03125, 1), (0.0625, 0), (0.25, 0)]
     lines = [megatron_line(step, scale, skipped) for step, (scale, skipped) in enumerate(stated, start=1)]
     printed = [line.partition("loss scale: ")[2][:3] for line in lines]

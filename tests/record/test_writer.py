@@ -197,7 +197,7 @@ def test_a_last_line_torn_at_any_place_is_taken_out(path):
 
 @pytest.mark.parametrize("end", ["", "\n\n", "\n\n\n", "\n  \n", "\n\r\n", "\n "])
 @pytest.mark.parametrize("last_step", [3, 2, 1])
-def test_no_end_of_the_last_line_and_empty_lines_after_it_are_no_steps(path, end, last_step):
+def test_the_end_of_the_last_line_is_no_step(path, end, last_step):
     lines = [{**line, "loss_scale": 8.0} for line in entries(1, 6)]
     write(path, lines[:3], run=5)
     path.write_text(path.read_text().rstrip() + end)
