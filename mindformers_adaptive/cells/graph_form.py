@@ -297,7 +297,7 @@ def _handed_on(rule: Rule) -> tuple[str, ...]:
 def _random_steps(rule: Rule) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
     """Return the values before and after random steps of a rule in NumPy.
 
-    The values before are those of a run of the rule, and in every second step some extreme ones.
+    The values before come from a run of the rule. In every second step, some of them are extreme.
     """
     random = np.random.default_rng(0)
     overflow = random.random(_STEPS) < 0.3

@@ -101,8 +101,8 @@ def _case(options: argparse.Namespace) -> OverflowCase:
         left = read_run(options.run)
     elif options.record is not None:
         left = read_program_run(options.record)
-    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(OverflowCase)}
-    case = OverflowCase(**left | {name: value for name, value in given.items() if value is not None})
+    typed = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(OverflowCase)}
+    case = OverflowCase(**left | {name: value for name, value in typed.items() if value is not None})
     if case.network is not None and case.batch is None:
         raise UsageError(
             f"'--network' needs a batch: there is no {BATCH_FILE} beside the record. Give --batch FILE; "

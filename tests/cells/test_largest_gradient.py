@@ -179,7 +179,7 @@ def test_a_train_step_that_never_measures_gets_one_warning(graph_mode):
         step(*Dense.batch())
 
 
-def test_a_train_step_whose_first_steps_overflow_gets_no_warning(graph_mode):
+def test_a_train_step_that_overflows_at_first_gets_no_warning(graph_mode):
     step = Dense().train_step(GradientGuidedLossScaleUpdateCell(2.0**8)).set_train()
     # The tests turn warnings into errors, so these steps must not warn.
     for number in range(8):

@@ -134,12 +134,12 @@ class Schedule:
         self.check()
 
     def keep(self):
-        kept = self.choose([self.step, self.network])
+        cell = self.choose([self.step, self.network])
         way = self.choose(list(VIEWS) + list(COPIES))
         self.log.append(way)
         keep = VIEWS.get(way) or COPIES[way]
-        true = values_of(kept)
-        self.kept[way] = {parameter.name: keep(parameter) for parameter in kept.get_parameters()}, true
+        true = values_of(cell)
+        self.kept[way] = {parameter.name: keep(parameter) for parameter in cell.get_parameters()}, true
         self.saved = [*self.saved[-1:], true]
 
     def load_values(self, values):

@@ -132,7 +132,7 @@ def save(owned, folder, form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_saved_and_resumed_goes_on_and_inspect_shows_every_value(kind, form, tmp_path):
+def test_a_saved_state_goes_on_and_inspect_shows_each_value(kind, form, tmp_path):
     owned = in_a_state(kind, history_size=4)
     resumed = Owned(kind.cell(loss_scale=8.0))
     restore = save(owned, tmp_path, form)

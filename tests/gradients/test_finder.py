@@ -100,8 +100,8 @@ def test_nothing_that_underflows_is_said():
 @pytest.mark.parametrize("factor", [1.0, 2.0**-10, 3e4])
 def test_a_network_in_fp32_needs_no_loss_scaling(factor):
     recommendation = find_loss_scale(HalfPrecisionSum(2, factor, mstype.float32), ONES)
-    found = recommendation.loss_scale_value, recommendation.needs_scaling, recommendation.is_in_format
-    assert found == (1.0, False, False)
+    facts = recommendation.loss_scale_value, recommendation.needs_scaling, recommendation.is_in_format
+    assert facts == (1.0, False, False)
     assert "NoLossScaleUpdateCell()" in str(recommendation)
     assert re.match(r"No loss scaling is needed\b.* 2\^32 .* FP16", str(recommendation))
     assert "lost at" not in f"{recommendation}{recommendation.details()}".replace("loses", "")

@@ -142,7 +142,7 @@ class SumOfParts(nn.Cell):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_parts_of_a_tuple_are_one_histogram_of_each_micro_batch(graph_mode, tmp_path, micro_batches):
+def test_parts_of_a_tuple_are_one_histogram_per_micro_batch(graph_mode, tmp_path, micro_batches):
     network = SumOfParts()
     cut = MeanOverMicroBatches(network, micro_batches) if micro_batches > 1 else network
     step = TrainOneStepWithLossScaleCell(cut, nn.SGD(network.trainable_params(), 0.0), Tensor(4.0, mstype.float32))

@@ -225,8 +225,8 @@ def test_several_sweeps_share_their_axes():
     assert (values.sum(), edges[0], edges[-1]) == (100.0, -1.0, 2.0)
 
 
-def test_columns_are_at_the_highest_fitting_scale_and_of_one_sweep_at_the_lowest_too(sweep):
+def test_columns_are_at_the_highest_fitting_scale_or_at_both(sweep):
     lowest, highest = "loss scale $2^{0}$ = 1", "loss scale $2^{9}$ = 512"
-    one, two = draw_sweeps({"": sweep}).axes[:2], draw_sweeps({"a": sweep, "b": sweep}).axes[:2]
-    assert [axes.get_title("left") for axes in one] == [lowest, highest]
-    assert [axes.get_title("left") for axes in two] == [f"a: {highest}", f"b: {highest}"]
+    alone, beside = draw_sweeps({"": sweep}).axes[:2], draw_sweeps({"a": sweep, "b": sweep}).axes[:2]
+    assert [axes.get_title("left") for axes in alone] == [lowest, highest]
+    assert [axes.get_title("left") for axes in beside] == [f"a: {highest}", f"b: {highest}"]
