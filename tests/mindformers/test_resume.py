@@ -29,8 +29,7 @@ from tests.mindformers.training_runs import (
 from tests.shared.pages import ENGLISH_DOCS, blocks
 from tests.shared.versions import NEEDS_SECTION
 
-# Run tests that share uninterrupted runs in one pytest worker.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resume")]
+pytestmark = pytest.mark.slow
 
 # Each rule, with its arguments in a YAML file. With hysteresis, the state of the adaptive rule has one more field.
 RULES = {
