@@ -55,7 +55,7 @@ def test_equal_moves_far_apart_are_several_overflows(tmp_path):
     assert run.skipped_bounds[0] == 2
 
 
-def test_lines_that_name_their_rank_or_source_are_believed_first(tmp_path):
+def test_lines_that_name_rank_or_source_are_believed_first(tmp_path):
     lines = [fused(2.0**16), fused(2.0**16), overflow_line(2**16, 2**15), overflow_line(2**16, 2**15)]
     assert read(tmp_path, *lines).skipped_bounds[0] == 2
     # The first overflow is tolerated.
