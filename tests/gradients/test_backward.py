@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale, gradient_ranges
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
-from tests.shared.networks import TOKENS, PerToken
+from tests.shared.networks import TOKENS, PerToken, resettable
 from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
 LOSS_SCALE = 2.0**6
@@ -63,9 +63,10 @@ def test_norm_of_one_loss_is_the_steps_and_all_ways_agree(mode):
 
 @NEEDS_LOSS_PER_TOKEN
 def test_scale_found_for_a_loss_per_token_holds_in_training(graph_mode):
-    recommendation = find_loss_scale(train_step_of(PerToken(), calculate_per_token_loss=True), batch(), margin=0)
-    assert recommendation.ceiling < 2.0**32
-    for scale, overflows in ((recommendation.ceiling, False), (recommendation.ceiling * 2, True)):
-        step = train_step_of(PerToken(), calculate_per_token_loss=True)
-        step.scale_sense.set_data(Tensor(scale, mstype.float32))
+    step = train_step_of(PerToken(), calculate_per_token_loss=True)
+    reset = resettable(step)
+    ceiling = find_loss_scale(step, batch(), margin=0).ceiling
+    assert ceiling < 2.0**32
+    for scale, overflows in ((ceiling, False), (ceiling * 2, True)):
+        ops.assign(reset().scale_sense, Tensor(scale, mstype.float32))
         assert bool(step(batch())[1]) == overflows

@@ -22,9 +22,9 @@ from tests.shared.networks import GraphOnly, HalfPrecisionSum, resettable, rows,
 
 pytestmark = pytest.mark.slow
 
-# Train for at most five steps. After five calls, MindSpore's dropout on a CPU measures how fast it runs, and may change
+# Train for few steps. After five calls, MindSpore's dropout on a CPU measures how fast it runs, and may change
 # its number of threads. Its random numbers depend on the number of threads, so runs would differ.
-STEPS = 5
+STEPS = 3
 
 
 def batches(steps=STEPS):
@@ -61,7 +61,7 @@ def test_training_takes_the_same_steps_with_it(mode, tmp_path):
     monitor = GradientRangeMonitor(1, [1, 2**30], tmp_path / "record.jsonl", tmp_path, layers=["Dense"])
     with_it = train(step, monitor)
     assert with_it == train(reset())
-    assert [line["step"] for line in read_record(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_record(tmp_path / "record.jsonl")] == [1, 2, 3]
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def test_gradients_that_overflow_are_left_out_of_the_histogram(graph_mode, tmp_p
 def test_a_model_without_loss_scaling_is_looked_at_at_scale_1(graph_mode, tmp_path):
     network = nn.Dense(8, 2)
     model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
-    lines = watch(tmp_path, model, batches(), every_n_steps=2)
+    lines = watch(tmp_path, model, batches(4), every_n_steps=2)
     assert [line["loss_scales"][0]["loss_scale"] for line in lines] == [1, 1]
     assert not list(tmp_path.glob("events.*"))
 
