@@ -33,6 +33,13 @@ def printed(explanation):
     return [str(explanation), explanation.summary()]
 
 
+def explained_by(said, network, batch):
+    """Explain how a batch breaks a network; the first line must say it, in the log and where it is printed."""
+    explanation = explained(network, batch, 2.0**16, remedies=True)
+    assert all(said in text.splitlines()[0] for text in printed(explanation))
+    return explanation
+
+
 NETWORKS = {
     "mixer": (Mixer, values(5, 6, 8)),
     "autoencoder": (Autoencoder, values(4, 16)),
@@ -89,9 +96,7 @@ def test_a_bad_batch_is_named(network, bad):
     make, batch = NETWORKS[network]
     batch = batch.copy()
     batch.flat[-1] = bad
-    explanation = explained(make(), batch, 2.0**16, remedies=True)
-    assert all("the batch itself has inf" in text for text in printed(explanation))
-    assert not explanation.causes
+    assert not explained_by("the batch itself has inf", make(), batch).causes
 
 
 CAUSAL = np.triu(np.ones((6, 6), bool), 1)
@@ -123,9 +128,7 @@ MASKS = {
 def test_an_empty_row_of_a_mask_is_named(case):
     network = MASKS[case]()
     batch = values(6, 6) if isinstance(network, Calls) else values(1, 6, 4)
-    explanation = explained(network, batch, 2.0**16, remedies=True)
-    assert all("mask leaves nothing of" in text for text in printed(explanation))
-    assert not explanation.causes
+    assert not explained_by("mask leaves nothing of", network, batch).causes
 
 
 # A mask of -1e9 that hides all of the first row, so that softmax in FP16 makes NaN of it.
@@ -139,8 +142,7 @@ BEYOND = {
 
 @pytest.mark.parametrize("case", BEYOND)
 def test_a_mask_that_fp16_cannot_hold_is_said(case):
-    explanation = explained(Calls(BEYOND[case], width=6), values(6, 6), 2.0**16, remedies=True)
-    assert all("1e+09 is inf in float16" in text for text in printed(explanation))
+    explained_by("1e+09 is inf in float16", Calls(BEYOND[case], width=6), values(6, 6))
 
 
 NOT_IN_THE_DOMAIN = {
@@ -153,8 +155,7 @@ NOT_IN_THE_DOMAIN = {
 @pytest.mark.parametrize("case", NOT_IN_THE_DOMAIN)
 def test_an_input_for_which_an_operator_has_no_number_is_said(case):
     function, said = NOT_IN_THE_DOMAIN[case]
-    explanation = explained(Calls(function), values(4, 4), remedies=True)
-    assert all(said in text.splitlines()[0] for text in printed(explanation))
+    explained_by(said, Calls(function), values(4, 4))
 
 
 def test_numbers_of_the_backward_pass_are_called_so():

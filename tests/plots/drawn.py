@@ -43,4 +43,5 @@ def content(figure):
     shown = [text.get_text() for text in figure.findobj(Text)]
     shown += [line.get_xydata().tobytes() for line in figure.findobj(Line2D)]
     shown += [path.vertices.tobytes() for areas in figure.findobj(Collection) for path in areas.get_paths()]
-    return shown + [patch.get_path().vertices.tobytes() for patch in figure.findobj(Patch)]
+    patches = [patch.get_patch_transform().transform_path(patch.get_path()) for patch in figure.findobj(Patch)]
+    return shown + [path.vertices.tobytes() for path in patches]

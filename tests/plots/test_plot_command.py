@@ -57,17 +57,17 @@ def runs(tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
 
 
-RECORD, OF_GRADIENTS = ([f"{name}/{file}.jsonl" for name in RUNS] for file in ("loss_scale_record", "gradient_ranges"))
+RECORDS, OF_GRADIENTS = ([f"{name}/{file}.jsonl" for name in RUNS] for file in ("loss_scale_record", "gradient_ranges"))
 OF_WEIGHTS = {"kind": "weights", "modules": ["lm_head"]}
 DRAWN = {
     "gradients": (OF_GRADIENTS[:1], [], lambda: draw_gradient_records({"x": GRADIENTS["64"]})),
     "gradients of runs": (OF_GRADIENTS, [], lambda: draw_gradient_records(GRADIENTS)),
     "a run and gradients": (
-        [RECORD[0], OF_GRADIENTS[0]],
+        [RECORDS[0], OF_GRADIENTS[0]],
         [],
         lambda: draw_runs({"loss_scale_record.jsonl": RUNS["64"]}, {"loss_scale_record.jsonl": GRADIENTS["64"]}),
     ),
-    "gradients beside runs": (RECORD, [], lambda: draw_runs(RUNS, GRADIENTS)),
+    "gradients beside runs": (RECORDS, [], lambda: draw_runs(RUNS, GRADIENTS)),
     "weights of runs": (
         OF_GRADIENTS,
         ["--of", "weights", "--modules", "lm_head"],
@@ -92,10 +92,10 @@ def test_each_kind_of_files_has_its_picture(plot, case):
 
 @pytest.mark.usefixtures("runs")
 def test_one_run_is_drawn_by_analyze(plot):
-    code, printed = plot(RECORD[0], "out.png")
+    code, printed = plot(RECORDS[0], "out.png")
     assert code == 2
-    assert f"adaptive-loss-scale analyze {RECORD[0]} --plot out.png" in printed
-    assert plot(RECORD[0], "--plot", "out.png", command="analyze") == content(draw_runs({"": RUNS["64"]}))
+    assert f"adaptive-loss-scale analyze {RECORDS[0]} --plot out.png" in printed
+    assert plot(RECORDS[0], "--plot", "out.png", command="analyze") == content(draw_runs({"": RUNS["64"]}))
 
 
 def test_a_record_of_gradients_with_one_line_is_no_sweep(plot, tmp_path):
@@ -111,7 +111,7 @@ def test_a_run_without_whole_gradients_beside_it_is_drawn(plot, tmp_path):
     # earlier leaves no file.
     for remove in (lambda: beside.write_text('{"step": 1, "loss_sca'), beside.unlink):
         remove()
-        assert plot(*RECORD, "out.png") == expected
+        assert plot(*RECORDS, "out.png") == expected
 
 
 def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path):
@@ -129,14 +129,14 @@ def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path):
 
 
 REFUSED = {
-    "a sweep and a run": (["sweep.json", RECORD[0]], [], ["'find --output'", "with other files", "separately"]),
-    "a run and a sweep": ([RECORD[0], "sweep.json"], [], ["'find --output'", "with other files", "separately"]),
+    "a sweep and a run": (["sweep.json", RECORDS[0]], [], ["'find --output'", "with other files", "separately"]),
+    "a run and a sweep": ([RECORDS[0], "sweep.json"], [], ["'find --output'", "with other files", "separately"]),
     "underflow of a record": (
         OF_GRADIENTS[:1],
         ["--underflow"],
         ["--loss-scales and --underflow need a file that 'find --output' wrote"],
     ),
-    "weights of a run": (RECORD[:1], ["--of", "weights"], ["--of, --modules and --axis", "leave them out"]),
+    "weights of a run": (RECORDS[:1], ["--of", "weights"], ["--of, --modules and --axis", "leave them out"]),
     "underflow of weights": (["sweep.json"], ["--underflow", "--of", "weights"], ["sweeps and records of gradients"]),
     "underflow of two": (["sweep.json", "other.json"], ["--underflow"], ["--underflow needs a single file"]),
 }
