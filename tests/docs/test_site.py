@@ -197,6 +197,8 @@ def test_pages_of_the_reference_show_the_names(site):
             assert f"mindformers_adaptive.{name}" in Page(file).anchors
             assert "viewcode-link" in file.read_text(encoding="utf-8"), name
         assert mindformers_adaptive.__version__ in (site / language / "index.html").read_text(encoding="utf-8")
+    # The Chinese reference leads to the English pages of all modules.
+    assert "../../en/reference/index.html#all-modules" in Page(site / "zh" / "reference" / "index.html").links
 
 
 @pytest.mark.parametrize("name", PUBLIC)
