@@ -115,7 +115,8 @@ def test_the_start_of_a_training_is_as_in_the_data(graph_mode, data, name):
 
 
 def test_the_experts_of_a_cpu_are_those_that_the_router_chooses(graph_mode):
-    pytest.importorskip("mindformers.models.deepseek3.modeling_deepseek_v3_train")
+    for model in ("deepseek3.modeling_deepseek_v3_train", "qwen3.modeling_qwen3_train"):
+        pytest.importorskip(f"mindformers.models.{model}")
     from scripts.studies.mcore_on_cpu import experts_on_cpu
 
     random = np.random.default_rng(0)
