@@ -25,6 +25,7 @@ from tests.shared.networks import (
     rows,
     seeded_train_step,
 )
+from tests.shared.versions import BEFORE_1_7
 
 # Gradients over the whole range of FP16 and beyond both ends of the range, and an exact 0.
 SPREAD = np.array([0.0, *2.0 ** np.arange(-24, 2), 1.5], np.float32)
@@ -130,6 +131,7 @@ class SumsLosses(MFTrainOneStepCell):
         return ops.depend(loss, ops.assign_add(self.sum_of_losses, loss)), gradients, divisor
 
 
+@pytest.mark.skipif(BEFORE_1_7, reason="the train step of this MindFormers has no grads_for_legacy()")
 def test_sums_of_losses_beside_the_weights_stay(mode):
     dense = Dense()
     step = SumsLosses(dense.network, dense.optimizer(), AdaptiveLossScaleUpdateCell(2**10, 2, 20)).set_train()
