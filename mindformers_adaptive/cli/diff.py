@@ -29,7 +29,10 @@ from mindformers_adaptive.gradients.difference import (
 from mindformers_adaptive.gradients.selection import group_of_modules
 from mindformers_adaptive.mindformers.checkpoint_reader import Checkpoint
 
-_LEGEND = "Relative error: the norm of the difference, divided by the norm of the reference."
+# The headings of the tables are short, because names of Parameters are long.
+_LEGEND = """\
+Relative: the norm of the difference, divided by the norm of the reference. Largest: of one element.
+Equal: Parameters without a difference."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -118,7 +118,7 @@ def median_error(errors: Sequence[float]) -> float:
 
 def step_table(steps: Mapping[int, list[ArrayDifference]], worst: int = 1) -> str:
     """Return a table to print with rows for the worst Parameters of each step."""
-    lines = [["step", "worst Parameter", "relative error", "largest error", "equal Parameters"]]
+    lines = [["step", "worst Parameter", "relative", "largest", "equal"]]
     for step, differences in steps.items():
         equal = f"{sum(difference.relative_error == 0 for difference in differences)} of {len(differences)}"
         for difference in differences[:worst]:
@@ -129,8 +129,8 @@ def step_table(steps: Mapping[int, list[ArrayDifference]], worst: int = 1) -> st
 
 def difference_table(differences: list[ArrayDifference]) -> str:
     """Return a table to print of the differences between two files, with a row for each Parameter."""
-    lines = [["", "elements", "norm", "norm of the reference", "relative error", "largest error"]]
+    lines = [["Parameter", "elements", "relative", "largest"]]
     for difference in differences:
-        numbers = [f"{difference.norm:.4g}", f"{difference.reference_norm:.4g}", f"{difference.relative_error:.2e}"]
-        lines.append([difference.name, f"{difference.size:,}", *numbers, f"{difference.largest_error:.2e}"])
+        errors = [f"{difference.relative_error:.2e}", f"{difference.largest_error:.2e}"]
+        lines.append([difference.name, f"{difference.size:,}", *errors])
     return align(lines, to_the_left=[0])
