@@ -36,5 +36,5 @@ for pair in "$@"; do
         run "$pair" "not slow" -m "not slow" "${trainers[@]/#/--ignore=}"
         run "$pair" "not slow, trainers" -m "not slow" "${trainers[@]}"
     } | add_up)
-    echo "| ${pair%+*} | ${pair#*+} | $fast | $(run "$pair" resume tests/mindformers/test_{resume,rule_resume}.py | add_up) |"
+    echo "| ${pair%+*} | ${pair#*+} | $fast | $(run "$pair" resume tests/mindformers/test_resume.py | add_up) |"
 done

@@ -186,6 +186,11 @@ def test_the_outputs_that_mindspore_prints_are_read(tmp_path):
     assert (run.log_format, run.skipped.tolist()) == ("mindspore", [False, True])
     assert run.column("loss").tolist() == [1.5, 1.5]
     assert (run.used[1], run.after.tolist()) == (2.0**24, [2.0**24, 2.0**23])
+    # A loss scale that is no power of two stays as it is printed, and so does one that cannot be used.
+    scales = ["3000", "inf", "0", "..."]
+    run = read(tmp_path, *(line.format(step, False, scale) for step, scale in enumerate(scales, start=1)))
+    assert run.after[:3].tolist() == [3000, np.inf, 0]
+    assert np.isnan(run.after[3])
 
 
 def test_samples_have_the_skips_of_their_flags_and_counts():
