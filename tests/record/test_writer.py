@@ -238,6 +238,7 @@ def test_any_lines_are_continued(path, last_step):
     [
         ('{"step": 1}\nstep 2\n{"step": 3}\n', "line 2 is b'step 2'"),
         ('{"step": 1}\n{"loss": 2}\n', "line 2 is .*names no step"),
+        ('{"missing_steps": 2, "first_step": 1}\n', "line 1 is .*names no step"),
         ('{"step": 2}\n{"step": 2}\n', "line 2 is .*step 2 cannot follow step 2"),
         ('{"step": true}\n', "line 1 is .*Expected `int.*`, got `bool`"),
         ("[1]\n", "line 1 is "),
