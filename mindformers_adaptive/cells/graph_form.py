@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.fields import STEP_LIMIT, is_of_this_package
-from mindformers_adaptive.rules.lanes import GRADIENT, NumpyStep, arguments_of_step, arrays_of, keeps_bounds
+from mindformers_adaptive.rules.lanes import GRADIENT, NumpyStep, arguments_of_step, arrays_of, handed_on, keeps_bounds
 from mindformers_adaptive.rules.operations import (
     LARGEST_AS_INT32,
     OPERATIONS,
@@ -142,7 +142,7 @@ class GraphStep:
         exponent_of, power_of = _powers(rule) if moves_by_bits else (_identity, _identity)
         limit_of = _limits(rule.gradient_format.largest)
         unshown = Tensor(UNSHOWN, mstype.int32)
-        copied = () if is_of_this_package(type(rule)) else _handed_on(rule)
+        copied = () if is_of_this_package(type(rule)) else tuple(handed_on(rule))
 
         def function(*tensors: Any) -> Any:
             values = {"loss_scale": tensors[0]}
@@ -279,19 +279,6 @@ def try_rule(rule: Rule) -> None:
             "training can differ from it in the last digits.",
             stacklevel=2,
         )
-
-
-def _handed_on(rule: Rule) -> tuple[str, ...]:
-    """Return the results of a rule's step that are another value from before the step, unchanged.
-
-    They are found by their values in random steps: x * 1 is x, too.
-    """
-    before, after = _random_steps(rule)
-    return tuple(
-        name
-        for name, result in after.items()
-        if any(name != other and np.array_equal(result, value, equal_nan=True) for other, value in before.items())
-    )
 
 
 def _random_steps(rule: Rule) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:

@@ -78,6 +78,28 @@ def _in_all_lanes(value: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
     return np.broadcast_to(value, (*value.shape[:-1], *like.shape)) if value.shape[-1:] != like.shape else value
 
 
+def handed_on(rule: Any) -> set[str]:
+    """Return the results of a rule's step that are another value from before the step, unchanged.
+
+    They are found by their values in a step from random states: x * 1 is x, too.
+    """
+    random, lanes = np.random.default_rng(0), 64
+    dtypes = dict.fromkeys(("skipped_steps", "consecutive_overflows", "clean_steps"), (np.int32, ()))
+    dtypes |= {key: (field.dtype, () if field.parts else field.shape) for field in rule.fields for key in field.keys}
+    before = {
+        name: random.integers(-(2**30), 2**30, (*shape, lanes)).astype(dtype) for name, (dtype, shape) in dtypes.items()
+    }
+    before["loss_scale"] = np.exp2(random.uniform(0, 30, lanes)).astype(np.float32)
+    before["largest_gradient"] = random.uniform(0, 1, lanes).astype(np.float32)
+    with np.errstate(all="ignore"):
+        after = NumpyStep(rule)({**before, "overflow": random.random(lanes) < 0.5})
+    return {
+        name
+        for name, result in after.items()
+        if any(name != other and np.array_equal(result, value) for other, value in before.items())
+    }
+
+
 class Lanes:
     """Runs of a loss-scaling rule, computed side by side in NumPy.
 
