@@ -121,8 +121,8 @@ def run(options: argparse.Namespace) -> None:
     if len(formats) > 1:
         raise UsageError(f"the gradients of these runs are in {' and '.join(formats)}: compare each format by itself")
     rules = options.rules or _DEFAULT_RULES + _WITH_GRADIENTS * (len(measured) == len(traces))
-    of_runs = _start_of(sources), next(iter(formats.values()), FLOAT16)
-    makers = dict(_rule_maker(text, *of_runs) for text in rules)
+    start, gradient_format = _start_of(sources), next(iter(formats.values()), FLOAT16)
+    makers = dict(_rule_maker(text, start, gradient_format) for text in rules)
     _warn_of_gradients(traces, rules)
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
@@ -203,7 +203,7 @@ def _holds_sweeps(path: Path) -> bool:
 
 def _warn_of_gradients(traces: list[Trace], labels: Iterable[str]) -> None:
     """Warn on stderr if a rule lacks the gradients it needs."""
-    for name in filter(is_rule_name, {label.partition(":")[0]: label for label in labels}):
+    for name in filter(is_rule_name, dict.fromkeys(label.partition(":")[0] for label in labels)):
         rule = find_rule(name)
         for trace in traces if rule.needs_gradients else ():
             if trace.largest_gradient is None:

@@ -39,10 +39,8 @@ _SCHEMA = {
     "callbacks.*": _Section("callback", only=("LossScaleMonitor", "GradientRangeMonitor", "MFLossMonitor")),
 }
 # Keys that MindFormers reads, although its templates of a configuration do not have them.
-_OUTSIDE_TEMPLATES = (
-    *("checkpoint", "generation_config", "grouped_lr_schedule", "profile_cb", "profiler_level", "stable_rank_config"),
-    "tensorboard",
-)
+_OUTSIDE_TEMPLATES = ["checkpoint", "generation_config", "grouped_lr_schedule", "profile_cb", "profiler_level"]
+_OUTSIDE_TEMPLATES += ["stable_rank_config", "tensorboard"]
 # A key of the top level that differs from a known key by at most this number of letters is a misspelling.
 _MOST_LETTERS = 2
 # A shorter key can be near a known key by chance.

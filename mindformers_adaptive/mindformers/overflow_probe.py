@@ -33,7 +33,7 @@ _SWITCHES = ["fp32_residual_connection"]
 _NARROW = ("float16", "fp16", "bfloat16", "bf16")
 
 
-class Training(NamedTuple):
+class NetworkAndBatches(NamedTuple):
     """What it takes to explain an overflow: a network with the weights to measure, and batches of its training.
 
     Attributes:
@@ -85,7 +85,7 @@ def explain_case(case: OverflowCase, progress: Callable[[int], object] | None = 
     return dataclasses.replace(explanation.after(case.findings), measured=training.measured)
 
 
-def training_of_file(case: OverflowCase) -> Training:
+def training_of_file(case: OverflowCase) -> NetworkAndBatches:
     """Build the training that the YAML file of a case describes."""
     saved = None if case.batch is None else read_batch(case.batch)
     source = TrainingSource(str(case.config), case.checkpoint, case.train_dataset_dir, case.overrides)
@@ -103,10 +103,10 @@ def training_of_file(case: OverflowCase) -> Training:
     }
     division = loss_division(built.micro_batches)
     measured = [built.weights, f"batch {case.batch}" if saved else "", f"each batch {division}" if division else ""]
-    return Training(built.train_step, rows, ", ".join(filter(None, measured)), built.micro_batches, settings)
+    return NetworkAndBatches(built.train_step, rows, ", ".join(filter(None, measured)), built.micro_batches, settings)
 
 
-def _of_program(case: OverflowCase) -> Training:
+def _of_program(case: OverflowCase) -> NetworkAndBatches:
     """Build the network of a Python program."""
     function = str(case.network)
     rows = [tuple(map(Tensor, read_batch(str(case.batch))))]
@@ -126,7 +126,7 @@ def _of_program(case: OverflowCase) -> Training:
     if case.checkpoint is not None:
         inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
         weights = f"weights of {load_weights(inner, case.checkpoint)} (--checkpoint)"
-    return Training(network, rows, f"{weights}, batch {case.batch}")
+    return NetworkAndBatches(network, rows, f"{weights}, batch {case.batch}")
 
 
 def _micro_batches(batch: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
